@@ -1,10 +1,11 @@
-"""Blocks: what a model can be cut into, and to which of them everything else in it belongs.
+"""Blocks: the parts that a model can be cut into, and the block that everything else in the model belongs to.
 
     model     embed  block 0  block 1 | block 2  block 3  norm  head
     place       0       0        1         2        3      4     4       stage 1 begins at block 2
 
-All that is no block keeps its place in the order of use (uses.py) or, where that is not known, of registration: it
-belongs to the next block, and behind the last block to the last stage. The model is only read.
+A module that is no block keeps its place in the order of use (uses.py) or, if that order is unknown, of registration:
+it
+belongs to the next block, or to the last stage if it follows the last block. The model is only read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +18,30 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.policy import nearest
 
 ROWS = (nn.ModuleList, nn.Sequential, Layers)
-"""Containers whose children are blocks by their place."""
+"""Containers whose children are blocks by their position."""
 LIST = "or give the model as a list of layers (shardwise.parallel.pipeline.layers.Layers)"
-"""The end of an error: what always works."""
+"""End of an error: the remedy that always works."""
 
 
 def find_blocks(
     model: nn.Module, uses: Uses | None = None, sizes: Mapping[int, int] | None = None
 ) -> tuple[str, ...]:
-    """Names of the modules that can be dealt to stages: layers of a list, else children of the heaviest container.
+    """Return the names of the modules that can be distributed over stages.
 
-    ``sizes``: elements of parameters by identity, where they are cut before they are dealt. Where ``uses`` shows that
-    the children are given more than one another's output, those of the heaviest container that has
-    at least a quarter of its weight and whose children are not.
+    These are the layers of a list, or else the children of the heaviest container. If ``uses`` shows that the
+    children take more than each other's output, the heaviest other container with at least a quarter of that
+    weight is taken whose children do not.
+
+    Args:
+        model: The model.
+        uses: Order in which the model uses its modules, or None.
+        sizes: Elements of parameters by identity, for parameters that are cut before they are distributed.
+
+    Returns:
+        Names of the blocks, in order.
+
+    Raises:
+        PlanError: If the model has no such container.
     """
     if isinstance(model, Layers | nn.Sequential):
         return tuple(name for name, _ in model.named_children())
@@ -54,7 +66,18 @@ def find_blocks(
 
 
 def blocks_around(model: nn.Module, starts: Sequence[str]) -> tuple[str, ...]:
-    """The blocks that ``starts`` are among: all children of their parents, in order of registration."""
+    """Return the blocks that ``starts`` belong to: all children of their parents, in order of registration.
+
+    Args:
+        model: The model.
+        starts: Name of the block that begins each stage but the first.
+
+    Returns:
+        Names of the blocks.
+
+    Raises:
+        PlanError: If a name is unknown.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in starts:
         if not name or name not in modules:
@@ -76,8 +99,16 @@ def _elements(parameter: nn.Parameter, sizes: Mapping[int, int] | None) -> int:
 
 
 def positions(model: nn.Module, blocks: Sequence[str], uses: Uses | None = None) -> dict[str, int]:
-    """By every name of a module, parameter or buffer: the block that it lies in or, outside of them, the next one;
-    ``len(blocks)`` behind them all."""
+    """Return the block that every module, parameter and buffer belongs to, by each of its names.
+
+    Args:
+        model: The model.
+        blocks: Names of the blocks, in order.
+        uses: Order in which the model uses its modules, or None.
+
+    Returns:
+        Index of the block around the part, or of the next block; ``len(blocks)`` behind the last block.
+    """
     place_of = _places(model, blocks, uses)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {**place_of, **{name: place_of[name.rpartition(".")[0]] for name, _ in tensors}}
@@ -89,9 +120,19 @@ def weigh(
     uses: Uses | None = None,
     sizes: Mapping[int, int] | None = None,
 ) -> tuple[list[int], int, int]:
-    """Parameters of each block, of what stands in front of them, and of what stands behind; ``sizes`` as above.
+    """Return the parameters of each block, of the modules in front of the blocks, and of the modules behind them.
 
-    What stands between two blocks counts with the later one. A tied parameter counts wherever it has a name, once.
+    Modules between two blocks count with the later block. A tied parameter counts once for every place in which
+    it has a name.
+
+    Args:
+        model: The model.
+        blocks: Names of the blocks, in order.
+        uses: Order in which the model uses its modules, or None.
+        sizes: Elements of parameters by identity, for parameters that are cut before they are distributed.
+
+    Returns:
+        Numbers of elements: by block, in front, behind.
     """
     at = {name: i for i, name in enumerate(blocks)}
     held: list[dict[int, int]] = [{} for _ in range(len(blocks) + 2)]
@@ -106,7 +147,19 @@ def weigh(
 
 
 def stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None = None) -> dict[str, int]:
-    """Stage of each module by name; a container that spans several has that of its first block."""
+    """Return the stage of each module by name; a container that spans several stages has the stage of its first block.
+
+    Args:
+        model: The model.
+        starts: Name of the block that begins each stage but the first.
+        uses: Order in which the model uses its modules, or None.
+
+    Returns:
+        Numbers of stages.
+
+    Raises:
+        PlanError: If a name is unknown, out of order, or leaves no block for stage 0.
+    """
     blocks = blocks_around(model, starts)
     at = {name: i for i, name in enumerate(blocks)}
     order = [at[name] for name in starts]
@@ -124,7 +177,7 @@ def stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None
 
 
 def _places(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[str, int]:
-    """By module name: index of the block that it lies in or, outside of them, of the next one."""
+    """Return the index of the block that each module lies in or, outside of blocks, of the next block."""
     at = {name: i for i, name in enumerate(blocks)}
     return {
         name: next((at[block] for block in (*_around(name), name) if block in at), following)
@@ -133,8 +186,10 @@ def _places(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[
 
 
 def _next_block(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[str, int]:
-    """By module name: index of the first block that is at it or behind it, len(blocks) behind them all; in the order of
-    use where that is known, else of registration."""
+    """Return the index of the first block at or behind each module, and ``len(blocks)`` behind the last.
+
+    The order is the order of use if known, else of registration.
+    """
     at = {name: i for i, name in enumerate(blocks)}
     seen = 0
     result = {}
@@ -146,7 +201,7 @@ def _next_block(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> d
 
 
 def _around(name: str) -> Iterator[str]:
-    """Names of the modules around a parameter or module, from the innermost."""
+    """Yield the names of the modules around a parameter or module, from the innermost."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

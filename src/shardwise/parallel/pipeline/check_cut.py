@@ -1,4 +1,4 @@
-"""Does the chain of stages compute what the whole model does? Asked once, of a given call, before any stage runs."""
+"""The check that the chain of stages computes what the whole model does, for a given call, before any stage runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,27 @@ from shardwise.plan.errors import PlanError
 def check_cut(
     model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequence[str], uses: Uses | None = None
 ) -> None:
-    """Run ``call`` on the whole model and on the chain of its stages; PlanError names the first stage that differs.
+    """Run a call on the whole model and on the chain of its stages, and compare the results.
 
-    In evaluation mode and without gradients. On the meta device only shapes and dtypes are compared; the fillers' NaN
-    still show in the first real pass. A model that draws random numbers in evaluation mode cannot be compared.
+    Both run in evaluation mode and without gradients. On the meta device only shapes and dtypes are compared;
+    the fillers' NaN still show in the first real pass. A model that draws random numbers in evaluation mode
+    cannot be compared.
+
+    Args:
+        model: The model.
+        call: Function that calls the model.
+        starts: Name of the block that begins each stage but the first.
+        uses: Order in which the model uses its modules, or None for the order of registration.
+
+    Raises:
+        PlanError: If a stage cannot run or its output differs; the error names the first such stage.
     """
     stages = len(starts) + 1
     if stages == 1:
         return
     with _evaluating(model), torch.no_grad():
         modules = cut(model, starts, range(stages), uses)
-        if isinstance(model, Layers):  # its layers exist only where they live
+        if isinstance(model, Layers):  # its layers are built only on the rank of their stage
             model = cut(model, (), [0])[0].module.eval()
         wanted = _outputs(model, call, starts)
         received: Any = None
@@ -70,7 +80,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _outputs(model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequence[str]) -> list[Any]:
-    """What leaves each stage in the whole model; the last is the result."""
+    """Return the value that leaves each stage in the whole model; the last is the result."""
     blocks = blocks_around(model, starts)
     ends = [blocks[blocks.index(start) - 1] for start in starts]
     found: dict[str, Any] = {}
@@ -92,12 +102,12 @@ def _outputs(model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequenc
 
 
 def _copied(value: Any) -> Any:
-    """As it is now: what follows may write in place."""
+    """Return a copy of the tensors, because later code may write into them in place."""
     return tree_map_only(Tensor, Tensor.clone, value)
 
 
 def _difference(got: Any, wanted: Any) -> str:
-    """How two outputs differ, in words; nothing where they do not."""
+    """Return a text on how two outputs differ, or "" if they are equal."""
     ours, theirs = list(tensors_of(got)), list(tensors_of(wanted))
     if len(ours) != len(theirs):
         return f"{len(ours)} tensors come out where the whole model has {len(theirs)}"

@@ -1,4 +1,4 @@
-"""What a schedule costs, in closed form: idle time, live activations, messages.
+"""Cost of a schedule in closed form: idle time, live activations, messages.
 
 With p ranks, v stages per rank (``virtual_stages``), m microbatches, f and b the seconds of one stage's forward and
 backward, and messages that take no time, all three schedules need
@@ -7,7 +7,7 @@ backward, and messages that take no time, all three schedules need
 
 of which every rank computes ``v * m * (f + b)``. With m >= p the rest, the bubble, is ``(p - 1) * (f + b)``: a stage is
 v times shorter than the rank's share of the model, so interleaving divides the bubble by v. Live activations on rank r,
-in units of one microbatch of one stage, with groups of at most n microbatches (n = p where p divides m):
+in units of one microbatch of one stage, with groups of at most n microbatches (n = p if p divides m):
 
     gpipe             m
     1f1b              min(m, p - r)
@@ -23,7 +23,18 @@ from shardwise.parallel.pipeline.schedules import microbatch_groups
 def makespan_s(
     ranks: int, microbatches: int, virtual_stages: int = 1, forward_s: float = 1.0, backward_s: float = 2.0
 ) -> float:
-    """Seconds of one step; ``forward_s`` and ``backward_s`` of one stage and one microbatch."""
+    """Return the seconds of one step.
+
+    Args:
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step.
+        virtual_stages: Stages per rank.
+        forward_s: Seconds of the forward pass of one stage and one microbatch.
+        backward_s: Seconds of the backward pass of one stage and one microbatch.
+
+    Returns:
+        Seconds.
+    """
     full, rest = max(microbatches, ranks), min(microbatches, ranks)
     return (virtual_stages * full + rest - 1) * (forward_s + backward_s)
 
@@ -31,18 +42,49 @@ def makespan_s(
 def bubble_s(
     ranks: int, microbatches: int, virtual_stages: int = 1, forward_s: float = 1.0, backward_s: float = 2.0
 ) -> float:
-    """Seconds of one step in which a rank computes nothing; every rank has the same."""
+    """Return the seconds of one step in which a rank computes nothing, which are the same on every rank.
+
+    Args:
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step.
+        virtual_stages: Stages per rank.
+        forward_s: Seconds of the forward pass of one stage and one microbatch.
+        backward_s: Seconds of the backward pass of one stage and one microbatch.
+
+    Returns:
+        Seconds.
+    """
     busy = virtual_stages * microbatches * (forward_s + backward_s)
     return makespan_s(ranks, microbatches, virtual_stages, forward_s, backward_s) - busy
 
 
 def idle_share(ranks: int, microbatches: int, virtual_stages: int = 1) -> float:
-    """Share of a step in which a rank computes nothing; it does not depend on the seconds of a stage."""
+    """Return the share of a step in which a rank computes nothing, which does not depend on the seconds of a stage.
+
+    Args:
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step.
+        virtual_stages: Stages per rank.
+
+    Returns:
+        Share between 0 and 1.
+    """
     return bubble_s(ranks, microbatches, virtual_stages) / makespan_s(ranks, microbatches, virtual_stages)
 
 
 def peak_live(name: ScheduleName, rank: int, ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
-    """Most activations that live at once on ``rank``, in units of one microbatch of one stage."""
+    """Return the most activations that are live at once on a rank.
+
+    Args:
+        name: The schedule.
+        rank: Index of the rank on "pp".
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step.
+        virtual_stages: Stages per rank.
+
+    Returns:
+        Number of activations, in units of one microbatch of one stage.
+    """
     if name == "gpipe":
         return microbatches
     if name == "1f1b":
@@ -52,5 +94,16 @@ def peak_live(name: ScheduleName, rank: int, ranks: int, microbatches: int, virt
 
 
 def messages(ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
-    """Messages of one step over all ranks: an activation and a gradient per microbatch and border between stages."""
+    """Return the messages of one step over all ranks.
+
+    There is an activation and a gradient per microbatch and border between stages.
+
+    Args:
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step.
+        virtual_stages: Stages per rank.
+
+    Returns:
+        Number of messages.
+    """
     return 2 * microbatches * (ranks * virtual_stages - 1) if ranks > 1 else 0

@@ -1,18 +1,18 @@
 """Cut: the stages of a whole module, each of which runs the module's own forward pass.
 
-The blocks (children of a ``ModuleList``, say) are dealt to stages, and all else goes with them (blocks.py). A stage is
-a skeleton of the model in which foreign parts are stand-ins (stand_in.py):
+The blocks (children of a ``ModuleList``, for example) are distributed over stages, and all other modules follow them
+(blocks.py). A stage is a skeleton of the model in which foreign parts are stand-ins (stand_in.py):
 
     model     embed  block 0  block 1 | block 2  block 3  norm  head
-    stage 0   embed  block 0  block 1 -> ends: its output travels
+    stage 0   embed  block 0  block 1 -> ends: its output is sent
     stage 1   (absent) (....)  (received) -> block 2  block 3  norm  head
 
-So the model needs no rewriting, its masks and positions are made on every stage from the batch, and names of parameters
-are those of the whole model. What travels is the output of one block. A model that passes more than that from block to
-block is refused as it runs (stage_module.py); ``check_cut`` compares with the uncut model. It has to come as a list of
-layers (layers.py).
+So the model needs no rewriting, its masks and positions are computed on every stage from the batch, and parameters keep
+the names of the whole model. Only the output of one block is sent. A model that passes more than that from block to
+block is refused as it runs (stage_module.py); ``check_cut`` compares the stages with the uncut model. Such a model must
+be given as a list of layers (layers.py).
 
-Tied parameters whose names lie on several stages are a Parameter on each.
+A tied parameter whose names lie on several stages is a separate Parameter on each stage.
 
 Cost: a stand-in for a block costs a call; NaN fillers in front of the first block one elementwise pass at most.
 """
@@ -43,10 +43,22 @@ from shardwise.parallel.pipeline.uses import Uses
 def cut(
     model: nn.Module, starts: Sequence[str], stages_here: Iterable[int], uses: Uses | None = None
 ) -> dict[int, StageModule]:
-    """The stages ``stages_here`` of ``model``; ``starts`` names the block that begins each stage but the first.
+    """Cut stages out of a model.
 
-    The model itself is not changed, but its modules and parameters become those of the stages. A parameter that two of
-    ``stages_here`` need is copied for the second.
+    The model itself is not changed, but its modules and parameters become those of the stages. A parameter that
+    two of ``stages_here`` need is copied for the second.
+
+    Args:
+        model: The model.
+        starts: Name of the block that begins each stage but the first.
+        stages_here: Numbers of the stages to make.
+        uses: Order in which the model uses its modules, or None for the order of registration.
+
+    Returns:
+        The stages by number.
+
+    Raises:
+        PlanError: If ``starts`` does not fit the model.
     """
     stages = len(starts) + 1
     stage_of = stages_of_modules(model, starts, uses)
@@ -61,7 +73,7 @@ def cut(
 
 
 class _Skeleton:
-    """Builds one stage."""
+    """Builder of one stage."""
 
     def __init__(
         self, model: nn.Module, starts: Sequence[str], stage: int, stage_of: dict[str, int], taken: set[int]
@@ -71,14 +83,14 @@ class _Skeleton:
         self._stage_of = stage_of
         self.all_blocks = blocks_around(model, starts)
         self.blocks = mine = [block for block in self.all_blocks if stage_of[block] == stage]
-        """Names of this stage's own."""
+        """Names of the stage's own blocks."""
         self._last = mine[-1] if mine and stage < len(starts) else None
         self._before = [block for block in self.all_blocks if stage_of[block] < stage]
         self._rows = {name for name, module in model.named_modules() if isinstance(module, ROWS)}
         self._taken = taken
         self._local: dict[int, tuple[nn.Module, str]] = {}
         self._same: dict[int, int] = {}
-        """Identity of a parameter of this stage -> of the one that it stands for in the model."""
+        """Identity of the model's parameter, by identity of the stage's parameter that replaces it."""
         self._copies: dict[int, nn.Parameter] = {}
         self._memo: dict[tuple[int, int, bool], nn.Module] = {}
         self._built = self._build_layers(model, mine or [name for name, _ in model.named_children()])
@@ -102,7 +114,7 @@ class _Skeleton:
         return built
 
     def _rebuilt(self, name: str, module: nn.Module) -> nn.Module:
-        """``module`` itself where nothing of it is foreign, else a copy with stand-ins."""
+        """Return ``module`` itself if it has no foreign part, else a copy with stand-ins."""
         if name in self.all_blocks and self._stage_of[name] != self._stage:
             comes = "before" if name in self._before else "after"
             comes = "just before" if self._before and name == self._before[-1] else comes
@@ -145,7 +157,7 @@ class _Skeleton:
         return twin  # type: ignore[no-any-return]
 
     def _vectors_elsewhere(self, name: str, tables: Any) -> nn.Module:
-        """What stands for tables of another stage."""
+        """Return the stand-in for tables of another stage."""
         what, relay = f"vectors of {name!r}, which lives on another stage,", self.relay
 
         def place() -> torch.device:
@@ -168,7 +180,7 @@ class _Skeleton:
         return id(parameter) not in self._same and id(parameter) in self._taken
 
     def _second(self, parameter: nn.Parameter) -> nn.Parameter:
-        """This stage's own copy of a tied parameter that another stage of this rank holds."""
+        """Return this stage's own copy of a tied parameter that another stage of this rank holds."""
         if id(parameter) not in self._copies:
             twin = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             self._copies[id(parameter)] = twin
@@ -179,7 +191,7 @@ class _Skeleton:
         return functools.partial(self._read, id(parameter), torch.empty_like(parameter, device="meta"), name)
 
     def _read(self, key: int, outline: Tensor, name: str) -> Tensor:
-        """An absent parameter: the one that is tied to it on this stage, or a filler."""
+        """Return the value of an absent parameter: the tied parameter on this stage, or a filler."""
         if key in self._local:
             holder, own = self._local[key]
             tied: Tensor = getattr(holder, own)
@@ -187,7 +199,7 @@ class _Skeleton:
         return self.relay.parameter(key, outline, self._home(), name)
 
     def _home(self) -> torch.device:
-        """Where this stage's parameters are."""
+        """Return the device of this stage's parameters."""
         held = next(
             (
                 p

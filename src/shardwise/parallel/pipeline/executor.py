@@ -1,25 +1,26 @@
-"""The executor of a schedule: what F, B, SEND and RECV of a stage do, and the words that end a walk on all ranks.
+"""The executor of a schedule: the handlers of F, B, SEND and RECV of a stage, and the end of a walk on all ranks.
 
     F(s, i)        received activation -> forward of stage s -> activation to send, or the loss
     B(s, i)        received gradient   -> backward            -> gradient to send
-    SEND, RECV     what the two exchange with the stages beside them
+    SEND, RECV     exchange with the neighbouring stages
 
-Beside the gradient of a microbatch travels what its last stage says of it: what its loss was multiplied by, where a
-stage has terms of its own that are multiplied alike. It is one more tensor behind the gradients, which no host reads.
+The message of a gradient may carry a number of the microbatch's last stage: the factor of its loss, if a stage has loss
+terms of its own that are multiplied by the same factor. The number is one more tensor behind the gradients, which no
+host reads.
 
-A stage's input is detached from what was received and asks for gradients where its sender's tensor did. Of its output
-only the edge of the graph is kept for the backward pass: the numbers themselves are dropped once they are sent, unless
-autograd saved them. What runs inside a stage (a Unit's gathers and reductions) stands in the same list, and the hooks
-on its modules walk it; what is here knows stages alone.
+A stage's input is detached from the received value and requires gradients if its sender's tensor did. Of the stage's
+output only the edge of the graph is kept for the backward pass: the numbers are dropped once they are sent, unless
+autograd saved them. The Actions inside a stage (a Unit's gathers and reductions) stand in the same list, and the hooks
+on the stage's modules walk it; the executor handles only stages.
 
-An error of one rank ends the walk of all with the same words (messages.py): whoever meets or hears of it tells every
-neighbour that it has business with, and reads what those who wait for it have sent until they have told it too. The
-next walk begins with nothing in between. Those that the last Actions send nothing to would not hear: so each rank says
-at its end that it and all that end after it have ended well, with B from the first rank to the last, without from the
-last to the first.
+An error on one rank ends the walk on all ranks with the same text (messages.py): a rank that raises or receives an
+error sends it to every neighbour that it exchanges messages with, and reads what the ranks that wait for it have sent,
+until they have sent the error too. The next walk begins with empty channels. Ranks that no remaining Action sends to
+would not get the error. So each rank confirms at its end that it and all ranks that end after it have ended well: with
+B from the first rank to the last, without B from the last to the first.
 
-Between devices messages are posted ahead and have no words in them, so there an error ends the exchange for good: the
-watch tells it to all ranks, and their engines with it.
+Between devices messages are posted ahead and contain no text, so an error ends the exchange for good: the watch reports
+the error to all ranks, and their engines end too.
 
 Cost: one message per edge between stages, microbatch and direction, and one empty message per rank.
 """
@@ -53,21 +54,44 @@ from shardwise.plan.walker import Walker
 
 
 class Runner(Protocol):
-    """What computes the stages."""
+    """Interface of the object that computes the stages."""
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """The stage's output; of the last stage what ``backward`` begins with."""
+        """Run the forward pass of a stage.
+
+        Args:
+            stage: Number of the stage.
+            microbatch: Index of the microbatch.
+            received: Output of the stage before, or None on the first stage.
+
+        Returns:
+            The stage's output; on the last stage the value that ``backward`` begins with.
+        """
 
     def backward(
         self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
     ) -> Tensor | None:
-        """Call ``run`` inside whatever a backward pass needs around it: with the gradient that the last stage's output
-        begins with, with None on the others. ``said``: what the stage behind returned, a number or nothing; None on the
-        last one."""
+        """Run the backward pass of a stage around ``run``.
+
+        Args:
+            stage: Number of the stage.
+            microbatch: Index of the microbatch.
+            run: Function that calls autograd. Its argument is the gradient of the output on the last stage, and
+                None on the others.
+            said: The number that the stage behind returned, or None; None on the last stage.
+
+        Returns:
+            A number for the stage before, or None.
+        """
 
 
 class ScheduleExecutor:
-    """Runs lists of one rank. ``stages`` of the pipeline lie round robin on ``ranks``; ``peers`` reaches the others."""
+    """Runs the list of one rank.
+
+    Args:
+        peers: Channels to the ranks of the pipeline.
+        stages: Number of stages, which lie round robin on the ranks.
+    """
 
     def __init__(self, peers: Peers, stages: int):
         self._peers = peers
@@ -76,8 +100,21 @@ class ScheduleExecutor:
     def run(
         self, walker: Walker, runner: Runner, trains: bool = True, likes: Sequence[int | None] = ()
     ) -> dict[int, Any]:
-        """Walk the passes of the walker's list; returns the last stage's outputs by microbatch, detached. ``trains``:
-        with B. ``likes``: what all ranks know of each microbatch (``messages.likeness``)."""
+        """Walk the passes of the walker's list.
+
+        Args:
+            walker: The walker of the rank's list.
+            runner: The object that computes the stages.
+            trains: True if the list contains B.
+            likes: Likeness of each microbatch, which is the same on all ranks (``messages.likeness``).
+
+        Returns:
+            The last stage's outputs by microbatch, detached.
+
+        Raises:
+            ShardwiseError: If this or another rank failed; other errors of this rank's own are raised as they
+                are.
+        """
         self._runner, self._trains = runner, trains
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Any] = {}
@@ -103,7 +140,7 @@ class ScheduleExecutor:
         return self._results
 
     def _confirm(self) -> None:
-        """This walk has ended well here and on those that end later."""
+        """Confirm to the rank that ends earlier that the walk has ended well on this rank and all later ones."""
         later, earlier = self._around()
         told = ""
         if later is not None:
@@ -114,14 +151,17 @@ class ScheduleExecutor:
             self._peers.send(self._peers.tally(told), [], earlier, _END, "control")
 
     def _around(self) -> tuple[int | None, int | None]:
-        """The ranks beside this one that end later and earlier than it, where there are any."""
+        """Return the neighbouring ranks that end later and earlier than this rank, or None for a missing one."""
         group = self._peers.group
         before = group.index - 1 if group.index else None
         behind = group.index + 1 if group.index < group.size - 1 else None
         return (before, behind) if self._trains else (behind, before)
 
     def _look_ahead(self) -> None:
-        """Post what this rank receives next, before it sends again: messages keep the one order of all ranks."""
+        """Post the receives that precede this rank's next send.
+
+        Messages keep the one order of all ranks.
+        """
         if not self._peers.agrees:
             return
         for action in islice(self._to_come, self._posted, _AHEAD):
@@ -133,7 +173,7 @@ class ScheduleExecutor:
             self._posted += 1
 
     def _passed(self) -> None:
-        """The next message of the list is through."""
+        """Remove the next message from the list, because it was sent or received."""
         self._to_come.popleft()
         self._posted = max(self._posted - 1, 0)
         self._look_ahead()
@@ -148,10 +188,13 @@ class ScheduleExecutor:
         return message
 
     def _tell(self, left: Sequence[Action], error: Exception) -> None:
-        """In the place of the next message to each neighbour: why there is none. They would wait for it."""
+        """Send the error to each neighbour in place of its next message.
+
+        Without the error the neighbours would wait for the message.
+        """
         group = self._peers.group
         text = refusal(error, group.ranks[group.index])
-        if self._peers.agrees:  # what others have posted cannot become a refusal
+        if self._peers.agrees:  # a posted receive cannot take a refusal; the watch reports the error
             self._peers.condemn(text)
             return
         waiting: dict[int, tuple[str, Purpose]] = {}
@@ -169,7 +212,7 @@ class ScheduleExecutor:
             waiting.setdefault(earlier, (_END, "control"))
         if later is not None:
             sending.add(later)
-        with contextlib.suppress(CommError):  # of one that has given up itself
+        with contextlib.suppress(CommError):  # of a rank that has failed itself
             for to, (what, purpose) in waiting.items():
                 self._peers.send(text, [], to, what, purpose)
             for to in sending - {*waiting}:
@@ -180,7 +223,7 @@ class ScheduleExecutor:
             self._peers.flush()
 
     def forward(self, action: Action) -> None:
-        """F of a stage."""
+        """Run F of a stage."""
         key = (action.stage, action.microbatch)
         output = self._runner.forward(*key, self._received.pop(key, None))
         if action.stage < self._stages - 1:
@@ -193,7 +236,7 @@ class ScheduleExecutor:
             self._outputs[key] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
     def backward(self, action: Action) -> None:
-        """B of a stage."""
+        """Run B of a stage."""
         key = (action.stage, action.microbatch)
         edges = self._outputs.pop(key)
         inputs = self._inputs.pop(key, [])
@@ -213,7 +256,7 @@ class ScheduleExecutor:
             self._to_send[key] = Packed("", gradients if says is None else [*gradients, says])
 
     def send(self, action: Action) -> None:
-        """SEND."""
+        """Run SEND: send an activation or a gradient to a neighbouring stage."""
         text, tensors = self._to_send.pop((action.stage, action.microbatch))
         to = action.other % self._peers.group.size
         purpose: Purpose = "gradients" if action.carries_gradient else "activations"
@@ -222,7 +265,7 @@ class ScheduleExecutor:
         self._passed()
 
     def receive(self, action: Action) -> None:
-        """RECV."""
+        """Run RECV: receive an activation or a gradient from a neighbouring stage."""
         key = (action.stage, action.microbatch)
         message = self._take(action.other % self._peers.group.size, _name(action), self._like(action))
         self._passed()
@@ -240,11 +283,11 @@ def _ends_step(action: Action) -> bool:
 
 _END = "the end of a walk"
 _AHEAD = 2
-"""Receives that may be posted before their turn; each holds an activation's memory."""
+"""Number of receives that may be posted before their turn; each holds an activation's memory."""
 
 
 def _name(action: Action) -> str:
-    """The same words on both ends."""
+    """Return the name of a message, which is the same on both ends."""
     sender = action.stage if action.kind is Kind.SEND else action.other
     what = "gradient" if action.carries_gradient else "activation"
     return f"{what} of stage {sender}, microbatch {action.microbatch}"

@@ -1,4 +1,4 @@
-"""Layers: a model as a list, for those that cannot be cut out of a module's own forward pass.
+"""Layers: a model as a list, for models that cannot be cut out of a module's own forward pass.
 
     Layers([
         TiedSpec("embedding", nn.Embedding, 256, 64),
@@ -8,12 +8,12 @@
         TiedSpec("embedding", nn.Embedding, 256, 64, forward=lambda module, x: x @ module.weight.T),
     ], loss=nn.functional.cross_entropy)
 
-With stages on several ranks the first one reads ``inputs`` and the last one ``targets``: a rank may bring None for what
-its stages do not read, as in ``(inputs, None)``, ``(None, targets)``, or None for both.
+With stages on several ranks the first stage reads ``inputs`` and the last stage ``targets``: a rank may give None for
+values that its stages do not read, as in ``(inputs, None)``, ``(None, targets)``, or None for both.
 
-The forward pass hands each layer's result to the next as one argument (a tensor or any pytree of tensors). A module or
-a plain callable is taken as it is. A ``LayerSpec`` is built only on the rank where it lives, and stays on the meta
-device elsewhere; its start weights depend on (seed, place in the list) alone, and so not on the cut.
+The forward pass gives each layer's result to the next layer as its only argument (a tensor or any pytree of tensors). A
+module or a plain callable is used as it is. A ``LayerSpec`` is built only on the rank of its stage, and stays on the
+meta device elsewhere; its start weights depend only on (seed, index in the list), and so not on the cut.
 """
 
 import functools
@@ -28,14 +28,21 @@ from shardwise.plan.errors import PlanError, UsageError
 
 
 class Brought(NamedTuple):
-    """What a batch holds of the arguments of ``Layers.forward``; None where nothing."""
+    """The arguments of ``Layers.forward`` in a batch; None for a missing argument."""
 
     inputs: Any
     targets: Any
 
 
 def brought_in(batch: Any) -> Brought:
-    """By name of a mapping, by place of a tuple or list; anything else is the inputs."""
+    """Return the inputs and targets of a batch.
+
+    Args:
+        batch: A mapping with "inputs" and "targets", a tuple or list in this order, or the inputs only.
+
+    Returns:
+        Inputs and targets, None if missing.
+    """
     if isinstance(batch, Mapping):
         return Brought(batch.get("inputs"), batch.get("targets"))
     if isinstance(batch, tuple | list):
@@ -44,7 +51,16 @@ def brought_in(batch: Any) -> Brought:
 
 
 class LayerSpec:
-    """A layer that is not built yet: ``cls(*args, **kwargs)``."""
+    """A layer that is built later: ``cls(*args, **kwargs)``.
+
+    Args:
+        cls: Module class, or a function that returns a module.
+        *args: Positional arguments of ``cls``.
+        **kwargs: Keyword arguments of ``cls``.
+
+    Raises:
+        UsageError: If ``cls`` is not callable.
+    """
 
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any):
         if not callable(cls):
@@ -56,7 +72,14 @@ class LayerSpec:
         self.kwargs = kwargs
 
     def build(self) -> nn.Module:
-        """The layer, on torch's default device."""
+        """Build the layer on torch's default device.
+
+        Returns:
+            The layer.
+
+        Raises:
+            UsageError: If ``cls`` returned something else than a module.
+        """
         made = self.cls(*self.args, **self.kwargs)
         if not isinstance(made, nn.Module):
             raise UsageError(f"LayerSpec: {self.cls!r} made a {type(made).__name__}, expected a module")
@@ -64,9 +87,17 @@ class LayerSpec:
 
 
 class TiedSpec(LayerSpec):
-    """A layer that shares all parameters with the others of the same ``key``.
+    """A layer that shares all parameters with the other layers of the same ``key``.
 
-    The first one of a key says how it is built; ``forward(module, x)`` replaces the layer's own pass at this place.
+    The first layer of a key determines how the layer is built.
+
+    Args:
+        key: Name of the group of layers that share parameters.
+        cls: Module class, or a function that returns a module.
+        *args: Positional arguments of ``cls``.
+        forward: Function ``forward(module, x)`` that replaces the layer's own forward at this index of the
+            list, or None.
+        **kwargs: Keyword arguments of ``cls``.
     """
 
     def __init__(
@@ -86,34 +117,47 @@ Layer = nn.Module | LayerSpec | Callable[[Any], Any]
 
 
 class Function(nn.Module):
-    """A plain callable as a module."""
+    """A plain callable as a module.
+
+    Args:
+        function: The callable.
+    """
 
     def __init__(self, function: Callable[[Any], Any]):
         super().__init__()
         self.function = function
 
     def forward(self, x: Any) -> Any:
-        """The callable's result."""
+        """Return the callable's result."""
         return self.function(x)
 
 
 def class_name(layer: nn.Module) -> str:
-    """Of a layer's class; of a plain function its own name."""
+    """Return the name of a layer's class, or of the function if the layer is a plain function."""
     made = layer.function if isinstance(layer, Function) else type(layer)
     return getattr(made, "__name__", type(made).__name__)
 
 
 class Layers(nn.Module):
-    """Layers in a row; names of parameters begin with the layer's place: ``0.weight``."""
+    """Layers in a row, as a model; names of parameters begin with the layer's index: ``0.weight``.
+
+    Args:
+        layers: Modules, specs or callables, in order.
+        loss: Function (output, targets) that returns the loss, or None.
+        seed: Seed of the start weights.
+
+    Raises:
+        PlanError: If the list is empty or the loss has parameters.
+    """
 
     loss: Callable[[Any, Any], Any] | None
-    """(output, targets) -> loss."""
+    """Function (output, targets) that returns the loss, or None."""
 
     def __init__(self, layers: Sequence[Layer], loss: Callable[[Any, Any], Any] | None = None, seed: int = 0):
         super().__init__()
         if not layers:
             raise PlanError("Layers: the list is empty; give at least one layer")
-        self.__dict__["loss"] = loss  # one that is a module is none of the layers
+        self.__dict__["loss"] = loss  # not registered as a child, which would make a loss module a layer
         if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
             raise PlanError(
                 f"Layers: the loss, a {type(loss).__name__}, has parameters; make it part of the last layer"
@@ -127,11 +171,19 @@ class Layers(nn.Module):
 
     @property
     def has_specs(self) -> bool:
-        """Whether some layers are built only where they live."""
+        """True if some layers are built only on the rank of their stage."""
         return any(isinstance(spec, LayerSpec) for spec in self._specs)
 
     def forward(self, inputs: Any, targets: Any = None) -> Any:
-        """The last layer's result; ``loss(result, targets)`` where both are given."""
+        """Run all layers.
+
+        Args:
+            inputs: Argument of the first layer.
+            targets: Second argument of the loss, or None.
+
+        Returns:
+            The last layer's result, or ``loss(result, targets)`` if both are given.
+        """
         x = inputs
         for layer in self._modules.values():
             assert layer is not None, "every place of the list holds a layer"
@@ -139,14 +191,22 @@ class Layers(nn.Module):
         return x if self.loss is None or targets is None else self.loss(x, targets)
 
     def build_all(self) -> None:
-        """Every layer in its place, with its start weights; nothing where that is done."""
+        """Build every layer in its place, with its start weights; do nothing if all layers are built."""
         if any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
             self._modules.update(self.build(self._modules))
 
     def build(self, names: Iterable[str]) -> dict[str, nn.Module]:
-        """The layers of these places on torch's default device, with their start weights; in the dtypes that the list
-        was changed to since, and frozen where it is."""
-        # A module that was given as it is may have made way for another one since: dropout, say.
+        """Build layers on torch's default device with their start weights.
+
+        The layers get the dtypes and the ``requires_grad`` that the list has now.
+
+        Args:
+            names: Indices of the layers, as names of children.
+
+        Returns:
+            The layers by name.
+        """
+        # A module that was given as it is may have been replaced since (dropout, for example): use the present child.
         made = {
             str(place): self.get_submodule(str(place))
             if isinstance(self._specs[place], nn.Module)
@@ -190,12 +250,15 @@ class Layers(nn.Module):
             return spec.build()
 
     def seed_at(self, place: int) -> None:
-        """Seed torch for the start weights of the layer at ``place``."""
+        """Seed torch for the start weights of the layer at index ``place``."""
         torch.manual_seed((self.seed * 1_000_003 + place) % 2**63)
 
 
 def _tied(module: nn.Module, spec: TiedSpec) -> nn.Module:
-    """A module of its own at this place, so that its hooks run when it does; the parameters are the same."""
+    """Return a separate module with the same parameters.
+
+    The hooks of the copy run only when the copy runs.
+    """
     twin: nn.Module = shallow_copy(module)
     if spec.forward is not None:
         twin.__dict__["forward"] = functools.partial(spec.forward, twin)

@@ -1,21 +1,24 @@
-"""Messages: what passes between two stages, as a text and a list of tensors.
+"""Messages between two stages: a text and a list of tensors.
 
     pack({"x": a, "skip": (a, None, 3)})  =  '{"x": {"tensor": 0}, ...}', [a]
 
-Tensors in tuples, lists and dictionaries with string keys, beside numbers, strings and None. The text is JSON and is
-parsed as JSON: nothing in a message is ever run or imported. A tensor that occurs twice travels once and is one tensor
-again, so that its gradients are summed where they belong.
+A message contains tensors in tuples, lists and dictionaries with string keys, beside numbers, strings and None. The
+text is JSON and is parsed as JSON: nothing in a message is ever run or imported. A tensor that occurs twice is sent
+once
+and is a single tensor again at the receiver, so that its gradients are summed.
 
-A gradient's message is the list of gradients of the tensors that ask for one, in their order, zeros for those that had
-no part in the loss, and what else is said of the microbatch, a number [] (executor.py). Its text is empty.
+The message of a gradient is the list of gradients of the tensors that require one, in their order, with zeros for
+tensors that had no part in the loss, followed by an optional number [] about the microbatch (executor.py). Its text is
+empty.
 
-Between devices what is known on both ends goes without the text and without shapes (comm/agreed.py): ``likeness`` of a
-microbatch is what both ends know.
+Between devices the text and the shapes are left out if both ends know them (comm/agreed.py): both ends know the
+``likeness`` of a microbatch.
 
-A stage that cannot run says so in the place of its next message to each neighbour, and they say it to theirs:
+A stage that cannot run sends the reason in place of its next message to each neighbour, which passes it on:
 
-    refused: PlanError: stage 1 of 2: ...          the same error on every rank; a user's own exception is told as a
-                                                   UsageError, and stays what it is on the rank that met it
+    refused: PlanError: stage 1 of 2: ...          the same error on every rank; a user's own exception becomes a
+                                                   UsageError on the other ranks and stays as it is on the rank that
+                                                   raised it
 """
 
 import hashlib
@@ -30,26 +33,38 @@ from shardwise.plan import errors
 from shardwise.plan.errors import PlanError, ShardwiseError
 
 REFUSED = "refused: "
-"""Begins a message that holds nothing but why there is nothing. JSON never begins so."""
+"""Prefix of a message that contains only the reason for a missing value. JSON never begins with it."""
 _TENSOR, _TUPLE, _LIST, _DICT = "tensor", "tuple", "list", "dict"
 
 
 class Packed(NamedTuple):
-    """A value as it travels."""
+    """A value in the form in which it is sent."""
 
     text: str
     tensors: list[Tensor]
 
 
 def pack(value: Any, where: str = "a stage's output") -> Packed:
-    """``where`` names the value in errors: PlanError for what cannot travel."""
+    """Return a value as text and tensors.
+
+    Args:
+        value: The value: any pytree that a message may contain.
+        where: Name of the value in errors.
+
+    Returns:
+        The packed value.
+
+    Raises:
+        PlanError: If the value contains something that cannot be sent.
+    """
     tensors: list[Tensor] = []
     return Packed(json.dumps(_written(value, where, tensors, {})), tensors)
 
 
-# No function inside another that calls itself: what it has to do with lives until Python looks for cycles.
+# A module-level function: a nested function that calls itself is a reference cycle, which keeps the tensors alive until
+# Python collects cycles.
 def _written(part: Any, path: str, tensors: list[Tensor], places: dict[int, int]) -> Any:
-    """``part`` as JSON has it; its tensors join ``tensors``, by identity in ``places``."""
+    """Return ``part`` as JSON values, and append its tensors to ``tensors``, each once."""
     if part is None or isinstance(part, bool | int | float | str):
         return part
     if isinstance(part, Tensor):
@@ -74,7 +89,7 @@ def _written(part: Any, path: str, tensors: list[Tensor], places: dict[int, int]
 
 
 def is_lasting(text: str) -> bool:
-    """Whether a text says where tensors stand and holds nothing that another message of its kind may have otherwise."""
+    """Return True if a text contains only positions of tensors, which are the same in later messages of its kind."""
 
     def check(part: Any) -> bool:
         if not isinstance(part, dict):
@@ -88,8 +103,15 @@ def is_lasting(text: str) -> bool:
 
 
 def likeness(batch: Any, *more: Any) -> int | None:
-    """A number that is equal for batches of the same structure, shapes, dtypes and plain values; None where a batch
-    holds what nobody can compare. ``more`` plain values distinguish further."""
+    """Return a number that is equal for batches of the same structure, shapes, dtypes and plain values.
+
+    Args:
+        batch: The batch.
+        *more: Plain values that distinguish further.
+
+    Returns:
+        The number, or None if the batch contains objects that cannot be compared.
+    """
     leaves, structure = tree_flatten(batch)
     kinds: list[Any] = []
     for leaf in leaves:
@@ -104,7 +126,7 @@ def likeness(batch: Any, *more: Any) -> int | None:
 
 
 def refusal(error: Exception, rank: int) -> str:
-    """The text that tells of ``error``, which ``rank`` met."""
+    """Return the text that reports ``error``, which was raised on ``rank``."""
     if isinstance(error, ShardwiseError):
         return f"{REFUSED}{type(error).__name__}: {error}"
     said = f"rank {rank} ended the pass with {type(error).__name__}: {error}; its own traceback says where"
@@ -112,12 +134,19 @@ def refusal(error: Exception, rank: int) -> str:
 
 
 def is_refusal(text: str) -> bool:
-    """Whether a message holds nothing but why there is nothing."""
+    """Return True if a message contains only the reason for a missing value."""
     return text.startswith(REFUSED)
 
 
 def check_refusal(text: str) -> None:
-    """Errors: the sender's own, where a message says that it has given up."""
+    """Raise the sender's error if the text of a message reports one.
+
+    Args:
+        text: Text of the message.
+
+    Raises:
+        ShardwiseError: The error of the class that the sender names, or PlanError for an unknown class.
+    """
     if not is_refusal(text):
         return
     kind, _, said = text.removeprefix(REFUSED).partition(": ")
@@ -126,7 +155,18 @@ def check_refusal(text: str) -> None:
 
 
 def unpack(text: str, tensors: list[Tensor]) -> Any:
-    """The value again; tensors that had a gradient at the sender have one here."""
+    """Return the value of a message; tensors that required gradients at the sender require gradients again.
+
+    Args:
+        text: Text of the message.
+        tensors: Tensors of the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        ShardwiseError: If the message reports the sender's error.
+    """
     check_refusal(text)
 
     return _read(json.loads(text), tensors)

@@ -1,15 +1,15 @@
-"""Partition: which block begins each stage.
+"""Partition: the block that begins each stage.
 
-    uniform      as many blocks each; where they do not divide, the stages in the middle have one more, for the first
-                 and the last also hold what stands around the blocks
+    uniform      the same number of blocks in each stage; if the stages do not divide the blocks, the stages in the
+                 middle have one more, because the first and the last also hold the modules around the blocks
     parameters   max over stages of (parameters of its blocks [+ front] [+ back]) is least; among such cuts the sum of
                  squares is least
-    type:REGEX   as "parameters", every block counting 1 whose class name the expression is found in, in any case, and
-                 others 0
+    type:REGEX   as "parameters", where every block counts 1 whose class name contains the expression, in any case, and
+                 other blocks count 0
     names        as given
 
-The least maximum is found by bisection over a greedy cut; the sum of squares by dynamic programming over cuts that keep
-to it.
+The least maximum is found by bisection over a greedy cut; the sum of squares by dynamic programming over the cuts that
+do not exceed that maximum.
 
 Cost: O(L²) for L blocks.
 """
@@ -32,11 +32,23 @@ def partition(
     back: int = 0,
     classes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Names of the blocks that begin each stage but the first.
+    """Return the names of the blocks that begin each stage but the first.
 
-    ``weights`` are the blocks' parameters, ``front`` and ``back`` those of what stands around the blocks, ``classes``
-    the names of the blocks' classes. PlanError where there are fewer blocks than stages, a name is unknown, or a stage
-    would have no parameters.
+    Args:
+        how: "uniform", "parameters", ``type:REGEX``, or the names themselves.
+        blocks: Names of all blocks, in order.
+        weights: Number of parameters of each block.
+        stages: Number of stages.
+        front: Number of parameters of the modules before the blocks.
+        back: Number of parameters of the modules behind the blocks.
+        classes: Class names of the blocks.
+
+    Returns:
+        ``stages - 1`` names.
+
+    Raises:
+        PlanError: If there are fewer blocks than stages, if a name is unknown or out of order, or if a stage
+            would have no parameters.
     """
     if stages == 1 and isinstance(how, str):
         return ()
@@ -71,7 +83,7 @@ def partition(
 
 
 def _matching(how: str, classes: Sequence[str], stages: int) -> list[int]:
-    """1 for each block whose class is meant."""
+    """Return 1 for each block whose class name matches ``type:REGEX``, and 0 for each other block."""
     pattern = re.compile(how.removeprefix(OF_TYPE), re.IGNORECASE)
     found = [int(pattern.search(name) is not None) for name in classes]
     if sum(found) < stages:
@@ -113,7 +125,7 @@ def _by_name(names: Sequence[str], blocks: Sequence[str], stages: int) -> list[i
 
 
 def _by_weight(weights: Sequence[int], stages: int, front: int, back: int) -> list[int]:
-    """Where the stages begin: the largest as small as can be, then the sum of squares."""
+    """Return the indices where stages begin: least maximum, then least sum of squares."""
     loads = list(weights)
     loads[0] += front
     loads[-1] += back
@@ -122,7 +134,7 @@ def _by_weight(weights: Sequence[int], stages: int, front: int, back: int) -> li
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _stages_needed(loads, middle) <= stages else (middle + 1, high)
-    # best[i]: least sum of squares of the first i blocks in the stages so far, and where the last of them begins
+    # best[i]: least sum of squares of the first i blocks in the stages so far; begins[.][i]: start of the last stage
     infinite = float("inf")
     best: list[float] = [0.0] + [infinite] * len(loads)
     begins: list[list[int]] = []
@@ -155,7 +167,7 @@ def _stages_needed(loads: Sequence[int], most: int) -> int:
 
 
 def _factors(blocks: int) -> str:
-    """Ways to have exactly ``blocks`` stages or, where that is a prime, one fewer."""
+    """Return the ways to have exactly ``blocks`` stages, as text for an error."""
     ways = [
         f"pp {ranks}" + (f" with virtual_stages {blocks // ranks}" if ranks < blocks else "")
         for ranks in range(blocks, 1, -1)

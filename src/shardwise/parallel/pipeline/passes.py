@@ -1,18 +1,18 @@
-"""Passes: pure functions that add to a schedule what serves its F and B.
+"""Passes: pure functions that add messages and Unit Actions to a schedule's F and B.
 
     schedule            F(0,0)                              F(0,1)                B(0,0) ...
     add_communication   F(0,0) SEND(0,0,1)                  F(0,1) SEND(0,1,1)    RECV(0,0,1) B(0,0) ...
     add_sharding        F(0,0) UNSHARD(u) F(u) RESHARD(u) SEND(0,0,1) ...
 
-A SEND follows its pass. A RECV stands as late as it may: just before its use, or before the rank's next message in this
-order:
+A SEND follows its pass. A RECV is placed as late as possible: just before its use, or before the rank's next message in
+this order:
 
 [Note: order of messages] All messages of a step are put in one order, by the time at which their pass ends if messages
-take no time, and every rank sends and receives in that order. Blocking sends then cannot deadlock: of the messages that
-are left, the first one's two ranks have nothing to wait for but their own passes, whose inputs came earlier. Two ranks
-have one channel in each direction, messages keep their order in it and need no tags. And no rank waits for a message
-longer than for what its next pass takes: as long as passes last the seconds assumed, the lists cost what the bare
-schedule costs.
+take no time, and every rank sends and receives in that order. Blocking sends then cannot deadlock: the two ranks of the
+first remaining message wait only for their own passes, whose inputs were received earlier. Two ranks have one channel
+in
+each direction; messages keep their order in the channel and need no tags. No rank waits for a message longer than for
+the input of its next pass: if passes last the assumed seconds, the lists cost as much as the bare schedule.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,28 +21,37 @@ from shardwise.plan.action import RECV, SEND, Action, Kind
 from shardwise.plan.dataflow import Lists, stages_of, walk
 
 UnitActions = Callable[[int, bool], Sequence[Action]]
-"""(stage, whether it is its first forward pass, or its last backward pass, of the step) -> Actions of its Units."""
+"""Function (stage, flag) that returns the Actions of the stage's Units. The flag is True for the stage's first forward
+pass, or last backward pass, of the step."""
 
 _NOMINAL_S = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
 def nominal_s(action: Action) -> float:
-    """Seconds of a pass where nothing was measured: a backward is two forwards."""
+    """Return the assumed seconds of a pass that was not measured: a backward takes two forwards."""
     return _NOMINAL_S.get(action.kind, 0.0)
 
 
 def add_communication(
     lists: Mapping[int, Sequence[Action]], ranks: int, seconds: Callable[[Action], float] = nominal_s
 ) -> Lists:
-    """Add SEND and RECV between stages on different ranks; stages on the same rank exchange nothing.
+    """Add SEND and RECV between stages on different ranks; stages on the same rank exchange no messages.
 
-    ``seconds`` of each pass orders the messages; any will do for correctness.
-    Errors: PlanError where the passes of ``lists`` cannot all run.
+    Args:
+        lists: The passes of each rank in order.
+        ranks: Size of the "pp" axis.
+        seconds: Seconds of a pass, which order the messages; any function gives correct lists.
+
+    Returns:
+        The lists with messages.
+
+    Raises:
+        PlanError: If the passes of ``lists`` cannot all run.
     """
     stages = stages_of(lists)
     spans = walk(lists, seconds)
     sent = []
-    for span in spans:  # in an order in which every pass comes after those whose results it takes
+    for span in spans:  # in an order in which every pass follows the passes whose results it takes
         target = _target(span.action, stages)
         if target is not None and (target - span.action.stage) % ranks:
             sent.append((span.stop_s, span.rank, span.action, target))
@@ -51,7 +60,7 @@ def add_communication(
     position = dict.fromkeys(lists, 0)
     arriving: dict[int, dict[Action, None]] = {
         rank: {} for rank in lists
-    }  # each RECV is put off as long as can be
+    }  # each RECV is delayed as long as possible
 
     def take(rank: int, until: Action | None) -> None:
         """Move Actions of ``rank`` up to ``until`` into its list, each after the message that it takes."""
@@ -79,7 +88,7 @@ def add_communication(
 
 
 def _target(action: Action, stages: int) -> int | None:
-    """The stage that takes what a pass leaves."""
+    """Return the stage that receives the result of a pass, or None."""
     if action.unit >= 0 or action.kind not in (Kind.F, Kind.B, Kind.I):
         return None
     target = action.stage + (1 if action.kind is Kind.F else -1)
@@ -87,7 +96,7 @@ def _target(action: Action, stages: int) -> int | None:
 
 
 def _takes(action: Action) -> Action | None:
-    """The message that a pass takes, where there is one."""
+    """Return the message that a pass needs, or None."""
     if action.unit >= 0 or action.kind not in (Kind.F, Kind.B, Kind.I):
         return None
     return RECV(action.stage, action.microbatch, action.stage + (-1 if action.kind is Kind.F else 1))
@@ -101,8 +110,15 @@ def add_sharding(
 ) -> Lists:
     """Add the Actions of the Units inside a stage, after each F and B of that stage.
 
-    ``reshard_after_forward``: False gathers a stage's Units once, before its first F, and frees them in its last pass:
-    less traffic, and the stage's full weights live for the whole step.
+    Args:
+        lists: The passes of each rank in order.
+        forward: Function that returns the Units' Actions of a forward pass.
+        backward: Function that returns the Units' Actions of a backward pass.
+        reshard_after_forward: False gathers a stage's Units once, before its first F, and releases them in its
+            last pass: less traffic, but the stage's full weights are in memory for the whole step.
+
+    Returns:
+        The lists with the Units' Actions.
     """
     return {
         rank: _with_units(row, forward, backward, not reshard_after_forward) for rank, row in lists.items()
@@ -141,7 +157,10 @@ def _with_units(
 
 
 def _gathered_once(served: list[Action], frees: bool) -> list[Action]:
-    """Without gathers and what is brought for them; of each Unit's releases the last alone, where ``frees``."""
+    """Return the Actions without gathers, and without BRING for gathers.
+
+    If ``frees``, the last RESHARD of each Unit stays.
+    """
     last_release = {action.unit: i for i, action in enumerate(served) if action.kind is Kind.RESHARD}
     return [
         action

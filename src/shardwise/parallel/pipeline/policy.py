@@ -1,4 +1,4 @@
-"""PipelinePolicy: how a model is cut along "pp" and in which order its stages run."""
+"""PipelinePolicy: the cut of a model along "pp" and the order in which its stages run."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -11,31 +11,33 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b")
 
 OF_TYPE = "type:"
-"""Begins a ``partition`` by classes."""
+"""Prefix of a ``partition`` by classes."""
 
 
 class PipelinePolicy(Policy):
-    """Keys under ``pipeline:``. Its microbatches are the accumulation."""
+    """Keys under ``pipeline:``. The number of microbatches is the accumulation."""
 
     schedule: ScheduleName = "1f1b"
-    """``gpipe``: all forwards, then all backwards; ``1f1b``: the same time with activations of at most "pp"
-    microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages."""
+    """Order of the passes. ``gpipe``: all forwards, then all backwards; ``1f1b``: the same time with activations
+    of at most "pp" microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages."""
     virtual_stages: PositiveInt = 1
-    """Stages per rank (Megatron's virtual pipeline size); more than 1 for ``interleaved_1f1b`` alone."""
+    """Stages per rank (Megatron's virtual pipeline size); more than 1 only with ``interleaved_1f1b``."""
     partition: (
         Literal["uniform", "parameters"] | Annotated[str, Field(pattern="^type:.")] | tuple[str, ...]
     ) = "parameters"
-    """How blocks are dealt to stages: as many each; as many parameters each; ``type:REGEX``, as many each of those in
-    whose class name the expression is found, in any case; or the names of the blocks that begin each stage but the
+    """Distribution of the blocks over the stages. ``uniform``: the same number of blocks in each stage;
+    ``parameters``: the same number of parameters in each stage; ``type:REGEX``: the same number of those blocks
+    whose class name contains the expression, in any case. A list names the block that begins each stage but the
     first."""
     shapes: Literal["agreed", "described"] = "agreed"
-    """Of messages between devices: ``agreed``, told once for each shape of a microbatch and checked, so that no host
-    waits for them; ``described``, told with every message, for models whose activations may have other shapes for
-    batches of the same shapes. On the CPU they are described."""
+    """Protocol for the shapes of messages between devices. ``agreed``: shapes are sent once for each shape of a
+    microbatch and checked, so that no host waits for them. ``described``: shapes are sent with every message,
+    for models whose activations may have other shapes for batches of the same shapes. Messages on the CPU are
+    always described."""
 
     @property
     def keeps_one_pass(self) -> bool:
-        """Whether the last stage runs each microbatch's backward pass before the next one's forward pass."""
+        """True if the last stage runs each microbatch's backward pass before the next one's forward pass."""
         return self.schedule == "1f1b"
 
     @field_validator("schedule", mode="before")

@@ -1,8 +1,9 @@
-"""Pipeline schedules as data: in which order each rank runs F and B, and nothing else.
+"""Pipeline schedules as data: the order in which each rank runs F and B, and nothing else.
 
-A pipeline has ``stages = ranks * virtual_stages`` stages; stage s lives on rank ``s % ranks`` along "pp". A schedule is
-a pure function from (stage or rank, how many, microbatches) to a list of Actions; ``passes.py`` adds what serves them,
-``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice as long as F:
+A pipeline has ``stages = ranks * virtual_stages`` stages; stage s lies on rank ``s % ranks`` along "pp". A schedule is
+a pure function from (stage or rank, their number, microbatches) to a list of Actions. ``passes.py`` adds messages and
+Unit Actions, ``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice
+as long as F:
 
     gpipe               rank 0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
                         rank 1   .. F0 F1 F2 F3 .. .. .. .. .. .. B0 == B1 == B2 == B3 == .. ..
@@ -17,8 +18,8 @@ a pure function from (stage or rank, how many, microbatches) to a list of Action
     interleaved_1f1b    rank 0   0F0 0F1 2F0 2F1 ... ... 2B0 === ... 2B1 === 0B0 === 0B1 ===
     (2 ranks)           rank 1   ... 1F0 1F1 3F0 3B0 === 3F1 3B1 === 1B0 === 1B1 === ... ...
 
-Every stage runs its microbatches in ascending order, forward and backward, under every schedule: gradients are summed
-in one order and have the same bits whichever schedule is chosen.
+Every stage runs its microbatches in ascending order, forward and backward, under every schedule. So gradients are
+summed in the same order, and have the same bits, under every schedule.
 
 Papers: Huang et al. 2018, arXiv:1811.06965 (GPipe); Narayanan et al. 2020, arXiv:2006.09503 (1F1B) and 2021,
         arXiv:2104.04473 (interleaved).
@@ -33,12 +34,32 @@ from shardwise.plan.errors import PlanError
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """All forwards, then all backwards: simplest, and all activations live at once."""
+    """Return all forwards, then all backwards of a stage: the simplest schedule, with all activations live at once.
+
+    Args:
+        stage: Number of the stage.
+        stages: Number of stages.
+        microbatches: Microbatches of the step.
+
+    Returns:
+        The stage's passes in order.
+    """
     return [F(stage, i) for i in range(microbatches)] + [B(stage, i) for i in range(microbatches)]
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """1F1B: a backward as soon as there is one. At most ``stages - stage`` activations live."""
+    """Return the 1F1B schedule of a stage: every backward pass runs as soon as it can.
+
+    At most ``stages - stage`` activations are live.
+
+    Args:
+        stage: Number of the stage.
+        stages: Number of stages.
+        microbatches: Microbatches of the step.
+
+    Returns:
+        The stage's passes in order.
+    """
     warmup = min(stages - stage - 1, microbatches)
     forward = [F(stage, i) for i in range(microbatches)]
     backward = [B(stage, i) for i in range(microbatches)]
@@ -46,11 +67,20 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Action]:
 
 
 def interleaved_one_f_one_b(rank: int, ranks: int, virtual_stages: int, microbatches: int) -> list[Action]:
-    """1F1B over ``virtual_stages`` stages per rank: the pipeline fills and drains in shorter stages.
+    """Return the 1F1B schedule over several stages per rank, which fills and drains the pipeline in shorter stages.
 
-    Microbatches go round in groups: all of a group pass a stage, then the rank's next stage takes them. A group that
-    fills the ranks never leaves one waiting for its own output, so every group has ``ranks`` microbatches or a few
-    more where they do not divide.
+    Microbatches are processed in groups: all of a group pass a stage, then the rank's next stage takes them.
+    With at least ``ranks`` microbatches in a group, no rank waits for its own output. So every group has
+    ``ranks`` microbatches, or a few more if ``ranks`` does not divide their number.
+
+    Args:
+        rank: Index of the rank on "pp".
+        ranks: Size of the "pp" axis.
+        virtual_stages: Stages per rank.
+        microbatches: Microbatches of the step.
+
+    Returns:
+        The rank's passes in order.
     """
     groups = microbatch_groups(ranks, microbatches)
     own = range(rank, ranks * virtual_stages, ranks)
@@ -61,7 +91,15 @@ def interleaved_one_f_one_b(rank: int, ranks: int, virtual_stages: int, microbat
 
 
 def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
-    """Consecutive microbatches in groups as equal as can be, none smaller than ``ranks`` unless it is the only one."""
+    """Return consecutive microbatches in groups of nearly equal size.
+
+    Args:
+        ranks: Size of the "pp" axis; no group is smaller, unless there is only one group.
+        microbatches: Microbatches of the step.
+
+    Returns:
+        The groups in order.
+    """
     count = max(1, microbatches // ranks)
     bounds = [microbatches * i // count for i in range(count + 1)]
     return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
@@ -78,9 +116,20 @@ _BY_STAGE: dict[ScheduleName, Callable[[int, int, int], list[Action]]] = {"gpipe
 def schedule(
     name: ScheduleName, ranks: int, microbatches: int, virtual_stages: int = 1
 ) -> dict[int, list[Action]]:
-    """F and B of one step by the rank's index on "pp".
+    """Return F and B of one step by the rank's index on "pp".
 
-    Errors: PlanError if there is nothing to run, or the schedule has one stage per rank and ``virtual_stages`` is more.
+    Args:
+        name: The schedule.
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step.
+        virtual_stages: Stages per rank.
+
+    Returns:
+        The passes of every rank in order.
+
+    Raises:
+        PlanError: If there is nothing to run, or if ``virtual_stages`` is more than 1 and the schedule has one
+            stage per rank.
     """
     _check(ranks, microbatches, virtual_stages)
     if name == "interleaved_1f1b":
@@ -94,7 +143,16 @@ def schedule(
 
 
 def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> dict[int, list[Action]]:
-    """F alone, for evaluation, by the rank's index on "pp"; any placement that ``schedule`` knows."""
+    """Return only F, for evaluation, by the rank's index on "pp".
+
+    Args:
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the evaluation.
+        virtual_stages: Stages per rank.
+
+    Returns:
+        The passes of every rank in order.
+    """
     _check(ranks, microbatches, virtual_stages)
     groups = microbatch_groups(ranks, microbatches)
     return {

@@ -1,11 +1,11 @@
-"""A stage as it runs: the model's own forward pass over a skeleton (cut.py), and what is looked for in it.
+"""A running stage: the model's own forward pass over a skeleton (cut.py), and the checks of that pass.
 
-A model that passes more than one block's output from block to block, uses what is absent, or runs its blocks in another
-order or more than once is refused: in the first pass of each *kind* (shapes and structure of the batch and of what is
-received, training or not) absent values are marked, and blocks counted.
+A model is refused if it passes more than one block's output from block to block, uses absent values, or runs its blocks
+in another order or more than once. The checks run in the first pass of each *kind* (shapes and structure of the batch
+and of the received value, training or not): absent values are marked, and blocks are counted.
 
-Cost: of a pass whose kind was seen before nothing is marked, counted or hooked: it costs a look at the shapes. A whole
-number in the batch that is another in each step makes each pass the first of a kind: give it as a tensor.
+Cost: in a pass of a known kind nothing is marked, counted or hooked; only the shapes are read. A whole number in the
+batch that differs in each step makes each pass the first of a kind: give such a number as a tensor.
 """
 
 import contextlib
@@ -26,13 +26,21 @@ from shardwise.plan.ragged import Ragged
 
 _KINDS = 1000
 _OURS = (__name__, "shardwise.parallel.pipeline.cut")
-"""Modules whose frames hold what stands in for absent parts, and are no use of it."""
+"""Modules whose frames hold stand-ins without using them."""
 
 
 class StageModule:
-    """One stage: ``module`` is the skeleton, an ordinary module with the parameters of this stage alone.
+    """One stage of a model.
 
-    Hooks on ``module`` see an ordinary pass whose output is what the stage passes on. ``blocks``: the names of its own.
+    Hooks on ``module`` see an ordinary pass whose output is the value that the stage sends on.
+
+    Args:
+        module: The skeleton, an ordinary module with only the parameters of this stage.
+        stage: Number of the stage.
+        stages: Number of stages.
+        relay: The value and the fillers that the stand-ins share.
+        blocks: Names of the stage's own blocks.
+        all_blocks: Names of the blocks of all stages.
     """
 
     def __init__(
@@ -52,29 +60,36 @@ class StageModule:
         self.all_blocks = list(all_blocks)
         """Names of the blocks of all stages."""
         self.draws = PassDraws()
-        """What passes draw from generators that are not keyed."""
+        """Random numbers that passes draw from generators that are not keyed."""
         self._parts: list[tuple[str, nn.Module]] | None = None
         self._seen: dict[Hashable, bool] = {}
-        """Kinds of passes that were watched, the latest of them, and whether the model writes into outputs of blocks in
-        place."""
+        """Kinds of passes that were watched, each with whether the model writes into outputs of blocks in place."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the pass ends with what the model returns."""
+        """True if the pass ends with the model's return value."""
         return self.stage == self.stages - 1
 
     def run(self, call: Callable[[nn.Module], Any], received: Any = None, kind: Hashable = None) -> Any:
-        """Forward pass: ``call(module)`` is what a user would call on the whole model.
+        """Run the forward pass of the stage.
 
-        Returns the output of the stage's last block; on the last stage the result of ``call``. ``received`` is what the
-        stage before returned. ``kind`` of the batch: the first pass of each is watched.
-        Errors: PlanError where the model cannot be cut so; the first pass of a kind names what it uses that is absent.
+        Args:
+            call: Function that calls its argument as a user would call the whole model.
+            received: Return value of the stage before, or None on the first stage.
+            kind: Kind of the batch; the first pass of each kind is watched.
+
+        Returns:
+            The output of the stage's last block; on the last stage the result of ``call``.
+
+        Raises:
+            PlanError: If the model cannot be cut in this way. In the first pass of a kind the error names the
+                absent value that the model uses.
         """
         with self.draws.around(self._own_parts() if self.draws.isolates else ()):
             return self._run(call, received, kind)
 
     def _own_parts(self) -> list[tuple[str, nn.Module]]:
-        """What stand-ins on other stages stand for: blocks, and modules outside of them that have weights."""
+        """Return the blocks of this stage, and the modules outside of blocks that have weights."""
         if self._parts is None:
             self._parts = parts_of(self.module, self._blocks)
         return self._parts
@@ -89,13 +104,13 @@ class StageModule:
             finally:
                 self._relay.clear()
         else:
-            if len(self._seen) >= _KINDS:  # numbers that count steps
+            if len(self._seen) >= _KINDS:  # a number that counts steps would fill the memory
                 self._seen.clear()
             result, self._seen[kind] = self._watched(call, received)
         return result
 
     def _watched(self, call: Callable[[nn.Module], Any], received: Any) -> tuple[Any, bool]:
-        """The first pass of a kind: absent values are marked, and this stage's blocks counted."""
+        """Run the first pass of a kind with marked absent values and counted blocks."""
         where = f"stage {self.stage} of {self.stages}: "
         names = {id(module): name or "the model" for name, module in self.module.named_modules()}
         watch = AbsentTrace(where, self._relay.advice, names)
@@ -104,7 +119,7 @@ class StageModule:
         try:
             with blocks:
                 ended, result = call_until_ended(lambda: call(self.module))
-            if watch.refusal is not None:  # caught by the model
+            if watch.refusal is not None:  # the model has caught the error
                 raise watch.refusal
             self._check_end(ended)
             blocks.check(self.is_last)
@@ -148,7 +163,7 @@ class StageModule:
             )
 
     def _culprit(self, error: BaseException, watch: AbsentTrace) -> str | None:
-        """What has to do with stand-ins in an error of the model's, in words; None where nothing has."""
+        """Return a text about the stand-in that an error of the model involves, or None if there is none."""
         chain: list[BaseException] = []
         each: BaseException | None = error
         while each is not None and each not in chain:
@@ -187,11 +202,11 @@ _OF_A_CUT = (
     AssertionError,
     NotImplementedError,
 )
-"""Errors that a model falls into where a value is not what it expects."""
+"""Errors that a model may raise because a value is not what the model expects."""
 
 
 class _Blocks(contextlib.AbstractContextManager["_Blocks"]):
-    """Looks at a stage's own blocks during one pass: which ran, which attributes they set, what they added to lists."""
+    """Records of a stage's own blocks during one pass: the blocks that ran, and what they set or added to lists."""
 
     def __init__(self, root: nn.Module, names: Sequence[str], relay: Relay):
         self._relay = relay
@@ -230,7 +245,14 @@ class _Blocks(contextlib.AbstractContextManager["_Blocks"]):
         self._grown += [(each, name) for each, size in self._sizes.get(name, ()) if len(each) != size]
 
     def check(self, is_last: bool) -> None:
-        """Errors: PlanError where a foreign block would have added something, or one of this stage was left out."""
+        """Check that no foreign block would have added something, and that all blocks of this stage ran.
+
+        Args:
+            is_last: True on the last stage, where blocks may be left out.
+
+        Raises:
+            PlanError: If a check fails.
+        """
         relay = self._relay
         for key, foreign in relay.read.items():
             if key in self._set:
@@ -253,8 +275,14 @@ class _Blocks(contextlib.AbstractContextManager["_Blocks"]):
 
 
 def kind_of(value: Any) -> Hashable:
-    """What the course of a pass may depend on in what it is given: shapes, dtypes, structure, words, whole numbers, and
-    whether a fraction is zero."""
+    """Return everything in a value that the course of a pass may depend on.
+
+    Args:
+        value: The value.
+
+    Returns:
+        Shapes, dtypes, structure, strings, whole numbers, and whether a fraction is zero.
+    """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, Ragged):  # how many keys the samples have differs from batch to batch
@@ -271,8 +299,15 @@ def kind_of(value: Any) -> Hashable:
 
 
 def parts_of(root: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules of ``root`` that one stage alone runs, with their names: ``blocks``, and modules outside of
-    them that hold weights and no other modules. Stand-ins are none of them."""
+    """Return the modules of ``root`` that only this stage runs, with their names.
+
+    Args:
+        root: The skeleton of the stage.
+        blocks: Names of the stage's own blocks.
+
+    Returns:
+        The blocks, and the modules outside of blocks that have weights and no children. Stand-ins are left out.
+    """
     inside = tuple(f"{name}." for name in blocks)
     found = [(name, root.get_submodule(name)) for name in blocks]
     for name, module in root.named_modules():

@@ -1,21 +1,20 @@
-"""Stand-ins: what takes the place of modules and parameters that live on another stage.
+"""Stand-ins: replacements of modules and parameters that lie on another stage.
 
-A stage runs the whole model's own forward pass, so whatever is absent has to answer the calls that pass reaches:
+A stage runs the whole model's own forward pass, so every absent part needs an answer to the calls of that pass:
 
-    absent                          answers with
+    absent                          answer
     last block before the stage     the received value: the output of the last block of the stage before
     earlier block                   absent values
     block after the stage           an error: the pass should have ended
     module outside the blocks       absent values of the shapes that the module itself would return
-    parameter, read or listed       an absent value; the local one where a tied parameter has a name on this stage
+    parameter, read or listed       an absent value; the local parameter if a tied parameter has a name on this stage
     plain attribute of a block      the block's own, unless blocks set it while they run
 
 In the first pass of each kind absent values are marked (memory/absent.py), so that any use of them that reaches a
-message or the loss is an error that names it; in later ones they are plain tensors that hold nothing but NaN. Stand-ins
-are of the class that they stand for, and a foreign block is one all the way down: what a model looks for inside it, it
-finds absent.
+message or the loss is an error that names the absent value; in later passes absent values are plain tensors of NaN.
+Stand-ins are instances of the class that they replace, and all modules inside a foreign block are stand-ins too.
 
-Hooks on foreign modules do not run, but in a marked pass: what they keep is marked then.
+Hooks on foreign modules run only in a marked pass, in which the outputs that they keep are marked.
 """
 
 import contextlib
@@ -40,7 +39,13 @@ _CHANGES = (list, dict, set)
 
 
 class Ended(BaseException):
-    """The stage's last block has run. No ``Exception``: a model's own ``except`` must not catch it."""
+    """The signal that the stage's last block has run, which ends the pass.
+
+    Not an ``Exception``, so that a model's own ``except Exception`` does not catch it.
+
+    Args:
+        output: Output of the last block.
+    """
 
     def __init__(self, output: Any):
         super().__init__("a stage's pass ended")
@@ -48,32 +53,41 @@ class Ended(BaseException):
 
 
 class Relay:
-    """What the stand-ins of one stage share: the received value, and fillers for what is absent."""
+    """State that the stand-ins of one stage share: the received value, and fillers for absent values.
+
+    Args:
+        stage: Number of the stage.
+        advice: Last sentence of errors about a model that cannot be cut in this way.
+    """
 
     def __init__(self, stage: int, advice: str = "") -> None:
         self.stage = stage
         self.advice = advice
-        """What to do where the model cannot be cut so."""
+        """Last sentence of errors about a model that cannot be cut in this way."""
         self.received: Any = None
         self.handed_over = False
         self.is_running = False
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
         self.watch: AbsentTrace | None = None
-        """Of a pass whose absent values are marked."""
+        """Trace of the running pass if its absent values are marked, else None."""
         self.read: dict[str, str] = {}
-        """Plain attributes of foreign blocks that the marked pass has read, and of which block."""
+        """Plain attributes of foreign blocks that the marked pass has read, each with the block's name."""
         self.taken: dict[int, tuple[Any, str]] = {}
-        """Lists and such that the marked pass has given to foreign blocks, and to which."""
+        """Lists, dictionaries and sets that the marked pass has given to foreign blocks, each with the block's
+        name."""
         self._writes = True
         self._outputs: list[tuple[Tensor, int]] = []
         self._fillers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._marked: dict[int, Tensor] = {}
 
     def load(self, received: Any, watch: AbsentTrace | None = None, writes: bool = True) -> None:
-        """Take the received value of the pass that begins; fillers follow its dtype and device.
+        """Store the received value of the pass that begins; fillers follow its dtype and device.
 
-        ``writes``: whether the model may write into a block's output in place.
+        Args:
+            received: Output of the stage before, or None.
+            watch: Trace of a marked pass, or None.
+            writes: True if the model may write into a block's output in place.
         """
         self.received, self.handed_over, self._writes = received, False, writes
         tensors = list(tensors_of(received))
@@ -84,7 +98,7 @@ class Relay:
             watch.counts = False
 
     def clear(self) -> None:
-        """Hold nothing any more: a received value keeps a graph alive."""
+        """Drop the values of the pass, because a received value keeps a graph alive."""
         self.received, self.is_running, self.watch = None, False, None
         self.read.clear()
         self.taken.clear()
@@ -93,11 +107,11 @@ class Relay:
 
     @property
     def wrote(self) -> bool:
-        """Whether the marked pass wrote in place into the outputs of foreign blocks."""
+        """True if the marked pass wrote in place into the outputs of foreign blocks."""
         return any(tensor._version != version for tensor, version in self._outputs)
 
     def handed(self, leaf: Any) -> Any:
-        """A leaf of the received value as the output of the block just before: not to be written into as it is."""
+        """Return a leaf of the received value as a block's output, cloned if the model may write into it."""
         if not isinstance(leaf, Tensor) or not self._writes:
             return leaf
         leaf = leaf.clone()
@@ -105,13 +119,21 @@ class Relay:
         return leaf
 
     def at_home(self, leaf: Any) -> Any:
-        """A leaf without numbers where the received value is."""
+        """Return a leaf of the same shape and dtype without numbers, on the device of the received value."""
         if not isinstance(leaf, Tensor):
             return leaf
         return torch.empty((), dtype=leaf.dtype, device=self.device or "cpu").expand(leaf.shape)
 
     def stand_in(self, leaf: Any, what: str) -> Any:
-        """What an earlier block would have returned in the place of a leaf of the received value."""
+        """Return a replacement of a leaf that an earlier block would have returned.
+
+        Args:
+            leaf: A leaf of the received value, or a value of the same shape.
+            what: Description of the absent value in errors.
+
+        Returns:
+            A filler for a tensor, else the leaf itself.
+        """
         if not isinstance(leaf, Tensor):
             return leaf
         filler = self.filler(tuple(leaf.shape), leaf.dtype, leaf.device).clone()
@@ -121,35 +143,47 @@ class Relay:
         return self.marked(filler, what)
 
     def hand_over(self) -> None:
-        """The pass comes to the stage's first block; what absent values meet from here on is worth telling."""
+        """Record that the pass has come to the stage's first block; uses of absent values count from now on."""
         self.handed_over = True
         if self.watch is not None:
             self.watch.counts = True
 
     def refuse(self, text: str) -> PlanError:
-        """The error that says ``text`` of this stage, and where the pass is."""
+        """Return the error with ``text`` about this stage and the line of the model that runs."""
         names = self.watch.names if self.watch is not None else {}
         return PlanError(f"stage {self.stage}: {text}, {place_of_use(names)}. {self.advice}")
 
     def marked(self, value: Tensor, what: str) -> Tensor:
-        """``value`` as what is absent: marked in a marked pass, else as it is."""
+        """Return ``value`` as an absent value in a marked pass, else ``value`` itself."""
         if self.watch is None or isinstance(value, Absent):
             return value
         return Absent(value, what, self.watch)
 
     def filler(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that holds nothing but NaN (integers: 0), expanded from one element."""
+        """Return a tensor of NaN (integers: 0), expanded from one element."""
         if dtype.is_floating_point and self.dtype is not None:
             dtype = self.dtype
         empty = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         return torch.full((), empty, dtype=dtype, device=device).expand(shape)
 
     def output(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
-        """The filler of a module's output, in memory of its own: models write into outputs in place."""
+        """Return the filler of a module's output, in separate memory because models write into outputs in place."""
         return self.marked(self.filler(shape, dtype, device).clone(), what)
 
     def parameter(self, key: int, like: Tensor, home: torch.device, name: str) -> Tensor:
-        """The filler of an absent parameter, one object per parameter: models compare tied ones with ``is``."""
+        """Return the filler of an absent parameter.
+
+        There is one object per parameter, because models compare tied parameters with ``is``.
+
+        Args:
+            key: Identity of the parameter in the whole model.
+            like: A tensor of the parameter's shape and dtype.
+            home: Device of the stage's parameters.
+            name: Name of the parameter in the whole model.
+
+        Returns:
+            The filler.
+        """
         at = (key, self.dtype or like.dtype, self.device or home)
         if at not in self._fillers:
             self._fillers[at] = _as_parameter(self.filler(tuple(like.shape), like.dtype, at[2]))
@@ -162,18 +196,21 @@ class Relay:
 
 
 def _as_parameter(filler: Any) -> Any:
-    """Such that torch takes it for a Parameter, as ``get_parameter`` does."""
+    """Mark a filler as a Parameter for torch (for ``get_parameter``) and return it."""
     filler._is_param = True
     return filler
 
 
 class Foreign:
-    """Mixed into a module some of whose own parameters are absent: it lists and hands over absent values while a pass
-    runs; between passes it has none."""
+    """Mixin for a module with absent parameters of its own.
+
+    The module lists and returns absent values while a pass runs; between passes it has none of these
+    parameters.
+    """
 
     @property
     def stands_for(self) -> str:
-        """Name of the module that this one stands for."""
+        """Name of the module that this one replaces."""
         return str(self.__dict__.get("_name", ""))
 
     @property
@@ -193,16 +230,16 @@ class Foreign:
         return absent[name]() if name in absent else super().__getattr__(name)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A model that ties its weights again assigns them here too; a stand-in owns none.
+        # A model that ties its weights again assigns them to stand-ins too, which must not own any.
         if name not in self.__dict__.get("_absent", ()):
             super().__setattr__(name, value)
 
 
 class _Inside(Foreign):
-    """Mixed into a module of a foreign block. Plain attributes (``layer_type``, say) read as those of the module."""
+    """Mixin for a module of a foreign block, whose plain attributes (for example ``layer_type``) can be read."""
 
-    __call__ = nn.Module.__call__  # whatever the class puts around a call belongs to the stage of the module
-    train = nn.Module.train  # nor has a stand-in what the class's own changes with the mode
+    __call__ = nn.Module.__call__  # the class's own code around a call runs only on the stage of the module
+    train = nn.Module.train  # a stand-in does not have what the class's own ``train`` changes
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_plain", ()):
@@ -219,17 +256,28 @@ class _Inside(Foreign):
         return inside()  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """An error: the module is called past the block around it."""
+        """Raise an error, because the module is called past the block around it."""
         raise self._relay.refuse(
             f"{self._name!r}, a part of a block of another stage, is called past that block"
         )
 
 
 class AbsentBlock(_Inside):
-    """Mixed into the stand-in for a block of another stage."""
+    """Mixin for the stand-in of a block of another stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``comes``: "before" the stage, "just before" it, or "after" it."""
+        """Return the received value for the block just before the stage, and absent values for an earlier block.
+
+        Args:
+            *args: Arguments of the block.
+            **kwargs: Keyword arguments of the block.
+
+        Returns:
+            The output.
+
+        Raises:
+            PlanError: If the block belongs to a later stage, or if the pass has come to this stage already.
+        """
         name, relay, comes = self._name, self._relay, self._comes
         if comes == "after":
             raise relay.refuse(
@@ -253,7 +301,11 @@ class AbsentBlock(_Inside):
         return tree_map(relay.handed, relay.received)
 
     def _like(self, args: Any, kwargs: Any) -> Any:
-        """A value like what the block returns: what it does on meta, else, and of blocks in a row, the received one."""
+        """Return a value of the same structure and shapes as the block's output.
+
+        The value comes from the block on the meta device; for blocks in a row, or if that fails, it is the
+        received value.
+        """
         outline = self._outline[0]
         if outline is not None:
             with contextlib.suppress(Exception):
@@ -261,7 +313,7 @@ class AbsentBlock(_Inside):
         return self._relay.received
 
     def _tell_hooks(self) -> None:
-        """Hooks on modules inside, the model's own or a user's, may keep outputs for the loss: theirs are absent."""
+        """Call the hooks on modules inside with absent outputs, because hooks may keep outputs for the loss."""
         relay = self._relay
         like = next(tensors_of(relay.received), None)
         if like is None:
@@ -275,12 +327,20 @@ class AbsentBlock(_Inside):
 
 
 class AbsentLeaf(Foreign):
-    """Mixed into a module outside the blocks that belongs to another stage: an embedding, a norm, a head."""
+    """Mixin for a module outside the blocks that belongs to another stage: an embedding, a norm, a head."""
 
     __call__ = nn.Module.__call__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Fillers of the shapes that the module itself would return."""
+        """Return fillers of the shapes that the module itself would return.
+
+        Args:
+            *args: Arguments of the module.
+            **kwargs: Keyword arguments of the module.
+
+        Returns:
+            The output.
+        """
         relay: Relay = self._relay
         outline, home = self._outline
         given = next(tensors_of((args, kwargs)), None)
@@ -316,7 +376,16 @@ class AbsentLeaf(Foreign):
 
 
 def on_meta(outline: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What the module that ``outline`` is of returns, without numbers."""
+    """Run a module on the meta device.
+
+    Args:
+        outline: A copy of the module on the meta device.
+        args: Arguments, on any device.
+        kwargs: Keyword arguments, on any device.
+
+    Returns:
+        The output, without numbers.
+    """
     dtype = next((each.dtype for each in outline.parameters() if each.is_floating_point()), None)
 
     def moved(leaf: Any) -> Any:
@@ -337,7 +406,7 @@ def _tell_hooks(module: Any, relay: Relay, output: Any) -> None:
     for hook in [*module.__dict__["_forward_hooks"].values(), *module.__dict__["_foreign_hooks"]]:
         with contextlib.suppress(
             Exception
-        ):  # one that looks at numbers, to print them, say, is no use of them
+        ):  # a hook that reads numbers, for example to print them, does not count as a use
             hook(module, (), output)
     watch.refusal, watch.trouble = before
 
@@ -350,9 +419,18 @@ def absent_block(
     in_row: bool,
     read: Callable[[nn.Parameter, str], Any],
 ) -> nn.Module:
-    """The stand-in for a foreign block and all that is inside. ``read`` makes the reader of an absent parameter.
+    """Return the stand-in for a foreign block and all modules inside.
 
-    ``comes``: "before" the stage, "just before" it, or "after" it; ``in_row``: among blocks that return alike.
+    Args:
+        block: The block.
+        name: Name of the block in the model.
+        relay: Shared state of the stage's stand-ins.
+        comes: "before" the stage, "just before" it, or "after" it.
+        in_row: True if the block is one of several that return values of the same shapes.
+        read: Function that returns the reader of an absent parameter, from the parameter and its name.
+
+    Returns:
+        The stand-in.
     """
     twin = _inside(block, name, relay, read, AbsentBlock)
     outline = None if in_row or comes != "before" else _outline_of_all(block)
@@ -393,7 +471,18 @@ def absent_leaf(
     absent: dict[str, Callable[[], Tensor]],
     home: Callable[[], torch.device],
 ) -> nn.Module:
-    """The stand-in for a module without children, outside the blocks."""
+    """Return the stand-in for a module without children, outside the blocks.
+
+    Args:
+        module: The module.
+        name: Name of the module in the model.
+        relay: Shared state of the stage's stand-ins.
+        absent: Readers of the absent parameters, by name.
+        home: Function that returns the device of the stage's parameters.
+
+    Returns:
+        The stand-in.
+    """
     twin: nn.Module = shallow_copy(module, AbsentLeaf)
     for key in ("_parameters", "_buffers", *_HOOKS):
         twin.__dict__[key] = type(twin.__dict__[key])()
@@ -413,7 +502,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def shallow_copy(module: nn.Module, kind: type | None = None) -> Any:
-    """The same children, parameters and buffers under a module of its own, of class ``kind`` before its own class."""
+    """Return a new module object with the same children, parameters and buffers.
+
+    Args:
+        module: The module.
+        kind: Mixin that comes before the module's own class, or None.
+
+    Returns:
+        The copy.
+    """
     own: Any = type(module)
     cls = own if kind is None else _mixed(kind, own)
     twin: Any = object.__new__(cls)
@@ -427,23 +524,33 @@ def shallow_copy(module: nn.Module, kind: type | None = None) -> Any:
 
 
 class LastBlock:
-    """Mixed into a stage's last block: when it and all its hooks have run, the pass ends."""
+    """Mixin for a stage's last block: the pass ends when the block and all its hooks have run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and end the pass with its output.
+
+        Args:
+            *args: Arguments of the block.
+            **kwargs: Keyword arguments of the block.
+
+        Raises:
+            Ended: Always, with the block's output.
+        """
         raise Ended(super().__call__(*args, **kwargs))  # type: ignore[misc]
 
 
 class StageRoot(Foreign):
-    """Mixed into the root of a stage that is not the last.
+    """Mixin for the root of a stage that is not the last.
 
-    The pass of whoever called the root, a user's loss function, say, ends when the root has returned.
+    The pass of the code that called the root, for example a user's loss function, ends when the root has
+    returned.
 
-    A user's hooks on the root's output and on its gradient run on the last stage alone, where that output is: here they
-    are left out, and those that are registered later are not taken. Hooks on the root's inputs run on every stage.
+    A user's hooks on the root's output and on its gradient run only on the last stage, which has that output.
+    Other stages drop these hooks and ignore later registrations. Hooks on the root's inputs run on every stage.
     """
 
     def leave_out_hooks(self) -> None:
-        """Drop the user's hooks on the output that the root has."""
+        """Drop the user's hooks on the root's output and on its gradient."""
         for kind, number, _ in list(user_hooks(self)):  # type: ignore[arg-type]
             if kind == "_forward_pre_hooks":
                 continue
@@ -453,25 +560,57 @@ class StageRoot(Foreign):
                     vars(self)[beside].pop(number, None)
 
     def register_forward_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
-        """See ``nn.Module``."""
+        """Register a hook as ``nn.Module`` does, but ignore a user's hook.
+
+        Args:
+            hook: The hook.
+            **kwargs: Options of ``nn.Module.register_forward_hook``.
+
+        Returns:
+            A handle that removes the hook.
+        """
         if is_users(hook):
             return RemovableHandle(OrderedDict())
         return super().register_forward_hook(hook, **kwargs)  # type: ignore[misc, no-any-return]
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """See ``nn.Module``."""
+        """Register a hook as ``nn.Module`` does, but ignore a user's hook.
+
+        Args:
+            hook: The hook.
+            prepend: True to run the hook before all others.
+
+        Returns:
+            A handle that removes the hook.
+        """
         if is_users(hook):
             return RemovableHandle(OrderedDict())
         return super().register_full_backward_hook(hook, prepend)  # type: ignore[misc, no-any-return]
 
     def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """See ``nn.Module``."""
+        """Register a hook as ``nn.Module`` does, but ignore a user's hook.
+
+        Args:
+            hook: The hook.
+            prepend: True to run the hook before all others.
+
+        Returns:
+            A handle that removes the hook.
+        """
         if is_users(hook):
             return RemovableHandle(OrderedDict())
         return super().register_full_backward_pre_hook(hook, prepend)  # type: ignore[misc, no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, up to the stage's last block."""
+        """Run the model's own forward up to the stage's last block.
+
+        Args:
+            *args: Arguments of the model.
+            **kwargs: Keyword arguments of the model.
+
+        Returns:
+            The output of the last block.
+        """
         own = self.__dict__.get("_own_forward") or super().forward  # type: ignore[misc]
         try:
             return own(*args, **kwargs)
@@ -480,6 +619,18 @@ class StageRoot(Foreign):
             return ended.output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stage, and end the call around the root.
+
+        Args:
+            *args: Arguments of the model.
+            **kwargs: Keyword arguments of the model.
+
+        Returns:
+            The model's result, if no block ended the pass.
+
+        Raises:
+            Ended: If the stage's last block ended the pass, with that block's output.
+        """
         self.__dict__["_has_ended"] = False
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self.__dict__["_has_ended"]:
@@ -488,7 +639,14 @@ class StageRoot(Foreign):
 
 
 def call_until_ended(call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether ``call`` was ended by a stage's last block, and its result or that block's output."""
+    """Run a function that a stage's last block may end.
+
+    Args:
+        call: The function.
+
+    Returns:
+        True and the block's output if the block ended the call, else False and the function's result.
+    """
     try:
         return False, call()
     except Ended as ended:
@@ -497,12 +655,18 @@ def call_until_ended(call: Callable[[], Any]) -> tuple[bool, Any]:
 
 @functools.cache
 def _mixed(kind: Any, cls: Any) -> type:
-    """One class for each pair, under the module's own name: models and their tools look at it."""
+    """Return the class of ``kind`` mixed into ``cls``, one for each pair.
+
+    The class has the name of the module's own class, because models and tools read the name.
+    """
     return type(cls.__name__, (kind, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _mixed_or_plain(kind: Any, cls: Any) -> type:
-    """Of ``cls`` where that can be mixed in; classes that refuse subclasses are stood for by plain modules."""
+    """Return the class of ``kind`` mixed into ``cls``.
+
+    If ``cls`` refuses subclasses, ``kind`` is mixed into ``nn.Module`` instead.
+    """
     try:
         return _mixed(kind, cls)
     except (TypeError, RuntimeError):
@@ -510,7 +674,7 @@ def _mixed_or_plain(kind: Any, cls: Any) -> type:
 
 
 def _outline(module: nn.Module) -> nn.Module:
-    """The module on the meta device: shapes without memory."""
+    """Return a copy of a module without children on the meta device: shapes without memory."""
     twin: nn.Module = shallow_copy(module)
     held: tuple[dict[str, Any], ...] = (twin._parameters, twin._buffers)
     for tensors in held:
@@ -527,7 +691,7 @@ def _outline(module: nn.Module) -> nn.Module:
 
 
 def _outline_of_all(module: nn.Module) -> nn.Module | None:
-    """The module and all that is inside on the meta device; None where it cannot be copied."""
+    """Return a copy of a module and all modules inside on the meta device, or None if it cannot be copied."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
@@ -546,5 +710,5 @@ def _outline_of_all(module: nn.Module) -> nn.Module | None:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value as torch takes it apart, with the classes that were registered there, in order."""
+    """Yield the tensors of a pytree in order; classes that are registered with torch are taken apart too."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

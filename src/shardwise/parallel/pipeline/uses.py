@@ -1,17 +1,17 @@
-"""Order of use: when a model calls its modules, seen in one pass without numbers.
+"""Order of use: the order in which a model calls its modules, recorded in one pass without numbers.
 
-A module outside the blocks belongs to the stage of the next block. What the next one is, the order of registration says
-of most models; a norm or a head that is registered in front of the blocks and used behind them is where the two part:
+A module outside the blocks belongs to the stage of the next block. For most models the order of registration determines
+the next block. For a norm or a head that is registered in front of the blocks and used behind them the orders differ:
 
-    registered   embed  head  block 0  block 1 | block 2  block 3          head on stage 0, and absent where it is used
+    registered   embed  head  block 0  block 1 | block 2  block 3          head on stage 0, but absent where it is used
     used         embed  block 0  block 1 | block 2  block 3  head          head on stage 1
 
-The pass also says which rows of blocks can be cut at all. The blocks of a decoder are each given what the encoder has
-computed, which does not pass from block to block; those of the encoder are given their predecessor's output alone. So
-a model of both is cut among the blocks of its encoder, and the decoder belongs to the last stage.
+The pass also determines which rows of blocks can be cut at all. Every block of a decoder takes the encoder's result,
+which does not pass from block to block; a block of the encoder takes only its predecessor's output. So a model of both
+is cut among the blocks of its encoder, and the decoder belongs to the last stage.
 
-The pass runs on fake tensors (no memory, no numbers, no generator), in evaluation mode, with the model's own modules;
-what it leaves in them is taken back. A model that branches on numbers cannot be seen so, and keeps the order of
+The pass runs on fake tensors (no memory, no numbers, no generator), in evaluation mode, with the model's own modules,
+whose changes are undone. A model that branches on numbers cannot be recorded in this way, and keeps the order of
 registration.
 
 Cost: once, before the model is cut; a tenth of a millisecond per operation.
@@ -35,7 +35,7 @@ _CHANGES = (list, dict, set)
 
 
 class _Call(NamedTuple):
-    """One call of a module; ``given`` and ``made`` are identities of tensors."""
+    """One call of a module; ``given`` and ``made`` contain identities of tensors."""
 
     module: nn.Module
     start: int
@@ -45,7 +45,12 @@ class _Call(NamedTuple):
 
 
 class Uses:
-    """The calls of one pass through ``model``."""
+    """The calls of one pass through a model.
+
+    Args:
+        model: The model.
+        calls: Every call of a module in the pass.
+    """
 
     def __init__(self, model: nn.Module, calls: Sequence[_Call]):
         self._model = model
@@ -53,8 +58,17 @@ class Uses:
         self._places: dict[tuple[str, ...], dict[str, int]] = {}
 
     def runs_in_a_row(self, blocks: Sequence[str]) -> bool:
-        """Whether each block runs once, in their order, and is given nothing but the one before's output that modules
-        with parameters have computed before that one began."""
+        """Return True if the blocks can be cut from each other.
+
+        Each block must run once, in order. A block may take no tensor, apart from the output of the block
+        before, that a module with parameters computed before that block began.
+
+        Args:
+            blocks: Names of the blocks, in order.
+
+        Returns:
+            True if all of this holds.
+        """
         rows = self._rows(blocks)
         if rows is None:
             return False
@@ -70,11 +84,18 @@ class Uses:
         return True
 
     def places(self, blocks: Sequence[str]) -> dict[str, int]:
-        """By name of a module outside the blocks: how many of them have ended when it is called first.
+        """Return how many blocks have ended when a module outside the blocks is called first, by name of the module.
 
-        Parts that are used without a call go with the module around them. Modules of several names, around blocks, or
-        never called are left out; all are where the blocks do not run in their order. Found once, and so as the model
-        was before cut layers took the places of its own.
+        Parts that are used without a call belong to the module around them. The result is computed once, and so
+        describes the model before cut layers replaced its own.
+
+        Args:
+            blocks: Names of the blocks, in order.
+
+        Returns:
+            Numbers of blocks. Modules with several names, modules around blocks and modules that are never
+            called are left out;
+            the result is empty if the blocks do not run in order.
         """
         if tuple(blocks) not in self._places:
             self._places[tuple(blocks)] = self._find_places(blocks)
@@ -105,7 +126,7 @@ class Uses:
         return found
 
     def _rows(self, blocks: Sequence[str]) -> list[_Call] | None:
-        """The blocks' calls; None where they do not run once each, in their order."""
+        """Return the blocks' calls, or None if the blocks do not run once each and in order."""
         modules = [self._model.get_submodule(name) for name in blocks]
         among = {id(module) for module in modules}
         calls = [call for call in self._calls if id(call.module) in among]
@@ -118,16 +139,24 @@ class Uses:
 
     @staticmethod
     def _is_in(call: _Call, rows: Sequence[_Call]) -> bool:
-        """Inside a block, or around one."""
+        """Return True if a call lies inside a block's call or around one."""
         return any(row.start <= call.start < row.stop or call.start <= row.start < call.stop for row in rows)
 
 
 def order_of_use(
     model: nn.Module, call: Callable[[nn.Module], Any] | None = None, device: torch.device | None = None
 ) -> Uses | None:
-    """The uses of ``call(model)`` on ``device`` (left out: the CPU); without a call, of tokens and labels where the
-    model takes them, as those of transformers do. None where there is nothing to call it with, or it cannot be run
-    without numbers."""
+    """Record the uses of a model's modules.
+
+    Args:
+        model: The model.
+        call: Function that calls the model; None calls models of transformers with tokens, and with labels if
+            possible.
+        device: Device of the fake tensors; None for the CPU.
+
+    Returns:
+        The uses, or None if there is no call to make or the model cannot run without numbers.
+    """
     if call is None and getattr(model, "main_input_name", None) != "input_ids":
         return None
     place = device or torch.device("cpu")
@@ -147,9 +176,9 @@ def order_of_use(
 
 @contextlib.contextmanager
 def _noted(model: nn.Module, calls: list[_Call]) -> Iterator[None]:
-    """While it is entered every call of a module is added to ``calls``."""
+    """Append every call of a module inside the context to ``calls``."""
     held: list[Tensor] = []
-    """So that identities stay those of one tensor."""
+    """Tensors of the pass, kept alive so that identities stay unique."""
     begun: list[tuple[int, frozenset[int]]] = []
     clock = iter(range(1 << 62))
 
@@ -183,8 +212,12 @@ _HOOKS = tuple(
 
 @contextlib.contextmanager
 def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients; in the place of all parameters and buffers stand fake ones on ``device``.
-    Hooks do not run, and conversions of modules do nothing. All is put back, what lists hold too."""
+    """Prepare a model for a pass without numbers, and undo everything afterwards.
+
+    The model is in evaluation mode without gradients, and fake tensors on ``device`` replace all parameters and
+    buffers. Hooks do not run, and conversions of modules do nothing. Attributes and the contents of lists are
+    restored.
+    """
     modules = list(model.modules())
     before = [dict(vars(module)) for module in modules]
     held = [
@@ -226,7 +259,7 @@ def _empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _around(name: str) -> Iterator[str]:
-    """The names of the modules around this one, the root's too."""
+    """Yield the names of the modules around a module, from the innermost to the root."""
     while name:
         name = name.rpartition(".")[0]
         yield name
