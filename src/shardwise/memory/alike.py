@@ -1,13 +1,13 @@
-"""What of a block's forward pass is known to be alike on all ranks of "tp", so that each may keep a part of it.
+"""The tensors of a block's forward pass that are equal on all ranks of "tp", so that each rank may keep a part of them.
 
-Nothing is guessed from values. Tensor parallelism itself is right only where certain tensors are alike on its ranks:
-what enters cut layers from a whole sequence, and what goes into modules that hold whole parameters between the cut
-layers (norms, dropouts). Where such a module is called, its tensors are noted (parallel/tensor/apply.py): those that it
-is given and gives back, and whatever autograd saves inside of one that has no modules in it and one tensor to start
-from, for that is a function of this tensor and of whole parameters.
+Nothing is guessed from values. Tensor parallelism itself is right only if certain tensors are equal on its ranks:
+inputs of cut layers from a whole sequence, and inputs of modules that hold whole parameters between the cut layers
+(norms, dropouts). When such a module is called, its tensors are noted (parallel/tensor/apply.py): its inputs and
+outputs, and everything that autograd saves inside a module without children and with a single input tensor, because
+that is a function of this tensor and of whole parameters.
 
-A note is of a storage at a version, and only where the tensor is all of it. The memory of a block's first pass is
-compared besides (``are_alike``): kernels that add in any order may part ranks by a last digit.
+A note is of a storage at a version, and is taken only if the tensor covers the whole storage. The memory of a block's
+first pass is compared too (``are_alike``): kernels that add in any order may make ranks differ in a last digit.
 
 Cost: some microseconds a note, one read of the noted memory and one small all-reduce for each block's first pass.
 """
@@ -22,28 +22,34 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.comm.collectives import Group
 
 Key = tuple[int, int]
-"""(storage, version)."""
+"""(storage, version) of a tensor."""
 _WORDS = 1 << 18
 """Words of a digest that are multiplied at once."""
 
 
 def key_of(tensor: Tensor) -> Key:
-    """Of what ``tensor`` shows, as it is now."""
+    """Return the storage and the present version of a tensor."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 
 class Alike:
-    """Storages that are alike on the ranks of ``group``, in the forward pass of the block that runs."""
+    """Storages that are equal on the ranks of a group, in the forward pass of the running block.
+
+    Args:
+        group: The "tp" ranks.
+    """
 
     def __init__(self, group: Group):
         self.group = group
         self._inside = 0
         self._noted: dict[Key, StorageWeakRef] | None = None
-        """The reference keeps an address from being another storage's. None outside of blocks."""
+        """Noted storages, or None outside of blocks.
+
+        The weak reference detects that another storage has taken the address."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A block's forward pass runs: notes are taken."""
+        """Take notes inside the context, while a block's forward pass runs."""
         self._inside, self._noted = 0, {}
         try:
             yield
@@ -51,7 +57,7 @@ class Alike:
             self._noted = None
 
     def note(self, tensor: Tensor) -> None:
-        """``tensor`` is alike on all ranks."""
+        """Note that ``tensor`` is equal on all ranks."""
         if self._noted is None or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -60,24 +66,32 @@ class Alike:
             self._noted[key_of(tensor)] = StorageWeakRef(storage)
 
     def enter(self) -> None:
-        """What is saved from now on is computed from what is alike alone."""
+        """Begin a module in which all saved tensors are computed only from equal tensors."""
         self._inside += 1
 
     def leave(self) -> None:
-        """No more."""
+        """End the module that ``enter`` began."""
         self._inside = max(self._inside - 1, 0)
 
     def saved(self, tensor: Tensor) -> None:
-        """autograd saves ``tensor``."""
+        """Note ``tensor``, which autograd saves, if the running module computes only from equal tensors."""
         if self._inside:
             self.note(tensor)
 
     def knows(self, key: Key) -> bool:
-        """Whether it was noted in this pass of the block."""
+        """Return True if the key was noted in this pass of the block."""
         return self._noted is not None and key in self._noted
 
     def are_alike(self, memories: Iterable[Tensor], what: str) -> bool:
-        """Whether all ranks hold the same bits in ``memories`` [bytes]; one answer on all."""
+        """Return True if all ranks hold the same bits. Collective, with the same answer on all ranks.
+
+        Args:
+            memories: Flat tensors of bytes.
+            what: Name of the memory in errors and traces.
+
+        Returns:
+            True if all bits are equal.
+        """
         total = 0
         device = None
         for memory in memories:
@@ -87,7 +101,7 @@ class Alike:
 
 
 def _digest(memory: Tensor) -> int:
-    """A sum of its words, each times an odd number of its place, modulo 2^64."""
+    """Return the sum of the memory's words, each times an odd number of its index, modulo 2^64."""
     bytes_in_words = memory.numel() // 8 * 8
     total = memory[bytes_in_words:].sum(dtype=torch.int64)
     words = memory[:bytes_in_words].view(torch.int64)

@@ -1,18 +1,18 @@
-"""Random numbers of a forward pass on the ranks of one model: all of them draw alike.
+"""Random numbers of a forward pass on the ranks of one model: all ranks draw the same numbers.
 
-Noise of a model's own (``torch.randn``, ``random.random``, numpy) is drawn by every rank that runs the line, from its
-own generators. A rank along "tp" would add other noise than its neighbours; a stage that wants back at the end the
-noise that another stage has added would find its own. So passes begin with one state, and what is drawn in a part of
-the model that one stage alone runs does not move the generators for the others:
+A model's own noise (``torch.randn``, ``random.random``, numpy) is drawn by every rank that runs the line, from the
+rank's own generators. Without coordination, a rank along "tp" would add other noise than its neighbours, and a stage
+that needs at the end the noise that another stage has added would draw different noise. So passes begin with one state,
+and numbers drawn in a part of the model that only one stage runs do not advance the generators for the other stages:
 
     along "tp"             a pass begins with the states of the first rank; passes follow one another as in one process
-    in a pipeline          a walk begins with the states of the last stage, where the walk before ended;
-                           its first microbatch goes on from them, each later one from states derived of them
-    in a block, an         derived of the states of the walk, the microbatch and the name; what runs on every stage (the
-    embedding, a head      model's own forward) goes on as if nothing had been drawn there
+    in a pipeline          a walk begins with the states of the last stage, at which the walk before ended;
+                           its first microbatch continues from them, each later one from states derived from them
+    in a block, an         derived from the states of the walk, the microbatch and the name; code that runs on every
+    embedding, a head      stage (the model's own forward) continues as if nothing had been drawn in the part
 
 States are sent before the first pass of a kind, and later before passes of models that draw. Passes that draw nothing
-leave the generators as they were but for those first ones, after which all ranks of a model stand alike.
+leave the generators as they were, except for those first passes, after which all ranks of a model have equal states.
 
 Cost: reading generators twice a pass (generators.py); for models that draw a message of 20 kB a pass, or a walk.
 """
@@ -33,14 +33,14 @@ _WHAT = "the states of random generators"
 
 
 class Begun(NamedTuple):
-    """What a pass began with: the states of the generators, and what those of the parts of a pipeline derive from."""
+    """The states with which a pass began, and the key from which states of a pipeline's parts derive."""
 
     states: States
     key: str
 
 
 class PassDraws:
-    """The generators around the passes of one engine. Without ``share`` they are only looked at."""
+    """The random generators around the passes of one engine. Without ``share`` the generators are only observed."""
 
     def __init__(self) -> None:
         self._generators = Generators()
@@ -48,38 +48,45 @@ class PassDraws:
         self._device = torch.device("cpu")
         self._in_walks = False
         self._known: dict[bool, bool] = {}
-        """Whether passes draw, by whether they are those of training; kinds that were not met yet are absent."""
+        """Whether passes draw, by whether they are training passes; kinds that have not run yet are absent."""
         self._walk: tuple[States, str] | None = None
-        """States that the running walk began with, and what those of its microbatches are derived of."""
+        """States with which the running walk began, and the key from which its microbatches' states derive."""
         self._walks = 0
         self.drew: list[str] = []
-        """Generators that passes have drawn from."""
+        """Names of the generators that passes have drawn from."""
         self.keeps = False
-        """True while the states that passes begin with are kept, for a second run (engine/check.py)."""
+        """True while the states with which passes begin are kept, for a second run (engine/check.py)."""
         self.begun: dict[int, Begun] = {}
-        """What the last pass of each microbatch began with, if that is kept."""
+        """States with which the last pass of each microbatch began, if states are kept."""
         self.key = ""
-        """What the states of parts are derived of in the running pass."""
+        """Key from which the states of parts derive in the running pass."""
 
     def share(self, tp: Group, pp: Group, model: nn.Module, device: torch.device) -> None:
-        """Let the ranks of ``tp`` and ``pp``, which share ``model``, draw alike."""
+        """Make the ranks that share a model draw the same numbers.
+
+        Args:
+            tp: The ranks along "tp".
+            pp: The ranks along "pp".
+            model: The model, whose own generators are included.
+            device: The device of the computation, whose generator is included.
+        """
         self._generators = Generators([device], own_generators(model))
         self._groups = [(pp, pp.size - 1), (tp, 0)] if pp.size * tp.size > 1 else []
         self._device, self._in_walks = device, pp.size > 1
 
     @property
     def generators(self) -> Generators:
-        """The generators that are looked at."""
+        """The generators that are observed."""
         return self._generators
 
     @property
     def isolates(self) -> bool:
-        """True while parts of the model that one stage alone runs draw from states of their own."""
+        """True while parts of the model that only one stage runs draw from separate states."""
         return bool(self.key)
 
     @contextmanager
     def again(self, begun: "Begun") -> Iterator[None]:
-        """Let a second run of a pass draw what the first one drew."""
+        """Run a pass a second time inside the context with the numbers that the first run drew."""
         self._generators.put(begun.states)
         self.key = begun.key
         try:
@@ -88,10 +95,14 @@ class PassDraws:
             self.key = ""
 
     def note(self, draws: bool) -> None:
-        """Note that a pass of the running step has drawn on a rank of the model, if ``draws``. On all ranks alike.
+        """Record whether a pass of the running step has drawn on a rank of the model. Called on all ranks alike.
+
+        Args:
+            draws: True if a rank has drawn.
 
         Raises:
-            UsageError: if a pipeline began to draw in this step, whose stages were not given one state.
+            UsageError: If a pipeline began to draw in this step, because its stages did not begin with one
+                state.
         """
         was_known = self._known.get(True, True)
         if draws:
@@ -108,7 +119,18 @@ class PassDraws:
 
     @contextmanager
     def at(self, microbatch: int, trains: bool) -> Iterator[None]:
-        """Enclose a forward pass. Collective along "tp" where the ranks are to be given their states."""
+        """Enclose a forward pass. Collective along "tp" if the ranks get one state.
+
+        Args:
+            microbatch: Index of the microbatch.
+            trains: True for a training pass.
+
+        Yields:
+            None.
+
+        Raises:
+            UsageError: If the pass drew from unequal states, after passes that did not draw.
+        """
         if not self._groups and not self.keeps:
             yield
             return
@@ -135,7 +157,15 @@ class PassDraws:
 
     @contextmanager
     def walk(self, step: int, trains: bool) -> Iterator[None]:
-        """Enclose a walk of a pipeline. Collective where the ranks are to be given their states."""
+        """Enclose a walk of a pipeline. Collective if the ranks get one state.
+
+        Args:
+            step: The optimizer step.
+            trains: True for a training walk.
+
+        Yields:
+            None.
+        """
         if not self._gives(trains):
             yield
             return
@@ -155,7 +185,7 @@ class PassDraws:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Enclose a part of the model that this stage alone runs."""
+        """Enclose a part of the model that only this stage runs."""
         before = self._generators.states() if self.isolates else {}
         if not before:
             yield
@@ -169,7 +199,7 @@ class PassDraws:
             self._generators.put(before)
 
     def around(self, parts: Sequence[tuple[str, nn.Module]]) -> AbstractContextManager[Any]:
-        """A context in which each of ``parts`` draws as in ``part``."""
+        """Return a context in which each of ``parts`` draws as inside ``part``."""
         if not self.isolates:
             return ExitStack()
         return _Around(self.part, parts)
@@ -178,7 +208,7 @@ class PassDraws:
         return bool(self._groups) and self._known.get(trains, True)
 
     def _given(self) -> States:
-        """The states of one rank of the model, on all of them."""
+        """Broadcast the states of one rank of the model to all its ranks, set them and return them."""
         data = pack(self._generators.states())
         for group, root in self._groups:
             if group.size == 1:
@@ -195,7 +225,11 @@ class PassDraws:
         return states
 
     def _check_alike(self, before: States) -> None:
-        """Errors: UsageError where a pass has drawn, after others that did not, from states that differ."""
+        """Check that the ranks began a pass that draws with equal states.
+
+        Raises:
+            UsageError: If the states differ.
+        """
         number = int.from_bytes(hashlib.blake2b(pack(before), digest_size=7).digest(), "little")
         for group, _ in self._groups:
             if group.size > 1 and not group.all_equal(number, _WHAT, self._device):

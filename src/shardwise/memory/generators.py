@@ -1,4 +1,4 @@
-"""The random generators that a forward pass may draw from: their states read, compared, put back, derived and sent.
+"""The random generators that a forward pass may draw from: reading, comparing, restoring, deriving and sending states.
 
     torch     the default generator of the host, and of each device
     python    the functions of ``random``
@@ -38,27 +38,32 @@ def own_generators(module: nn.Module) -> dict[str, Any]:
 
 
 class Generators:
-    """The default generators, those of ``devices``, and ``own`` ones by name."""
+    """The default generators, those of devices, and generators in attributes of a model.
+
+    Args:
+        devices: Devices whose generators are included; devices without generators of their own are left out.
+        own: Generators in attributes, by name.
+    """
 
     def __init__(self, devices: Iterable[torch.device] = (), own: Mapping[str, Any] | None = None):
         self._devices = {str(each): each for each in devices if _has_states(each)}
         self._own = dict(own or {})
         self._looks = 0
         self._slow: set[str] = set()
-        """Those of Python and numpy that were drawn from."""
+        """Generators of Python and numpy from which a pass has drawn."""
 
     @property
     def _is_new(self) -> bool:
         return self._looks < _LOOKS
 
     def look(self) -> States:
-        """Return the states at the beginning of a pass."""
+        """Return the states at the beginning of a pass, and count the pass."""
         self._looks += 1
         slow = _SLOW if self._looks <= _LOOKS else self._slow
         return self.states(slow)
 
     def states(self, slow: Iterable[str] = _SLOW) -> States:
-        """Return the states now; of Python's and numpy's generators those in ``slow``."""
+        """Return the present states; of Python's and numpy's generators only those in ``slow``."""
         found: States = {"torch": torch.get_rng_state()}
         for name, device in self._devices.items():
             found[name] = torch.get_device_module(device).get_rng_state(device)
@@ -71,14 +76,14 @@ class Generators:
         return found
 
     def drawn(self, before: States) -> list[str]:
-        """Return the names of the generators in ``before`` whose state is another now."""
+        """Return the names of the generators whose state differs from the state in ``before``."""
         now = self.states([name for name in _SLOW if name in before])
         names = [name for name, state in before.items() if not _equal(state, now[name])]
         self._slow.update(name for name in names if name in _SLOW)
         return names
 
     def put(self, states: States) -> None:
-        """Set the generators in ``states``."""
+        """Set the generators in ``states`` to these states."""
         for name, state in states.items():
             if name == "torch":
                 torch.set_rng_state(state)
@@ -93,7 +98,7 @@ class Generators:
                 _set(self._own[name.removeprefix("own ")], state)
 
     def seed(self, key: str, names: Iterable[str]) -> None:
-        """Set the generators ``names`` to states that are a function of ``key`` and their name alone."""
+        """Set the generators ``names`` to states that depend only on ``key`` and the generator's name."""
         for name in names:
             number = int.from_bytes(
                 hashlib.blake2b(f"{key} {name}".encode(), digest_size=7).digest(), "little"
@@ -113,7 +118,7 @@ class Generators:
 
 
 def _has_states(device: torch.device) -> bool:
-    """Return True if the random generator of ``device`` is one of its own, whose states can be read and made."""
+    """Return True if ``device`` has a random generator of its own whose states can be read and made."""
     if device.type in ("cpu", "meta"):
         return False
     try:
@@ -125,15 +130,15 @@ def _has_states(device: torch.device) -> bool:
 
 
 def pack(states: States) -> bytes:
-    """Return ``states`` as bytes that travel: JSON, arrays as base64."""
+    """Return ``states`` as bytes that can be sent: JSON, with arrays as base64."""
     return json.dumps(states, default=_encoded).encode()
 
 
 def unpack(data: bytes) -> States:
-    """Return what ``pack`` was given."""
+    """Return the states that ``pack`` encoded."""
     found: States = json.loads(data, object_hook=_decoded)
     for name, state in found.items():
-        if isinstance(state, list):  # random.Random's: a tuple in which a tuple is
+        if isinstance(state, list):  # of random.Random: JSON has turned a nested tuple into lists
             found[name] = tuple(tuple(each) if isinstance(each, list) else each for each in state)
     return found
 
@@ -198,7 +203,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def copied(generator: Any) -> Any:
-    """Return a generator of its own that goes on where ``generator`` stands."""
+    """Return a separate generator with the present state of ``generator``."""
     if isinstance(generator, torch.Generator):
         made = torch.Generator(generator.device)
         made.set_state(generator.get_state())

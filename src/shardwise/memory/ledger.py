@@ -1,27 +1,31 @@
-"""The ledger: how many bytes this rank holds, by row. Whoever makes memory that outlives one operation takes it here.
+"""The ledger: the bytes that this rank holds, by row.
 
-    row             what                                             lives
-    weights         what a rank keeps of the parameters              as long as the engine
-    master          what the optimizer updates, where it is another  as long as the engine
+Code that makes memory that outlives one operation records that memory in the ledger.
+
+    row             content                                          lifetime
+    weights         the part of the parameters that a rank stores    as long as the engine
+    master          tensors that the optimizer updates, if they are  as long as the engine
+                    not the weights
     moments         the optimizer's                                  as long as the engine
     tables          rows of static embedding tables, their moments   as long as the engine
     dynamic tables  rows in use, their moments and indices; on the   as long as the engine; grows
                     host, beside an accelerator too
-    table steps     where rows of an exact Adam on an accelerator    as long as the engine
-                    stand, for the host
+    table steps     the last step of each row of an exact Adam on    as long as the engine
+                    an accelerator, for the host
     gradients       the buffers of their sums                        from the first gradient of a step to its end
     gathered        slots of unsharded weights                       as long as the engine; made in the first pass
-    staging         slots that a pass's gradients come into          as long as the engine; made in the first pass
+    staging         slots that a pass's gradients arrive in          as long as the engine; made in the first pass
     host            state of Units in host memory (offload)          as long as the engine
     disk            state of Units in files (offload)                as long as the engine
-    activations     what autograd saves in blocks, in host memory    as long as the engine; grows: the most at once
-                    (offload)
-    loaded          host memory that they pass through               as long as the engine; made in the first step
+    activations     tensors that autograd saves in blocks, in host   as long as the engine; grows: the most at once
+                    memory (offload)
+    loaded          blocks of host memory that state on a disk       as long as the engine; made in the first step
+                    passes through
     rings           memory between ranks of one host                 as long as the ranks; shared by their engines
     save            the copy that is written behind training         from the first save on
 
-The Plan predicts model state (``PREDICTED``) to the byte, but for dynamic tables, which it has as if full. Memory that
-two rows could claim (a master that is the weight itself, or a range of it) stands under the first.
+The Plan predicts model state (``PREDICTED``) to the byte, except for dynamic tables, which the Plan counts as full.
+Memory that belongs to two rows (a master that is the weight itself, or a range of it) is counted in the first.
 
 Cost: one entry per holder, nothing per step.
 """
@@ -57,24 +61,24 @@ PREDICTED: tuple[Row, ...] = (
     "tables",
     "dynamic tables",
 )
-"""The rows that the Plan knows before anything is made."""
+"""The rows that the Plan predicts before anything is made."""
 
 Lifetime = Literal["engine", "step"]
-"""``step``: from the first gradient of a step to its end."""
+"""Lifetime of memory; ``step``: from the first gradient of a step to its end."""
 
 
 class LedgerEntry(NamedTuple):
-    """What one holder took."""
+    """The memory that one holder took."""
 
     row: Row
     owner: str
     lifetime: Lifetime
     size: Callable[[], int]
-    """Its bytes now; of what lives for a step, its bytes at the end of the backward pass."""
+    """Function that returns the present bytes; for memory of a step, the bytes at the end of the backward pass."""
 
 
 class Ledger:
-    """See the module's docstring."""
+    """The record of the memory that one rank holds."""
 
     def __init__(self) -> None:
         self.holdings: list[LedgerEntry] = []
@@ -82,11 +86,25 @@ class Ledger:
     def take(
         self, row: Row, owner: str, held: int | Callable[[], int], lifetime: Lifetime = "engine"
     ) -> None:
-        """``owner`` holds so many bytes, or as many as it says when it is asked: of memory that grows."""
+        """Record the memory that one holder has taken.
+
+        Args:
+            row: Row of the memory.
+            owner: Name of the holder.
+            held: Bytes, or a function that returns the bytes of memory that grows.
+            lifetime: "engine", or "step" for memory from the first gradient of a step to its end.
+        """
         self.holdings.append(LedgerEntry(row, owner, lifetime, held if callable(held) else lambda: held))
 
     def bytes_by_row(self, lifetimes: Collection[Lifetime] = ("engine", "step")) -> dict[Row, int]:
-        """Return the bytes of every row that a holder of ``lifetimes`` took, in the order of the table above."""
+        """Return the bytes of every row, in the order of the module's table.
+
+        Args:
+            lifetimes: Lifetimes of the memory that counts.
+
+        Returns:
+            Bytes by row; rows without memory are left out.
+        """
         total: dict[Row, int] = {}
         for holding in self.holdings:
             if holding.lifetime not in lifetimes:

@@ -1,6 +1,6 @@
-"""OffloadPolicy: what lies elsewhere than on the device. The mechanisms are in tier.py and activations.py.
+"""OffloadPolicy: the state that lies elsewhere than on the device. The mechanisms are in tier.py and activations.py.
 
-CPU ranks have all state in host memory: there ``host`` asks for nothing that is not so.
+CPU ranks have all state in host memory, so ``host`` changes nothing on CPU ranks.
 """
 
 from pathlib import Path
@@ -14,27 +14,30 @@ from shardwise.plan.state_form import StateForm
 
 
 class OffloadPolicy(Policy):
-    """Keys under ``offload:``."""
+    """Keys under ``offload:``, which place state in host memory or on a disk."""
 
     optimizer: Tier = "device"
-    """Where masters and moments lie and the optimizer steps: ``device``, ``host`` memory, or files on a ``disk``."""
+    """Tier of masters and moments, where the optimizer steps: ``device``, ``host`` memory, or files on a ``disk``."""
     parameters: Tier = "device"
-    """Where weights lie between their uses: on the device, or where masters and moments lie."""
+    """Tier of weights between their uses: the device, or the tier of masters and moments."""
     activations: Literal["device", "host"] = "device"
-    """Where what a block saves for its backward pass waits for it: on the device, or in ``host`` memory."""
+    """Place in which the tensors that a block saves wait for its backward pass: on the device, or in ``host``
+    memory."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the Units whose state moves; the first ones stay, so that the others' updates hide behind them."""
+    """Share of the Units whose state moves. The first Units stay on the device, so that the updates of the others
+    overlap with the first Units' computation."""
     disk_path: Path | None = None
-    """Folder of the files of ``disk``: scratch, removed at the end. A fast disk of this host."""
+    """Folder for the files of ``disk``, which are scratch and removed at the end. Choose a fast disk of this host."""
     buffers: Annotated[int, Field(ge=1)] = 2
-    """Units whose state is read from a disk ahead of their update, and as many that are being written."""
+    """Number of Units whose state is read from a disk ahead of their update, and of Units whose state is being
+    written."""
     state: StateForm = "fp32"
-    """In which form the optimizer's moments are kept, wherever they lie: as the masters (``fp32``), ``bf16`` rounded at
-    random, or ``int8`` with a scale for each 16. Masters and weights stay what they are."""
+    """Form in which the optimizer's moments are kept, on every tier: as the masters (``fp32``), ``bf16`` rounded
+    at random, or ``int8`` with a scale for each 16. Masters and weights do not change."""
     step: Literal["before_use", "at_end", "delayed"] = "before_use"
-    """When an update off the device is waited for: where its Unit is used next, or at the step's end; ``delayed``:
-    after the next step's backward pass, which runs on the weights before it (other numbers: each update counts one
-    step late)."""
+    """Time at which an update off the device is waited for. ``before_use``: before the next use of its Unit;
+    ``at_end``: at the step's end; ``delayed``: after the next step's backward pass, which runs on the weights
+    before the update (other numbers: each update counts one step late)."""
 
     @model_validator(mode="after")
     def _has_folder(self) -> "OffloadPolicy":

@@ -1,8 +1,10 @@
-"""Host memory whose pages stay where they are, so that a device copies from and to it beside the computation.
+"""Pinned host memory: its pages stay in place, so that a device copies from and to it beside the computation.
 
-A host pins no more than it can spare, and no more than a limit of the system allows. Where it refuses, pageable memory
-takes the place: the same numbers, for which a device goes by way of a small pinned buffer of its driver's. A copy then
-takes about twice as long and whoever asked for it waits, so that nothing of it is hidden. That is said once.
+A host pins no more memory than it can spare, and no more than a limit of the system allows. If the host refuses,
+pageable memory is used instead: the same numbers, but a device copies by way of a small pinned buffer of its driver's.
+A
+copy then takes about twice as long and the caller waits for it, so that nothing of the copy is hidden. A warning is
+logged once.
 
 Cost: a page-locked allocation takes milliseconds, and torch keeps it, rounded up to a power of two, for the next one.
 """
@@ -18,12 +20,21 @@ _log = logging.getLogger(__name__)
 
 
 def pinned_empty(shape: int | Sequence[int], dtype: torch.dtype, pins: bool = True) -> Tensor:
-    """Host memory for copies to and from an accelerator; without ``pins``, and where the host has no more, pageable."""
+    """Return host memory for copies to and from an accelerator.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        pins: False for pageable memory.
+
+    Returns:
+        A pinned tensor; a pageable one without ``pins``, or if the host cannot pin more.
+    """
     return _made(lambda pins: torch.empty(shape, dtype=dtype, pin_memory=pins), pins)
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """``tensor`` of the host once more, in such memory, in the order in which its elements lie."""
+    """Return a copy of a host tensor in pinned memory, with the same order of elements."""
     return _made(lambda pins: torch.empty_like(tensor, pin_memory=pins), True).copy_(tensor)
 
 
@@ -39,7 +50,7 @@ def _made(make: Callable[[bool], Tensor], pins: bool) -> Tensor:
 
 @cache
 def _tell(why: str) -> None:
-    """Once for each reason."""
+    """Log a warning, once for each reason."""
     _log.warning(
         "this host pins no more memory (%s): pageable memory takes the place. Copies between it and the device take "
         "about twice as long, and the computation waits for them; give the host more memory, raise the limit of locked "

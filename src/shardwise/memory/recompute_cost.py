@@ -1,21 +1,21 @@
-"""What a transformer block keeps for its backward pass, and what recomputation repeats, in closed form.
+"""Cost of recomputation in closed form: elements that a transformer block keeps, and operations that are repeated.
 
-Elements that one block keeps per token without recomputation, each storage once, dropout off:
+Elements that one block keeps per token for its backward pass without recomputation, each storage once, dropout off:
 
     family   norms             projections' inputs    attention       feed-forward
     llama    2·(D + 1)         D + H·K + D + F        (H + 2N)·K + S  3F   gate, up, and silu(gate)
     gpt2     2·(D + 2)         D + H·K + D + F        (H + 2N)·K + S  F    up
 
-The block's input (one of the 2·D under the norms) is kept by any scope. S are the attention weights: H times the score
-elements of ``kernels.attention`` over T where it keeps them, else none.
+Every scope keeps the block's input (one of the 2·D under the norms). S are the attention weights: H times the score
+elements of ``kernels.attention`` over T if that kernel keeps them, else none.
 
-With ``tiles.mlp`` a block keeps of its feed-forward part what enters it alone, and its backward pass runs all of the
-part again.
+With ``tiles.mlp`` a block keeps only the input of its feed-forward part, and its backward pass runs all of the part
+again.
 
-    full         keeps D                 repeats all products but the last, whose output nobody needs
+    full         keeps D                 repeats all products but the last, whose output is not needed
     selective    keeps all but S         repeats the two products of the attention: 4·K·S operations a token
 
-Where the whole square is kept (S = H·T) and H·K = D, F = 4·D, that is H·T out of 16·D + H·T elements, for 4·D·T of the
+If the whole square is kept (S = H·T) and H·K = D, F = 4·D, that is H·T out of 16·D + H·T elements, for 4·D·T of the
 24·D² + 4·D·T operations of a block's forward pass: the argument of arXiv:2205.05198, section 5.
 
 Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head size, F hidden.
@@ -29,7 +29,7 @@ Scope = Literal["none", "full", "selective"]
 
 
 class BlockShape(NamedTuple):
-    """One block and what runs through it."""
+    """Sizes of one block and of its input."""
 
     batch: int
     sequence: int
@@ -39,14 +39,20 @@ class BlockShape(NamedTuple):
     head_size: int
     hidden: int
     is_gated: bool
-    """SwiGLU and RMSNorm (llama), or GELU and LayerNorm (gpt2)."""
+    """True for SwiGLU and RMSNorm (llama), False for GELU and LayerNorm (gpt2)."""
 
 
 def kept_elements(shape: BlockShape, scope: Scope, pieces: int = 1, tiled_mlp: bool = False) -> int:
-    """Elements kept between forward and backward by one block, its input included.
+    """Return the elements that one block keeps between forward and backward, its input included.
 
-    ``pieces``: into how many ranks' parts the sequence is cut in front of the projections (tensor parallelism).
-    ``tiled_mlp``: the feed-forward part works by tiles of tokens, and its input is kept as all ranks' part has it.
+    Args:
+        shape: Shape of the block.
+        scope: Scope of recomputation.
+        pieces: Number of ranks over which the sequence is cut in front of the projections (tensor parallelism).
+        tiled_mlp: True if the feed-forward part works by tiles of tokens; its gathered input is then kept.
+
+    Returns:
+        The number of elements.
     """
     tokens, d, f = shape.batch * shape.sequence, shape.width, shape.hidden
     if scope == "full":
@@ -61,7 +67,7 @@ def kept_elements(shape: BlockShape, scope: Scope, pieces: int = 1, tiled_mlp: b
 
 
 def repeated_flops(shape: BlockShape, scope: Scope) -> int:
-    """Floating-point operations that the backward pass of one block does a second time."""
+    """Return the floating-point operations that the backward pass of one block does a second time."""
     if scope == "none":
         return 0
     attention = 4 * shape.head_size * _weights(shape)
@@ -74,5 +80,5 @@ def repeated_flops(shape: BlockShape, scope: Scope) -> int:
 
 
 def _weights(shape: BlockShape, kept_by_kernel: bool = False) -> int:
-    """Attention weights that are computed, or those of them that are kept."""
+    """Return the number of attention weights that are computed or, with ``kept_by_kernel``, kept."""
     return shape.batch * shape.heads * score_elements(shape.sequence, kept=kept_by_kernel)

@@ -1,24 +1,26 @@
-"""Replay: which microbatch is running, so that its random numbers can be drawn again.
+"""Replay: the microbatch that is running, so that its random numbers can be drawn again.
 
-Random numbers that are a function of their place (``kernels.dropout``) need the place: optimizer step and first
-sample of the rows here. The engine sets it around every forward pass; whatever runs a piece of that pass again,
-out of its turn, in the backward pass of another microbatch perhaps, puts it back:
+Random numbers that are a function of their position (``kernels.dropout``) need the position: optimizer step and first
+sample of this rank's rows. The engine sets the position around every forward pass. Code that runs a piece of that pass
+again, possibly in the backward pass of another microbatch, restores it:
 
     with replay.at(BatchPosition(step, first_sample=8)):   engine, around one microbatch
         loss = model(batch)
     again = replay.again()                                 recomputation, where a block begins
-    with again:                                            ... and later, as often as it likes
+    with again:                                            ... and later, any number of times
         block(x)
 
-What else a pass decides once and a piece of it must find again stands here too: whether it left the sequence whole, and
-what ``keep`` was given to keep (which experts a token goes to: a second choice may fall otherwise, by the last bit of a
-sum or by a bias that has moved since, and would send rows that nobody waits for).
+Other values that a pass decides once and a repeated piece must find again are stored here too: whether the pass left
+the
+sequence whole, and the values of ``keep``. An example is the choice of experts for a token: a second choice may differ,
+by the last bit of a sum or by a bias that has changed since, and would send rows that no rank waits for.
 
 A layer that runs twice in one pass must not drop the same features twice: ``next_call`` numbers its calls, and
-``again`` takes the numbers back too. What passes run in (``inside``) is entered around their pieces again, for the same
-reason. One object per engine, handed to those who need it; nothing is global.
+``again``
+restores the numbers too. The context that passes run in (``inside``) is entered again around their pieces, for the same
+reason. There is one object per engine, passed to the code that needs it; nothing is global.
 
-Cost: a dictionary with one entry per layer that drew; what is kept lives as long as the graph that will run again.
+Cost: a dictionary with one entry per layer that drew; kept values live as long as the graph that will run again.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -37,47 +39,53 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchPosition:
-    """Where the rows of one forward pass stand in the run."""
+    """Position of the rows of one forward pass in the run."""
 
     step: int
     """Optimizer step."""
     first_sample: int = 0
-    """Index of the first row here in the step's global batch."""
+    """Index of this rank's first row in the step's global batch."""
     samples: int | None = None
-    """Rows here; None where the first dim of every tensor counts samples."""
+    """Number of this rank's rows, or None if the first dim of every tensor counts samples."""
 
 
 class Replay:
-    """The place that random numbers are drawn at. Outside ``at`` there is none."""
+    """The position at which random numbers are drawn. Outside ``at`` there is none.
+
+    Args:
+        inside: Function that returns the context in which passes run.
+        has_numbers: False if tensors have only shapes (simulate/passes.py): nothing is drawn or counted.
+    """
 
     def __init__(
         self, inside: Callable[[], AbstractContextManager[Any]] = nullcontext, has_numbers: bool = True
     ) -> None:
         self.inside = inside
-        """What passes run in: a context that chooses the dtype of each operation, say."""
+        """Function that returns the context in which passes run, for example one that chooses the dtype of each
+        operation."""
         self.has_numbers = has_numbers
-        """False where tensors have shapes alone (simulate/passes.py): nothing is drawn or counted there."""
+        """False if tensors have only shapes (simulate/passes.py): nothing is drawn or counted."""
         self._place: BatchPosition | None = None
         self._calls: dict[str, int] = {}
         self.whole_sequence = False
-        """True where the last pass with gradients did not cut the sequence, though the model is made for it."""
+        """True if the last pass with gradients did not cut the sequence, though the model is made for a cut."""
         self.stays_whole = False
-        """True while no pass shall cut the sequence."""
+        """True while no pass may cut the sequence."""
         self.ran_again = ""
-        """The piece that ran again last, in words."""
+        """Name of the piece that ran again last."""
         self.runs_again = 0
-        """Pieces of passes that run again now, one in another perhaps."""
+        """Number of pieces that run again now, which may be nested."""
         self.scale: float | Tensor = 1.0
-        """What the loss of the microbatch was multiplied by whose backward pass runs; 1 where none does. A term that a
-        layer adds to the gradients by itself, and not to the loss, is multiplied by it there."""
+        """Factor of the loss of the microbatch whose backward pass runs; 1 outside of backward passes. A layer
+        that adds a term directly to the gradients, and not to the loss, multiplies the term by this factor."""
         self.draws = PassDraws()
-        """What passes draw from generators that are not keyed."""
+        """Random numbers that passes draw from generators that are not keyed."""
         self._runs: list[_Run] = []
-        """Pieces that run now, for the first time or again, each inside of those before it."""
+        """Pieces that run now, for the first time or again, each inside the pieces before it."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """What runs inside leaves the sequence whole."""
+        """Keep the sequence whole in all passes inside the context."""
         before = self.stays_whole, self.whole_sequence
         self.stays_whole = self.whole_sequence = True
         try:
@@ -87,7 +95,7 @@ class Replay:
 
     @contextmanager
     def scaled(self, scale: float | Tensor) -> Iterator[None]:
-        """A backward pass from a loss that was multiplied by ``scale``."""
+        """Set the factor of the loss during a backward pass."""
         before, self.scale = self.scale, scale
         try:
             yield
@@ -96,14 +104,16 @@ class Replay:
 
     @property
     def is_running(self) -> bool:
-        """Whether a microbatch runs now."""
+        """True if a microbatch runs now."""
         return self._place is not None
 
     @property
     def place(self) -> BatchPosition:
-        """The running microbatch.
+        """Position of the running microbatch.
 
-        Errors: UsageError where none runs: the same numbers in every pass would pass for random ones.
+        Raises:
+            UsageError: If no microbatch runs. Every pass would then draw the same numbers, which would look
+                random.
         """
         if self._place is None:
             raise UsageError(
@@ -115,14 +125,17 @@ class Replay:
         return self._place
 
     def next_call(self, layer: str) -> int:
-        """How often ``layer`` was called in this pass before, counting this call."""
+        """Return how often ``layer`` was called in this pass before, and count this call."""
         call = self._calls.get(layer, 0)
         self._calls[layer] = call + 1
         return call
 
     @contextmanager
     def at(self, place: BatchPosition) -> Iterator[None]:
-        """A forward pass of the microbatch at ``place``; what ran before comes back afterwards."""
+        """Run a forward pass of the microbatch at ``place`` inside the context.
+
+        The former position is restored afterwards.
+        """
         before = self._place, self._calls
         self._place, self._calls = place, {}
         try:
@@ -132,11 +145,20 @@ class Replay:
             self._place, self._calls = before
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returns; in a piece that runs again what it returned in the first run, by ``key`` and by how
-        often the piece asked for it before.
+        """Return the result of ``make``, or the result of the first run if the piece runs again.
 
-        ``make`` runs without gradients, for the second run saves nothing in its place, and computes no product of
-        matrices, which selective recomputation counts. What it returns may not change later.
+        ``make`` runs without gradients, because the second run saves nothing in its place. ``make`` must not
+        compute matrix products, which selective recomputation counts.
+
+        Args:
+            key: Key of the value. Repeated requests of a piece under one key are numbered.
+            make: Function that computes the value, which may not change later.
+
+        Returns:
+            The value.
+
+        Raises:
+            UsageError: If the second run requests the key more often than the first.
         """
         firsts = []
         for run in reversed(self._runs):
@@ -152,20 +174,28 @@ class Replay:
         return value  # type: ignore[no-any-return]
 
     def again(self, name: str = "") -> "Again":
-        """A context that brings back what is now; it can be entered many times. ``first`` of it goes around the first
-        run, where that is to ``keep``. ``name``: the piece, in words."""
+        """Return a context that restores the present state, and that can be entered many times.
+
+        ``first`` of the context goes around the first run, if that run is to ``keep`` values.
+
+        Args:
+            name: Name of the piece in errors.
+
+        Returns:
+            The context.
+        """
         return Again(self, name)
 
 
 @dataclass
 class _Run:
-    """A piece that runs: for the first time, or again, and then it has ``taken`` so many of what was kept."""
+    """A running piece. ``taken`` counts the kept values that a repeated piece has used; it is None in the first run."""
 
     kept: dict[Hashable, list[Any]]
     taken: dict[Hashable, int] | None = None
 
     def take(self, key: Hashable) -> Any:
-        """The next that was kept under ``key``."""
+        """Return the next value that was kept under ``key``."""
         assert self.taken is not None, "a piece that runs for the first time has nothing to take"
         place, kept = self.taken.get(key, 0), self.kept.get(key, [])
         if place >= len(kept):
@@ -179,7 +209,12 @@ class _Run:
 
 
 class Again(AbstractContextManager[None]):
-    """See ``Replay.again``."""
+    """The context that ``Replay.again`` returns.
+
+    Args:
+        replay: The replay whose state is restored.
+        name: Name of the piece in errors.
+    """
 
     def __init__(self, replay: Replay, name: str = ""):
         self._replay = replay
@@ -191,7 +226,7 @@ class Again(AbstractContextManager[None]):
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Around the first run."""
+        """Record the values that the piece keeps in its first run, inside the context."""
         self._replay._runs.append(_Run(self._kept))
         try:
             yield

@@ -1,13 +1,13 @@
 """Slots: a few fixed pieces of memory in which many Units take turns.
 
-A Unit that has once stood in a slot always returns to the same one. Views that autograd saved in the forward pass point
-into the slot and see the right bytes again when the Unit is gathered for its backward pass; addresses never change,
-nothing is allocated after the first step, and no allocator can hand the memory to somebody else in between.
+A Unit always returns to the slot that it was given first. Views that autograd saved in the forward pass point into the
+slot and read the right bytes again when the Unit is gathered for its backward pass. Addresses never change, nothing is
+allocated after the first step, and no allocator can give the memory to other code in between.
 
 Two Units may share a slot only if they are never needed at the same time. In the first pass a Unit takes the free slot
-that was released longest ago, so with k slots the Units i and i+k meet. Units of different sizes never share.
+that was released longest ago, so with k slots the Units i and i+k share one. Units of different sizes never share.
 
-Cost: bytes of the largest set of Units that are gathered at once; of each size as many as go ahead of their use.
+Cost: bytes of the largest set of Units that are gathered at once; of each size as many as are gathered ahead.
 """
 
 from collections.abc import Hashable
@@ -25,12 +25,18 @@ class _Slot:
     memory: Tensor
     holder: Hashable | None
     tenant: Hashable | None = None
-    """Last holder: whose padding lies in the memory."""
+    """The last holder, whose padding lies in the memory."""
 
 
 class SlotPool:
-    """Slots of one device. Owners are any hashable names. ``ahead_bytes``: that may wait for their use beside one that
-    is in use; a larger one alone."""
+    """Slots of one device. Owners are any hashable names.
+
+    Args:
+        device: The device of the memory.
+        ahead_bytes: Bytes of slots of one size that may wait for their use beside one in use; a larger slot may
+            wait if it is the only one.
+        poison: True to fill released slots with NaN.
+    """
 
     def __init__(self, device: torch.device, ahead_bytes: int = 0, poison: bool = False):
         self._device = device
@@ -40,10 +46,20 @@ class SlotPool:
         self._home: dict[Hashable, _Slot] = {}
 
     def acquire(self, owner: Hashable, elements: int, dtype: torch.dtype, movable: bool = False) -> Tensor:
-        """Flat memory for ``owner``, at the same address every time.
+        """Return flat memory for an owner, at the same address every time.
 
-        A ``movable`` owner has no views outside and may be given another slot where its own is taken.
-        Errors: UsageError where the slot is taken and the owner cannot move.
+        Args:
+            owner: Name of the owner.
+            elements: Number of elements.
+            dtype: Dtype of the memory.
+            movable: True if no views of the memory remain outside, so that the owner may get another slot if
+                its own is taken.
+
+        Returns:
+            The memory.
+
+        Raises:
+            UsageError: If the slot is taken and the owner cannot move.
         """
         slot = self._home.get(owner)
         if slot is None or (movable and slot.holder is not None):
@@ -57,12 +73,12 @@ class SlotPool:
         return slot.memory
 
     def holder_in_the_way(self, owner: Hashable) -> Hashable | None:
-        """Who stands in the owner's slot."""
+        """Return the present holder of the owner's slot, or None if the slot is free."""
         slot = self._home.get(owner)
         return None if slot is None else slot.holder
 
     def release(self, owner: Hashable) -> None:
-        """Give the slot back."""
+        """Release the owner's slot."""
         slot = self._home[owner]
         assert slot.holder == owner, f"slot of {owner} is held by {slot.holder}"
         slot.holder, slot.tenant = None, owner
@@ -74,12 +90,14 @@ class SlotPool:
             slot.tenant = None
 
     def last_tenant(self, owner: Hashable) -> Hashable | None:
-        """Who used the owner's slot before; None where the memory is new or poisoned."""
+        """Return the holder before this one in the owner's slot, or None if the memory is new or poisoned."""
         return self._home[owner].tenant
 
     def empty(self) -> None:
-        """All memory is given back; whoever comes next gets new one. Nobody holds a slot, and no view of one is used
-        any more."""
+        """Release all memory; later owners get new memory.
+
+        The caller ensures that no slot is held and that no view of a slot is used any more.
+        """
         held = [slot.holder for row in self._slots.values() for slot in row if slot.holder is not None]
         assert not held, f"slots are held by {held}"
         self._slots.clear()
@@ -87,7 +105,7 @@ class SlotPool:
 
     @property
     def bytes(self) -> int:
-        """Bytes held, in use or not."""
+        """Bytes of all slots, in use or not."""
         return sum(slot.memory.nbytes for row in self._slots.values() for slot in row)
 
     def _free_slot(self, elements: int, dtype: torch.dtype) -> _Slot:
@@ -98,13 +116,13 @@ class SlotPool:
             return free[0]
         with torch.inference_mode(
             False
-        ):  # an evaluation may be first, and autograd saves no tensor that it makes
+        ):  # the first pass may be an evaluation, and autograd cannot save a tensor made in inference mode
             slot = _Slot(self._new(elements, dtype), None)
         row.append(slot)
         return slot
 
     def _new(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Zeros; on a CPU memory that a disk reads into without a copy."""
+        """Return zeros; on a CPU in memory that a disk can read into without a copy."""
         if self._device.type != "cpu":
             return torch.zeros(elements, dtype=dtype, device=self._device)
         return aligned_empty(elements, dtype).zero_()

@@ -1,21 +1,22 @@
-"""Streams and events of a device: what runs beside the computation, and who waits for whom.
+"""Streams and events of a device: work that runs beside the computation, and the waits between streams.
 
-    host       launches all of it, and waits for the norm alone
+    host       launches all of it, and waits only for the norm
     copies     batch of a microbatch, from pinned memory ----+                                 ``to_device``
     compute                              F B  F B  F B ...  <+  waits for the copy that it reads; NORM STEP
     comm       UNSHARD REDUCE ...  torch's own, one of each communicator; torch's waits order it and compute
     down       gradients of Units whose masters lie in host memory, at STEP                    ``to_host``
-               what autograd saves in a block (memory/activations.py)                          ``begin_down``
+               tensors that autograd saves in a block (memory/activations.py)                  ``begin_down``
     copies     their updated weights; the tiers' thread waits for both (memory/tier.py)        ``to_be_written``
-               weights, and what blocks have saved, ahead of their use                         ``to_computation``
+               weights, and saved tensors of blocks, ahead of their use                        ``to_computation``
     keys       keys of the steps ahead (engine/keys_ahead.py), whose thread waits for them     ``beside``
 
-The host runs ahead of the device, so a copy is on its way while the device computes what was launched before it.
+The host runs ahead of the device, so a copy is in flight while the device computes what was launched before it.
 
-[Note: memory of two streams] An allocator gives a tensor's memory to the next who asks on the stream that made it, as
-soon as the host lets go of the tensor. Who reads it on another stream says so (``keep_for``).
+[Note: memory of two streams] An allocator reuses a tensor's memory for the next request on the stream that made it, as
+soon as the host drops the tensor. A reader on another stream must therefore record the use (``keep_for``); else the
+memory may be overwritten before it is read.
 
-On a CPU work is done when its call returns: there is nothing to ask, and nothing runs beside.
+On a CPU work is done when its call returns: no stream is needed, and nothing runs beside the computation.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,9 +29,15 @@ from shardwise.memory.pinned import pinned_copy, pinned_empty
 
 
 def passed(device: torch.device) -> Callable[[], bool] | None:
-    """Whether the device has come past this point of its current stream, to be asked from any thread, without waiting.
+    """Return a function that checks whether the device has passed this point of its current stream.
 
-    None where torch has no events for ``device``.
+    The function may be called from any thread and does not wait.
+
+    Args:
+        device: The device.
+
+    Returns:
+        The function, or None if torch has no events for ``device``.
     """
     try:
         event = torch.Event(device)
@@ -41,27 +48,35 @@ def passed(device: torch.device) -> Callable[[], bool] | None:
 
 
 def beside(device: torch.device) -> torch.Stream | None:
-    """A stream beside the computation, a context to work in; None on a CPU."""
+    """Return a new stream beside the computation, a context to work in, or None on a CPU."""
     return None if device.type == "cpu" else torch.Stream(device)
 
 
 @cache
 def _copies(device: torch.device) -> torch.Stream:
-    """One for all that comes from the host, however many engines there are."""
+    """Return the stream for all copies from the host, one for all engines."""
     return torch.Stream(device)
 
 
 @cache
 def _copies_down(device: torch.device) -> torch.Stream:
-    """One for all that goes to the host: what comes from it does not wait behind."""
+    """Return the stream for all copies to the host, so that copies from the host do not wait behind them."""
     return torch.Stream(device)
 
 
 def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Tensor:
-    """``tensor`` there. From host memory it goes beside the computation, and no host waits for it.
+    """Copy a tensor to a device. From host memory the copy runs beside the computation, and no host waits for it.
 
-    What is copied from is pinned memory of our own: the caller may write into ``tensor``, pinned or not, as soon as
-    this returns. ``is_ours``: it is such memory already, and nobody writes into it again.
+    The source of the copy is pinned memory of our own, so the caller may write into ``tensor`` as soon as this
+    function returns.
+
+    Args:
+        tensor: The tensor, pinned or not.
+        device: The device.
+        is_ours: True if ``tensor`` is pinned memory that nothing writes into again, which saves a copy.
+
+    Returns:
+        The tensor on the device.
     """
     if device.type == "cpu" or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_sparse:
         return tensor.to(device)
@@ -76,14 +91,30 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
 
 
 def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
-    """Begin to copy pinned host memory into memory of the device, beside the computation. The call that is returned
-    makes what the current stream does next wait for it."""
+    """Begin to copy pinned host memory into memory of the device, beside the computation.
+
+    Args:
+        source: The pinned memory.
+        into: The memory of the device.
+
+    Returns:
+        A function that makes later work on the current stream wait for the copy.
+    """
     return to_be_filled(into)(source)
 
 
 def to_be_filled(into: Tensor) -> Callable[[Tensor], Callable[[], object]]:
-    """What begins to copy pinned host memory into ``into``, in any thread, once all that stands in the current stream
-    now is done with it. The call that it returns makes what the current stream does next wait for the copy."""
+    """Return a function that begins to copy pinned host memory into ``into``, from any thread.
+
+    The copy starts after all work that is on the current stream now, which may still read ``into``.
+
+    Args:
+        into: The memory of the device.
+
+    Returns:
+        A function of the source. It returns a function that makes later work on the current stream wait for the
+        copy.
+    """
     if into.device.type == "cpu":
 
         def copy(source: Tensor) -> Callable[[], object]:
@@ -102,7 +133,7 @@ def to_be_filled(into: Tensor) -> Callable[[Tensor], Callable[[], object]]:
 
 
 def _copy_behind(free: torch.Event, source: Tensor, into: Tensor) -> torch.Event:
-    """Copies from pinned memory on the side stream, once ``free`` is there; recorded behind it."""
+    """Copy from pinned memory on the side stream after ``free``, and return the event behind the copy."""
     stream = _copies(into.device)
     stream.wait_event(free)
     with stream:
@@ -114,11 +145,17 @@ def _copy_behind(free: torch.Event, source: Tensor, into: Tensor) -> torch.Event
 
 
 def begin_down(tensor: Tensor, into: Tensor | None = None) -> Tensor:
-    """Pinned memory (``into``, or new), into which ``tensor`` of a device, as it is at this point of the current
-    stream, is copied beside the computation.
+    """Begin to copy a device tensor, as it is at this point of the current stream, into pinned memory.
 
-    The caller keeps ``tensor`` until the computation has waited (``down_by_now``): memory that an allocator may give
-    away only when a host has seen an event would come back late to a host that runs ahead.
+    The caller keeps ``tensor`` until the computation has waited (``down_by_now``). Otherwise an allocator would
+    get the memory back only after a host has seen an event, which is late for a host that runs ahead.
+
+    Args:
+        tensor: The tensor on the device.
+        into: The pinned memory, or None for new memory.
+
+    Returns:
+        The pinned memory, which the copy fills beside the computation.
     """
     there = pinned_empty(tensor.shape, tensor.dtype) if into is None else into
     stream = _copies_down(tensor.device)
@@ -129,16 +166,24 @@ def begin_down(tensor: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 def down_by_now(device: torch.device) -> Callable[[], object]:
-    """The call that is returned makes what the current stream does next wait for what has begun to go down so far."""
+    """Return a function that makes later work on the current stream wait for the copies to the host begun so far."""
     arrived = torch.Event(device)
     arrived.record(_copies_down(device))
     return lambda: torch.accelerator.current_stream(device).wait_event(arrived)
 
 
 def to_host(tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-    """Begin to copy ``tensor``, as it is at this point of the current stream, into pinned memory (``into``, or new).
-    The call that is returned waits for it, in any thread, and has the copy; without ``into`` a tensor on a CPU comes as
-    it is."""
+    """Begin to copy a tensor, as it is at this point of the current stream, into pinned memory.
+
+    Args:
+        tensor: The tensor.
+        into: The pinned memory, or None for new memory.
+
+    Returns:
+        A function that waits for the copy, in any thread, and returns it. Without ``into`` a tensor on a CPU is
+        returned
+        itself.
+    """
     if tensor.device.type == "cpu":
         here = tensor if into is None else into.copy_(tensor)
         return lambda: here
@@ -155,8 +200,7 @@ def to_host(tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
 
 
 def reached(device: torch.device) -> Callable[[], object]:
-    """The call that is returned waits, in any thread, until the device has come past this point of the current
-    stream."""
+    """Return a function that waits, in any thread, until the device has passed this point of the current stream."""
     if device.type == "cpu":
         return lambda: None
     here = torch.Event(device)
@@ -165,8 +209,16 @@ def reached(device: torch.device) -> Callable[[], object]:
 
 
 def to_be_written(target: Tensor) -> Callable[[Callable[[Tensor], None]], None]:
-    """What writes numbers of the host into ``target``, in any thread, once all that stands in the current stream now is
-    done with it; it is written when the call returns. The call is told what fills host memory with them."""
+    """Return a function that writes numbers of the host into ``target``, from any thread.
+
+    The write starts after all work that is on the current stream now, and has ended when the call returns.
+
+    Args:
+        target: The tensor to write.
+
+    Returns:
+        A function whose argument is a function that fills host memory with the numbers.
+    """
     if target.device.type == "cpu":
         return lambda fill: fill(target)
     free = torch.Event(target.device)
@@ -181,7 +233,13 @@ def to_be_written(target: Tensor) -> Callable[[Callable[[Tensor], None]], None]:
 
 
 def keep_for(stream: torch.Stream, tensors: Iterable[Tensor]) -> None:
-    """[Note: memory of two streams] Tensors on the host, such as all keys of dynamic tables, belong to no stream."""
+    """Record that a stream uses tensors of another stream. See [Note: memory of two streams].
+
+    Args:
+        stream: The stream that reads the tensors.
+        tensors: The tensors. Tensors on the host, such as all keys of dynamic tables, belong to no stream and
+            are skipped.
+    """
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(stream)

@@ -1,24 +1,26 @@
-"""Tiers: weights, masters and moments that lie elsewhere than on the device, and the thread that updates them there.
+"""Tiers: weights, masters and moments that lie elsewhere than on the device, and the thread that updates them.
 
-    tier      between steps                    for an update
-    device    on the device                    there, by the caller's thread
-    host      in host memory, pinned           there, beside the device: gradients come down, weights go up
+    tier      between steps                    during an update
+    device    on the device                    on the device, by the caller's thread
+    host      in host memory, pinned           in host memory, beside the device: gradients come down, weights go up
     disk      in files of this rank            in host memory, in one of a few blocks (staging)
 
-An update needs the norm of all gradients, and nobody needs an updated weight before its Unit computes again. So STEP of
-a Unit on a tier only begins when the norm is known. One thread does what the list has, in its order, while the next
-step's forward pass computes the Units before; whoever uses the Unit's weights waits (``Weight.finish_update``):
+An update needs the norm of all gradients, and an updated weight is not needed before its Unit computes again. So STEP
+of
+a Unit on a tier begins when the norm is known. One thread runs the updates in the order of the list, while the next
+step's forward pass computes the Units before; code that uses the Unit's weights waits (``Weight.finish_update``):
 
     caller    NORM STEP(u0) | UNSHARD(u0) F(u0)  UNSHARD(u1) F(u1)  UNSHARD(u2) F(u2) ...
     thread                  | LOAD(u1) LOAD(u2) STEP(u1) STORE(u1)  STEP(u2) STORE(u2) ...
     disk                    |  read u1  read u2         write u1           write u2
 
-Numbers are those of an update at the step's end, to the bit: same kernels, same gradients, same divisor, no step late.
+The numbers are those of an update at the step's end, to the bit: same kernels, same gradients, same divisor, no step
+late.
 
 Papers: ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840; ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857;
 SuperOffload, Lian et al. 2025, arXiv:2509.21271 (which speculates that no gradient is clipped).
 
-Cost: host memory for 2 x ``buffers`` Units of the largest size, where state lies on a disk; its bytes read and written
+Cost: host memory for 2 x ``buffers`` Units of the largest size, if state lies on a disk; its bytes read and written
 once a step, a weight's also read for every window.
 """
 
@@ -43,23 +45,30 @@ Result = TypeVar("Result")
 
 
 class Staging:
-    """Blocks of host memory, at most ``limit``, that state passes through on its way from and to a disk."""
+    """Blocks of host memory that state passes through on its way from and to a disk.
+
+    Args:
+        limit: Most blocks in use. One more block is made if all are in use and none is being written.
+    """
 
     def __init__(self, limit: int):
         self._limit = limit
         self._free: list[Tensor] = []
         self._used = self._used_bytes = 0
         self._leaving: deque[tuple[Tensor, Sequence[Future[None]]]] = deque()
-        """Blocks that are being written, the first of them first."""
+        """Blocks that are being written, oldest first."""
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks, in use or not."""
+        """Bytes of all blocks, in use or not."""
         return self._used_bytes + sum(block.nbytes for block in self._free)
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a block of so many bytes, on a page. If all are in use, wait for the first that is being written; if
-        none is, the block is one more than the limit."""
+        """Return a block of ``nbytes`` bytes, aligned to a page.
+
+        If all blocks are in use, wait for the first that is being written. If none is being written, make one
+        block more than the limit.
+        """
         while self._used >= self._limit and self._leaving:
             self._wait_for_one()
         self._free.sort(key=lambda block: block.nbytes)
@@ -75,18 +84,31 @@ class Staging:
         return block
 
     def give(self, block: Tensor, writes: Sequence[Future[None]] = ()) -> None:
-        """The block is free as soon as ``writes`` are done."""
+        """Give back a block, which is free as soon as ``writes`` are done.
+
+        Args:
+            block: The block.
+            writes: Writes that still read the block.
+        """
         self._leaving.append((block, writes))
         while self._leaving and all(write.done() for write in self._leaving[0][1]):
             self._wait_for_one()
 
     def settle(self) -> None:
-        """All writes are done. Errors: TierError."""
+        """Wait for all writes.
+
+        Raises:
+            TierError: If a write failed.
+        """
         while self._leaving:
             self._wait_for_one()
 
     def empty(self) -> None:
-        """All is written, and free blocks are given back. Errors: TierError."""
+        """Wait for all writes, and release the free blocks.
+
+        Raises:
+            TierError: If a write failed.
+        """
         self.settle()
         self._free.clear()
 
@@ -100,9 +122,18 @@ class Staging:
 
 
 def threads_beside(device: torch.device, local_ranks: int) -> int:
-    """How many threads update state on tiers, at least one: what this rank has of the host's cores, without those that
-    compute (beside an accelerator the one thread that launches), and no more than torch may use here
-    (OMP_NUM_THREADS)."""
+    """Return the number of threads that update state on tiers, at least 1.
+
+    The number is this rank's share of the host's cores without the cores that compute (beside an accelerator,
+    the one thread that launches), and at most the number of threads that torch may use (OMP_NUM_THREADS).
+
+    Args:
+        device: The device of the computation.
+        local_ranks: Number of ranks on this host.
+
+    Returns:
+        The number of threads.
+    """
     cores = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     computing = torch.get_num_threads() if device.type == "cpu" else 1
@@ -110,35 +141,53 @@ def threads_beside(device: torch.device, local_ranks: int) -> int:
 
 
 class Tiers:
-    """What all state of an engine that lies on tiers shares: files, staging memory, the thread."""
+    """The files, the staging memory and the thread that all state on tiers of an engine shares.
+
+    Args:
+        scratch: Files on the disk, or None if no state lies on a disk.
+        buffers: Units whose state is read ahead (``offload.buffers``).
+        threads: Threads that one operation of the tiers' thread may use.
+    """
 
     def __init__(self, scratch: DiskScratch | None, buffers: int, threads: int = 1):
         self.scratch = scratch
         self.limit = 2 * buffers
-        """Blocks of staging memory, and gradients on their way to the disk."""
+        """Most blocks of staging memory, and most gradients in flight to the disk."""
         self.staging = Staging(self.limit)
         self.leaving: deque[Future[None]] = deque()
-        """Gradients on their way to the disk, the first of them first."""
+        """Writes of gradients in flight to the disk, oldest first."""
         self._going_down: deque[Callable[[], None]] = deque()
-        """Those on their way to the host that go on to the disk."""
+        """Gradients in flight to the host that are to be written to the disk."""
         self._thread = ThreadPoolExecutor(1, "shardwise tiers")
         self._failure: BaseException | None = None
         self._limit(threads)
 
     def _limit(self, threads: int) -> None:
-        """[Note: threads of the tiers] torch keeps the number that a thread's operations may use with that thread, and
-        hands the number that was set last to threads to come: they are to have the caller's."""
+        """Set the number of threads that operations of the tiers' thread may use.
+
+        [Note: threads of the tiers] torch keeps this number for each thread, and gives new threads the number
+        that was set
+        last. So the caller's number is set again afterwards; else threads made later would get the tiers'
+        number.
+        """
         others = torch.get_num_threads()
 
         def limit() -> None:
-            torch.get_num_threads()  # the first call of a thread takes over what was set last
+            torch.get_num_threads()  # the first call in a thread copies the number that was set last
             torch.set_num_threads(threads)
 
         self.begin(limit).result()
         torch.set_num_threads(others)
 
     def begin(self, job: Callable[[], None]) -> "Future[None]":
-        """``job`` after all that began before. Its result, and that of every later one, is the first error."""
+        """Run a job in the tiers' thread, after all jobs that began before.
+
+        Args:
+            job: The job, which runs without gradients.
+
+        Returns:
+            A future of the job. After the first error, the future of every later job raises the same error.
+        """
         return self._thread.submit(self._do, job)
 
     def _do(self, job: Callable[[], None]) -> None:
@@ -152,35 +201,56 @@ class Tiers:
             raise
 
     def let_down(self, arrived: Callable[[], None], waits: bool) -> None:
-        """A gradient goes down to the host, and by ``arrived`` to the disk; now, or (``waits``) when the next one has
-        begun to go down."""
+        """Queue a gradient that is being copied to the host and then goes to the disk.
+
+        Args:
+            arrived: Function that waits for the copy and begins the write.
+            waits: True to call ``arrived`` only after the next gradient was queued.
+        """
         self._going_down.append(arrived)
         while len(self._going_down) > waits:
             self._going_down.popleft()()
 
     def all_down(self) -> None:
-        """Every gradient is in memory, or on its way to the disk."""
+        """Begin to write every queued gradient to the disk."""
         while self._going_down:
             self._going_down.popleft()()
 
     def settle(self) -> None:
-        """Everything that began is done, and on the disk. Errors: TierError, DamagedError."""
+        """Wait until everything that began is done and on the disk.
+
+        Raises:
+            TierError: If the disk failed.
+            DamagedError: If bytes read are not those that were written.
+        """
         self.begin(self.staging.settle).result()
 
     def rest(self) -> None:
-        """As ``settle``, and the blocks that state passes through are given back until they are needed again."""
+        """Wait as ``settle`` does, and release the staging blocks until they are needed again.
+
+        Raises:
+            TierError: If the disk failed.
+            DamagedError: If bytes read are not those that were written.
+        """
         self.begin(self.staging.empty).result()
 
     def close(self) -> None:
-        """The end: files are removed. What is under way ends first; its errors are nobody's any more."""
+        """Wait for the running job, cancel the others and remove the files; errors are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self.scratch is not None:
             self.scratch.close()
 
 
 def after(first: "Future[None]", then: Callable[[], Result]) -> "Future[Result]":
-    """What ``then`` returns, called as soon as ``first`` is over, in the thread that ended it; its error, or that of
-    ``first``."""
+    """Call a function as soon as a future is over, in the thread that ended the future.
+
+    Args:
+        first: The future.
+        then: The function.
+
+    Returns:
+        A future of the result of ``then``, or of the error of ``first`` or ``then``.
+    """
     done: Future[Result] = Future()
 
     def go_on(_: "Future[None]") -> None:
@@ -202,34 +272,42 @@ class TierTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass
 class NextWeight:
-    """What a weight becomes that lies on the device and adopts its updates one step late."""
+    """The next value of a weight on the device that adopts its updates one step late."""
 
     numbers: Tensor
-    """In host memory, of what this rank updates."""
+    """Host memory with the updated range of this rank."""
     update: "Future[None] | None" = None
-    """What writes them, until they are adopted."""
+    """The update that writes ``numbers``, until it is adopted."""
 
 
 @dataclass
 class _Opening:
-    """Of state that is in memory between two steps."""
+    """State that is in memory between two steps."""
 
     holders: int = 0
     here: set[str] = field(default_factory=set)
-    """Kinds."""
+    """Kinds that are in memory."""
     changed: set[str] = field(default_factory=set)
 
 
 class TierState:
-    """What of one bucket lies on a tier, flat, by kind: "weight", "master", "exp_avg" ...
+    """The state of one bucket that lies on a tier, flat, by kind: "weight", "master", "exp_avg" ...
 
-    Followers are told where the tensors are whenever that changes; while they are on the disk these are empty.
+    ``followers`` are called with the tensors whenever they move; while the state lies on the disk, the tensors
+    are empty.
+
+    Args:
+        what: Name of the bucket in errors and files.
+        tier: "host" or "disk".
+        kinds: Sizes and dtypes of the tensors, by kind.
+        tiers: Files, staging memory and thread of the engine.
+        pins: True to pin host memory.
     """
 
     def __init__(self, what: str, tier: Tier, kinds: Mapping[str, TierTensor], tiers: Tiers, pins: bool):
@@ -242,15 +320,15 @@ class TierState:
         self._block: Tensor | None = None
         self._reads: list[Future[None]] = []
         self._writes: dict[str, Future[None]] = {}
-        """Of the update under way, by kind."""
+        """Writes of the running update, by kind."""
         self.has_gradient = False
-        """Whether the gradient of the running step is here."""
+        """True if the gradient of the running step lies on this tier."""
         self._arrived: Callable[[], Tensor] = lambda: self.tensors["grad"]
         self.next: NextWeight | None = None
-        """Where updates count one step late."""
+        """The next value of the weight, if updates count one step late."""
         self._nowhere = {kind: torch.empty(0, dtype=each.dtype) for kind, each in self.kinds.items()}
         self.tensors: Mapping[str, Tensor]
-        """By kind; empty ones while they lie on the disk."""
+        """Tensors by kind; empty ones while the state lies on the disk."""
         if tier == "disk":
             self._take_block()
             self.tensors = self._views()
@@ -264,19 +342,21 @@ class TierState:
 
     @property
     def master(self) -> str:
-        """Which of them the optimizer updates: a weight of its dtype is its own master."""
+        """Kind of the tensor that the optimizer updates: a weight of the master's dtype is its own master."""
         return "master" if "master" in self.kinds else "weight"
 
     @property
     def updated(self) -> list[str]:
-        """Kinds that an update reads: all but a weight that is rounded from its master, and a gradient that has not
-        left the device."""
+        """Kinds that an update reads.
+
+        Left out are a weight that is rounded from its master, and a gradient that has not left the device.
+        """
         left_out = {"weight"} - {self.master} | {"grad"} - ({"grad"} if self.has_gradient else set())
         return [kind for kind in self.kinds if kind not in left_out]
 
     @property
     def nbytes(self) -> int:
-        """On its tier."""
+        """Bytes of all kinds on the tier."""
         return sum(kind.nbytes for kind in self.kinds.values())
 
     def _take_block(self) -> None:
@@ -299,7 +379,7 @@ class TierState:
     # In the thread ---------------------------------------------------------------------------------------------
 
     def load(self, kinds: Collection[str]) -> None:
-        """LOAD: begin to read, into a block."""
+        """Run LOAD: begin to read ``kinds`` from the disk into a block."""
         scratch = self.tiers.scratch
         assert scratch is not None and self._block is None, f"{self.what}: its state is here already"
         self._take_block()
@@ -307,7 +387,12 @@ class TierState:
         self._reads = [scratch.read(kind, self.what, views[kind]) for kind in kinds]
 
     def arrive(self) -> None:
-        """The state is here. Errors: TierError, DamagedError."""
+        """Wait for the reads that ``load`` began.
+
+        Raises:
+            TierError: If the disk failed.
+            DamagedError: If the bytes are not those that were written.
+        """
         if self.tier != "disk":
             return
         for read in self._reads:
@@ -316,14 +401,19 @@ class TierState:
         self._point(self._views())
 
     def begin_write(self, kind: str) -> None:
-        """Begin to write one kind; who asks to read it from now on gets the new numbers."""
+        """Begin to write one kind to the disk; later reads return the new numbers."""
         if self.tier == "disk":
             scratch = self.tiers.scratch
             assert scratch is not None and self._block is not None, f"{self.what}: its state is not here"
             self._writes[kind] = scratch.write(kind, self.what, self.tensors[kind])
 
     def store(self, kinds: Collection[str] | None = None) -> None:
-        """STORE: begin to write what is not under way, or of it ``kinds`` alone, and give the block back."""
+        """Run STORE: begin to write the state to the disk and give the block back.
+
+        Args:
+            kinds: Kinds to write; None for all. Kinds whose write has begun already, and the gradient, are left
+                out.
+        """
         for kind in self.kinds:
             if kind not in self._writes and kind != "grad" and (kinds is None or kind in kinds):
                 self.begin_write(kind)
@@ -339,12 +429,21 @@ class TierState:
     # From outside ----------------------------------------------------------------------------------------------
 
     def finish_update(self) -> None:
-        """One that counts a step late, and whose weights nobody waits for, is over. Errors: TierError, DamagedError."""
+        """Wait for an update that counts one step late.
+
+        Raises:
+            TierError: If the disk failed.
+            DamagedError: If bytes read are not those that were written.
+        """
         if self.next is not None and self.next.update is not None:
             self.next.update.result()
 
     def leave(self, gradient: Tensor) -> None:
-        """The gradient of a step follows the master, and is let go of here."""
+        """Move the gradient of a step to this tier.
+
+        Args:
+            gradient: The reduced gradient of this rank's master; the caller may drop it afterwards.
+        """
         self.has_gradient = True
         if self.tier != "disk":
             self._arrived = to_host(gradient, self.tensors["grad"])
@@ -360,12 +459,20 @@ class TierState:
             leaving.popleft().result()
 
     def gradient(self) -> Tensor:
-        """What left. In the thread, behind LOAD."""
+        """Return the gradient that ``leave`` moved. Called in the tiers' thread after LOAD."""
         return self.tensors["grad"] if self.tier == "disk" else self._arrived()
 
     def bring(self, kind: str, into: Tensor, behind: "Future[None] | None" = None) -> Callable[[], object]:
-        """Begin to bring all of one kind into ``into``, where the model computes, as soon as ``behind`` is over, whose
-        error is that of this. The call that is returned waits."""
+        """Begin to bring all of one kind into memory of the device.
+
+        Args:
+            kind: The kind.
+            into: The memory of the device.
+            behind: A future to wait for first, whose error is passed on, or None.
+
+        Returns:
+            A function that waits for the copy.
+        """
         if kind == "grad":
             self.tiers.all_down()
         filled = to_be_filled(into)
@@ -392,10 +499,20 @@ class TierState:
     def opened(
         self, changes: bool = False, kinds: Collection[str] | None = None
     ) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors are in memory inside; ``changes``: and are written back at the end. ``kinds``: of no others is
-        anything read or written (default: all).
+        """Keep tensors in memory inside the context.
 
-        Between steps alone, when the last update is over. Errors: TierError, DamagedError.
+        The context is entered only between steps, when the last update is over.
+
+        Args:
+            changes: True to write the tensors back at the end.
+            kinds: Kinds to read and write; None for all.
+
+        Yields:
+            The tensors by kind.
+
+        Raises:
+            TierError: If the disk failed.
+            DamagedError: If bytes read are not those that were written.
         """
         if self.tier != "disk":
             yield self.tensors
@@ -416,7 +533,10 @@ class TierState:
                 self.tiers.begin(lambda: self.store(changed) if changed else self._leave()).result()
 
     def _come(self, wanted: set[str]) -> None:
-        """In the thread, behind a STORE that is still to come. New state is all here already."""
+        """Read ``wanted`` in the tiers' thread, after any STORE that is still queued.
+
+        New state, which was never stored, is all in memory already.
+        """
         if self._block is not None:
             self._opening.here = set(self.kinds) - {"grad"}
             self._opening.changed = set(self._opening.here)

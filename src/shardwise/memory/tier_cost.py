@@ -1,4 +1,4 @@
-"""What state on a tier costs: bytes of a step that move, or are updated there. Held to counted bytes by a test.
+"""Cost of state on a tier: bytes of a step that move, or are updated there; tests compare the counts.
 
 Of a bucket with E owned elements, w, g, m bytes of a weight, a gradient, a master or moment each, M moments, n windows
 of its Unit in a step:
@@ -26,34 +26,43 @@ from shardwise.plan.plan import RankClass
 
 @dataclass
 class TierTraffic:
-    """Bytes of one step on one rank."""
+    """Bytes that one rank moves or updates in one step."""
 
     updated_on_device: int = 0
-    """Read and written by updates where the model computes."""
+    """Bytes read and written by updates on the device."""
     updated_on_host: int = 0
-    """... and in host memory, for state that lies there or on a disk."""
+    """Bytes read and written by updates in host memory, for state that lies in host memory or on a disk."""
     down: int = 0
-    """Gradients, from the device to the host."""
+    """Bytes of gradients copied from the device to the host."""
     up: int = 0
-    """Updated weights, from the host to the device."""
+    """Bytes of updated weights copied from the host to the device."""
     read: int = 0
-    """From the disk, for updates."""
+    """Bytes read from the disk for updates."""
     written: int = 0
-    """To the disk, behind updates."""
+    """Bytes written to the disk behind updates."""
     gradients_written: int = 0
-    """To the disk, during the backward pass."""
+    """Bytes of gradients written to the disk during the backward pass."""
     gradients_brought: int = 0
-    """Back to the device, for a later microbatch to add to them."""
+    """Bytes of gradients brought back to the device, for a later microbatch to add to them."""
     gradients_read: int = 0
-    """Of them from the disk."""
+    """Bytes of ``gradients_brought`` that are read from the disk."""
     weights_brought: int = 0
-    """For windows of weights that lie elsewhere, from host memory or the disk."""
+    """Bytes of weights brought from host memory or the disk for windows."""
     weights_read: int = 0
-    """Of them from the disk."""
+    """Bytes of ``weights_brought`` that are read from the disk."""
 
 
 def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> TierTraffic:
-    """Of the rank's list; ``strategies``: by Unit."""
+    """Return the bytes that one rank moves and updates in one step.
+
+    Args:
+        ranks: The rank's class in the Plan.
+        mesh: The mesh of the job.
+        strategies: The strategy of each Unit.
+
+    Returns:
+        The sum over all Units.
+    """
     found = TierTraffic()
     for each in unit_traffic(ranks, mesh, strategies):
         for row in fields(TierTraffic):
@@ -62,7 +71,16 @@ def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -
 
 
 def unit_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> list[TierTraffic]:
-    """The same of each Unit."""
+    """Return the bytes that one rank moves and updates in one step, for each Unit.
+
+    Args:
+        ranks: The rank's class in the Plan.
+        mesh: The mesh of the job.
+        strategies: The strategy of each Unit.
+
+    Returns:
+        One row per Unit.
+    """
     windows, reductions = ([0] * len(ranks.units) for _ in range(2))
     for action in ranks.actions:
         if action.kind is Kind.UNSHARD:

@@ -1,7 +1,7 @@
-"""TilesPolicy: what is computed a tile of tokens at a time, so that it never exists whole.
+"""TilesPolicy: the parts of a model that are computed a tile of tokens at a time, so that no result exists whole.
 
-logits   head and loss as one (kernels/head_loss.py): no whole logits, and no gradient of them
-mlp      feed-forward parts (memory/tiled.py): what lies between their matrices
+logits   head and loss together (kernels/head_loss.py): no whole logits, and no whole gradient of the logits
+mlp      feed-forward parts (memory/tiled.py): no whole intermediate results between their matrices
 """
 
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from shardwise.plan.policy import Policy
 
 
 def _said(given: Any) -> Any:
-    """YAML reads ``off`` as false, and ``on`` as true, which would pass for the number 1."""
+    """Turn YAML's false into "off", and refuse true, which would otherwise be taken for the number 1."""
     if given is True:
         raise ValueError("expected auto, off or a number of tokens")
     return "off" if given is False else given
@@ -25,14 +25,16 @@ Tokens = Annotated[
 
 
 class TilesPolicy(Policy):
-    """Keys under ``tiles:``. A number is one of tokens in a tile, of a rank's microbatch."""
+    """Keys under ``tiles:``. A number is the number of tokens in a tile, of a rank's microbatch."""
 
     logits: Tokens | None = None
-    """Head and loss by tiles of so many tokens: whole logits never exist. ``auto``: as many as give 64 MiB of a rank's
-    logits on a CPU, 512 MiB elsewhere, at least 128; what fits into one tile is computed without, and so are few tokens
-    of a wide model, where tiles would save nothing. Left out: ``auto`` for models whose training pass gives the loss
-    alone (ours), ``off`` for others. A model that it does not serve is refused."""
+    """Tokens in a tile of head and loss; whole logits then never exist. ``auto``: as many tokens as give 64 MiB of
+    a rank's logits on a CPU, 512 MiB elsewhere, at least 128; no tiles are used if everything fits into one
+    tile, or for few tokens of a wide model, where tiles would save nothing. Left out: ``auto`` for models whose
+    training pass returns only the loss (ours), ``off`` for others. A model whose head and loss cannot be
+    computed by tiles is refused."""
     mlp: Tokens = "off"
-    """Feed-forward parts by tiles of so many tokens, computed again in the backward pass: their intermediate results
-    exist for one tile. ``auto``: as many tokens as give 64 MiB of them on a CPU, 512 MiB elsewhere. A model without
-    such parts is refused; a part that does more than treat every token alone is computed whole, which the log says."""
+    """Tokens in a tile of the feed-forward parts, which are computed again in the backward pass; their
+    intermediate results exist for one tile. ``auto``: as many tokens as give 64 MiB of them on a CPU, 512 MiB
+    elsewhere. A model without feed-forward parts is refused; a part that does not treat every token separately
+    is computed whole, which is logged."""
