@@ -1,24 +1,26 @@
-"""Absent values: tensors of the right shape whose numbers are elsewhere, and what may be done with them.
+"""Absent values: tensors of the right shape whose numbers are elsewhere, and the operations that they allow.
 
-A stage runs the whole model's forward pass with stand-ins for what lives on other stages, and at ZeRO stage 3 a weight
-is there while its Unit runs and not at other times. A result may be built around such a value (its shape, dtype and
-device are right) as long as none of its numbers is used. Two marks keep watch over that:
+A stage runs the whole model's forward pass with stand-ins for parts on other stages, and at ZeRO stage 3 a weight is in
+memory only while its Unit runs. A result may be built around such a value (its shape, dtype and device are right) as
+long as none of its numbers is used. Three marks check that:
 
-    Absent     a tensor whose numbers nobody has. What is computed from one is Absent again and remembers whence,
-               through comparisons, argmax, nan_to_num and custom functions too: the mark travels below autograd, in
-               torch's dispatcher, and has no memory that anybody could read past it
-    withhold   a Parameter whose numbers are not here now: any use of them is an error on the spot, and so are others
-               in their place (``p.data = ...``), which would not stay. The mark is the Parameter's class
-    expect     a Parameter whose numbers are on their way: who uses them waits first
+    Absent     a tensor whose numbers no code has. A result computed from an Absent is Absent again and records its
+               origin, through comparisons, argmax, nan_to_num and custom functions too: the mark works below autograd,
+               in torch's dispatcher, and has no memory that could be read past it
+    withhold   a Parameter whose numbers are not in memory now: any use of them is an error on the spot, and so is a
+               replacement (``p.data = ...``), which would be lost. The mark is the Parameter's class
+    expect     a Parameter whose numbers are in flight: code that uses them waits first
 
-    of either                                             is
-    shape, dtype, device, zeros_like, new_ones ...        an ordinary value: nothing of the numbers is in it
+    operation on Absent or a withheld Parameter           result
+    shape, dtype, device, zeros_like, new_ones ...        an ordinary value, which contains nothing of the numbers
     bool(), item(), nonzero(), a write into a tensor      an error on the spot
 
-An error names what is absent, the module whose forward used it, and the line of the model's source.
+An error names the absent value, the module whose forward used it, and the line of the model's source.
 
-Cost: an Absent operation takes Python's time (tens of microseconds), so stages make them in the first pass of each kind
-alone; ``withhold`` costs a quarter of a microsecond per parameter and release. What is there takes no detour in either.
+Cost: an Absent operation takes Python's time (tens of microseconds), so stages make Absent tensors only in the first
+pass of each kind; ``withhold`` costs a quarter of a microsecond per parameter and release. Operations on values that
+are
+in memory cost nothing extra.
 """
 
 import copy
@@ -42,9 +44,9 @@ _SHAPE_ONLY = _words(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like empty_permuted new_zeros "
     "new_ones new_empty new_full new_tensor new_empty_strided result_type"
 )
-"""Operations whose result has nothing of the numbers."""
+"""Operations whose result contains nothing of the numbers."""
 _OTHER_SHAPE = _words("type_as view_as expand_as reshape_as to sum_to_size is_same_size to_copy _to_copy")
-"""Operations that take a second tensor for its shape or dtype alone."""
+"""Operations that use only the shape or dtype of a second tensor."""
 _DECIDES_A_SHAPE = _words("nonzero nonzero_numpy unique_dim unique_consecutive _unique _unique2 bincount")
 _NOT_OURS = (
     "torch.",
@@ -57,12 +59,12 @@ _NOT_OURS = (
 
 
 class SourceLine(NamedTuple):
-    """Where in a model's source something happens."""
+    """Place in a model's source."""
 
     module: str
-    """Name of the module whose forward runs; empty outside of all."""
+    """Name of the module whose forward runs; empty outside of all modules."""
     line: str
-    """``file:line``; empty where no line of the model's is known."""
+    """``file:line``; empty if no line of the model's is known."""
 
     def __str__(self) -> str:
         inside = (
@@ -74,9 +76,13 @@ class SourceLine(NamedTuple):
 
 
 def place_of_use(names: Mapping[int, str] | None = None) -> SourceLine:
-    """The innermost line that is neither torch's nor ours, and the innermost module that runs.
+    """Return the innermost running line that is neither torch's nor ours, and the innermost running module.
 
-    ``names`` of modules by identity; others are named by their class.
+    Args:
+        names: Names of modules by identity; other modules are named by their class.
+
+    Returns:
+        The place.
     """
     frame, module, line = sys._getframe(1), "", ""
     while frame is not None:
@@ -94,7 +100,7 @@ def place_of_use(names: Mapping[int, str] | None = None) -> SourceLine:
 
 
 def _module_that_runs(frame: FrameType, names: Mapping[int, str]) -> str:
-    """The one whose method a frame is of, in words; empty where it is of none."""
+    """Return the name of the module whose method a frame runs, or "" if the frame runs no such method."""
     if not frame.f_code.co_argcount or frame.f_code.co_varnames[0] != "self":
         return ""
     given = frame.f_locals.get("self")
@@ -105,7 +111,15 @@ def _module_that_runs(frame: FrameType, names: Mapping[int, str]) -> str:
 
 
 class AbsentTrace:
-    """What is seen of the absent values of one pass. ``names`` of modules by identity; ``advice`` ends every error."""
+    """Records of the absent values of one pass, and the text of errors about them.
+
+    Args:
+        where: Begin of every error.
+        advice: Last sentence of every error.
+        names: Names of modules by identity.
+        error: Class of the errors.
+        refuses_edits: True if an edit in place is an error.
+    """
 
     def __init__(
         self,
@@ -120,16 +134,22 @@ class AbsentTrace:
         self.names = names or {}
         self._error = error
         self.refuses_edits = refuses_edits
-        """Whether an edit in place is an error: of what is elsewhere, and would not stay."""
+        """True if an edit in place is an error, because it would be lost."""
         self.counts = True
-        """Whether a meeting with a value that is there is worth remembering."""
+        """True if operations that combine absent and present values are recorded."""
         self.refusal: ShardwiseError | None = None
         """The first error, which a model's own ``except`` may have caught."""
         self.trouble: tuple[BaseException, str] | None = None
-        """An operation on an absent value that failed, and what the value is."""
+        """An operation on an absent value that failed, and the description of the value."""
 
     def refuse(self, what: str, done: str, place: SourceLine | None = None) -> NoReturn:
-        """``what`` is absent and ``done`` to all the same."""
+        """Raise the error about a use of an absent value.
+
+        Args:
+            what: Description of the absent value.
+            done: The use, as a verb phrase.
+            place: Place of the use, or None for the running line.
+        """
         place = place or place_of_use(self.names)
         error = self._error(f"{self.where}{what} {done}, {place}. {self.advice}")
         self.refusal = self.refusal or error
@@ -137,7 +157,14 @@ class AbsentTrace:
 
 
 class Absent(Tensor):
-    """See the module's docstring. ``inner`` holds fillers for the numbers; ``what`` is absent, in words."""
+    """A tensor whose numbers are elsewhere.
+
+    Args:
+        inner: Tensor of the same shape with fillers in place of the numbers.
+        what: Description of the value in errors.
+        watch: Trace of the pass.
+        met: Place where the value was first combined with a present value, or None.
+    """
 
     _inner: Tensor
     _what: str
@@ -148,6 +175,7 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, what: str, watch: AbsentTrace, met: SourceLine | None = None) -> "Absent":
+        """Make the tensor with the shape, dtype and device of ``inner``."""
         made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             inner.size(),
@@ -172,19 +200,28 @@ class Absent(Tensor):
 
     @property
     def what(self) -> str:
-        """What is absent, in words."""
+        """Description of the absent value."""
         return self._what.rstrip(",")
 
     def refuse(self, done: str, place: SourceLine | None = None) -> NoReturn:
-        """PlanError: this value is absent and ``done``."""
+        """Raise the error that this value is absent.
+
+        Args:
+            done: The use, as a verb phrase.
+            place: Place of the use, or None for the running line.
+        """
         self._watch.refuse(self._what, done, place or self._met)
 
     def tolist(self) -> NoReturn:
-        """An error: the numbers are not here."""
+        """Raise an error, because the numbers are elsewhere."""
         self._watch.refuse(self._what, "is turned into Python numbers (tolist)")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """An error: the numbers are not here."""
+        """Raise an error, because the numbers are elsewhere.
+
+        Args:
+            force: Not used.
+        """
         self._watch.refuse(self._what, "is turned into an array (numpy)")
 
     def __array__(self, dtype: Any = None) -> NoReturn:
@@ -193,7 +230,7 @@ class Absent(Tensor):
     def _is_read(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._watch.refuse(self._what, "is read past torch's operations")
 
-    # What would look for memory that is not there.
+    # Methods that would read memory that does not exist.
     apply_ = map_ = map2_ = __dlpack__ = data_ptr = untyped_storage = storage = share_memory_ = _is_read  # type: ignore[assignment]
 
     def __format__(self, how: str) -> str:
@@ -209,7 +246,14 @@ class Absent(Tensor):
 
 
 def absent_in(value: Any) -> Absent | None:
-    """The first absent tensor in a value: in tuples, lists, mappings and the attributes of plain objects."""
+    """Return the first absent tensor in a value.
+
+    Args:
+        value: Any value; tuples, lists, sets, mappings and attributes of plain objects are searched.
+
+    Returns:
+        The tensor, or None.
+    """
     return _absent_in(value, 0)
 
 
@@ -233,19 +277,19 @@ def _absent_in(value: Any, depth: int) -> Absent | None:
 
 
 def present_fill(value: Any) -> Any:
-    """``value`` with ordinary tensors in the place of absent ones: what they are filled with."""
+    """Return ``value`` with ordinary tensors of fillers in place of absent tensors."""
     return tree_map(lambda leaf: leaf._inner if isinstance(leaf, Absent) else leaf, value)
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """One operation of torch that takes at least one absent value."""
+    """Run one operation of torch that takes at least one absent value."""
     name = func.overloadpacket.__name__
     leaves = tree_leaves((args, kwargs))
     absent = [leaf for leaf in leaves if isinstance(leaf, Absent)]
     first = absent[0]
     watch = first._watch
     _check_conversion(func, name, args, kwargs, first)
-    if "batch_norm" in name:  # it writes running statistics without saying so
+    if "batch_norm" in name:  # writes running statistics, which its schema does not declare
         args, kwargs = tree_map(_own_copy, (args, kwargs))
     written = _written(func, args, kwargs)
     for target in written:
@@ -281,7 +325,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_conversion(func: Any, name: str, args: Any, kwargs: Any, first: Absent) -> None:
-    """Errors for what makes a number, a truth or a shape of absent numbers."""
+    """Raise an error if an operation makes a number, a truth value or a shape from absent numbers."""
     tags, watch = func.tags, first._watch
     if torch.Tag.data_dependent_output in tags or name in (
         "_local_scalar_dense",
@@ -297,7 +341,7 @@ def _check_conversion(func: Any, name: str, args: Any, kwargs: Any, first: Absen
     deciding = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Absent)]
     if name == "repeat_interleave" and len(args) == 1:
         deciding = [first]
-    if name.startswith("index"):  # of an index, a mask alone has a shape inside
+    if name.startswith("index"):  # only the numbers of a mask determine a shape, not those of an index
         deciding = [each for each in deciding if each.dtype in (torch.bool, torch.uint8)]
     if deciding:
         watch.refuse(deciding[0]._what, f"decides a shape ({name})")
@@ -308,7 +352,7 @@ def _own_copy(leaf: Any) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation writes into."""
+    """Return the arguments that an operation writes into."""
     if not func._schema.is_mutable:
         return []
     found = []
@@ -323,7 +367,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 class Withheld:
-    """Mixed into the class of a Parameter while its numbers are not here."""
+    """Mixin for the class of a Parameter while its numbers are not in memory."""
 
     _told: Callable[[Any], str]
 
@@ -338,23 +382,26 @@ _READS = _words(
     "has_names __len__ __hash__ __repr__ __dir__ data_ptr requires_grad_ retain_grad register_hook "
     "register_post_accumulate_grad_hook get_device grad backward _is_view dim_order"
 )
-"""Functions and methods that do not look at numbers; ``grad`` and ``backward`` take parameters as names."""
+"""Functions and methods that do not read numbers; ``grad`` and ``backward`` take parameters as names."""
 _VALUES = _words("data T mT H mH real imag")
-"""Attributes whose reading hands the numbers over."""
+"""Attributes that return the numbers."""
 
 
 def withhold(
     parameters: Sequence[nn.Parameter], told: Callable[[Any], str], classes: dict[type, type]
 ) -> None:
-    """Any use of these numbers is an error from now on, until ``give``.
+    """Make any use of the parameters' numbers an error until ``give``.
 
-    ``told(parameter)``: what is absent, and in a second line what to do. ``classes`` keeps those that were made, for
-    the same ``told``: a release swaps classes and makes none.
+    Args:
+        parameters: The parameters.
+        told: Function that returns the description of a parameter and, in a second line, the advice of the
+            error.
+        classes: Cache of the classes made for this ``told``, so that a release swaps classes and makes none.
     """
     for parameter in parameters:
         if isinstance(
             parameter, Expected
-        ):  # else what comes would show the class of this one, and stay expected
+        ):  # wait first: else the arrival would find the withheld class, and the parameter would stay expected
             parameter._arrive()
         own = type(parameter)
         if issubclass(own, Withheld):
@@ -366,7 +413,7 @@ def withhold(
 
 
 class Expected:
-    """Mixed into the class of a Parameter while its numbers are on their way."""
+    """Mixin for the class of a Parameter while its numbers are in flight."""
 
     _arrive: Callable[[], None]
 
@@ -382,11 +429,17 @@ class Expected:
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._arrive()
-        return copy.deepcopy(self, memo)  # of the class that it is now
+        return copy.deepcopy(self, memo)  # ``_arrive`` has restored the plain class
 
 
 def expect(parameters: Sequence[nn.Parameter], arrive: Callable[[], None], classes: dict[type, type]) -> None:
-    """Whoever uses these numbers calls ``arrive`` first, which ends in ``give``. ``classes`` as for ``withhold``."""
+    """Make every use of the parameters' numbers wait until ``give``.
+
+    Args:
+        parameters: The parameters.
+        arrive: Function that a use calls first, and that calls ``give``.
+        classes: Cache of the classes made for this ``arrive``.
+    """
     for parameter in parameters:
         own = type(parameter)
         if own not in classes:
@@ -396,7 +449,7 @@ def expect(parameters: Sequence[nn.Parameter], arrive: Callable[[], None], class
 
 
 def give(parameters: Sequence[nn.Parameter]) -> None:
-    """End of ``withhold`` and of ``expect``."""
+    """End ``withhold`` and ``expect`` for these parameters."""
     for parameter in parameters:
         own: Any = type(parameter)
         if issubclass(own, Withheld | Expected):
@@ -404,12 +457,22 @@ def give(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def mix_in(parameters: Sequence[nn.Parameter], mixin: type) -> None:
-    """Give ``parameters`` the attributes of ``mixin``; a mark of ``withhold`` or ``expect`` stays in front."""
+    """Add the attributes of a class to parameters; a mark of ``withhold`` or ``expect`` stays in front.
+
+    Args:
+        parameters: The parameters.
+        mixin: The class.
+    """
     _change_classes(parameters, lambda own: type(own.__name__, (mixin, own), _named_as(own)))
 
 
 def take_out(parameters: Sequence[nn.Parameter], mixin: type) -> None:
-    """End ``mix_in`` of ``mixin``, or of a class derived from it."""
+    """End ``mix_in`` for these parameters.
+
+    Args:
+        parameters: The parameters.
+        mixin: The class that was mixed in, or a base class of it.
+    """
     _change_classes(
         parameters,
         lambda own: (
@@ -419,7 +482,7 @@ def take_out(parameters: Sequence[nn.Parameter], mixin: type) -> None:
 
 
 def _change_classes(parameters: Sequence[nn.Parameter], change: Callable[[type], type]) -> None:
-    """Replace the class of each parameter, under a mark if it has one, by what ``change`` makes of that class."""
+    """Replace the class of each parameter, below a mark if there is one, by the result of ``change``."""
     changed: dict[type, type] = {}
     for parameter in parameters:
         own: Any = type(parameter)
@@ -438,13 +501,13 @@ def _named_as(own: type) -> dict[str, Any]:
 
 
 def _attribute(func: Any) -> str:
-    """Of a Parameter that ``func`` reads or writes; empty for another function."""
+    """Return the name of the attribute that ``func`` reads or writes, or "" for another function."""
     is_access = func.__name__ in ("__get__", "__set__", "__delete__")
     return getattr(getattr(func, "__self__", None), "__name__", "") if is_access else ""
 
 
 def _takes_no_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of torch looks at no number of the parameters that it takes."""
+    """Return True if a call of torch reads no number of its parameters."""
     name, attribute = func.__name__, _attribute(func)
     if attribute:
         return attribute not in _VALUES
@@ -452,7 +515,7 @@ def _takes_no_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call of torch that takes a withheld parameter."""
+    """Run a call of torch that takes a withheld parameter, or raise the error."""
     name, attribute = func.__name__, _attribute(func)
     with torch._C.DisableTorchFunctionSubclass():
         if _takes_no_numbers(func, args, kwargs):

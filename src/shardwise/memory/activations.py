@@ -1,41 +1,44 @@
 """Activations of blocks in host memory, from a block's forward pass to its backward pass.
 
-What autograd saves inside a block's forward begins to go down as it is saved, and comes back one block ahead:
+Tensors that autograd saves inside a block's forward begin to go down as they are saved, and come back one block ahead:
 
     compute    F(b0)   F(b1)      F(b2)  loss  B(b2)   B(b1)   B(b0)
     down         b0 .....  b1 .....
     copies                                      b1 ..   b0 ..
 
-The end of b1's forward waits until what b0 saved is down, and lets go of it: a device holds two blocks' activations,
-however far the host has run ahead. So the last block's are still there when the backward pass comes; where
-no other pass may come between (no pipeline), they do not go down at all.
+The end of b1's forward waits until b0's saved tensors are down, and releases their device memory: a device holds two
+blocks' activations, however far the host has run ahead. So the last block's activations are still on the device when
+the backward pass begins. If no other pass may come between (no pipeline), they do not go down at all.
 
-What moves is a storage, once for each version of it, however many tensors of it are saved and in however many blocks of
-a pass. What stays: memory that parameters and buffers show (their version counters are what [Note: stale memory] in
-parallel/zero/views.py checks), storages up to ``SMALL_BYTES``, host memory, tensors of classes of their own.
+The unit of a move is a storage, once for each version of it, however many tensors of it are saved and in however many
+blocks of a pass. These stay on the device: memory that parameters and buffers show (their version counters are checked
+by [Note: stale memory] in parallel/zero/views.py), storages up to ``SMALL_BYTES``, and tensors of subclasses. Host
+memory stays too.
 
 [Note: versions]
-autograd does not check versions of what a hook has packed. So the hooks do, of what stays too: a tensor without memory
-shares the version counter of a moved one.
+autograd does not check versions of tensors that a hook has packed. So the hooks check versions, of tensors that stay
+too: a tensor without memory shares the version counter of a moved tensor.
 
 [Note: parts along tp]
-A storage that is alike on all ranks of "tp" (memory/alike.py), where the sequence is not cut, goes down in parts, one
-on each rank. A part comes back two blocks ahead, and is gathered one ahead, so that no exchange of the running block
-waits for a copy:
+A storage that is equal on all ranks of "tp" (memory/alike.py), with an uncut sequence, goes down in parts, one on each
+rank. A part comes back two blocks ahead, and is gathered one block ahead, so that no exchange of the running block
+waits
+for a copy:
 
     compute    B(b3)         B(b2)         B(b1)
     up         part of b1    part of b0
     gather           b2            b1            b0
 
-Ranks gather alike: RECALL(u) of the Plan's list gathers all that a block has saved so, in the order in which it was
-saved, wanted still or not. Where a pass departs from the list, what is wanted first in a block brings all of it, and of
-the one before. What is alike may be known when the block's forward is over alone, as of a
-block's input that recomputation saves first; what is not known yet goes down then.
+Ranks gather alike: RECALL(u) of the Plan's list gathers all that a block has saved in parts, in the order in which it
+was saved, whether still wanted or not. If a pass departs from the list, the first tensor wanted in a block brings all
+of
+the block's tensors, and those of the block before. Some storages are known to be equal only when the block's forward is
+over, for example a block's input, which recomputation saves first; such storages go down at the end of the forward.
 
-Recomputation has hooks of its own inside of these: they see what it keeps, a block's input under ``full``. A block that
-runs inside of other hooks (a user's own checkpoint) leaves all to them.
+Recomputation has hooks of its own inside these hooks, which get the tensors that recomputation keeps: a block's input
+under ``full``. A block that runs inside other hooks (a user's own checkpoint) leaves all tensors to those.
 
-Cost: bytes of the storages down and up, of those that are alike on tp ranks 1/tp, and (tp-1)/tp of them over tp; some
+Cost: bytes of the storages down and up, of those that are equal on tp ranks 1/tp, and (tp-1)/tp of them over tp; some
 microseconds a saved tensor; pinned memory, in whole powers of two.
 """
 
@@ -62,13 +65,24 @@ from shardwise.plan.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 SMALL_BYTES = 1 << 16
-"""A storage up to this size takes longer to be asked for than to be kept."""
+"""Largest storage that always stays on the device, because moving a small storage is not worth its overhead."""
 _WORD = 16
-"""Bytes: parts begin at multiples."""
+"""Alignment of parts in bytes."""
 
 
 def check_blocks(names: Sequence[str], policy: OffloadPolicy) -> list[str]:
-    """The blocks, out of all of the model's, whose activations move. Errors: ConfigError where there are none."""
+    """Return the names of the blocks whose activations move.
+
+    Args:
+        names: Names of all blocks of the model.
+        policy: The offload keys of the run.
+
+    Returns:
+        All names, or none if activations stay on the device.
+
+    Raises:
+        ConfigError: If activations are to move and the model has no blocks.
+    """
     if policy.activations == "device":
         return []
     if not names:
@@ -80,29 +94,30 @@ def check_blocks(names: Sequence[str], policy: OffloadPolicy) -> list[str]:
 
 
 class MovedBytes:
-    """What blocks of one stage have moved, in bytes."""
+    """Bytes that blocks of one stage have moved."""
 
     def __init__(self) -> None:
         self.down = 0
         self.up = 0
         self.held = 0
-        """In host memory, or on their way."""
+        """Bytes in host memory or in flight."""
         self.most = 0
-        """Most that were held when a block's forward pass ended."""
+        """Most bytes that were held when a block's forward pass ended."""
         self.gone: deque[int] = deque()
-        """Held no more. Whatever thread drops the last use says so: a sum would need a lock."""
+        """Bytes that are no longer held. Any thread may drop the last use, and a sum would need a lock."""
 
     def count(self) -> None:
-        """A block's forward pass is over."""
+        """Update ``held`` and ``most`` at the end of a block's forward pass."""
         while self.gone:
             self.held -= self.gone.popleft()
         self.most = max(self.most, self.held)
 
 
 class _Moved:
-    """A storage: on the device until its copy is down, in host memory then, and on the device again once fetched.
+    """A storage that moves from the device to host memory and back.
 
-    Of one that is alike on the ranks of ``over`` each has a part: [Note: parts along tp].
+    The storage stays on the device until its copy is down, and is on the device again once fetched. Of a
+    storage that is equal on the ranks of ``over`` each rank holds a part. See [Note: parts along tp].
     """
 
     def __init__(self, memory: Tensor, moved_bytes: MovedBytes):
@@ -110,7 +125,7 @@ class _Moved:
         self._device = memory.device
         self._here: Tensor | None = memory
         self._part: Tensor | None = None
-        """On the device, or on its way."""
+        """This rank's part on the device, or in flight."""
         self._there: Tensor | None = None
         self._arrive: Callable[[], object] | None = None
         self._over: Group | None = None
@@ -119,7 +134,7 @@ class _Moved:
         self._bytes = moved_bytes
 
     def begin(self, over: Group | None = None, what: str = "") -> None:
-        """Begin to copy it down: all of it, or this rank's part."""
+        """Begin to copy the storage, or this rank's part of it, to host memory."""
         assert self._here is not None, "it has not left the device"
         self._over, self._what = over, what
         if over is None:
@@ -133,22 +148,22 @@ class _Moved:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether the ranks gather it."""
+        """True if the ranks gather the storage."""
         return self._over is not None
 
     @property
     def _part_bytes(self) -> int:
-        """Of every rank but the last, which may have fewer, in whole words."""
+        """Bytes of each rank's part, in whole words; the last rank may have fewer."""
         assert self._over is not None, "it is in parts"
         return -(-self._nbytes // (_WORD * self._over.size)) * _WORD
 
     def release(self) -> None:
-        """Its copy is down. What was fetched already stays."""
+        """Drop the device memory, because the copy is down; a storage that was fetched again stays."""
         if self._there is not None:
             self._here = None
 
     def fetch(self) -> None:
-        """Begin to bring it back, or this rank's part of it."""
+        """Begin to bring the storage, or this rank's part of it, back to the device."""
         if self._here is not None or self._there is None:
             return
         size = self._nbytes if self._over is None else self._part_bytes
@@ -162,7 +177,7 @@ class _Moved:
             self._part = memory
 
     def gather(self) -> None:
-        """Begin to bring all of it back. In parts: all ranks do so together."""
+        """Begin to bring the full storage back; for parts, all ranks call this together."""
         self.fetch()
         if self._here is not None or self._over is None:
             return
@@ -173,7 +188,7 @@ class _Moved:
         self._part = None
 
     def memory(self) -> Tensor:
-        """On the device, for what the current stream does next."""
+        """Return the storage's memory on the device, for later work on the current stream."""
         self.gather()
         assert self._here is not None, "just fetched"
         if self._arrive is not None:
@@ -185,27 +200,34 @@ class _Moved:
 
 
 class _BlockPass:
-    """One forward pass of one block. ``before``: the call of the block before it in the same pass; ``holds_before``:
-    however little is wanted of that one still."""
+    """One forward pass of one block.
+
+    Args:
+        place: Index of the block.
+        before: The pass of the block before in the same pass of the model, or None.
+        known: Storages that the pass of the model has moved so far.
+        holds_before: True to keep ``before`` alive, even if none of its tensors is wanted any more.
+    """
 
     def __init__(
         self, place: int, before: "_BlockPass | None", known: dict[Any, Any], holds_before: bool = False
     ):
         self.place = place
         self.known: dict[tuple[StorageWeakRef, int], ref[_Moved]] = known
-        """What the pass has moved so far, by storage and version."""
+        """Storages that the pass of the model has moved so far, by storage and version."""
         self.moved: list[ref[_Moved]] = []
         self.undecided: list[tuple[Key, _Moved]] = []
-        """What does not go down before it is known whether it is alike on all ranks."""
+        """Storages that go down when it is known whether they are equal on all ranks."""
         self.parts: list[_Moved] = []
-        """What is to be gathered: an object that only some ranks have let go would part them."""
+        """Storages to gather, kept alive so that all ranks gather the same even if some ranks have dropped a
+        tensor."""
         self.is_down: Callable[[], object] = lambda: None
         self._before: Callable[[], _BlockPass | None]
         self._before = (lambda: before) if holds_before or before is None else ref(before)
         self._is_recalled = False
 
     def release(self) -> None:
-        """What it saved has to be down before the computation goes on; the device's memory goes."""
+        """Wait until the saved tensors are down, and drop their device memory."""
         self.is_down()
         for each in self.moved:
             moved = each()
@@ -213,7 +235,7 @@ class _BlockPass:
                 moved.release()
 
     def gather(self) -> None:
-        """Begin to bring back what is still wanted of it, and what is in parts."""
+        """Begin to bring back the storages that are still wanted, and all that are in parts."""
         for each in self.moved:
             moved = each()
             if moved is not None:
@@ -221,7 +243,7 @@ class _BlockPass:
         self.parts.clear()
 
     def recall(self) -> None:
-        """RECALL: what it saved comes, and parts of what the block before it saved."""
+        """Run RECALL: bring back the saved tensors, and this rank's parts of those of the block before."""
         if self._is_recalled:
             return
         self._is_recalled = True
@@ -231,7 +253,7 @@ class _BlockPass:
             moved.fetch()
 
     def open(self) -> None:
-        """Its backward pass has begun: what it saved is needed, and then what the block before it saved."""
+        """Bring back the saved tensors and those of the block before, because the backward pass has begun."""
         self.recall()
         before = self._before()
         if before is not None:
@@ -239,12 +261,16 @@ class _BlockPass:
 
 
 class _Saved(Protocol):
-    """What autograd holds in a tensor's place."""
+    """The object that autograd holds in place of a saved tensor."""
 
     call: _BlockPass
 
     def tensor(self) -> Tensor:
-        """It again. Errors: RuntimeError where it was changed since."""
+        """Return the saved tensor.
+
+        Raises:
+            RuntimeError: If the tensor was changed since it was saved.
+        """
 
 
 class _KeptTensor:
@@ -252,12 +278,13 @@ class _KeptTensor:
 
     def __init__(self, call: _BlockPass, tensor: Tensor):
         self.call = call
-        # A parameter's memory may be another by then; an output would hold the node that saves it.
+        # A parameter is kept itself, because its memory may be another in the backward pass. Any other tensor is
+        # detached: an output would hold the node that saves it, which is a reference cycle.
         self._tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
         self._version = self._tensor._version
 
     def tensor(self) -> Tensor:
-        """See ``_Saved``."""
+        """Return the saved tensor, after the check of its version."""
         _check(self._tensor, self._version, self._tensor.shape)
         return self._tensor
 
@@ -274,7 +301,7 @@ class _MovedTensor:
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def tensor(self) -> Tensor:
-        """See ``_Saved``."""
+        """Return the saved tensor in the memory of its storage, after the check of its version."""
         _check(self._witness, self._version, self._form[1])
         memory = self._moved.memory()
         made = torch.empty(0, dtype=self._witness.dtype, device=memory.device)
@@ -282,7 +309,7 @@ class _MovedTensor:
 
 
 def _check(tensor: Tensor, version: int, shape: torch.Size) -> None:
-    """[Note: versions]"""
+    """Raise an error if a saved tensor has another version than when it was saved. See [Note: versions]."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
@@ -292,8 +319,14 @@ def _check(tensor: Tensor, version: int, shape: torch.Size) -> None:
 
 
 class Activations:
-    """See the module's docstring. Of one stage, ``module``, on ``device``; ``keeps_last``: nothing of the last block
-    goes down; ``alike``: what the ranks of "tp" have in common, where they are several."""
+    """The hooks that move the saved tensors of one stage's blocks.
+
+    Args:
+        module: The stage.
+        device: The device of the computation.
+        keeps_last: True to leave everything that the last block saves on the device.
+        alike: Record of the tensors that are equal on the ranks of "tp", or None for a single rank.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device, keeps_last: bool, alike: Alike | None = None):
         self.bytes = MovedBytes()
@@ -302,19 +335,23 @@ class Activations:
         self._keeps_last = keeps_last
         self._alike = alike
         self._has_parts: dict[int, bool] = {}
-        """By place of a block: whether its first pass had the same bits on all ranks in what is alike on them."""
+        """By index of a block: whether the noted storages of its first pass had the same bits on all ranks."""
         self._names: list[str] = []
         self.microbatch: Callable[[], int] = lambda: -1
-        """The one under way, where several are beside one another."""
+        """Function that returns the running microbatch, if several are in flight."""
         self._calls: dict[tuple[str, int], list[ref[_BlockPass]]] = {}
-        """By block and microbatch, those whose backward pass has not been recalled for."""
+        """Passes whose backward pass has not been recalled, by block and microbatch."""
         self._call: _BlockPass | None = None
-        """The last call, of which what it saved is on its way down."""
+        """The last pass of a block, whose saved tensors are going down."""
         self._shown: set[int] = set()
-        """Storages of the stage's parameters and buffers, when the pass began."""
+        """Storages of the stage's parameters and buffers at the beginning of the pass."""
 
     def wrap(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        """Let ``blocks``, with their names and in the order in which they run, save so."""
+        """Wrap the forward of the blocks, so that their saved tensors move.
+
+        Args:
+            blocks: The blocks with their names, in the order in which they run.
+        """
         self._names = [name for name, _ in blocks]
         for place, (_, block) in enumerate(blocks):
             self._wrap(block, place)
@@ -325,7 +362,7 @@ class Activations:
         @torch.compiler.disable(recursive=False)
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Hooks of others that stand already, as those of a checkpoint around this block.
+            # If other hooks are active, as those of a checkpoint around this block, they handle the saved tensors.
             if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False):
                 return inner(*args, **kwargs)
             call = self._begin(place)
@@ -354,7 +391,7 @@ class Activations:
         return call
 
     def recall(self, name: str) -> None:
-        """RECALL: the backward pass of the block comes, the last of its calls first."""
+        """Run RECALL of a block ahead of its backward pass, for its last pass that is still alive."""
         calls = self._calls.get((name, self.microbatch()), [])
         call = None
         while calls and call is None:
@@ -364,7 +401,7 @@ class Activations:
                 call.recall()
 
     def _decide(self, call: _BlockPass) -> None:
-        """All that is to be known of what ``call`` saved is known."""
+        """Let the undecided storages go down, in full or in parts, at the end of a block's forward."""
         alike = self._alike
         if alike is None:
             return
@@ -420,7 +457,7 @@ class Activations:
         return _MovedTensor(call, tensor, moved)
 
     def _note(self, call: _BlockPass, tensor: Tensor, moved: _Moved) -> None:
-        """``tensor`` is saved, whose storage goes down now or when more is known."""
+        """Let the storage of ``tensor`` go down now, or leave it undecided until more is known."""
         if self._alike is None:
             moved.begin()
             return
@@ -448,7 +485,7 @@ class Activations:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Those that its parameters and buffers show now, there or not; stand-ins for other stages have none."""
+    """Return the storages that parameters and buffers show now; stand-ins for other stages are left out."""
     with torch._C.DisableTorchFunctionSubclass():
         held = [*module.parameters(), *module.buffers()]
         return {

@@ -1,10 +1,10 @@
-"""When a device did what the host launched: the clock of a trace, beside an accelerator.
+"""The clock of a trace beside an accelerator: the times at which the device ran the work that the host launched.
 
-A mark is an event, resolved against the last one of which the host knows the time:
+A mark is an event, whose time is computed from the last event of which the host knows the time:
 
     anchor    an event in front of the norm, which every step reads: when the read returns, the event is some
-              microseconds old, and the host's clock says when that is. Nothing is waited for that was not before
-    time(e)   host's time at the anchor + what the device says lies between the two
+              microseconds old, and the host's clock gives its time. The clock adds no wait of its own
+    time(e)   the host's time at the anchor + the device's time between the two events
 
 Cost: an event a mark, about 2 µs of the host.
 """
@@ -18,7 +18,15 @@ from shardwise.plan.trace import HostClock, TraceClock
 
 
 class DeviceClock:
-    """See the module's docstring. Errors: RuntimeError, NotImplementedError where torch times no events there."""
+    """The clock of a device with timed events.
+
+    Args:
+        device: The device.
+
+    Raises:
+        RuntimeError: If torch cannot time events on the device.
+        NotImplementedError: If torch has no events for the device.
+    """
 
     runs_behind = True
 
@@ -28,13 +36,20 @@ class DeviceClock:
         self._point()
 
     def mark(self) -> torch.Event:
-        """See ``TraceClock``: this point of the current stream."""
+        """Return a mark at this point of the current stream."""
         event = self._point()
         event.record()
         return event
 
     def seconds(self, marks: Sequence[torch.Event]) -> list[float]:
-        """See ``TraceClock``."""
+        """Return the times at which the device passed the marks, and wait for those that it has not passed.
+
+        Args:
+            marks: The marks.
+
+        Returns:
+            Seconds of the host's monotonic clock.
+        """
         for mark in marks:
             if not mark.query():
                 mark.synchronize()
@@ -48,7 +63,11 @@ class DeviceClock:
         return [at_s + anchor.elapsed_time(mark) / 1e3 for mark in marks]
 
     def anchor(self, mark: torch.Event) -> None:
-        """See ``TraceClock``."""
+        """Use a mark as the reference of later times.
+
+        Args:
+            mark: The mark of work whose result the host has just read.
+        """
         self._anchor = mark, time.perf_counter()
 
     def _point(self) -> torch.Event:
@@ -56,7 +75,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> TraceClock:
-    """The host's for a CPU, and for a device whose events torch does not time."""
+    """Return the clock of a device: the host's for a CPU, and for a device whose events torch does not time."""
     if device.type == "cpu":
         return HostClock()
     try:

@@ -1,11 +1,11 @@
 """Positioned reads and writes that leave no copy in the page cache.
 
-    direct      O_DIRECT: the disk reads and writes the tensor's own memory. Address, place in the file and length must
-                be multiples of 4096: a tail, or a tensor that begins elsewhere, goes through the caller's spare memory
-    buffered    where the file system takes no O_DIRECT: the page cache is asked to let go of each range, after a write
-                once the disk has it, so that state on disk does not fill the memory of a cgroup
+    direct      O_DIRECT: the disk reads and writes the tensor's own memory. Address, offset in the file and length must
+                be multiples of 4096: a tail, or a tensor with another address, goes through the caller's spare memory
+    buffered    if the file system does not support O_DIRECT: the page cache is asked to drop each range, after a write
+                once the disk has the bytes, so that state on disk does not fill the memory of a cgroup
 
-Cost: a call per request; a copy of the tail (of all of it where the memory is not aligned).
+Cost: a call per request; a copy of the tail (of all bytes if the memory is not aligned).
 """
 
 import errno
@@ -24,25 +24,33 @@ __all__ = ["ALIGNMENT_BYTES", "Bytes", "DirectFile", "aligned_empty", "bytes_of"
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT_BYTES = 4096
-"""Of addresses, places and lengths: a multiple of every disk's sector, and a page of memory."""
+"""Alignment of addresses, offsets and lengths: a multiple of every disk's sector, and a page of memory."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def rounded_up(size_bytes: int) -> int:
-    """To whole multiples of the alignment."""
+    """Return ``size_bytes`` rounded up to a multiple of the alignment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
-    """The tensor's own memory. It is on the CPU and contiguous."""
+    """Return the memory of a contiguous CPU tensor as an array of bytes, without a copy."""
     assert tensor.device.type == "cpu", f"a disk reads and writes host memory, not {tensor.device}"
     assert tensor.is_contiguous(), "a disk reads and writes one range of memory: the tensor is not contiguous"
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def aligned_empty(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU whose memory a disk reads and writes without a copy, its tail apart."""
+    """Return an undefined CPU tensor whose memory a disk can read and write without a copy, except for its tail.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+
+    Returns:
+        The tensor, which begins on a page.
+    """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     size = prod(shape) * dtype.itemsize
     memory = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8)
@@ -51,16 +59,21 @@ def aligned_empty(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class DirectFile:
-    """A new file of ours. Several threads may use it, each with spare memory of its own.
+    """A new file. Several threads may use it, each with its own spare memory.
 
-    A short read or write is an error: the space is reserved, so a disk that works takes and gives all, or says why.
+    A short read or write is an error: the space is reserved, so a working disk reads and writes all bytes or
+    reports an error.
+
+    Args:
+        path: Path of the file, which must not exist.
+        size_bytes: Bytes to reserve.
+
+    Raises:
+        OSError: If the file cannot be made or its space cannot be reserved; no file is left behind.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        """Makes it and reserves its space.
-
-        Errors: OSError; nothing is left behind then.
-        """
+        """Make the file and reserve its space."""
         self.path = path
         self.is_direct = True
         try:
@@ -77,13 +90,13 @@ class DirectFile:
             if self.is_direct:
                 self._try_direct()
         except OSError as error:
-            error.filename = str(path)  # of a descriptor the system tells the number alone
+            error.filename = str(path)  # the system reports only the number of the descriptor
             self.close()
             path.unlink()
             raise
 
     def _try_direct(self) -> None:
-        """Some file systems take the flag and refuse the reads."""
+        """Read once, and reopen the file without O_DIRECT if the file system accepts the flag but refuses reads."""
         try:
             self._read([bytes_of(aligned_empty(ALIGNMENT_BYTES, torch.uint8))], 0)
         except OSError as error:
@@ -94,13 +107,19 @@ class DirectFile:
             self.is_direct = False
 
     def size_bytes(self) -> int:
-        """Of the file, as it is now."""
+        """Return the present size of the file."""
         return os.fstat(self._descriptor).st_size
 
     def write(self, data: Bytes, offset: int, spare: Bytes) -> None:
-        """All of ``data`` to ``offset``, a multiple of the alignment, as every length but the last of a range is.
+        """Write all of ``data``.
 
-        ``spare``: aligned memory of ``rounded_up(data.nbytes)`` bytes. Errors: OSError.
+        Args:
+            data: The bytes. Their number is a multiple of the alignment, except at the end of a range.
+            offset: Offset in the file, a multiple of the alignment.
+            spare: Aligned memory of ``rounded_up(data.nbytes)`` bytes.
+
+        Raises:
+            OSError: If the disk fails or writes fewer bytes.
         """
         body, rest = self._parts(data, spare)
         np.copyto(rest[: data.nbytes - body], data[body:])
@@ -111,7 +130,16 @@ class DirectFile:
             self._let_go(offset, data.nbytes)
 
     def read(self, data: Bytes, offset: int, spare: Bytes) -> None:
-        """Fills ``data`` from ``offset``; see ``write``."""
+        """Fill ``data`` from the file.
+
+        Args:
+            data: The memory to fill.
+            offset: Offset in the file, a multiple of the alignment.
+            spare: Aligned memory of ``rounded_up(data.nbytes)`` bytes.
+
+        Raises:
+            OSError: If the disk fails or reads fewer bytes.
+        """
         body, rest = self._parts(data, spare)
         given = [each for each in (data[:body], rest) if each.nbytes]
         self._whole("read", self._read(given, offset), given)
@@ -120,7 +148,7 @@ class DirectFile:
             self._let_go(offset, data.nbytes)
 
     def _parts(self, data: Bytes, spare: Bytes) -> tuple[int, Bytes]:
-        """How many bytes the disk may take from ``data`` itself, and the spare memory for those after them."""
+        """Return the number of bytes that the disk may take from ``data`` itself, and spare memory for the rest."""
         if not self.is_direct:
             return data.nbytes, spare[:0]
         body = (
@@ -143,7 +171,7 @@ class DirectFile:
         return os.preadv(self._descriptor, [part.data for part in parts], offset)
 
     def close(self) -> None:
-        """The descriptor alone; safe to call twice."""
+        """Close the descriptor and keep the file; a second call does nothing."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)

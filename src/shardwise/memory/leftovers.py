@@ -1,19 +1,20 @@
-"""Leftovers: what objects that were dropped without ``close`` leave open, ended later where ending may wait.
+"""Leftovers: resources of objects that were dropped without ``close``, released later, when a wait is harmless.
 
-[Note: finalizers] Python's collector runs at any allocation, in any thread, also in one that holds a lock, and on each
-rank at a time of its own. So no finalizer of this package (``weakref.finalize``, ``__del__``, ``finally`` of a
+[Note: finalizers] Python's collector runs at any allocation, in any thread, also in a thread that holds a lock, and on
+each rank at a different time. So no finalizer of this package (``weakref.finalize``, ``__del__``, ``finally`` of a
 generator) takes a lock, waits for a thread, or exchanges anything with another rank: it would wait for its own thread,
-or for a rank that is elsewhere. A finalizer may close descriptors, append to a deque, and put into a ``SimpleQueue``.
+or for a rank that does not take part. A finalizer may close descriptors, append to a deque, and put into a
+``SimpleQueue``.
 
-What needs more (process groups of torch, whose destructors join threads; files of a monitor, which draws its pictures
-last) is handed to a ``Leftovers`` when it is opened:
+Resources that need more (process groups of torch, whose destructors join threads; files of a monitor, which draws its
+pictures last) are registered with a ``Leftovers`` when they are opened:
 
-    the owner closes it            it ends there and then
-    the owner is collected         its number goes into a deque, and nothing else happens
+    the owner closes the resource  the resource ends at once
+    the owner is collected         its number is appended to a deque, and nothing else happens
     the next engine is built       ``end_dropped``, in the thread that builds
-    the process ends               ``end_all``, of what was opened with ``at_exit``
+    the process ends               ``end_all``, for resources opened with ``at_exit``
 
-Cost: one entry of a dictionary for each open thing.
+Cost: one entry of a dictionary for each open resource.
 """
 
 import atexit
@@ -28,7 +29,7 @@ __all__ = ["LEFTOVERS", "Leftovers"]
 
 
 class Leftovers:
-    """Registry of the open things of one process, each with the function that ends it."""
+    """Registry of the open resources of one process, each with the function that ends it."""
 
     def __init__(self) -> None:
         self._ends: dict[int, Callable[[], None]] = {}
@@ -38,13 +39,13 @@ class Leftovers:
         self._process = os.getpid()
 
     def keep(self, owner: object, end: Callable[[], None], at_exit: bool = False) -> Callable[[], None]:
-        """Register ``end``, which ends what ``owner`` opened.
+        """Register ``end``, which ends a resource that ``owner`` opened.
 
         Args:
-            owner: The object whose collection leaves the thing open. ``end`` must not refer to it.
+            owner: The object whose collection leaves the resource open. ``end`` must not refer to it.
             end: Called once, by the returned function, by ``end_dropped`` after ``owner`` was collected, or by
                 ``end_all``.
-            at_exit: Call ``end`` when the process ends, also where ``owner`` is still alive.
+            at_exit: Call ``end`` when the process ends, even if ``owner`` is still alive.
 
         Returns:
             A function that calls ``end`` now; a second call does nothing.
@@ -57,12 +58,12 @@ class Leftovers:
         return partial(self._end, number)
 
     def end_dropped(self) -> None:
-        """End what collected owners left open."""
+        """End the resources whose owners were collected."""
         while self._dropped:
             self._end(self._dropped.popleft())
 
     def end_all(self) -> None:
-        """End everything that was registered with ``at_exit``; does nothing in a fork."""
+        """End everything that was registered with ``at_exit``; do nothing in a fork."""
         if self._process == os.getpid():
             for number in sorted(self._at_exit):
                 self._end(number)
@@ -75,5 +76,5 @@ class Leftovers:
 
 
 LEFTOVERS = Leftovers()
-"""The one of this process: torch's process groups, too, belong to the process and not to an engine."""
+"""The registry of this process; torch's process groups, too, belong to the process and not to an engine."""
 atexit.register(LEFTOVERS.end_all)

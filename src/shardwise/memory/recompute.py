@@ -1,4 +1,4 @@
-"""Recomputation: what a block would keep for its backward pass is computed again there.
+"""Recomputation: tensors that a block would keep for its backward pass are computed again in that pass.
 
     none        everything that autograd saves is kept
     full        a block keeps its inputs; its forward runs again when its backward begins
@@ -9,8 +9,8 @@
                                and runs norms, activations, masks and plain attention again
 
 A block's forward is wrapped on the instance, so that hooks on the block stay outside: its weights are gathered when its
-backward window opens, once. Recomputation is torch's non-reentrant checkpoint. It puts back our random numbers
-(replay.py), torch's, and the buffers that the first run saw (second_run.py), and stops at the last tensor that is
+backward window opens, once. Recomputation is torch's non-reentrant checkpoint. It restores our random numbers
+(replay.py), torch's, and the buffers that the first run read (second_run.py), and stops at the last tensor that is
 needed, so that a block's last product is not repeated. Ranks that hold experts end together however many rows they had:
 the last exchange keeps its tensors behind it ([Note: the same calls on every rank] in parallel/expert/dispatch.py).
 Collectives inside run again, in the order of the blocks' backward passes, which is the same on every rank.
@@ -52,16 +52,17 @@ _HUGGING_FACE_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class RecomputePolicy(Policy):
-    """Keys under ``recompute:``; one word (``recompute: full``) sets ``scope``."""
+    """Keys under ``recompute:``; a single word (``recompute: full``) sets ``scope``."""
 
     scope: Literal["none", "full", "selective"] = "none"
-    """``full`` runs whole blocks again, ``selective`` the parts that cost most bytes for the fewest operations."""
+    """Parts that run again. ``full``: whole blocks; ``selective``: the parts that cost most bytes for the fewest
+    operations."""
     blocks: Literal["all"] | PositiveInt | Share | list[str] = "all"
-    """Which blocks: ``all``; an integer n, every n-th; a share such as 0.5, evenly spread; or patterns of module names,
-    in which ``*`` stands for one part of the name."""
+    """Blocks that recompute: ``all``; an integer n for every n-th; a share such as 0.5, evenly spread; or patterns
+    of module names, in which ``*`` stands for one part of the name."""
     select: Literal["auto", "attention", "operations"] = "auto"
-    """What ``selective`` runs again: the attention function, or all operations but the expensive ones. ``auto`` takes
-    the attention function of blocks that are given one."""
+    """Part that ``selective`` runs again: the attention function, or all operations but the expensive ones.
+    ``auto`` takes the attention function of blocks that are given one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,9 +79,17 @@ class RecomputePolicy(Policy):
 
 
 def chosen(names: Sequence[str], policy: RecomputePolicy) -> list[str]:
-    """The blocks, out of all of the model's in order, that recompute.
+    """Return the names of the blocks that recompute.
 
-    Errors: ConfigError where a pattern matches no block, or there are none.
+    Args:
+        names: Names of all blocks of the model, in order.
+        policy: The recompute keys of the run.
+
+    Returns:
+        Names in order; empty if ``policy.scope`` is "none".
+
+    Raises:
+        ConfigError: If a pattern matches no block, or if the model has no blocks.
     """
     if policy.scope == "none":
         return []
@@ -102,11 +111,21 @@ def chosen(names: Sequence[str], policy: RecomputePolicy) -> list[str]:
 def apply_recompute(
     blocks: Sequence[tuple[str, nn.Module]], policy: RecomputePolicy, replay: Replay
 ) -> list[str]:
-    """Wrap the chosen of ``blocks`` (all of the model's, in order, with their names); returns the names of the chosen.
+    """Wrap the forward of the blocks that the policy chooses.
 
-    With compiled blocks: compile first, then wrap; ``operations`` then runs the whole block again, since the compiler
-    hides its operations.
-    Errors: ConfigError where the policy does not fit the blocks.
+    With compiled blocks: compile first, then wrap; ``operations`` then runs the whole block again, since the
+    compiler hides its operations.
+
+    Args:
+        blocks: All blocks of the model with their names, in order.
+        policy: The recompute keys of the run.
+        replay: The position of random numbers, which a second run restores.
+
+    Returns:
+        The names of the chosen blocks.
+
+    Raises:
+        ConfigError: If the policy does not fit the blocks.
     """
     modules = dict(blocks)
     names = chosen(list(modules), policy)
@@ -132,14 +151,23 @@ def recomputed(
     block: nn.Module | None = None,
     name: str = "",
 ) -> Callable[..., Any]:
-    """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps. It is that
-    of ``block``, which ``name`` tells in errors.
+    """Return a function whose saved tensors are computed again in the backward pass.
 
     [Note: compiled blocks]
-    A compiler cannot trace our contexts, and where it gives up inside a checkpoint it goes on without them: other
-    masks, silently. So this frame is never compiled; what it calls may be.
-    """
+    A compiler cannot trace our contexts, and if it gives up inside a checkpoint it goes on without them: other
+    masks, silently. So this frame is never compiled; the functions that it calls may be.
 
+    Args:
+        function: The function.
+        replay: The position of random numbers, which a second run restores.
+        saves: Function that decides by operation which outputs are kept, or None to keep only inputs.
+        buffers: Buffers that a second run restores, or None.
+        block: The block that ``function`` belongs to, or None; its own random generators are restored.
+        name: Name of the block in errors.
+
+    Returns:
+        The wrapped function.
+    """
     told = f"block {name}" if name else f"the function {getattr(function, '__qualname__', function)}"
     runs, generators = SecondRuns(told), dict[frozenset[torch.device], Generators]()
     own = {} if block is None else own_generators(block)
@@ -173,10 +201,10 @@ def recomputed(
 
 @contextmanager
 def told_again(replay: Replay) -> Iterator[None]:
-    """Enclose a backward pass: torch's error for a second run that takes another path names the block.
+    """Enclose a backward pass, and name the block in torch's error for a second run that takes another path.
 
     Raises:
-        UsageError: in the place of torch's ``CheckpointError``.
+        UsageError: In place of torch's ``CheckpointError``.
     """
     try:
         yield
@@ -188,7 +216,7 @@ def told_again(replay: Replay) -> Iterator[None]:
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts as one that can be entered many times: every recomputation enters it anew."""
+    """Several contexts as one context that can be entered many times, once for every recomputation."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]):
         self._contexts = contexts
@@ -211,7 +239,7 @@ def _contexts(
     draws: BlockDraws,
     runs: SecondRuns,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around the forward pass, and around each recomputation."""
+    """Return the contexts around the forward pass and around each recomputation."""
     piece = replay.again(runs.name)
     first: list[AbstractContextManager[Any]] = [piece.first(), draws]
     again: list[AbstractContextManager[Any]] = [piece, draws.again()]
@@ -224,7 +252,7 @@ def _contexts(
         first.append(forward)
         again.append(backward)
     alike = runs.next() if replay.has_numbers else None
-    if alike is not None:  # inside of all, next to what is saved
+    if alike is not None:  # the innermost context, so that its hooks get exactly the tensors that are saved
         first.append(alike)
         again.append(alike.again())
     return _Both(*first), _Both(*again)
@@ -275,7 +303,8 @@ def _recomputed_attention(attention: Callable[..., Any], replay: Replay) -> Call
 
     @wraps(attention)
     def core(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # draws nothing, so that the compiler's own checkpoint will do
+        # Attention draws no random numbers, so the compiler's own checkpoint suffices.
+        if torch.compiler.is_compiling():
             return checkpoint(attention, *args, use_reentrant=False, **kwargs)
         return run(*(_compact(args) if torch.is_grad_enabled() else args), **kwargs)
 
@@ -283,9 +312,9 @@ def _recomputed_attention(attention: Callable[..., Any], replay: Replay) -> Call
 
 
 def _compact(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The same tensors, copied where they are views of something larger, which would be kept with them.
+    """Return the same tensors, copied if they are views of a larger storage, which would be kept with them.
 
-    Values are a slice of the output of the fused projection; queries and keys were turned into memory of their own.
+    Values are a slice of the output of the fused projection; queries and keys have storages of their own.
     """
     needed: dict[int, int] = {}
     for arg in args:
@@ -314,14 +343,15 @@ _EXPENSIVE = frozenset(
         "_scaled_dot_product_fused_attention_overrideable",
     }
 )
-"""Operations of many operations a byte: a product with weights costs 2·(inner width) per element that it writes, fused
-attention twice the sequence. A batched product (plain attention's) is not among them: it writes the square of the
-sequence at 2·(head size) an element."""
+"""Operations with many floating-point operations a byte. A product with weights costs 2·(inner width) per element that
+it writes, fused attention twice the sequence. A batched product (plain attention's) is left out: it writes the square
+of the sequence at 2·(head size) an element."""
 
 
 def _keep_expensive(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    # The name of a variant that writes into given memory has a suffix: what it wrote may be overwritten.
+    # A variant that writes into given memory has a name with a suffix, which is not in the set: its output may be
+    # overwritten, so the output must not be kept.
     is_kept = operation.name().removeprefix("aten::") in _EXPENSIVE
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

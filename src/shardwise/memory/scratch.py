@@ -1,22 +1,23 @@
-"""State on disk: the bytes of a rank that neither the device nor the host has room for, read and written in blocks.
+"""State on disk: bytes of a rank that do not fit on the device or the host, read and written in blocks.
 
     file of a kind      | owner's range, from a multiple of 4096 | the next owner's | ...
     owner's range       | block 0: 8 MiB | block 1 | ... | the rest |
 
-Requests are cut into blocks; a few threads move each straight between the disk and the tensor's memory (``direct_io``).
-The CRC-32 of a block is summed as it is written, kept in memory and compared as it is read: a flipped bit or a lost
-write is an error before anyone has the value. A part of a block is read by way of the whole.
+Requests are cut into blocks; a few threads move each block directly between the disk and the tensor's memory
+(``direct_io``). The CRC-32 of a block is computed when the block is written, kept in memory and compared when the block
+is read: a flipped bit or a lost write is an error before any code gets the value. A part of a block is read by way of
+the whole block.
 
-Requests of one block run in the order in which they were made, so what reads after a write reads what was written.
-Those of different blocks run beside one another, weights' first: the computation waits for them, while masters, moments
-and gradients have until their Unit's next window.
+Requests of one block run in the order in which they were made, so a read after a write returns what was written.
+Requests of different blocks run concurrently, those of weights first: the computation waits for weights, while masters,
+moments and gradients have until their Unit's next window.
 
-Scratch is scratch: it is removed at the end, and whatever the disk does, the checkpoint survives and not it.
+The files are removed at the end. If the disk fails, training resumes from a checkpoint, never from these files.
 
 Paper: ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857.
-Cost:  a read or write of each byte; its CRC on the threads here (``kernels/crc.py``: several times as fast as a disk,
-       with numba; without it about as fast); memory of a block a thread, touched where a tensor does not begin on a
-       page (``aligned_empty`` makes those that do).
+Cost:  a read or write of each byte; its CRC on these threads (``kernels/crc.py``: several times as fast as a disk,
+       with numba; without it about as fast); memory of a block a thread, touched if a tensor does not begin on a
+       page (``aligned_empty`` makes tensors that do).
 """
 
 import atexit
@@ -44,9 +45,9 @@ __all__ = ["BLOCK_BYTES", "DiskScratch"]
 BLOCK_BYTES = 8 * 2**20
 _THREADS = 2
 SPARE_BYTES = _THREADS * BLOCK_BYTES
-"""What the threads of a scratch hold for blocks that do not begin on a page."""
+"""Memory that the threads of a scratch hold for blocks that do not begin on a page."""
 _EXIT_PATIENCE_S = 30.0
-"""For the blocks in hand where a scratch is closed."""
+"""Seconds to wait for the blocks in hand when a scratch is closed."""
 
 Operation = Literal["read", "write"]
 
@@ -59,15 +60,27 @@ class _DiskBlock:
     owner: str
     number: int
     offset: int
-    """In the file."""
+    """Offset of the block in the file."""
     size: int
     checksum: int = 0
     last: Future[None] | None = None
-    """The request after which the next one comes; None where nothing was written yet."""
+    """The last request of the block, which the next request follows, or None if nothing was written yet."""
 
 
 class DiskScratch:
-    """A rank's state on disk: one file a kind ("master", "exp_avg" ...), the owners' ranges one after another."""
+    """A rank's state on disk: one file a kind ("master", "exp_avg" ...), the owners' ranges one after another.
+
+    Args:
+        folder: Folder of the files.
+        rank: Number of the rank.
+        local_ranks: Number of ranks on this host.
+        threads: Number of threads that read and write.
+        block_bytes: Bytes of a block, a multiple of the alignment.
+
+    Raises:
+        ConfigError: If the folder is missing or cannot hold files.
+        UsageError: If another run uses the folder; the error names that run.
+    """
 
     def __init__(
         self,
@@ -77,32 +90,34 @@ class DiskScratch:
         threads: int = _THREADS,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """Claims the folder for this rank and removes what dead runs left there.
-
-        Errors: ConfigError for a folder that is missing or takes no files; UsageError names another run that uses it.
-        """
+        """Claim the folder for this rank and remove the files of dead runs."""
         assert block_bytes % rounded_up(1) == 0, f"a block of {block_bytes} bytes is not whole pages"
         self.bytes_read: Counter[str] = Counter()
-        """Of the blocks that were read, by kind. What they are padded with at their end is not counted."""
+        """Bytes of the blocks that were read, by kind, without the padding at their end."""
         self.bytes_written: Counter[str] = Counter()
         self._block_bytes = block_bytes
         self._blocks: dict[tuple[str, str], list[_DiskBlock]] = {}
         crc32(
             bytes_of(torch.zeros(rounded_up(1), dtype=torch.uint8))
-        )  # compiled here, and not in the first step
+        )  # compile the CRC now, and not in the first step
         spares = [bytes_of(aligned_empty(block_bytes, torch.uint8)) for _ in range(threads)]
         self._folder = ScratchFolder(folder, rank, local_ranks)
         self._threads = _DiskThreads(spares, self._folder)
-        # Dropped and not closed: the threads leave and remove the files. [Note: finalizers]
+        # If the scratch is dropped without ``close``, the threads leave and remove the files. [Note: finalizers]
         weakref.finalize(self, self._threads.crew.ask_to_leave).atexit = False
 
     def reserve(
         self, wanted: Mapping[str, Mapping[str, int]], shares: Mapping[float, int] | None = None
     ) -> None:
-        """Makes the files: kind -> owner -> bytes. Once, before all requests.
+        """Make the files. Called once, before all requests.
 
-        ``shares``: bytes of them by other values of ``offload.fraction``. Errors: ConfigError where the space is not
-        there, with what is needed by all ranks of this host, what is free, and which fraction fits.
+        Args:
+            wanted: Bytes by kind and owner.
+            shares: Bytes that other values of ``offload.fraction`` would need, for the error.
+
+        Raises:
+            ConfigError: If the space is missing. The error states the need of all ranks of this host, the free
+                space, and a fraction that fits.
         """
         assert not self._folder.files, "the space of a scratch is reserved once"
         sizes: dict[str, int] = {}
@@ -119,22 +134,37 @@ class DiskScratch:
         self._folder.reserve(sizes, shares)
 
     def read(self, kind: str, owner: str, into: Tensor, first: int = 0) -> Future[None]:
-        """Fills ``into`` from byte ``first`` of the owner's range. Nobody may touch it until the future is done.
+        """Begin to fill a tensor from an owner's range; the tensor may not be used until the future is done.
 
-        The future's errors: DamagedStateError where the bytes are not those that were written; TierError where the disk
-        fails. After the first error of a scratch every request fails with it.
+        Args:
+            kind: Kind of the state.
+            owner: Name of the owner.
+            into: The tensor, contiguous and on the CPU.
+            first: First byte in the owner's range.
+
+        Returns:
+            A future. Its errors are DamagedStateError if the bytes are not those that were written, and
+            TierError if the disk
+            fails. After the first error of a scratch every request fails with the same error.
         """
         return self._ask("read", kind, owner, into, first)
 
     def write(self, kind: str, owner: str, source: Tensor, first: int = 0) -> Future[None]:
-        """Whole blocks, from byte ``first`` of the owner's range. ``source`` may not change until the future is done.
+        """Begin to write whole blocks of an owner's range; the tensor may not change until the future is done.
 
-        Errors: as of ``read``.
+        Args:
+            kind: Kind of the state.
+            owner: Name of the owner.
+            source: The tensor, contiguous and on the CPU.
+            first: First byte in the owner's range.
+
+        Returns:
+            A future with the errors of ``read``.
         """
         return self._ask("write", kind, owner, source, first)
 
     def close(self) -> None:
-        """Removes the files. Requests that have not begun fail; safe to call twice."""
+        """Remove the files; requests that have not begun fail, and a second call does nothing."""
         self._threads.end()
 
     def _ask(self, operation: Operation, kind: str, owner: str, tensor: Tensor, first: int) -> Future[None]:
@@ -218,22 +248,23 @@ class DiskScratch:
 
 
 _Job = Callable[[Bytes], None]
-"""Moves one block. Given spare memory of its thread; raises nothing."""
+"""Function that moves one block, with the spare memory of its thread; it raises nothing."""
 
 
 class _Jobs:
-    """Jobs that wait for a thread: the urgent ones first, and those of a kind in the order in which they came.
+    """Jobs that wait for a thread: urgent jobs first, and jobs of equal urgency in their order.
 
-    A finalizer puts jobs too, so the queues are SimpleQueues, which the collector may enter at any point."""
+    A finalizer puts jobs too, so the queues are SimpleQueues, which the collector may enter at any point.
+    """
 
     def __init__(self) -> None:
         self._urgent: SimpleQueue[_Job] = SimpleQueue()
         self._others: SimpleQueue[_Job | None] = SimpleQueue()
         self._came: SimpleQueue[None] = SimpleQueue()
-        """As many as there are jobs in both."""
+        """As many items as there are jobs in both queues."""
 
     def put(self, job: _Job | None, is_urgent: bool = False) -> None:
-        """One more; None is the last of a thread."""
+        """Add a job; None makes the thread that takes it leave."""
         if is_urgent and job is not None:
             self._urgent.put(job)
         else:
@@ -241,7 +272,7 @@ class _Jobs:
         self._came.put(None)
 
     def get(self) -> _Job | None:
-        """The next one, as soon as there is one."""
+        """Return the next job, and wait if there is none."""
         self._came.get()
         try:
             return self._urgent.get_nowait()
@@ -250,11 +281,13 @@ class _Jobs:
 
 
 class _DiskCrew:
-    """The threads themselves, their queue and the folder, which the last thread to leave ends: no file is closed while
-    a thread may still use its descriptor.
+    """The threads of a scratch, their queue and the folder.
 
-    Threads and exit handlers refer to a crew for as long as they exist. So a crew refers neither to its scratch nor to
-    an error, whose traceback refers to the scratch: a scratch that is dropped could not be collected.
+    The last thread to leave ends the folder, so that no file is closed while a thread may still use its
+    descriptor.
+
+    Threads and exit handlers refer to a crew for as long as they exist. So a crew refers neither to its scratch
+    nor to an error, whose traceback refers to the scratch: otherwise a dropped scratch could not be collected.
     """
 
     def __init__(self, spares: Sequence[Bytes], folder: ScratchFolder) -> None:
@@ -271,13 +304,16 @@ class _DiskCrew:
         atexit.register(self.end)
 
     def ask_to_leave(self) -> None:
-        """Have each thread leave after the jobs that were put before. Called by a finalizer: takes no lock and waits
-        for nothing; a scratch that is collected has no jobs left, because each of them refers to it."""
+        """Make each thread leave after the jobs that were put before.
+
+        A finalizer calls this function, so it takes no lock and waits for nothing. A collected scratch has no
+        jobs left, because each job refers to the scratch.
+        """
         for _ in self._threads:
             self.jobs.put(None)
 
     def end(self) -> None:
-        """Remove the files, after the jobs that were put before. Does nothing in a fork."""
+        """Remove the files, after the jobs that were put before; do nothing in a fork."""
         if not self._folder.is_ours():
             return
         self.ask_to_leave()
@@ -297,21 +333,29 @@ class _DiskCrew:
 
 
 class _DiskThreads:
-    """Runs jobs in threads: of those that nothing holds up the urgent ones, then in the order in which they came."""
+    """The threads of a scratch, with the order and the first error of its requests.
+
+    Jobs that wait for no earlier request run by urgency, then in their order.
+
+    Args:
+        spares: Spare memory of each thread, allocated by the caller: a thread that failed to allocate would
+            leave requests waiting.
+        folder: The folder of the files.
+    """
 
     def __init__(self, spares: Sequence[Bytes], folder: ScratchFolder) -> None:
-        """``spares``: of each thread. One that found no memory for its own would be missed by those that wait."""
+        """Start one thread for each piece of spare memory."""
         self.order = threading.RLock()
         self.failure: BaseException | None = None
-        """What all jobs that have not begun fail with."""
+        """The error with which all jobs fail that have not begun."""
         self.crew = _DiskCrew(spares, folder)
         self._folder = folder
 
     def submit_behind(
         self, before: Future[None] | None, is_urgent: bool, run: Callable[[Bytes], None], done: Future[None]
     ) -> None:
-        """Submit ``run`` as soon as ``before`` is over, whose error its own requester receives. No thread waits."""
-        # Let go of when it begins: a future keeps its callbacks, and ``run`` its tensor's memory.
+        """Submit ``run`` as soon as ``before`` is over, whose error only its own requester gets. No thread waits."""
+        # Popped when the job begins: a future keeps its callbacks, and ``run`` would keep its tensor's memory.
         held = [run]
 
         def submit(_: Future[None] | None) -> None:
@@ -328,14 +372,14 @@ class _DiskThreads:
             before.add_done_callback(submit)
 
     def fail(self, error: BaseException) -> BaseException:
-        """The first error."""
+        """Record an error if it is the first, and return the first error."""
         with self.order:
             if self.failure is None:
                 self.failure = error
             return self.failure
 
     def end(self) -> None:
-        """Remove the files, after the jobs in hand; the others fail. Does nothing in a fork."""
+        """Remove the files after the running jobs; the other jobs fail. Do nothing in a fork."""
         if self._folder.is_ours():
             self.fail(
                 TierError("state on disk was closed while requests were under way, or before they were made")
@@ -344,7 +388,10 @@ class _DiskThreads:
 
 
 def _all_done(parts: list[Future[None]]) -> Future[None]:
-    """Done when all are, with the first one's error: until then threads may touch the request's memory."""
+    """Return a future that is done when all parts are, with the first part's error.
+
+    Threads may use the request's memory until all parts are done.
+    """
     whole: Future[None] = Future()
     whole.set_running_or_notify_cancel()
     left, lock = len(parts), threading.Lock()

@@ -1,13 +1,13 @@
-"""What a piece that runs again finds as its first run did: states of generators, and a block's buffers.
+"""State that a repeated piece finds as its first run did: states of generators, and a block's buffers.
 
-Both are contexts, entered around the first run; ``again`` gives one for every further run, which leaves behind what it
-found. The engine's own random numbers come back by ``replay.py``. What else a block keeps from pass to pass (a counter
-in an attribute, a tensor of the pass before) cannot be put back: in the first passes of a block the tensors that its
-second run computes for the backward pass are compared with those of the first (``SavedAlike``), and a block whose runs
-differ is refused by name.
+Both are contexts, entered around the first run; ``again`` returns a context for every further run, which leaves the
+state as it found it. The engine's own random numbers are restored by ``replay.py``. Other state that a block keeps from
+pass to pass (a counter in an attribute, a tensor of the pass before) cannot be restored. So in the first passes of a
+block the tensors that its second run computes for the backward pass are compared with those of the first
+(``SavedAlike``), and a block whose runs differ is refused by name.
 
-Cost: torch's states are read twice a pass (5 kB on a CPU), and kept where something was drawn, those of Python and
-      numpy in the first passes, and later where these drew; small buffers, and those that change, are copied once a
+Cost: torch's states are read twice a pass (5 kB on a CPU), and kept if something was drawn, those of Python and
+      numpy in the first passes, and later if these drew; small buffers, and those that change, are copied once a
       pass. Tensors are compared in ``_COMPARED`` passes of each block, by a sample of their elements.
 """
 
@@ -25,25 +25,27 @@ from shardwise.memory.generators import Generators, States
 from shardwise.plan.errors import UsageError
 
 _COMPARED = 4
-"""Passes of a block whose second run is compared."""
+"""Number of passes of a block whose second run is compared."""
 _SAMPLE = 1 << 8
-"""Elements of a tensor that are compared, at most."""
+"""Most elements of a tensor that are compared."""
 _SMALL_BYTES = 1 << 16
-"""Buffers up to this size are copied in every pass, whether they have changed before or not."""
+"""Largest buffers that are copied in every pass, whether they have changed before or not."""
 
 
 class BlockDraws(AbstractContextManager[None]):
-    """What a piece draws from ``generators``, its second run draws, too. Entered around the first run, ``again`` around
-    every further one.
+    """The context around a piece's first run, whose draws every further run repeats.
 
-    Keyed dropout draws nothing there, so most pieces leave the states alone; then the second run does, too. torch's own
-    checkpoint sets and restores the states of host and device in any case.
+    Keyed dropout draws nothing from the generators, so most pieces leave the states unchanged; then the second
+    run does so too. torch's own checkpoint sets and restores the states of host and device in any case.
+
+    Args:
+        generators: The generators that the piece may draw from.
     """
 
     def __init__(self, generators: Generators):
         self._generators = generators
         self._before: States = {}
-        """States that the first run began with, where it has drawn."""
+        """States with which the first run began, if it has drawn."""
 
     def __enter__(self) -> None:
         self._before = self._generators.look()
@@ -53,11 +55,15 @@ class BlockDraws(AbstractContextManager[None]):
             self._before = {}
 
     def again(self) -> "_Redrawn":
-        """Return a context in which the states are as they were."""
+        """Return the context for a further run, in which the states are as in the first run."""
         return _Redrawn(self)
 
     def rewind(self) -> States:
-        """Go back to where the first run began, if it drew; return the states now, for ``put``."""
+        """Set the states with which the first run began, if it drew.
+
+        Returns:
+            The states before the call, for ``put``; empty if the first run did not draw.
+        """
         if not self._before:
             return {}
         slow = [name for name in ("python", "numpy") if name in self._before]
@@ -66,7 +72,7 @@ class BlockDraws(AbstractContextManager[None]):
         return held
 
     def put(self, states: States) -> None:
-        """Let the generators stand there; nothing where ``states`` is empty."""
+        """Set the generators to ``states``; do nothing if ``states`` is empty."""
         self._generators.put(states)
 
 
@@ -85,9 +91,13 @@ class _Redrawn(AbstractContextManager[None]):
 class BlockBuffers:
     """The buffers of one block: batch statistics, counters, codebooks, the vectors of a spectral norm.
 
-    What the forward pass changes in them stands once: a second run begins with the values that the first one saw, or
-    it would compute other numbers, and what it changes is dropped. The first pass shows which buffers change; of those,
-    and of all that are small, a pass keeps a copy until its backward pass.
+    A change that the forward pass makes must count once. So a second run begins with the values that the first
+    run read, or it would compute other numbers, and its changes are dropped. The first pass shows which buffers
+    change; a pass keeps a copy of these and of all small buffers until its backward pass.
+
+    Args:
+        block: The block.
+        name: Name of the block in errors.
     """
 
     def __init__(self, block: nn.Module, name: str):
@@ -95,10 +105,10 @@ class BlockBuffers:
         self._name = name
         self._modules: list[nn.Module] = []
         self._changing: set[tuple[int, str]] | None = None
-        """(module by its place, name) of what a pass has changed; None before the first pass."""
+        """(index of the module, name) of the buffers that a pass has changed; None before the first pass."""
 
     def before(self) -> "_Snapshot":
-        """The values now, at the beginning of a pass."""
+        """Return the context around a pass's first run, with copies of the present values."""
         if self._changing is None:
             self._modules = list(self._block.modules())
         held = list(self._each())
@@ -112,16 +122,20 @@ class BlockBuffers:
         return _Snapshot(self, kept, versions, keeps_all)
 
     def note(self, snapshot: "_Snapshot") -> None:
-        """After the first run: which buffers has it changed?
+        """Record the buffers that the first run has changed.
 
-        Errors: UsageError where a large one changes that did not change in the first pass.
+        Args:
+            snapshot: The values before the run.
+
+        Raises:
+            UsageError: If a large buffer changed that did not change in the first pass.
         """
         changing = set() if self._changing is None else self._changing
         for place, name, buffer in self._each():
             key = (place, name)
             before, version = snapshot.versions.get(key, (None, 0))
             changed = buffer is not before or buffer._version != version
-            # A write by way of .data counts no version.
+            # A write through .data does not change the version, so the first pass compares values.
             if not changed and snapshot.is_first:
                 changed = not torch.equal(buffer, snapshot.kept[key])
             if not changed:
@@ -138,7 +152,7 @@ class BlockBuffers:
         self._changing = changing
 
     def put(self, values: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
-        """Let the block hold ``values``; returns what it held in their places."""
+        """Set the block's buffers to ``values`` and return the buffers that were replaced."""
         held = {}
         for (place, name), value in values.items():
             buffers = self._modules[place]._buffers
@@ -155,7 +169,7 @@ class BlockBuffers:
 
 @dataclass
 class _Snapshot(AbstractContextManager[None]):
-    """A pass: entered around its first run; ``again`` around every further one."""
+    """The context around a pass's first run; ``again`` returns the context for every further run."""
 
     buffers: BlockBuffers
     kept: dict[tuple[int, str], Tensor]
@@ -163,7 +177,7 @@ class _Snapshot(AbstractContextManager[None]):
     is_first: bool
 
     def __enter__(self) -> None:
-        """The values were taken already."""
+        """Do nothing: ``BlockBuffers.before`` has copied the values."""
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
         if kind is None:
@@ -171,7 +185,7 @@ class _Snapshot(AbstractContextManager[None]):
         self.versions.clear()
 
     def again(self) -> "_Before":
-        """With the buffers as they were."""
+        """Return a context in which the buffers are as before the first run."""
         return _Before(self)
 
 
@@ -192,21 +206,31 @@ class _Before(AbstractContextManager[None]):
 
 
 class SecondRuns:
-    """The second runs of one piece of a model, as ``name`` tells it: whether they are compared still."""
+    """The second runs of one piece of a model, which are compared in the first passes.
+
+    Args:
+        name: Name of the piece in errors.
+    """
 
     def __init__(self, name: str):
         self.name = name
         self._passes = 0
 
     def next(self) -> "SavedAlike | None":
-        """Return what compares the runs of the pass that begins; None after the first passes."""
+        """Return the comparison of the pass that begins, or None after the first passes."""
         self._passes += 1
         return SavedAlike(self.name) if self._passes <= _COMPARED else None
 
 
 class SavedAlike(AbstractContextManager[None]):
-    """The tensors that the runs of one pass save for the backward pass, by samples. Entered around the first run,
-    ``again`` around every further one, inside of torch's own hooks, which are called on."""
+    """The comparison of the tensors that the runs of one pass save for the backward pass, by samples.
+
+    The context is entered around the first run, and ``again`` around every further run, inside torch's own
+    hooks, which are called too.
+
+    Args:
+        name: Name of the piece in errors.
+    """
 
     def __init__(self, name: str):
         self._name = name
@@ -226,7 +250,8 @@ class SavedAlike(AbstractContextManager[None]):
         pack, unpack = outer
 
         def looked(tensor: Tensor) -> Any:
-            with torch.no_grad(), _disable_current_modes():  # selective recomputation counts operations
+            # Modes are disabled because selective recomputation counts operations.
+            with torch.no_grad(), _disable_current_modes():
                 look(tensor.detach())
             return pack(tensor)
 
@@ -235,12 +260,12 @@ class SavedAlike(AbstractContextManager[None]):
         self._hooks.append(hooks)
 
     def again(self) -> "_SavedAgain":
-        """Return a context for a further run."""
+        """Return the context for a further run."""
         return _SavedAgain(self)
 
     def _compare(self, place: int, tensor: Tensor) -> None:
         if place >= len(self._first):
-            return  # torch says so
+            return  # torch raises the error for another number of saved tensors
         first, now = self._first[place], _sample(tensor)
         if first is None or now is None:
             return
@@ -265,7 +290,15 @@ _SAMPLED = ("cpu", "cuda", "xpu")
 
 
 def different(name: str, how: str) -> str:
-    """Return the words for a piece ``name`` whose second run is not its first."""
+    """Return the text of the error for a piece whose second run differs from its first.
+
+    Args:
+        name: Name of the piece.
+        how: The difference, as a verb phrase.
+
+    Returns:
+        The text, with remedies.
+    """
     return (
         f"recompute: {name} {how}, so its gradients would be wrong. It keeps something from one run to the next that "
         "is neither a buffer nor a random generator of torch, Python or numpy in an attribute: a counter or a tensor "
@@ -275,9 +308,9 @@ def different(name: str, how: str) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """Return a copy of some elements, evenly spread; None for tensors without numbers.
+    """Return a copy of some elements, evenly spread, or None for a tensor without numbers.
 
-    Backends that dispatch in Python cannot copy inside of the hook that is given what autograd saves.
+    Backends that dispatch in Python cannot copy inside the hook that autograd calls with a saved tensor.
     """
     if (
         tensor.device.type not in _SAMPLED
@@ -291,7 +324,7 @@ def _sample(tensor: Tensor) -> Tensor | None:
 
 
 def _are_close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Up to what sums in another order may change."""
+    """Return True if two samples differ by no more than sums in another order may."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return bool(torch.equal(a, b))
     a, b = (

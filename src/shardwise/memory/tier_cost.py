@@ -1,4 +1,6 @@
-"""Cost of state on a tier: bytes of a step that move, or are updated there; tests compare the counts.
+"""Cost of state on a tier: bytes of a step that move, or are updated on the tier.
+
+A test compares the formulas with counted bytes.
 
 Of a bucket with E owned elements, w, g, m bytes of a weight, a gradient, a master or moment each, M moments, n windows
 of its Unit in a step:

@@ -1,11 +1,11 @@
-"""A function of single tokens, a tile of tokens at a time, computed again in the backward pass.
+"""A function of single tokens, computed a tile of tokens at a time and computed again in the backward pass.
 
-    y[tile] = f(x[tile], W)                       forward: nothing is kept but x
+    y[tile] = f(x[tile], W)                       forward: only x is kept
     dx[tile], dW += Jᵀ dy[tile]                   backward: f runs again for a tile, and is differentiated there
 
-What f makes on its way exists for one tile of tokens. The sums dW are kept in fp32 (fp64 for fp64) and leave once, for
-all tiles are one function of autograd: tiles with backward passes of their own would hand each parameter as many
-gradients, and a Unit that has got its first ones reduces.
+Intermediate results of f exist for one tile of tokens. The sums dW are kept in fp32 (fp64 for fp64) and returned once,
+because all tiles are one function of autograd. Tiles with separate backward passes would give each parameter one
+gradient per tile, but a Unit begins its reduction after each parameter's first gradient.
 
 Paper: Kitaev et al. 2020, arXiv:2001.04451, section 4 (chunks of a feed-forward part).
 Cost:  one more forward pass of f; weights' gradients of one tile beside their sums.
@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from shardwise.memory.replay import Replay
 
 Place = tuple[nn.Module, str]
-"""Of a parameter: its module, and its name there."""
+"""A parameter: its module, and its name in that module."""
 OfTile = Callable[[Tensor, int], Tensor]
-"""(rows of x, which begin at that row of it) -> what becomes of them: [C, D], [] -> [C, ...]."""
+"""Function of a tile: (rows of x [C, D], index of their first row) -> result [C, ...]."""
 
 
 @_disable_dynamo
@@ -39,9 +39,18 @@ def tiled(
     replay: Replay,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Tensor:
-    """``function`` of ``x`` [..., D], ``tokens`` rows at a time; of what is trained it uses what lies at ``places``.
+    """Return ``function`` of ``x``, computed ``tokens`` rows at a time.
 
-    ``inside`` is entered around each run of it.
+    Args:
+        places: The trained parameters that ``function`` uses.
+        function: The function of a tile.
+        x: Input [..., D].
+        tokens: Rows in a tile.
+        replay: The position of random numbers, which the second run restores.
+        inside: Function that returns a context around each run of ``function``.
+
+    Returns:
+        Result [..., D'].
     """
     kind = x.device.type
     autocast = partial(
@@ -58,7 +67,7 @@ def tiled(
 
 
 class _TiledRun:
-    """A function, its parameters' places, and what goes around it."""
+    """A function of tiles, its parameters, and the contexts around its runs."""
 
     def __init__(
         self,
@@ -77,12 +86,12 @@ class _TiledRun:
         self.autocast = autocast
 
     def starts(self, x: Tensor) -> Iterator[tuple[slice, int]]:
-        """The tiles of ``x`` [N, D], and their first rows."""
+        """Return the tiles of ``x`` [N, D] with the indices of their first rows."""
         return ((slice(start, start + self.tokens), start) for start in range(0, len(x), self.tokens))
 
     @contextmanager
     def holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """The modules hold ``weights`` in the places of their parameters."""
+        """Replace the modules' parameters by ``weights`` inside the context."""
         before = [owner._parameters[key] for owner, key in self.places]
         self._put(weights)
         try:

@@ -1,8 +1,9 @@
-"""Parameters that tell when ``p.data`` is read: the one way to their memory that moves no version counter.
+"""Parameters that report reads of ``p.data``, the only access to their memory that changes no version counter.
 
-An edit of ``p`` itself moves the counter of the parameter, which is compared at the step. ``p.data`` hands out the same
-memory under a counter of its own, so the reading is what can be seen; whether anything was written is found later, by
-comparing numbers. The watch is a class of the parameter with one property, so that operations cost what they did.
+An edit of ``p`` itself changes the parameter's version counter, which is compared at the step. ``p.data`` returns the
+same memory with a separate counter, so only the read can be detected. Whether anything was written is found later, by
+comparing numbers. The watch is a class of the parameter with a single property, so that operations cost the same as
+before.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
 class Watched:
-    """Mixed into the class of a Parameter whose ``data`` is watched."""
+    """Mixin for the class of a Parameter whose ``data`` is watched."""
 
     _plain: type
 
@@ -23,12 +24,12 @@ class Watched:
 def watch_data(
     parameters: Sequence[nn.Parameter], seen: Callable[[Tensor], None], classes: dict[type, type]
 ) -> None:
-    """Call ``seen(parameter)`` before each reading of ``parameter.data``, until ``unwatch_data``.
+    """Call ``seen(parameter)`` before each read of ``parameter.data``, until ``unwatch_data``.
 
     Args:
-        parameters: what is watched.
-        seen: the same in every call with the same ``classes``.
-        classes: keeps the classes that were made, by the parameters' own.
+        parameters: The parameters to watch.
+        seen: The callback, which must be the same in every call with the same ``classes``.
+        classes: Cache of the classes that were made, by the parameters' own classes.
     """
     for parameter in parameters:
         own = _plain(type(parameter))
@@ -38,13 +39,13 @@ def watch_data(
 
 
 def unwatch_data(parameters: Sequence[nn.Parameter]) -> None:
-    """Stop watching these parameters: ``watch_data`` no longer applies."""
+    """Stop watching these parameters."""
     for parameter in parameters:
         parameter.__class__ = _plain(type(parameter))
 
 
 def _plain(own: type) -> Any:
-    """Return the class below a watched one; a class on top of that (memory/absent.py) stays."""
+    """Return the class below a watched class; a class on top of the watched class (memory/absent.py) stays."""
     return vars(own).get("_plain", own)
 
 
