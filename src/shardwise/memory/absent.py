@@ -114,7 +114,7 @@ class AbsentTrace:
     """Records of the absent values of one pass, and the text of errors about them.
 
     Args:
-        where: Begin of every error.
+        where: Beginning of every error.
         advice: Last sentence of every error.
         names: Names of modules by identity.
         error: Class of the errors.

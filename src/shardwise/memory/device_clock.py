@@ -25,7 +25,7 @@ class DeviceClock:
 
     Raises:
         RuntimeError: If torch cannot time events on the device.
-        NotImplementedError: If torch has no events for the device.
+        NotImplementedError: If torch cannot time events on the device.
     """
 
     runs_behind = True

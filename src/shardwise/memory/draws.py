@@ -125,9 +125,6 @@ class PassDraws:
             microbatch: Index of the microbatch.
             trains: True for a training pass.
 
-        Yields:
-            None.
-
         Raises:
             UsageError: If the pass drew from unequal states, after passes that did not draw.
         """
@@ -162,9 +159,6 @@ class PassDraws:
         Args:
             step: The optimizer step.
             trains: True for a training walk.
-
-        Yields:
-            None.
         """
         if not self._gives(trains):
             yield

@@ -28,9 +28,9 @@ def find_blocks(
 ) -> tuple[str, ...]:
     """Return the names of the modules that can be distributed over stages.
 
-    These are the layers of a list, or else the children of the heaviest container. If ``uses`` shows that the
-    children take more than each other's output, the heaviest other container with at least a quarter of that
-    weight is taken whose children do not.
+    These are the layers of a list, or else the children of the heaviest container. If ``uses`` shows that these
+    children take more than each other's output, the heaviest other container whose children do not is taken,
+    provided that it has at least a quarter of the weight.
 
     Args:
         model: The model.

@@ -11,8 +11,8 @@ The message of a gradient is the list of gradients of the tensors that require o
 tensors that had no part in the loss, followed by an optional number [] about the microbatch (executor.py). Its text is
 empty.
 
-Between devices the text and the shapes are left out if both ends know them (comm/agreed.py): both ends know the
-``likeness`` of a microbatch.
+Between devices the text and the shapes are left out if both ends have stored them before (comm/agreed.py), under the
+``likeness`` of the microbatch, which both ends compute.
 
 A stage that cannot run sends the reason in place of its next message to each neighbour, which passes it on:
 

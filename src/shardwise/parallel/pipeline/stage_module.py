@@ -285,7 +285,7 @@ def kind_of(value: Any) -> Hashable:
     """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
-    if isinstance(value, Ragged):  # how many keys the samples have differs from batch to batch
+    if isinstance(value, Ragged):  # the number of keys is left out, because it differs from batch to batch
         return Ragged, value.samples, value.values.dtype, value.weights is not None
     if isinstance(value, Mapping):
         return tuple((str(key), kind_of(each)) for key, each in value.items())

@@ -348,7 +348,7 @@ class AbsentLeaf(Foreign):
         what = f"the output of {self._name!r}, which lives on another stage,"
         own = next((each.dtype for each in outline.parameters() if each.is_floating_point()), None)
         width = getattr(outline, "embedding_dim", getattr(outline, "out_features", None))
-        if isinstance(width, int) and given is not None and own is not None:  # also where it is cut over "tp"
+        if isinstance(width, int) and given is not None and own is not None:  # right if cut over "tp" too
             shape = given.shape if hasattr(outline, "embedding_dim") else given.shape[:-1]
             result: Any = torch.empty((*shape, width), dtype=own, device="meta")
         else:

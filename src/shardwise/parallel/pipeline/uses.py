@@ -60,8 +60,8 @@ class Uses:
     def runs_in_a_row(self, blocks: Sequence[str]) -> bool:
         """Return True if the blocks can be cut from each other.
 
-        Each block must run once, in order. A block may take no tensor, apart from the output of the block
-        before, that a module with parameters computed before that block began.
+        Each block must run once, in order. Apart from the output of the block before, a block may take no
+        tensor that a module with parameters had computed when that earlier block began.
 
         Args:
             blocks: Names of the blocks, in order.

@@ -69,7 +69,7 @@ def _big_code(module: Any) -> dict[str, str] | None:
 def _neox_japanese(module: Any) -> dict[str, str]:
     heads = module.num_attention_heads
     return {
-        "": "replicate num_attention_heads hidden_size",  # its bias is for what it gives
+        "": "replicate num_attention_heads hidden_size",  # its own bias belongs to its output, which is whole
         ".query_key_value": f"column {heads}",
         ".dense": f"row {heads}",
     }

@@ -233,7 +233,7 @@ def dropout_cuts(
         table: The styles of its modules.
         index: Index of the rank on the "tp" axis.
         ranks: Size of the "tp" axis.
-        sequence: True if the sequence is cut, if the table allows a cut.
+        sequence: True to cut the sequence, if the table allows a cut.
 
     Returns:
         The parts; dropouts with a whole input are left out.
@@ -310,7 +310,7 @@ def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:
     for around in _around(name):
         style = by_module.get(around)
         if style is not None and style.kind is not None:
-            # A style that cuts is one module's; one that does not holds for all inside.
+            # A style that cuts applies to its module only; any other style applies to all modules inside too.
             return style if around == name or style.kind in ("sequence", "partial", "replicate") else None
     return None
 

@@ -118,7 +118,7 @@ def _placed(targets: Tensor, first: int, held: int, vocabulary: int) -> tuple[Te
     that count in the loss, and ``owned`` marks the counted rows whose target lies on this rank.
     """
     counts = targets != IGNORE
-    # Targets of other ranks are masked; those of no rank must still fail in gather, on every rank.
+    # Targets of other ranks are masked; targets outside the vocabulary must still fail in gather, on every rank.
     columns = targets - first
     foreign = (targets < vocabulary) & (targets >= 0) & ((columns < 0) | (columns >= held))
     columns = columns.masked_fill(foreign | ~counts, 0).masked_fill((targets >= vocabulary), -1)

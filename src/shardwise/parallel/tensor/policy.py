@@ -1,4 +1,4 @@
-"""TensorPolicy: how the matrices of a layer are cut along "tp"."""
+"""TensorPolicy: the cut of a layer's matrices along "tp"."""
 
 from shardwise.plan.policy import Policy
 

@@ -162,7 +162,7 @@ def _bert(model: nn.Module) -> Table | None:
         if attention is None or not all(isinstance(modules.get(key), nn.Linear) for key in linears):
             return None
         if getattr(layer, "attention_type", "original_full") != "original_full":
-            return None  # BigBird's blocks of attention count heads by the configuration.
+            return None  # BigBird's block-sparse attention reads the number of heads from the configuration.
         if not (hasattr(attention, "num_attention_heads") and hasattr(attention, "all_head_size")):
             return None  # Longformer has other attribute names, and extra weights for global tokens.
         heads = attention.num_attention_heads
@@ -446,7 +446,7 @@ def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
 
 
 def _inside(name: str, rows: Mapping[str, str]) -> bool:
-    """Return True for a module with a row, or inside a module whose row does more than cut or join the sequence."""
+    """Return True if a module, or a module around it, has a row without ``enter`` and ``leave``."""
     around = name
     while around:
         if around in rows and "enter" not in rows[around] and "leave" not in rows[around]:

@@ -55,7 +55,7 @@ class BucketState:
         views = ParameterViews(layout, parameters, what, dtypes.compute, around.device)
         self.views = views
         self.owned_range = around.owned_range
-        """(index, count): this rank's master is range ``index`` of ``count`` equal ranges."""
+        """Index and count: this rank's master is range ``index`` of ``count`` equal ranges."""
         self.state: TierState | None = None
         """State on another tier than the device (master, ``moments``, perhaps the weight), or None."""
         kinds = self._kinds_on_tier(moments)
@@ -130,9 +130,6 @@ class BucketState:
         Args:
             changes: True to write changes back to the tier.
             kinds: Kinds of state to open; None for all.
-
-        Yields:
-            None.
         """
         self.weight.finish_update()
         if self.state is None:

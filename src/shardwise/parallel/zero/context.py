@@ -77,7 +77,7 @@ class BucketContext:
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """(index, count): this rank's master is range ``index`` of ``count`` equal ranges."""
+        """Index and count: this rank's master is range ``index`` of ``count`` equal ranges."""
         return (self.shard.index, self.shard.size) if self.strategy.cuts_master else (0, 1)
 
     def own_range(self, layout: Bucket) -> slice:

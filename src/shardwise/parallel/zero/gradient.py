@@ -241,7 +241,7 @@ class Gradient:
 
     def mark(self) -> None:
         """Put a sentinel that cannot be read into ``p.grad`` of every parameter with a gradient since the last step."""
-        with torch._C.DisableTorchFunctionSubclass():  # else a withheld parameter raises an error
+        with torch._C.DisableTorchFunctionSubclass():  # a withheld parameter's Python override is slow
             for parameter, mark, used in zip(self.views.parameters, self._marks, self.used, strict=True):
                 if used:
                     parameter.grad = mark

@@ -2,8 +2,8 @@
 
 In a user's own loop the user's Python sets the order of the Units. So the hooks find the Unit's place in the list:
 
-    forward hook before Unit u      run the list up to F(u)          hook on the outputs of u       ... up to B(u)
-    forward hook after Unit u       run the Actions that close u     last gradient of u accumulated  run what closes u
+    forward hook before Unit u      run the list up to F(u)          hook on the outputs of u        run up to B(u)
+    forward hook after Unit u       run the Actions that close u     last gradient of u accumulated  close u
     end of the forward pass         run the rest                     end of the backward pass        run the rest
 
 [step 1] to [step 9] are numbers of the drawing in docs/design.md; the other steps are in engine/step.py.
@@ -178,8 +178,8 @@ class UnitHooks:
         """True after a foreign backward pass with a graph. See [Note: second derivatives]."""
         self._root_is_held = False
         self.adopts: Callable[[], bool] | None = None
-        """Callback at a backward pass that the engine did not begin; returns True after making it one of the
-        engine's (plain_backward.py)."""
+        """Callback at a backward pass that the engine did not begin; returns True if the pass now belongs to the
+        engine (plain_backward.py)."""
         units = {id(state.module) for state in self.states}
         self._inside = [list(_own_modules(state.module, units)) for state in self.states]
         """Modules of each Unit, without the modules of Units inside it."""
@@ -584,7 +584,7 @@ class UnitHooks:
         before, after = apart(self._before_forward), apart(self._after_forward)
         for state in self.states:
             index = state.unit.index
-            # The lists need a window for the root even where it holds no parameter itself.
+            # The lists need a window for the root even if the root holds no parameter itself.
             self._installed.handles += [
                 # Before all other hooks: a hook of the user's (weight_norm, say) reads the weights.
                 state.module.register_forward_pre_hook(ModuleHook(before, index), prepend=True),
@@ -607,7 +607,7 @@ class UnitHooks:
 
     def _land_last(self) -> None:
         """Move the accumulation hooks behind the user's own hooks, including hooks that were registered later."""
-        with torch._C.DisableTorchFunctionSubclass():  # else a released parameter raises an error
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter's Python override is slow
             for parameter, key in self._installed.landing:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if len(hooks) > 1 and next(reversed(hooks)) != key and key in hooks:
@@ -626,7 +626,7 @@ class UnitHooks:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if state.window is Window.FORWARD or (index == 0 and self._pass is Pass.FORWARD):
-                return function(*args, **kwargs)  # from its own forward
+                return function(*args, **kwargs)  # called inside the forward, which has gathered the weights
             if index == 0:
                 return self.run_as_forward(function, args, kwargs)
             self._before_forward(index, module, args)

@@ -30,7 +30,7 @@ class Marks:
         Raises:
             UsageError: If a frozen parameter requires a gradient now.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # else a released parameter raises an error
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter's Python override is slow
             thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""ZeroPolicy: how model state is cut along the data-parallel axes."""
+"""ZeroPolicy: the cut of model state along the data-parallel axes."""
 
 from typing import Literal
 

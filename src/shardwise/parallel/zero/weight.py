@@ -490,7 +490,7 @@ class Weight:
                 mine.copy_(torch.where(kept, mine, new.to(mine.dtype)))
 
     def give_back(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Leave the parameters with their full values in memory of their own, because the engine ends.
+        """Leave the parameters with their full values in the given dtypes, because the engine ends.
 
         The values come from the master if the master is more precise than the weight. Collective if the source
         is cut.

@@ -113,7 +113,7 @@ class UnitWindows:
         self.on_recall(self.of(action).unit.name)
 
     def reduce(self, action: Action) -> None:
-        """Run REDUCE: begin to sum the gradients over the ranks into the buffers beside the masters."""
+        """Run REDUCE: begin to sum the Unit's gradients over the ranks."""
         state = self.of(action)
         for bucket in state.buckets:
             if bucket.layout.key.trained:
