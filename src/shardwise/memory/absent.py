@@ -19,8 +19,7 @@ An error names the absent value, the module whose forward used it, and the line 
 
 Cost: an Absent operation takes Python's time (tens of microseconds), so stages make Absent tensors only in the first
 pass of each kind; ``withhold`` costs a quarter of a microsecond per parameter and release. Operations on values that
-are
-in memory cost nothing extra.
+are in memory cost nothing extra.
 """
 
 import copy

@@ -22,8 +22,7 @@ too: a tensor without memory shares the version counter of a moved tensor.
 [Note: parts along tp]
 A storage that is equal on all ranks of "tp" (memory/alike.py), with an uncut sequence, goes down in parts, one on each
 rank. A part comes back two blocks ahead, and is gathered one block ahead, so that no exchange of the running block
-waits
-for a copy:
+waits for a copy:
 
     compute    B(b3)         B(b2)         B(b1)
     up         part of b1    part of b0
@@ -31,9 +30,8 @@ for a copy:
 
 Ranks gather alike: RECALL(u) of the Plan's list gathers all that a block has saved in parts, in the order in which it
 was saved, whether still wanted or not. If a pass departs from the list, the first tensor wanted in a block brings all
-of
-the block's tensors, and those of the block before. Some storages are known to be equal only when the block's forward is
-over, for example a block's input, which recomputation saves first; such storages go down at the end of the forward.
+of the block's tensors, and those of the block before. Some storages are known to be equal only when the block's forward
+is over, for example a block's input, which recomputation saves first; such storages go down at the end of the forward.
 
 Recomputation has hooks of its own inside these hooks, which get the tensors that recomputation keeps: a block's input
 under ``full``. A block that runs inside other hooks (a user's own checkpoint) leaves all tensors to those.

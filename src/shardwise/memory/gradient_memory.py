@@ -5,9 +5,8 @@ each zeroed: 5 ms for 10 MB, longer than copying gradients into it. Kept memory 
 the gradients' G, and no time. So memory is kept if A is at most G / 8.
 
 A is the growth of resident memory from the end of a step to the first gradient of the next step. Only buffers count
-that
-the system takes back at once: smaller buffers lie in the heap, whose pages stay. Accelerators' memory stays in torch's
-cache either way.
+that the system takes back at once: smaller buffers lie in the heap, whose pages stay. Accelerators' memory stays in
+torch's cache either way.
 
 Cost: one line of /proc a step; memory up to an eighth of the gradients.
 """

@@ -2,8 +2,7 @@
 
 A host pins no more memory than it can spare, and no more than a limit of the system allows. If the host refuses,
 pageable memory is used instead: the same numbers, but a device copies by way of a small pinned buffer of its driver's.
-A
-copy then takes about twice as long and the caller waits for it, so that nothing of the copy is hidden. A warning is
+A copy then takes about twice as long and the caller waits for it, so that nothing of the copy is hidden. A warning is
 logged once.
 
 Cost: a page-locked allocation takes milliseconds, and torch keeps it, rounded up to a power of two, for the next one.

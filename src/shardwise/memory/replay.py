@@ -11,14 +11,12 @@ again, possibly in the backward pass of another microbatch, restores it:
         block(x)
 
 Other values that a pass decides once and a repeated piece must find again are stored here too: whether the pass left
-the
-sequence whole, and the values of ``keep``. An example is the choice of experts for a token: a second choice may differ,
-by the last bit of a sum or by a bias that has changed since, and would send rows that no rank waits for.
+the sequence whole, and the values of ``keep``. An example is the choice of experts for a token: a second choice may
+differ, by the last bit of a sum or by a bias that has changed since, and would send rows that no rank waits for.
 
 A layer that runs twice in one pass must not drop the same features twice: ``next_call`` numbers its calls, and
-``again``
-restores the numbers too. The context that passes run in (``inside``) is entered again around their pieces, for the same
-reason. There is one object per engine, passed to the code that needs it; nothing is global.
+``again`` restores the numbers too. The context that passes run in (``inside``) is entered again around their pieces,
+for the same reason. There is one object per engine, passed to the code that needs it; nothing is global.
 
 Cost: a dictionary with one entry per layer that drew; kept values live as long as the graph that will run again.
 """

@@ -6,8 +6,7 @@
     disk      in files of this rank            in host memory, in one of a few blocks (staging)
 
 An update needs the norm of all gradients, and an updated weight is not needed before its Unit computes again. So STEP
-of
-a Unit on a tier begins when the norm is known. One thread runs the updates in the order of the list, while the next
+of a Unit on a tier begins when the norm is known. One thread runs the updates in the order of the list, while the next
 step's forward pass computes the Units before; code that uses the Unit's weights waits (``Weight.finish_update``):
 
     caller    NORM STEP(u0) | UNSHARD(u0) F(u0)  UNSHARD(u1) F(u1)  UNSHARD(u2) F(u2) ...

@@ -4,8 +4,7 @@
     place       0       0        1         2        3      4     4       stage 1 begins at block 2
 
 A module that is no block keeps its place in the order of use (uses.py) or, if that order is unknown, of registration:
-it
-belongs to the next block, or to the last stage if it follows the last block. The model is only read.
+it belongs to the next block, or to the last stage if it follows the last block. The model is only read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,7 @@
 
 A message contains tensors in tuples, lists and dictionaries with string keys, beside numbers, strings and None. The
 text is JSON and is parsed as JSON: nothing in a message is ever run or imported. A tensor that occurs twice is sent
-once
-and is a single tensor again at the receiver, so that its gradients are summed.
+once and is a single tensor again at the receiver, so that its gradients are summed.
 
 The message of a gradient is the list of gradients of the tensors that require one, in their order, with zeros for
 tensors that had no part in the loss, followed by an optional number [] about the microbatch (executor.py). Its text is

@@ -10,9 +10,8 @@ this order:
 [Note: order of messages] All messages of a step are put in one order, by the time at which their pass ends if messages
 take no time, and every rank sends and receives in that order. Blocking sends then cannot deadlock: the two ranks of the
 first remaining message wait only for their own passes, whose inputs were received earlier. Two ranks have one channel
-in
-each direction; messages keep their order in the channel and need no tags. No rank waits for a message longer than for
-the input of its next pass: if passes last the assumed seconds, the lists cost as much as the bare schedule.
+in each direction; messages keep their order in the channel and need no tags. No rank waits for a message longer than
+for the input of its next pass: if passes last the assumed seconds, the lists cost as much as the bare schedule.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,7 @@
 Between the cut layers a rank holds part of an activation. A model that returns such a part (``hidden_states`` and
 ``attentions`` of transformers, features of a user's own model) would give each rank a loss of its own tokens or heads.
 So each tensor that leaves the module around all cut layers is checked. The graph of the tensor determines its state:
-the
-nearest functions of the cut layers that the tensor was computed from.
+the nearest functions of the cut layers that the tensor was computed from.
 
     nearest functions                        the tensor holds               returned
     row layer, scatter, slice of tokens      this rank's tokens             joined along the sequence
@@ -18,8 +17,7 @@ of each kind decides; later passes of the kind repeat the decision.
 
 Keys and values in a cache object of transformers (``past_key_values``) are this rank's heads, which is what the cut
 layers need in the next pass. A pass with gradients returns a stand-in that the model accepts as the cache; no other
-code
-can use its keys and values. Passes without gradients, generation among them, return the cache itself.
+code can use its keys and values. Passes without gradients, generation among them, return the cache itself.
 
 Cost: a walk over some nodes of the graph and one small all-gather for each kind of pass; in later passes the gathers of
 the tensors that are joined. A model that returns a loss or whole logits pays nothing.
