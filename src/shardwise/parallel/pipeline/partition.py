@@ -1,6 +1,6 @@
 """Partition: the block that begins each stage.
 
-    uniform      the same number of blocks in each stage; if the stages do not divide the blocks, the stages in the
+    uniform      the same number of blocks in each stage; if the stages do not divide the blocks, some stages in the
                  middle have one more, because the first and the last also hold the modules around the blocks
     parameters   max over stages of (parameters of its blocks [+ front] [+ back]) is least; among such cuts the sum of
                  squares is least

@@ -25,10 +25,10 @@ class PipelinePolicy(Policy):
     partition: (
         Literal["uniform", "parameters"] | Annotated[str, Field(pattern="^type:.")] | tuple[str, ...]
     ) = "parameters"
-    """Distribution of the blocks over the stages. ``uniform``: the same number of blocks in each stage;
-    ``parameters``: the same number of parameters in each stage; ``type:REGEX``: the same number of those blocks
-    whose class name contains the expression, in any case. A list names the block that begins each stage but the
-    first."""
+    """Distribution of the blocks over the stages. ``uniform``: about the same number of blocks in each stage;
+    ``parameters``: about the same number of parameters in each stage; ``type:REGEX``: about the same number of
+    those blocks whose class name contains the expression, in any case. A list names the block that begins each
+    stage but the first."""
     shapes: Literal["agreed", "described"] = "agreed"
     """Protocol for the shapes of messages between devices. ``agreed``: shapes are sent once for each shape of a
     microbatch and checked, so that no host waits for them. ``described``: shapes are sent with every message,
