@@ -144,8 +144,8 @@ class DiskScratch:
 
         Returns:
             A future. Its errors are DamagedStateError if the bytes are not those that were written, and
-            TierError if the disk
-            fails. After the first error of a scratch every request fails with the same error.
+            TierError if the disk fails. After the first error of a scratch every request fails with the same
+            error.
         """
         return self._ask("read", kind, owner, into, first)
 

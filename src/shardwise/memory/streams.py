@@ -181,8 +181,7 @@ def to_host(tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
 
     Returns:
         A function that waits for the copy, in any thread, and returns it. Without ``into`` a tensor on a CPU is
-        returned
-        itself.
+        returned itself.
     """
     if tensor.device.type == "cpu":
         here = tensor if into is None else into.copy_(tensor)

@@ -165,9 +165,8 @@ class Tiers:
         """Set the number of threads that operations of the tiers' thread may use.
 
         [Note: threads of the tiers] torch keeps this number for each thread, and gives new threads the number
-        that was set
-        last. So the caller's number is set again afterwards; else threads made later would get the tiers'
-        number.
+        that was set last. So the caller's number is set again afterwards; else threads made later would get the
+        tiers' number.
         """
         others = torch.get_num_threads()
 

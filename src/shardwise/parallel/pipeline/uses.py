@@ -94,8 +94,7 @@ class Uses:
 
         Returns:
             Numbers of blocks. Modules with several names, modules around blocks and modules that are never
-            called are left out;
-            the result is empty if the blocks do not run in order.
+            called are left out; the result is empty if the blocks do not run in order.
         """
         if tuple(blocks) not in self._places:
             self._places[tuple(blocks)] = self._find_places(blocks)

@@ -322,8 +322,7 @@ class VocabularyHead(_Cut):
 
     Shape:
         [B, T, D] -> whole logits [B, T, V]; this rank's logits [B, T, V/tp] while ``region.logits_cut``; a
-        scalar loss if
-        ``targets`` [B, T] are given.
+        scalar loss if ``targets`` [B, T] are given.
     """
 
     weight: nn.Parameter

@@ -273,8 +273,7 @@ def owners(model: nn.Module, table: Table, placed: Mapping[str, ParameterPlaceme
 
     Returns:
         Module names: the parameter's own module, or the surrounding module that has the row; for channels the
-        outermost
-        such module.
+        outermost such module.
     """
     by_module = styles(model, table)
     found: dict[str, str] = {}

@@ -473,7 +473,7 @@ def is_linear(model: nn.Module, name: str) -> bool:
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Return True if the model's logits go only to transformers' causal loss.
+    """Return True if the model's forward passes its logits to transformers' causal loss.
 
     A forward that computes a loss of its own from the logits (Granite Speech) needs whole logits.
 

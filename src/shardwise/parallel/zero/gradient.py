@@ -251,8 +251,7 @@ class Gradient:
 
         Returns:
             The names of the parameters whose sentinel was removed meanwhile, and the names of those whose
-            ``p.grad`` was
-            replaced.
+            ``p.grad`` was replaced.
         """
         dropped: list[str] = []
         given: list[str] = []
