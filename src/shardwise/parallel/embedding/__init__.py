@@ -1,23 +1,24 @@
-"""Embedding tables spread over ranks: by copy, by table, by row, by column; static, or growing as keys come.
+"""Embedding tables spread over ranks by copy, by table, by row or by column; static tables, and tables that grow.
 
 policy   what the user may set            layout      homes of keys, rows and columns; pure
-cost     bytes and memory; pure           planner     chooses a placement for each table and says why; pure
-group    tables that move together; pure  fuse        their features in a batch, joined
+cost     bytes and memory; pure           planner     chooses a placement for each table and gives the reason; pure
+group    tables that move together; pure  fuse        joins the features of a group in one batch
 store    the rows of one rank             dynamic     the index of a table that grows and shrinks
 rules    the kernels' optimizers          rows        rows outside their store
-evict    which rows go                    row_gradients  those of rows, until the step
-ways     how keys travel, and vectors and gradients with them
-batch    one batch on its way             ahead       batches prepared before the model asks for them
-placed   the acts of a step               saved_rows  rows out and in
-saved    a table as a checkpoint has it   collection  the module
+evict    which rows are evicted           row_gradients  gradients of rows, kept until the step
+ways     how keys, vectors and gradients travel between ranks
+batch    one batch in flight              ahead       batches prepared before the model asks for their vectors
+placed   the operations of a step         saved_rows  reads rows out of the tables and loads rows into them
+saved    the form of a table in a checkpoint          collection  the module
 
-What an engine does with each of ``collections_of(model)``; its weights are no parameters, so ZeRO does not see them:
+The weights of ``collections_of(model)`` are no parameters, so ZeRO does not see them. An engine does this with each
+collection:
 
     build     place(group, keys_group, batch=, memory_bytes=)         collective
     step      placed.deliver() after the last backward pass; square_sum() joins the sum of squares of the dense
-              gradients, summed over the ranks; then step(lr_factor, divisor), or drop() where it is skipped
-    save      saved.progress() once; saved.rows_to_write(table) of every rank
+              gradients, summed over the ranks; then step(lr_factor, divisor), or drop() if the step is skipped
+    save      saved.progress() once; saved.rows_to_write(table) on every rank
     load      saved.load_progress() on every rank, then load_rows(table, rows) with any pieces that cover the table
-    threads   prepare(features) may run in one thread of its own, over ``keys_group``; find_features(batch, ...) finds
-              what a whole batch has to prepare
+    threads   prepare(features) may run in a separate thread, over ``keys_group``; find_features(batch, ...) finds
+              all the features that must be prepared for a batch
 """

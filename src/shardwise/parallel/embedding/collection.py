@@ -1,16 +1,17 @@
-"""EmbeddingCollection: the module. Features of a batch in, one vector a sample and feature out.
+"""EmbeddingCollection: the module that turns the features of a batch into one vector for each sample and feature.
 
     tables = EmbeddingCollection([TablePolicy(name="user", rows=1_000_000, width=16), ...])
     vectors = tables({"user": Ragged(values, offsets), ...})          # {"user": [B, 16], ...}
     loss(vectors).backward()
-    tables.step()                                                     # under an engine its own step does it
+    tables.step()                                                     # under an engine, engine.step() calls this
 
-forward, prepare and step are collective: every rank calls them in the same order, a rank that has run out of data with
-empty features (``Ragged.of_lists([])``). What they do on the placed tables stands in placed.py.
+forward, prepare and step are collective: every rank calls them in the same order, and a rank that has run out of data
+passes empty features (``Ragged.of_lists([])``). placed.py contains the operations on the placed tables.
 
-The weights are no parameters: a gradient of a whole table never exists, and no other optimizer may touch them. They are
-plain tensors of the stores, each rank holding what its placement gives it. ``state_dict`` carries them where one rank
-has all, rows with their optimizer state; else it says that it does not, and an engine saves them (saved_rows.py).
+The weights are no parameters: a gradient of a whole table never exists, and no other optimizer may touch them. They
+are plain tensors of the stores, and each rank holds the part that the placement assigns to the rank. If one rank holds
+all rows, ``state_dict`` contains them with their optimizer state; otherwise it logs that the rows are missing, and an
+engine saves them (saved_rows.py).
 
 Shapes: B samples, D width, F features.
 """
@@ -44,21 +45,28 @@ from shardwise.plan.words import counted
 _log = logging.getLogger(__name__)
 
 _ROUNDING = {torch.bfloat16: 256, torch.float16: 2048}
-"""Half a unit in the last place of 1."""
+"""Reciprocal of half a unit in the last place of 1, by dtype."""
 _STATE_FORMAT = 1
 _SHOWN = 10
-"""Features that a warning lists."""
+"""Number of features that a warning lists."""
 Fill = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Function from (shape, dtype) to a tensor that stands for vectors of another pipeline stage."""
 Bring = Callable[[Tensor], Tensor]
+"""Function that moves a tensor of features from the host to the device on which the stage computes."""
 
 
 class EmbeddingCollection(nn.Module):
-    """Tables and the features that read them.
+    """Embedding tables and the features that read them.
 
-    tables      each with its features; a feature belongs to one table
-    optimizer   of the tables that have none of their own
-    seed        start rows are functions of (seed, table, key)
-    dtype       of weights, gradients and optimizer state
+    Args:
+        tables: the tables, each with its features; a feature belongs to one table.
+        optimizer: optimizer of the tables that have none of their own; None is row-wise Adagrad.
+        seed: start rows are functions of (seed, table, key).
+        dtype: dtype of weights, gradients and optimizer state.
+
+    Example:
+        >>> tables = EmbeddingCollection([TablePolicy(name="user", rows=1_000_000, width=16)])
+        >>> vectors = tables({"user": Ragged.of_ones(keys)})          # {"user": [B, 16]}
     """
 
     def __init__(
@@ -74,19 +82,19 @@ class EmbeddingCollection(nn.Module):
         self.seed = seed
         self.dtype = dtype
         self.choices: list[Choice] = []
-        """Where each table lies, and why."""
+        """Placement of each table, with the reason for the choice."""
         self._ranks = 0
-        """For how many ranks that was chosen."""
+        """Number of ranks for which ``choices`` was made."""
         self._placed: PlacedTables | None = None
         self._to_load: list[tuple[str, Rows]] = []
-        """Rows that were given before the tables had a place."""
+        """Rows that were loaded before the tables were placed, by table name."""
         self._progress_to_load: Mapping[str, Any] | None = None
         self._read_elsewhere: frozenset[str] = frozenset()
         """Features that other collections of the model read."""
         self._has_looked = False
-        """True once the names of a batch's features were looked through."""
+        """True once the feature names of a batch have been compared with those of the tables."""
         self._copy_of: weakref.ref[EmbeddingCollection] | None = None
-        """Of a copy that was made before there were rows."""
+        """The original, if this collection is a copy that was made before the tables had rows."""
         self._check_names()
 
     # Where the tables are ----------------------------------------------------------------------------------------
@@ -104,17 +112,25 @@ class EmbeddingCollection(nn.Module):
         compute_dtype: torch.dtype | None = None,
         is_led: bool = False,
     ) -> None:
-        """Spread the tables over the ranks of ``group`` and draw their start rows; once, on all ranks alike.
+        """Spread the tables over the ranks of ``group`` and draw their start rows. Collective, and allowed once.
 
-        ``keys_group`` carries keys where ``prepare`` runs in a thread of its own; it then needs its own transport
-        (``World.group_among(..., lane="keys")``) and ``Traffic``. For the choice of placements: ``batch``, samples of a
-        rank's microbatch; ``memory_bytes``, memory of a rank for tables (left out: one rank alone on a CPU takes the
-        host's, else there is no limit); ``host_memory_bytes``, for dynamic ones, where it is another (left out: on an
-        accelerator without limit). ``device``: of the vectors, and of the rows of static tables; dynamic tables stay
-        on the CPU. ``dtype``: of the rows, instead of the constructor's; ``compute_dtype``: of the vectors, where it is
-        another. ``is_led``: an engine calls ``step``, after as many forward passes as it likes.
+        Args:
+            group: ranks that hold the tables; None keeps the tables on this rank.
+            keys_group: group that carries keys if ``prepare`` runs in a separate thread. It then needs its own
+                transport (``World.group_among(..., lane="keys")``) and ``Traffic``. None uses ``group``.
+            batch: samples of a rank's microbatch, for the choice of placements.
+            memory_bytes: memory of a rank for tables, for the choice of placements. None means the host's memory for a
+                single rank on a CPU, and no limit otherwise.
+            host_memory_bytes: memory of a rank's host for dynamic tables, if they lie in another memory than static
+                ones. None means no limit on an accelerator.
+            device: device of the vectors and of the rows of static tables; dynamic tables stay on the CPU.
+            dtype: dtype of the rows; None takes the constructor's.
+            compute_dtype: dtype of the vectors; None takes the dtype of the rows.
+            is_led: True if an engine calls ``step``, after any number of forward passes.
 
-        Errors: PlanError where a table fits nowhere, or where rows would have fewer than 32 bits.
+        Raises:
+            UsageError: if the tables are placed already.
+            PlanError: if a table fits nowhere, or if rows would have fewer than 32 bits.
         """
         if self._placed is not None:
             raise UsageError(
@@ -149,9 +165,19 @@ class EmbeddingCollection(nn.Module):
         host_memory_bytes: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.dtype:
-        """Choose where each table is to lie on ``ranks`` (``choices``), without placing it; returns the dtype of rows.
+        """Choose where each table is to lie on ``ranks`` ranks, without placing it, and return the dtype of rows.
 
-        Arguments and errors as ``place``'s.
+        The result is stored in ``choices``.
+
+        Args:
+            ranks: number of ranks.
+            batch: as in ``place``.
+            memory_bytes: as in ``place``; None is without limit.
+            host_memory_bytes: as in ``place``; None means that dynamic tables share ``memory_bytes`` with static ones.
+            dtype: dtype of the rows; None takes the constructor's.
+
+        Raises:
+            PlanError: if a table fits nowhere, or if rows would have fewer than 32 bits.
         """
         dtype = dtype or self.dtype
         if dtype.itemsize < torch.float32.itemsize:
@@ -168,19 +194,26 @@ class EmbeddingCollection(nn.Module):
         return dtype
 
     def share_given(self, group: Group, device: torch.device) -> None:
-        """Rows that wait for a place become those of the first rank of ``group``, as weights do. Collective."""
+        """Replace the rows that were loaded before placement by those of the first rank of ``group``. Collective.
+
+        Weights of dense parameters are shared in the same way.
+
+        Args:
+            group: ranks that share the rows.
+            device: device on which the rows travel.
+        """
         self._to_load = [
             (name, of_first_rank(rows, group, f"rows given for table {name}", device))
             for name, rows in self._to_load
         ]
 
     def _load_given(self, is_led: bool) -> None:
-        """What was to be loaded before the tables had a place."""
+        """Load the rows and the progress that were given before the tables were placed."""
         given, self._to_load = self._to_load, []
         progress, self._progress_to_load = self._progress_to_load, None
         if (
             progress is not None and is_led
-        ):  # an engine counts its own steps, and its dense state begins anew too
+        ):  # an engine counts its own steps and starts its dense optimizer state anew, so only weights are taken
             given = [(name, Rows.of_weights(rows.keys, rows.weights)) for name, rows in given]
         elif progress is not None:
             self.saved.load_progress(progress)
@@ -190,12 +223,15 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def is_placed(self) -> bool:
-        """True once the tables exist."""
+        """True once the tables are placed."""
         return self._placed is not None
 
     @property
     def placed(self) -> PlacedTables:
-        """The placed tables, and the acts of a step on them. Tables that nobody placed lie on one rank."""
+        """The placed tables and the operations of a step on them.
+
+        Reading this property places the tables on one rank if they are not placed yet.
+        """
         if self._placed is None:
             self.place()
         assert self._placed is not None, "placed above"
@@ -203,27 +239,27 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def saved(self) -> SavedRows:
-        """The rows as checkpoints have them."""
+        """The rows of the tables in the form that checkpoints use."""
         return SavedRows(self.placed)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return 0 if self._placed is None else self._placed.steps
 
     @property
     def bytes_here(self) -> int:
-        """Memory of weights and optimizer state on this rank, as far as it is taken."""
+        """Bytes of memory that weights and optimizer state take on this rank so far."""
         return self.placed.nbytes
 
     @property
     def tallies(self) -> dict[str, Tally]:
-        """Rows in use, inserted and evicted, by table: what this rank counts, so that ranks may be summed."""
+        """Rows in use, inserted and evicted, by table. Each row counts on one rank, so that ranks may be summed."""
         return self.placed.tallies
 
     @property
     def feature_names(self) -> list[str]:
-        """All features, in the order of ``stacked``."""
+        """Names of all features, in the order of ``stacked``."""
         if not self.choices:
             self.place()
         groups = (
@@ -234,7 +270,7 @@ class EmbeddingCollection(nn.Module):
         return [feature.name for group in groups for feature in group.features]
 
     def describe(self) -> str:
-        """A line for each table: where it lies and why."""
+        """Return one line for each table with its placement and the reason for the choice."""
         if not self.is_placed:
             self.place()
         return "\n".join(map(str, self.choices))
@@ -243,17 +279,34 @@ class EmbeddingCollection(nn.Module):
 
     @uncompiled
     def prepare(self, features: Mapping[str, Ragged]) -> Prepared:
-        """Find the distinct keys of a batch and send them where they are needed; reads no weights, inserts no key.
+        """Find the distinct keys of a future batch and send them to the owners of their rows. Collective.
 
-        For batches to come: goes over the group for keys, and may run in one thread of its own. A forward pass on
-        features that are not prepared does the same for itself, over the group of the vectors.
-        Errors: DataError on every rank where the batch of any is refused.
+        No weights are read and no key is inserted. The keys travel over the group for keys, so this method may run in a
+        separate thread. A forward pass on features that are not prepared does the same work over the group of the
+        vectors.
+
+        Args:
+            features: keys of the batch, by feature name.
+
+        Returns:
+            The prepared batch, which ``forward`` and ``stacked`` accept in place of features.
+
+        Raises:
+            DataError: on every rank, if the batch of any rank is refused.
         """
         return self.placed.prepare(features, ahead=True)
 
     @uncompiled
     def forward(self, features: "Mapping[str, Ragged] | Prepared") -> dict[str, Any]:
-        """Vectors by feature: [B, D]; [B, n·D] where pooling is concat; ``Sequences`` where it is none."""
+        """Return the vectors of a batch by feature name. Collective.
+
+        Args:
+            features: keys of the batch by feature name, or a batch from ``prepare``.
+
+        Returns:
+            One entry for each feature: a tensor [B, D] if the feature is pooled, [B, n·D] if pooling is concat (n keys
+            in each sample), and ``Sequences`` if pooling is none.
+        """
         prepared, outputs = self._vectors(features)
         found: dict[str, Any] = {}
         for part, asked, of_part in zip(self.placed.parts, prepared.asked, outputs, strict=True):
@@ -266,17 +319,24 @@ class EmbeddingCollection(nn.Module):
                     keys = output.shape[0] // prepared.samples if prepared.samples else 0
                     found[members[0].name] = output.view(prepared.samples, keys * width)
                 else:
-                    # One node for all features: a node for each would sum as many gradients of the whole.
+                    # One unbind for all features: one select for each feature would make autograd build and add
+                    # a zero-filled gradient of the whole tensor for each of them.
                     vectors = by_feature(output, asked, stop - start, width).unbind(1)
                     found.update(zip((feature.name for feature in members), vectors, strict=True))
         return found
 
     @uncompiled
     def stacked(self, features: "Mapping[str, Ragged] | Prepared") -> Tensor:
-        """All features as one tensor [B, F, D], in the order of ``feature_names``: for interactions of features.
+        """Return the vectors of all features as one tensor [B, F, D], in the order of ``feature_names``. Collective.
 
-        Every feature is pooled by sum, mean or max, and all tables have one width. Without the copies of stacking the
-        vectors of ``forward``, wherever one group has all tables.
+        Interactions of features need this form. If one group has all tables, no copy is made, whereas stacking the
+        vectors of ``forward`` copies all of them.
+
+        Args:
+            features: keys of the batch by feature name, or a batch from ``prepare``.
+
+        Raises:
+            UsageError: if the tables differ in width, or if a feature is not pooled by sum, mean or max.
         """
         widths = {part.tables.width for part in self.placed.parts}
         poolings = {feature.pooling for part in self.placed.parts for feature in part.tables.features}
@@ -294,11 +354,11 @@ class EmbeddingCollection(nn.Module):
         return runs[0] if len(runs) == 1 else torch.cat(runs, 1)
 
     def note_read_elsewhere(self, names: Iterable[str]) -> None:
-        """Take features that other collections of the model read, which this one does not name as unread."""
+        """Record features that other collections of the model read, so that this one does not warn about them."""
         self._read_elsewhere |= frozenset(names)
 
     def _tell_of_unread(self, features: Mapping[str, Ragged]) -> None:
-        """Log once which features of the first batch no table reads: a misspelt name, perhaps."""
+        """Log once which features of the first batch no table reads, because a name may be misspelt."""
         self._has_looked = True
         known = {name for table in self.tables for name in table.feature_names}
         unread = sorted(map(str, features.keys() - known - self._read_elsewhere))
@@ -324,40 +384,57 @@ class EmbeddingCollection(nn.Module):
         return prepared, self.placed.fetch(prepared, learns)
 
     def elsewhere(self, name: str, fill: Fill, bring: Bring) -> "AbsentCollection":
-        """What stands for this collection on other pipeline stages than its own."""
+        """Return the stand-in for this collection on the pipeline stages that do not hold the tables.
+
+        Args:
+            name: name of this collection in the model, for errors.
+            fill: makes a tensor of a given shape and dtype on the stage's device.
+            bring: moves a tensor of features from the host to the stage's device.
+        """
         return AbsentCollection(self, name, fill, bring)
 
     # The step ----------------------------------------------------------------------------------------------------
 
     def step(self, lr_factor: float = 1.0, divisor: float = 1.0, max_norm: float | None = None) -> None:
-        """Update the rows that got gradients since the last step.
+        """Update the rows that have received gradients since the last step. Collective.
 
-        Gradients are sums over ranks and microbatches; ``divisor`` makes means of them (an engine puts loss scale and
-        clipping in it too). ``lr_factor`` is the schedule's. ``max_norm`` clips by the norm over these tables alone.
+        Args:
+            lr_factor: factor of the learning rate, from the schedule.
+            divisor: divisor of the gradients, which are sums over ranks and microbatches; an engine also includes the
+                loss scale and clipping.
+            max_norm: largest norm of the gradients of these tables; None does not clip.
 
-        Errors: TableFullError on all ranks alike where a table would have more rows than its capacity and evicts none
-        for it; rows are those of the step before then.
+        Raises:
+            TableFullError: on all ranks, if a table would have more rows than its capacity and does not evict. The rows
+                are then those of the step before.
         """
         self.placed.step(lr_factor, divisor, max_norm)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients since the last step, and the keys that came: it is skipped (an overflow, an exception).
+        """Discard the gradients and new keys since the last step, if the step is skipped (an overflow, an exception).
 
-        Rows, scores and keys that wait for admission are those of the step before. An engine does it by itself; a loop
-        of your own calls it where it catches what a batch raised and goes on with the next one.
+        Rows, scores and keys that wait for admission become those of the step before. An engine calls this method
+        itself; a user's own loop calls it after catching an exception of a batch, before the next batch.
         """
         self.placed.drop()
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
     def rows_here(self, table: str) -> Rows:
-        """What this rank holds of a table: keys, weights, optimizer state, scores; ordered by (bucket, key)."""
+        """Return the rows of a table that this rank holds, ordered by (bucket, key)."""
         return self.saved.rows_here(table)
 
     def load_rows(self, table: str, rows: Rows) -> None:
-        """Take from ``rows`` what this rank holds of the table; a dynamic one gets a row for each key it lacks.
+        """Load the rows of a table that this rank holds; a dynamic table inserts the keys that it lacks.
 
-        Before the tables have a place the rows wait for it.
+        If the tables are not placed yet, the rows are kept and loaded at placement.
+
+        Args:
+            table: name of the table.
+            rows: any rows of the table; those that belong to other ranks are ignored.
+
+        Raises:
+            UsageError: if there is no such table.
         """
         if self.is_placed:
             self.saved.load_rows(table, rows)
@@ -366,12 +443,12 @@ class EmbeddingCollection(nn.Module):
             self._to_load.append((table, rows))
 
     def load_bag(self, table: str, bag: nn.EmbeddingBag | nn.Embedding) -> None:
-        """Take the weights of torch's module for a table."""
+        """Load the weights of a torch ``EmbeddingBag`` or ``Embedding`` into a table."""
         weight = bag.weight.detach().cpu()
         self.load_rows(table, Rows.of_weights(torch.arange(weight.shape[0]), weight.to(self.dtype)))
 
     def _check_copy(self) -> None:
-        """A copy made before there were rows has start rows, whatever the original has learnt since."""
+        """Raise UsageError if this collection is an untrained copy of a trained one: the copy still has start rows."""
         original = None if self._copy_of is None else self._copy_of()
         if original is not None and self.steps == 0 and original.steps > 0:
             raise UsageError(
@@ -383,7 +460,11 @@ class EmbeddingCollection(nn.Module):
     # Copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles are made of. Errors: UsageError once the tables have rows."""
+        """Return the attributes that copies and pickles are made of.
+
+        Raises:
+            UsageError: if the tables have rows.
+        """
         if self.is_placed:
             raise UsageError(
                 "embedding: tables with rows are not copied or pickled: a copy would not learn with the original, and "
@@ -395,18 +476,23 @@ class EmbeddingCollection(nn.Module):
         return self.__dict__ | {"_copy_of": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingCollection":
-        """Of tables that have no rows yet. Errors: UsageError."""
+        """Copy a collection whose tables have no rows yet.
+
+        Raises:
+            UsageError: if the tables have rows.
+        """
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         copied._copy_of = weakref.ref(self)
-        copied._has_looked = True  # the original tells
+        copied._has_looked = True  # the original logs unread features; a second warning would repeat it
         return copied
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What ``state_dict`` has of the tables: all rows and their optimizer state, where this rank has all of them.
+        """Return the tables' entry of ``state_dict``: all rows with their optimizer state, if they are on this rank.
 
-        Tables that nobody has used yet are all start rows, and tables on several ranks are not carried; both are said.
+        The entry of tables that have not been used only records that fact, because all their rows are start rows. The
+        entry of tables on several ranks has no rows, and a warning is logged.
         """
         if self._placed is None:
             return {"format": _STATE_FORMAT, "tables": "unused"}
@@ -423,9 +509,12 @@ class EmbeddingCollection(nn.Module):
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Take what ``get_extra_state`` gave, on every rank the same. Before an engine takes the model: weights alone.
+        """Load what ``get_extra_state`` returned; every rank passes the same state.
 
-        Errors: MismatchError where it has no rows, or those of other tables.
+        If an engine takes the model afterwards, only the weights are used.
+
+        Raises:
+            MismatchError: if the state has no rows, or has rows of other tables.
         """
         found = state.get("tables") if isinstance(state, Mapping) else None
         if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT or found is None:
@@ -452,7 +541,7 @@ class EmbeddingCollection(nn.Module):
             self.load_rows(name, rows)
 
     def _check_given(self, given: Mapping[str, Rows]) -> None:
-        """Whole tables of the same names, widths and rows."""
+        """Raise MismatchError unless ``given`` has whole tables of the same names, widths and numbers of rows."""
         names = {table.name for table in self.tables}
         wrong = [f"table {name!r} is in one of them alone" for name in sorted(names ^ given.keys())]
         for table in self.tables:
@@ -481,7 +570,7 @@ class EmbeddingCollection(nn.Module):
                 raise PlanError(f"embedding: {what} {twice!r} is there twice; names are told apart{hint}")
 
     def extra_repr(self) -> str:
-        """One line for each table."""
+        """Return one line for each table."""
         return "\n".join(
             f"{table.name}: {table.rows or 'dynamic'} x {table.width}, {', '.join(table.feature_names)}"
             for table in self.tables
@@ -489,14 +578,17 @@ class EmbeddingCollection(nn.Module):
 
 
 class AbsentCollection(EmbeddingCollection):
-    """Stands for a collection that lives on another pipeline stage: vectors of its shapes that hold nothing.
+    """Stand-in for a collection on another pipeline stage: returns tensors of the right shapes without numbers.
 
-    ``fill(shape, dtype)`` makes them, where the stage computes; features lie on the host, and ``bring`` takes what a
-    model gets of them there.
+    Args:
+        stands_for: the collection.
+        name: name of the collection in the model, for errors.
+        fill: makes a tensor of a given shape and dtype on the stage's device.
+        bring: moves a tensor of features from the host to the stage's device.
     """
 
     calls = ("forward", "stacked")
-    """What a model asks for vectors by."""
+    """Names of the methods by which a model asks for vectors."""
 
     def __init__(self, stands_for: EmbeddingCollection, name: str, fill: Fill, bring: Bring):
         super().__init__(stands_for.tables, stands_for.optimizer, stands_for.seed, stands_for.dtype)
@@ -507,17 +599,21 @@ class AbsentCollection(EmbeddingCollection):
 
     @property
     def placed(self) -> PlacedTables:
-        """Not here. Errors: UsageError."""
+        """The placed tables, which this stage does not have.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(f"embedding: the collection {self._name!r} lives on another pipeline stage")
 
     @property
     def feature_names(self) -> list[str]:
-        """As of the collection itself."""
+        """Names of all features, in the order of the collection itself."""
         (collection,) = self._stands_for
         return collection.feature_names
 
     def forward(self, features: "Mapping[str, Ragged] | Prepared") -> dict[str, Any]:
-        """Fillers of the shapes of ``EmbeddingCollection.forward``."""
+        """Return fillers of the shapes that ``EmbeddingCollection.forward`` returns."""
         assert not isinstance(features, Prepared), "a model hands over features"
         found: dict[str, Any] = {}
         for table in self.tables:
@@ -534,14 +630,14 @@ class AbsentCollection(EmbeddingCollection):
         return found
 
     def stacked(self, features: "Mapping[str, Ragged] | Prepared") -> Tensor:
-        """Fillers of the shapes of ``EmbeddingCollection.stacked``."""
+        """Return a filler of the shape that ``EmbeddingCollection.stacked`` returns."""
         found = self.forward(features)
         return torch.stack([found[name] for table in self.tables for name in table.feature_names], 1)
 
 
 @contextlib.contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Collections that passes inside place have no place again at the end."""
+    """Restore the collections of ``model`` on exit: those that passes inside the context placed are unplaced again."""
     before = [(each, dict(vars(each))) for each in collections_of(model).values()]
     try:
         yield
@@ -553,7 +649,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """The collections of a model by their names in it, in the order of registration: what an engine takes over."""
+    """Return the collections of a model by their names, in the order of registration. An engine takes over these."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -562,7 +658,7 @@ def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the names with commas between, at most ten of them."""
+    """Return the names separated by commas, at most ten of them."""
     shown = ", ".join(map(repr, names[:_SHOWN]))
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 

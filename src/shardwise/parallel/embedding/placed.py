@@ -1,9 +1,9 @@
-"""PlacedTables: the tables of one collection on this rank, and the acts of a step on them.
+"""PlacedTables: the tables of one collection on this rank, and the operations of a step on them.
 
-    prepare    keys: distinct, counted, exchanged       once for a batch, also ahead of it, in another thread
-    fetch      vectors; autograd keeps their gradients  once for a batch
-    deliver    gradients to the owners of the rows      once a step, those of every batch in it
-    step       merged over ranks and microbatches, and the rows updated; or ``drop``, where the step is skipped
+    prepare    finds, counts and exchanges distinct keys   once for a batch; may run ahead, in another thread
+    fetch      reads vectors; autograd keeps gradients     once for a batch
+    deliver    sends gradients to the owners of the rows   once a step, for all batches of the step
+    step       merges gradients over ranks and microbatches and updates the rows; ``drop`` if the step is skipped
 
 All four are collective: every rank calls them in the same order.
 
@@ -38,15 +38,15 @@ from shardwise.plan.ragged import Ragged
 from shardwise.plan.words import named_ranks
 
 _REFUSED = -1
-"""Number of keys of a rank that cannot say it."""
+"""Number of keys that a rank sends if it refused its batch."""
 _MANY_PASSES, _MOST_PASSES = 64, 4096
-"""Training forward passes without a step: from which on a loop of the user's own is warned, and refused."""
+"""Training forward passes without a step after which a user's own loop is warned, and after which it is refused."""
 
 
 def grouped(
     tables: Sequence[TablePolicy], optimizer: RowOptimizerPolicy, choices: Sequence[Choice], ranks: int
 ) -> list[TableGroup]:
-    """The groups of tables on ``ranks`` ranks. ``optimizer``: of tables without their own."""
+    """Return the groups of tables on ``ranks`` ranks; ``optimizer`` is that of tables without their own."""
     places = {choice.table: choice.place for choice in choices}
     if ranks == 1:
         places = dict.fromkeys(places, Place("data_parallel"))
@@ -62,7 +62,7 @@ def make_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Part]:
-    """The groups of tables on this rank, with their start rows."""
+    """Build the groups of tables on this rank and draw their start rows."""
     unlimited = sum(is_unlimited(table.dynamic) for table in tables)
     return [
         Part(each, way_of(each, group, dtype), Store(each, group, seed, dtype, device, unlimited))
@@ -71,12 +71,16 @@ def make_parts(
 
 
 class PlacedTables:
-    """See the module's docstring.
+    """The tables of one collection on this rank, and the operations of a step on them.
 
-    group          carries vectors and gradients; keys too, where they are not prepared ahead
-    keys_group     carries keys that are prepared ahead
-    device         of the vectors, ``compute_dtype`` theirs; rows have ``dtype``
-    is_led         an engine calls ``step``, after as many forward passes as it likes
+    Args:
+        parts: the groups of tables.
+        group: carries vectors and gradients, and also keys that are not prepared ahead.
+        keys_group: carries keys that are prepared ahead.
+        device: device of the vectors.
+        dtype: dtype of the rows.
+        compute_dtype: dtype of the vectors.
+        is_led: True if an engine calls ``step``, after any number of forward passes.
     """
 
     def __init__(
@@ -94,16 +98,16 @@ class PlacedTables:
         self.device = device
         self.dtype = dtype
         self.steps = 0
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         self.lr_factors: list[float] = []
-        """Of each of them, where an optimizer replays them."""
+        """Factor of the learning rate in each step, recorded only if an optimizer replays steps."""
         self._compute_dtype = compute_dtype
         self._is_led = is_led
         self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group, Scratch())
         self._open: list[Prepared] = []
         """Forward passes whose gradients have not been delivered."""
         self.on_fetch: Callable[[Prepared, bool], None] | None = None
-        """Told before vectors are fetched: of what, and whether they learn."""
+        """Callback before vectors are fetched, with the batch and whether the pass learns."""
 
     @property
     def keys_group(self) -> Group:
@@ -112,26 +116,32 @@ class PlacedTables:
 
     @property
     def nbytes(self) -> int:
-        """Memory of weights and optimizer state on this rank, as far as it is taken."""
+        """Bytes of memory that weights and optimizer state take on this rank so far."""
         return sum(part.store.nbytes for part in self.parts)
 
     @property
     def static_bytes(self) -> int:
-        """That of static tables, which is known before the first batch."""
+        """Bytes of the static tables on this rank, which are known before the first batch."""
         return sum(part.store.nbytes for part in self.parts if not part.tables.is_dynamic)
 
     @property
     def tallies(self) -> dict[str, Tally]:
-        """Rows in use, inserted and evicted, by table: what this rank counts, so that ranks may be summed."""
+        """Rows in use, inserted and evicted, by table. Each row counts on one rank, so that ranks may be summed."""
         return {name: tally for part in self.parts for name, tally in part.store.tallies.items()}
 
     # A batch -----------------------------------------------------------------------------------------------------
 
     def prepare(self, features: Mapping[str, Ragged], ahead: bool = False) -> Prepared:
-        """Find the distinct keys of a batch and send them where they are needed; reads no weights, inserts no key.
+        """Find the distinct keys of a batch and send them to the owners of their rows. Collective.
 
-        ``ahead``: over ``keys_group``, perhaps in a thread of its own.
-        Errors: DataError on every rank where the batch of any is refused.
+        No weights are read and no key is inserted.
+
+        Args:
+            features: keys of the batch, by feature name.
+            ahead: True sends keys over ``keys_group``, and allows a separate thread.
+
+        Raises:
+            DataError: on every rank, if the batch of any rank is refused.
         """
         lane = self._ahead if ahead else self._here
         try:
@@ -139,7 +149,7 @@ class PlacedTables:
             asked, weights = [], []
             names = [feature.name for part in self.parts for feature in part.tables.features]
             features = features_on_host(features, names)
-            if not self._is_led:  # an engine looks at what comes of them, and names the batch
+            if not self._is_led:  # an engine checks the results for non-finite numbers and names the batch
                 _check_weights(features, names)
             for part in self.parts:
                 fused = fuse(part.tables, features, self.dtype)
@@ -149,7 +159,7 @@ class PlacedTables:
                 asked.append(part.way.ask(fused, lane))
                 asked[-1].keeps_vectors = weights[-1] is not None
         except Exception:
-            # The others hear of it in the exchange that they come to next, and end there too.
+            # The other ranks wait in the exchange of counts: without this message they would hang there.
             with contextlib.suppress(CommError):
                 self._numbers([], lane)
             raise
@@ -173,7 +183,7 @@ class PlacedTables:
         return Prepared(samples, flat, asked, weights=weights)
 
     def _send(self, asked: Sequence[Asked], flat: dict[str, Tensor]) -> None:
-        """[Note: host and device, in transfer.py] What is read there of a batch: one copy for all."""
+        """Copy everything that the device needs of a batch in one transfer. [Note: host and device, in transfer.py]."""
         away = [
             (part, each)
             for part, each in zip(self.parts, asked, strict=True)
@@ -190,8 +200,10 @@ class PlacedTables:
         flat.update(zip(flat, there, strict=True))
 
     def _numbers(self, asked: Sequence[Asked], lane: Lane) -> list[Tensor]:
-        """Of each part what leaves every rank for every rank: int64 [N, N, K]. ``asked`` is empty where this rank
-        cannot say it."""
+        """Return, for each part, the counts that leave every rank for every rank: int64 [N, N, K].
+
+        ``asked`` is empty if this rank refused its batch; the other ranks then raise DataError.
+        """
         group = lane.group
         if group.size == 1:
             return [each.leaving[None] for each in asked]
@@ -208,8 +220,15 @@ class PlacedTables:
         return list(everyone.split(kinds, 2))
 
     def fetch(self, prepared: Prepared, learns: bool) -> list[list[Tensor]]:
-        """Vectors of each run of each part. Where it ``learns``, new keys get rows, and gradients are kept for
-        ``deliver``."""
+        """Return the vectors of each run of each part. Collective.
+
+        Args:
+            prepared: a batch from ``prepare``.
+            learns: True inserts new keys and keeps gradients for ``deliver``.
+
+        Raises:
+            UsageError: if a second training forward pass runs on one prepared batch.
+        """
         if self.on_fetch is not None:
             self.on_fetch(prepared, learns)
         weighs = torch.is_grad_enabled() and any(weights is not None for weights in prepared.weights)
@@ -242,7 +261,7 @@ class PlacedTables:
         return [[next(outputs).to(self._compute_dtype) for _ in of_part] for of_part in fetched]
 
     def _check_steps(self) -> None:
-        """A loop that never calls ``step`` would keep every batch, and move no row."""
+        """Warn, and later raise UsageError, if a loop never calls ``step``: it would keep every batch."""
         passes = len(self._open)
         if self._is_led or passes < _MANY_PASSES:
             return
@@ -259,21 +278,21 @@ class PlacedTables:
 
     @torch.no_grad()
     def deliver(self) -> None:
-        """Bring the gradients of all forward passes since the last step to the owners of the rows.
+        """Send the gradients of all forward passes since the last step to the owners of the rows. Collective.
 
-        Once a step, after its last backward pass. Collective: a rank whose loss does not depend on the vectors brings
-        zeros. Without a forward pass since the last call it does nothing.
+        Call this method once a step, after the last backward pass. A rank whose loss does not depend on the vectors
+        sends zeros. Without a forward pass since the last call nothing happens. A pass that received gradients on no
+        rank (its loss was only inspected) is discarded: its keys are not inserted.
 
-        A pass whose gradients came on no rank (its loss was only looked at) is let go: its keys did not come.
-
-        Errors: TableFullError on all ranks alike where a table would have more rows than its capacity and evicts none
-        for it. The new keys of the step are forgotten then, and its gradients: rows are those of the step before.
+        Raises:
+            TableFullError: on all ranks, if a table would have more rows than its capacity and does not evict. The new
+                keys and the gradients of the step are then discarded; rows are those of the step before.
         """
         if not self._open:
             return
         came, rows, summed = self._count()
         open_passes, self._open = self._open, []
-        arrived = [  # while the numbers travel
+        arrived = [  # overlaps with the all-reduce of the counts
             [
                 part.way.deliver(asked, part.store)
                 for part, asked in zip(self.parts, prepared.asked, strict=True)
@@ -295,12 +314,15 @@ class PlacedTables:
 
     @property
     def _capped(self) -> list[tuple[Store, Dynamic]]:
-        """The tables that may be too full."""
+        """Tables that may exceed their capacity, with their stores."""
         return [(part.store, table) for part in self.parts for table in part.store.capped]
 
     def _count(self) -> tuple[Tensor, Tensor, Pending]:
-        """Return, summed over the ranks once the last is waited for: of each open pass on how many ranks its gradients
-        came, and the rows after this step of each table that may be too full. One small all-reduce."""
+        """Return, for each open pass, the number of ranks that received gradients, and the rows of each capped table.
+
+        One small all-reduce computes the sums over the ranks; both tensors are valid once the third value is waited
+        for.
+        """
         came = [float(prepared.gradients_came) for prepared in self._open]
         rows = [float(table.rows_after(self.steps + 1) * store.is_counted) for store, table in self._capped]
         numbers = torch.tensor(came + rows, dtype=torch.float64)
@@ -310,7 +332,7 @@ class PlacedTables:
         return numbers[: len(came)], numbers[len(came) :], summed
 
     def _take_again(self, passes: Sequence[Prepared]) -> None:
-        """Let dynamic tables forget the keys of this step, and take those of ``passes`` alone."""
+        """Remove the keys of this step from dynamic tables, then insert only those of ``passes``."""
         for part in self.parts:
             part.store.forget_keys_of_step()
         for prepared in passes:
@@ -321,7 +343,7 @@ class PlacedTables:
                     asked.rows = SlabRows(rows, rows)
 
     def _check_room(self, rows: Tensor) -> None:
-        """Refuse the step where a table would have more ``rows`` than its capacity."""
+        """Raise TableFullError if a table would have more ``rows`` than its capacity."""
         for (_, table), total in zip(self._capped, rows.tolist(), strict=True):
             if table.capacity is not None and total > table.capacity:
                 self.drop()
@@ -333,8 +355,10 @@ class PlacedTables:
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
-        """Σ g² over the delivered gradients of the rows that this rank owns, fp64: summed over the ranks, that of all
-        tables."""
+        """Return Σ g² over the delivered gradients of the rows that this rank owns, in fp64.
+
+        The sum over the ranks is the sum of squares of all tables.
+        """
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self.parts:
             own = part.store.square_sum()
@@ -343,7 +367,7 @@ class PlacedTables:
 
     @torch.no_grad()
     def step(self, lr_factor: float = 1.0, divisor: float = 1.0, max_norm: float | None = None) -> None:
-        """Update the rows that got gradients since the last step; see ``EmbeddingCollection.step``."""
+        """Update the rows that have received gradients since the last step; see ``EmbeddingCollection.step``."""
         if not self._is_led:
             self.deliver()
         assert not self._open, "gradients are delivered before the step"
@@ -359,14 +383,20 @@ class PlacedTables:
             part.store.step(self.steps, lr_factor, divisor)
 
     def drop(self) -> None:
-        """Forget the gradients since the last step, and the keys that came: rows, scores and keys that wait for
-        admission are those of the step before."""
+        """Discard the gradients and new keys since the last step.
+
+        Rows, scores and keys that wait for admission become those of the step before.
+        """
         self._open.clear()
         for part in self.parts:
             part.store.drop()
 
     def find(self, table: str) -> tuple[Part, int]:
-        """The part that has a table, and its place in it. Errors: UsageError where there is none."""
+        """Return the part that contains a table, and the table's index in the part.
+
+        Raises:
+            UsageError: if there is no such table.
+        """
         check_table(table, [policy.name for part in self.parts for policy in part.tables.tables])
         return next(
             (part, place)
@@ -377,13 +407,17 @@ class PlacedTables:
 
 
 def check_table(table: str, names: Sequence[str]) -> None:
-    """Errors: UsageError where ``table`` is not among ``names``."""
+    """Check that ``table`` is among ``names``.
+
+    Raises:
+        UsageError: if ``table`` is not among ``names``.
+    """
     if table not in names:
         raise UsageError(f"embedding: there is no table {table!r}{nearest(table, names)}")
 
 
 def _check_weights(features: Mapping[str, Ragged], names: Sequence[str]) -> None:
-    """Refuse weights of keys that are not finite: each would make the row of its key so for good."""
+    """Raise DataError if a weight of a key is not finite: it would make the row of its key non-finite for good."""
     for name in names:
         weights = features[name].weights if name in features else None
         if weights is None or bool(weights.isfinite().all()):
@@ -396,7 +430,7 @@ def _check_weights(features: Mapping[str, Ragged], names: Sequence[str]) -> None
 
 
 def _live(weights: Tensor | None, part: Part) -> Tensor | None:
-    """Weights of keys that want gradients."""
+    """Return the weights of the keys if they require gradients, else None."""
     if weights is None or not weights.requires_grad:
         return None
     if not part.way.sees_rows:

@@ -1,4 +1,4 @@
-"""TablePolicy: one embedding table. RowOptimizerPolicy: what updates its rows. DynamicPolicy: how it grows, shrinks."""
+"""Policies of one embedding table (TablePolicy), of its optimizer (RowOptimizerPolicy) and growth (DynamicPolicy)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -8,46 +8,57 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from shardwise.plan.policy import Policy
 
 Pooling = Literal["sum", "mean", "max", "concat", "none"]
-"""How a sample's vectors become one: added, averaged, the largest of each column, one after another (the same number of
-keys in every sample), or not at all (a sequence). Keys with weights are added, or averaged: Σ w·row / Σ w, where
-TorchRec and FBGEMM divide by the number of keys (use sum with weights w/n for theirs). The other poolings refuse them.
-Weights that want gradients get them."""
+"""How a sample's vectors become one: added, averaged, the largest of each column, concatenated (the same number of
+keys in every sample), or not at all (a sequence). Vectors of keys with weights are added, or averaged as Σ w·row / Σ w,
+where TorchRec and FBGEMM divide by the number of keys (use sum with weights w/n for their result). The other poolings
+refuse weights. Weights that require gradients get them.
+"""
 PlacementName = Literal["data_parallel", "table", "row", "column"]
 PLACEMENTS: tuple[PlacementName, ...] = ("data_parallel", "table", "row", "column")
 MOST_COUNT = (1 << 20) - 1
-"""Of ``AdmissionPolicy``: a key that waits has its count and the step of the last one in one number (``dynamic.py``),
-where a larger count would run into the step."""
+"""Largest ``AdmissionPolicy.count``: the count of a waiting key and the step in which the key last came share one
+number (``dynamic.py``), and a larger count would overwrite the step.
+"""
 RowOptimizerName = Literal["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
 
 
 class RowOptimizerPolicy(Policy):
-    """Keys under ``tables.optimizer:``, or one table's own. Only rows that a batch touches are updated."""
+    """Optimizer of rows: keys under ``tables.optimizer:``, or of one table.
+
+    Only rows that a batch touches are updated.
+    """
 
     type: RowOptimizerName = "rowwise_adagrad"
-    """SGD, with momentum, Adagrad, Adagrad with one number a row, Adam, FTRL-proximal. FTRL's weights follow anew from
-    its sums by the rate of each step, so that they shrink with a schedule that falls: give it a constant one."""
+    """SGD, SGD with momentum, Adagrad, Adagrad with one number a row, Adam, FTRL-proximal. FTRL computes its weights
+    anew from its sums with the learning rate of each step, so that the weights shrink under a falling schedule: use a
+    constant one.
+    """
     lr: NonNegativeFloat = 0.01
     """Learning rate at the top of the schedule."""
     weight_decay: NonNegativeFloat = 0.0
-    """Of the rows that are touched: added to the gradient times their weight; decoupled for Adam; FTRL has l2."""
+    """Weight decay of the touched rows: this times the weight is added to the gradient; Adam's is decoupled; FTRL uses
+    l2.
+    """
     momentum: NonNegativeFloat = 0.9
-    """Of ``momentum``."""
+    """Momentum factor of type ``momentum``."""
     nesterov: bool = False
-    """Nesterov's form of ``momentum``."""
+    """True uses Nesterov's form of type ``momentum``."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of Adam's two moments."""
+    """Decay rates of Adam's two moments."""
     eps: PositiveFloat = 1e-8
     """Addend in the denominator of the two Adagrads and of Adam."""
     initial_accumulator: NonNegativeFloat = 0.0
-    """What the sums of squares of the two Adagrads and of FTRL start with."""
+    """Start value of the sums of squares of the two Adagrads and of FTRL."""
     exact: bool = False
-    """Adam alone: true replays the steps in which a row was not touched, so that it equals Adam on the whole table."""
+    """For Adam only: true replays the steps in which a row was not touched, so that the result equals Adam on the
+    whole table.
+    """
     l1: NonNegativeFloat = 0.0
     """FTRL's penalty on absolute weights: rows of rare keys stay 0."""
     l2: NonNegativeFloat = 0.0
     """FTRL's penalty on squared weights."""
     beta: NonNegativeFloat = 1.0
-    """FTRL's addend to the root of the sum of squares."""
+    """FTRL's addend to the square root of the sum of squares."""
 
     @model_validator(mode="after")
     def _fields_fit_the_type(self) -> Self:
@@ -69,34 +80,41 @@ class RowOptimizerPolicy(Policy):
 
 
 class AdmissionPolicy(Policy):
-    """Which keys get a row of their own. The others read zeros and learn nothing."""
+    """Conditions for a key to get a row of its own. Keys that are not admitted read zeros and learn nothing."""
 
     type: Literal["always", "probability", "frequency"] = "always"
-    """``probability`` admits that share of keys, the same on every layout; ``frequency`` one that came often."""
+    """``probability`` admits that share of the keys, the same keys on every layout; ``frequency`` admits a key that
+    has come in ``count`` steps.
+    """
     probability: PositiveFloat = Field(default=1.0, le=1.0)
-    """Share of the keys."""
+    """Share of the keys that ``probability`` admits."""
     count: PositiveInt = Field(default=1, le=MOST_COUNT)
-    """Steps in which a key has come before it is admitted; below 2^20, for it is kept in 20 bits beside a step."""
+    """Steps in which a key must have come before ``frequency`` admits it; below 2^20, because the count takes 20 bits
+    beside a step number.
+    """
     forget_steps: PositiveInt = 10_000
-    """A key that waits is forgotten when it has not come for about so many steps, so that those that come once take
-    memory for a while alone."""
+    """Steps after which a waiting key that has not come again is forgotten, approximately, so that keys that come once
+    take memory for a limited time only.
+    """
     max_waiting: PositiveInt = 1 << 20
-    """Keys that may wait at once, over all ranks and about 60 bytes each; beyond, those that came longest ago are
-    forgotten first."""
+    """Keys that may wait at once over all ranks, at about 60 bytes each; beyond it, the keys that came longest ago are
+    forgotten first.
+    """
 
 
 class EvictionPolicy(Policy):
-    """Which rows go when the table is full; between steps, the lowest scores first."""
+    """Rule by which rows are evicted when the table is full: between steps, the lowest scores first."""
 
     type: Literal["none", "lru", "lfu", "age"] = "none"
-    """``none``: a full table is an error; ``lru``: the step of the last use; ``lfu``: the number of uses; ``age``: rows
-    unused for ``max_age_steps`` go, full or not."""
+    """``none``: a full table is an error; ``lru``: the score is the step of the last use; ``lfu``: the score is the
+    number of uses; ``age``: rows that were unused for ``max_age_steps`` are evicted, whether the table is full or not.
+    """
     max_age_steps: PositiveInt | None = None
-    """Of ``age``."""
+    """Steps without a use after which ``age`` evicts a row."""
     fraction: PositiveFloat = Field(default=0.05, le=1.0)
-    """Part of the capacity that is freed at once."""
+    """Share of the capacity that is freed at once."""
     pinned: tuple[int, ...] = ()
-    """Keys that never go."""
+    """Keys that are never evicted."""
 
     @model_validator(mode="after")
     def _age_has_a_limit(self) -> Self:
@@ -106,18 +124,18 @@ class EvictionPolicy(Policy):
 
 
 class DynamicPolicy(Policy):
-    """A table without a number of rows: keys get one when they first come."""
+    """Growth of a table without a fixed number of rows: a key gets a row when the key first comes."""
 
     capacity: PositiveInt | None = None
-    """Rows at most, over all ranks; left out: as many as memory holds."""
+    """Largest number of rows over all ranks; left out, as many as memory holds."""
     budget_bytes: PositiveInt | None = None
-    """The same as bytes of weights and optimizer state over all ranks."""
+    """The same limit in bytes of weights and optimizer state over all ranks."""
     initial_rows: PositiveInt = 1024
-    """Rows that memory is taken for at the start, on each rank; it doubles as keys come."""
+    """Rows for which each rank allocates memory at the start; the number doubles as keys come."""
     admission: AdmissionPolicy = AdmissionPolicy()
-    """Which keys get a row."""
+    """Conditions for a key to get a row."""
     eviction: EvictionPolicy = EvictionPolicy()
-    """Which rows go."""
+    """Rule by which rows are evicted."""
 
     @model_validator(mode="after")
     def _eviction_has_a_limit(self) -> Self:
@@ -129,35 +147,40 @@ class DynamicPolicy(Policy):
 
 
 class TablePolicy(Policy):
-    """One table; give ``rows``, or ``dynamic``."""
+    """One embedding table. Either ``rows`` or ``dynamic`` must be given."""
 
     name: str
-    """Its start weights depend on it."""
+    """Name of the table; its start weights depend on the name."""
     width: PositiveInt
-    """Numbers in a vector."""
+    """Numbers in one vector."""
     rows: PositiveInt | None = None
-    """A static table: keys are 0 to rows - 1."""
+    """Rows of a static table, whose keys are 0 to rows - 1."""
     dynamic: DynamicPolicy | None = None
-    """Keys are any numbers of 64 bits."""
+    """Growth of a dynamic table, whose keys are any 64-bit numbers."""
     features: tuple[str, ...] = ()
-    """Features that read it; left out, the one of the table's own name."""
+    """Features that read the table; left out, the feature with the table's own name."""
     pooling: Pooling | Mapping[str, Pooling] = "sum"
-    """For all its features, or by feature (``sum`` for those not named)."""
+    """Pooling of all features of the table, or by feature (``sum`` for features that are not named)."""
     optimizer: RowOptimizerPolicy | None = None
-    """Left out, that of all tables."""
+    """Optimizer of the table; left out, the optimizer of all tables."""
     placement: Literal["auto"] | PlacementName = "auto"
-    """A copy on every rank, whole on one, rows over all, columns over all; ``auto``: what costs least."""
+    """A copy on every rank, the whole table on one rank, rows spread over all ranks, or columns spread over all ranks;
+    ``auto``: the placement that costs least.
+    """
     exchange: Literal["auto", "rows", "pooled"] = "auto"
-    """What ranks exchange for a table that is cut by table or by row: the distinct rows of a batch, or the pooled (of
-    rows, partly pooled) vectors of the samples; ``auto``: what is fewer bytes."""
+    """What ranks exchange for a table that is placed by table or by row: the distinct rows of a batch, or the pooled
+    vectors of the samples (partly pooled if placed by row); ``auto``: whichever is fewer bytes.
+    """
     keys_per_sample: PositiveFloat = 1.0
     """Mean number of keys of one feature in a sample, for the choice of placement."""
     distinct_ratio: PositiveFloat = Field(default=0.5, le=1.0)
     """Distinct keys of a batch over all its keys, for the choice of placement."""
     out_of_range: Literal["error", "clamp", "modulo"] = "error"
-    """A key that is not one of a static table's rows: an error, the nearest row, or the remainder by their number."""
+    """Treatment of a key that is not one of a static table's rows: an error, the nearest row, or the remainder by the
+    number of rows.
+    """
     init_bound: NonNegativeFloat | None = None
-    """Start weights are uniform in ± this; left out, 1/sqrt(rows), and 0.01 where the table is dynamic."""
+    """Start weights are uniform in ± this bound; left out, 1/sqrt(rows), and 0.01 if the table is dynamic."""
 
     @model_validator(mode="after")
     def _is_static_or_dynamic(self) -> Self:
@@ -182,38 +205,40 @@ class TablePolicy(Policy):
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Features that read it."""
+        """Names of the features that read the table."""
         return self.features or (self.name,)
 
     def pooling_of(self, feature: str) -> Pooling:
-        """Pooling of one of its features."""
+        """Return the pooling of one feature of the table."""
         return self.pooling if isinstance(self.pooling, str) else self.pooling.get(feature, "sum")
 
     @property
     def start_bound(self) -> float:
-        """Start weights are uniform in ± this."""
+        """Bound of the start weights, which are uniform in ± this bound."""
         if self.init_bound is not None:
             return self.init_bound
         return 0.01 if self.rows is None else float(self.rows) ** -0.5
 
 
 class TableOptions(Policy):
-    """What may be said of a table that follows from a feature: keys under ``tables.defaults:`` and ``tables.named:``.
+    """Options of a table that is made for a feature of the data: keys under ``tables.defaults:`` and ``tables.named:``.
 
-    A key that is left out is the default's, then that of ``TablePolicy``; ``rows`` takes the place of a default's
-    ``dynamic``, and the other way round.
+    A key that is left out of ``named`` takes the value in ``defaults``, then that of ``TablePolicy``. ``rows`` replaces
+    a default ``dynamic``, and ``dynamic`` replaces default ``rows``.
     """
 
     rows: PositiveInt | None = None
-    """A static table: keys are 0 to rows - 1."""
+    """Rows of a static table, whose keys are 0 to rows - 1."""
     dynamic: DynamicPolicy | None = None
-    """Keys are any numbers of 64 bits."""
+    """Growth of a dynamic table, whose keys are any 64-bit numbers."""
     pooling: Literal["sum", "mean", "max"] | None = None
     """How the vectors of a sample's keys become one."""
     optimizer: RowOptimizerPolicy | None = None
-    """What updates its rows."""
+    """Optimizer of the table's rows."""
     placement: Literal["auto"] | PlacementName | None = None
-    """A copy on every rank, whole on one, rows over all, columns over all; ``auto``: what costs least."""
+    """A copy on every rank, the whole table on one rank, rows spread over all ranks, or columns spread over all ranks;
+    ``auto``: the placement that costs least.
+    """
     exchange: Literal["auto", "rows", "pooled"] | None = None
     """What ranks exchange: the distinct rows of a batch, or the (partly) pooled vectors of the samples."""
     keys_per_sample: PositiveFloat | None = None
@@ -221,9 +246,11 @@ class TableOptions(Policy):
     distinct_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Distinct keys of a batch over all its keys, for the choice of placement."""
     out_of_range: Literal["error", "clamp", "modulo"] | None = None
-    """A key that is not one of a static table's rows: an error, the nearest row, or the remainder by their number."""
+    """Treatment of a key that is not one of a static table's rows: an error, the nearest row, or the remainder by the
+    number of rows.
+    """
     init_bound: NonNegativeFloat | None = None
-    """Start weights are uniform in ± this."""
+    """Start weights are uniform in ± this bound."""
 
     @model_validator(mode="after")
     def _is_not_both(self) -> Self:
@@ -235,22 +262,25 @@ class TableOptions(Policy):
 
 
 class TablesPolicy(Policy):
-    """Keys under ``tables:``."""
+    """Embedding tables of a run: keys under ``tables:``."""
 
     defaults: TableOptions = TableOptions()
-    """Of every table of a built-in click-through model, which has one for each feature of its data."""
+    """Options of every table of a built-in click-through model, which has one table for each feature of its data."""
     named: Mapping[str, TableOptions] = {}
-    """Of single tables of such a model, by the feature's name."""
+    """Options of single tables of a built-in click-through model, by the feature's name."""
     optimizer: RowOptimizerPolicy | None = None
-    """Of tables without their own; left out, what the model's code says, or row-wise Adagrad."""
+    """Optimizer of tables without one of their own; left out, the one in the model's code, or row-wise Adagrad."""
     placement: Mapping[str, PlacementName] = {}
-    """Placements by patterns of table names, before what the tables' own entries say."""
+    """Placements by patterns of table names; they take precedence over the placements of single tables."""
     prefetch_steps: NonNegativeInt = 1
     """Steps whose keys ``engine.prefetch`` prepares and exchanges in a thread, ahead of their computation; 0: none.
-    Losses and weights do not depend on it."""
+    Losses and weights do not depend on this number.
+    """
     memory_bytes: PositiveInt | None = None
-    """Memory of a rank that tables may take; left out, what the host has, shared by its ranks. On an accelerator its
-    memory, for static tables; left out, what is free of it beside the model state."""
+    """Memory of a rank that tables may take; left out, the host's memory divided among its ranks. On an accelerator
+    this is device memory for static tables; left out, what the model state leaves free.
+    """
     host_memory_bytes: PositiveInt | None = None
-    """Memory of a rank's host that dynamic tables may take; left out, on an accelerator what the host has, shared by
-    its ranks; on a CPU they share ``memory_bytes``."""
+    """Memory of a rank's host that dynamic tables may take beside an accelerator; left out, the host's memory divided
+    among its ranks. On a CPU, dynamic tables share ``memory_bytes`` with static ones.
+    """
