@@ -1,16 +1,16 @@
 """Features whose keys have been exchanged before the model asks for their vectors.
 
-A model calls ``self.tables(batch["sparse"])`` with a mapping of features and is not to know that anything happens
-earlier. So preparing a batch puts another mapping in the place of that one: the same features for anybody who reads
-them, and with them what each collection has prepared. A collection takes its own from it; where it finds none (the
-model built a new mapping, casts the weights otherwise, or asks a second time) it prepares on the spot, with the same
-result.
+A model calls ``self.tables(batch["sparse"])`` with a mapping of features, and its code must not depend on preparation.
+Preparing a batch therefore replaces that mapping by another one: it has the same features for every reader, and it
+carries what each collection has prepared. A collection takes its prepared keys from the mapping. If there are none (the
+model built a new mapping, casts the weights otherwise, or asks a second time), the collection prepares during the
+forward pass, with the same result.
 
     batch    {"dense": Tensor, "sparse": {"user": Ragged, ...}}
     ahead    {"dense": Tensor, "sparse": PreparedFeatures}
 
     found = find_features(batch, collections, cast)     # no traffic, so that ranks can compare what they found
-    found.ask(collection, microbatch)                   # collective; what the Action ASK does
+    found.ask(collection, microbatch)                   # collective; the work of the Action ASK
     found.batch
 """
 
@@ -30,21 +30,23 @@ Features = Mapping[str, Ragged]
 
 
 class Reader(Protocol):
-    """A collection of tables, as far as it reads features."""
+    """Interface of a collection of tables, as far as it reads features."""
 
     @property
     def feature_names(self) -> list[str]:
-        """All that it reads."""
+        """Names of all features that the collection reads."""
 
     def prepare(self, features: Features) -> "Prepared":
-        """Find the distinct keys and send them where they are needed. Collective."""
+        """Find the distinct keys and send them to the owners of their rows. Collective."""
 
 
 class PreparedFeatures(Mapping[str, Ragged], Laden):
-    """Features of a batch, with what collections prepared of them.
+    """Features of a batch, with what collections have prepared of them.
 
-    seen      the features as the collections will see them: floating weights in the dtype of their call
-    readers   the collections that find all their features here
+    Args:
+        features: the features, as they stand in the batch.
+        seen: the features as the collections will see them, with floating weights in the dtype of their call.
+        readers: the collections that find all their features in the mapping.
     """
 
     def __init__(self, features: Features, seen: Features, readers: Sequence[Reader]):
@@ -53,14 +55,14 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
         self._dtypes = _weight_dtypes(seen)
         self.readers = readers
         self.prepared: dict[Reader, Prepared] = {}
-        """By collection."""
+        """Prepared keys by collection."""
 
     def carried(self) -> "Iterable[Prepared]":
-        """The keys, by collection."""
+        """Return the prepared keys of every collection."""
         return self.prepared.values()
 
     def ask(self, reader: Reader) -> None:
-        """Let one of the readers prepare. Collective."""
+        """Let one of the readers prepare its features. Collective."""
         self.prepared[reader] = reader.prepare(self._seen)
         if len(self.prepared) == len(self.readers):
             self._seen = {}
@@ -75,18 +77,18 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
         return len(self._features)
 
     def of(self, collection: Reader) -> "Prepared | None":
-        """What ``collection`` prepared, if it can still be used for these features."""
+        """Return what ``collection`` has prepared, or None if it cannot be used for these features any more."""
         prepared = self.prepared.get(collection)
         if prepared is None or prepared.is_learning or _weight_dtypes(self) != self._dtypes:
             return None
         if torch.is_grad_enabled() and any(
             each.weights is not None and each.weights.requires_grad for each in self.values()
         ):
-            return None  # prepared ahead, weights have lost where they come from
+            return None  # weights that were prepared ahead have lost their autograd history
         return prepared
 
     def changed(self, change: Callable[[Any], Any]) -> "PreparedFeatures":
-        """The same keys after ``change`` of each feature: another dtype of the weights."""
+        """Return the same keys after ``change`` of each feature, for another dtype of the weights."""
         fresh = PreparedFeatures({name: change(each) for name, each in self.items()}, {}, self.readers)
         fresh._dtypes, fresh.prepared = self._dtypes, self.prepared
         return fresh
@@ -94,32 +96,37 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
 
 @dataclass
 class Found:
-    """A batch with ``PreparedFeatures`` for mappings, which nobody has prepared yet."""
+    """A batch whose mappings of features have become ``PreparedFeatures``, before any collection has prepared them."""
 
     batch: Any
     mappings: list[PreparedFeatures]
-    """In the order in which they stand in the batch."""
+    """Mappings in the order in which they stand in the batch."""
     missing: list[str]
-    """Features that a mapping lacks, though it has others of the same collection."""
+    """Features that a mapping lacks although it has others of the same collection."""
 
     def read_by(self, reader: Reader) -> list[PreparedFeatures]:
-        """The mappings that one collection reads: one for each microbatch."""
+        """Return the mappings that one collection reads: one for each microbatch."""
         return [each for each in self.mappings if reader in each.readers]
 
     def ask(self, reader: Reader, microbatch: int) -> None:
-        """Let a collection prepare its features of one microbatch. Collective over its lane ahead: every rank has found
-        the same collections in the same order, and asks in one order."""
+        """Let a collection prepare its features of one microbatch. Collective over the lane for keys ahead.
+
+        Every rank must have found the same collections in the same order, and must call this method in one order.
+        """
         self.read_by(reader)[microbatch].ask(reader)
 
     def asked(self, reader: Reader, microbatch: int) -> "Prepared":
-        """What came of it."""
+        """Return the keys that a collection has prepared of one microbatch."""
         return self.read_by(reader)[microbatch].prepared[reader]
 
 
 def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Features], Features]) -> Found:
-    """Every mapping of features in ``batch`` with the collections that find all of theirs in it.
+    """Find every mapping of features in ``batch``, with the collections that find all of their features in the mapping.
 
-    ``cast`` makes of features what the model will hand to its collections.
+    Args:
+        batch: any nesting of containers.
+        collections: the collections of the model.
+        cast: converts features to the form that the model will pass to its collections.
     """
     found = Found(batch, [], [])
     names = [set(each.feature_names) for each in collections]
@@ -143,7 +150,7 @@ def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Fea
 
 
 def are_features(value: Any) -> TypeGuard[dict[str, Ragged]]:
-    """Whether it is what a collection reads: features by their names."""
+    """Return whether ``value`` is what a collection reads: a dictionary of features by name."""
     return (
         isinstance(value, dict) and bool(value) and all(isinstance(each, Ragged) for each in value.values())
     )

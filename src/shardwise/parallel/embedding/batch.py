@@ -1,7 +1,7 @@
-"""One batch on its way through the tables: what is known of its keys, and the node that waits for its gradients.
+"""One batch in flight through the tables: the state of its keys, and the autograd node that receives its gradients.
 
 Autograd sees one node for all groups of tables, so that ranks cannot differ in the order in which groups come back.
-It hands out vectors and keeps their gradients; nothing travels in it.
+The node returns vectors and stores their gradients; it sends nothing.
 
 Shapes: N keys, B samples, F features, D width.
 """
@@ -24,29 +24,31 @@ from shardwise.plan.trace import Done
 
 
 class Sequences(NamedTuple):
-    """Vectors of a feature that is not pooled: sample b has ``values[offsets[b] : offsets[b + 1]]``."""
+    """Vectors of a feature that is not pooled: those of sample b are ``values[offsets[b] : offsets[b + 1]]``."""
 
     values: Tensor
-    """[N, D]."""
+    """Vectors of all keys: [N, D]."""
     offsets: Tensor
-    """int64 [B + 1]."""
+    """Start of each sample in ``values``, and the end: int64 [B + 1]."""
 
 
 @dataclass
 class Prepared:
-    """A batch whose keys are where they are needed."""
+    """A batch whose keys have been sent to the owners of their rows."""
 
     samples: int
+    """Number of samples, B."""
     offsets: dict[str, Tensor]
-    """Of the features that are not pooled."""
+    """Offsets of the features that are not pooled, by feature name."""
     asked: list[Asked]
     is_learning: bool = False
-    """A forward pass that waits for gradients, or got them, ran on it."""
+    """True once a training forward pass has run on the batch."""
     gradients_came: bool = False
+    """True once the backward pass has delivered gradients of the batch's vectors."""
     weights: list[Tensor | None] = field(default_factory=list)
-    """Of each group the weights of its keys where they want gradients: [N]."""
+    """Weights of the keys of each group if they require gradients, else None: [N]."""
     ahead: Done | None = None
-    """The ASK that prepared it, where that was not the forward pass itself."""
+    """The ASK that prepared the batch; None if the forward pass prepared it."""
 
 
 class Part(NamedTuple):
@@ -58,10 +60,11 @@ class Part(NamedTuple):
 
 
 class BatchVectors(torch.autograd.Function):
-    """Vectors pass; their gradients are kept. One node for all groups, so that ranks cannot differ in their order.
+    """Autograd function that passes vectors through and stores their gradients for ``deliver``.
 
-    Of keys with weights a pooled vector is Σ wᵢ·rowᵢ, so that dwᵢ = <gradient of the bag, rowᵢ>. What a mean divides by
-    lies outside, in how the weights came about.
+    One node serves all groups, so that ranks cannot differ in the order of the groups. For keys with weights a pooled
+    vector is Σ wᵢ·rowᵢ, so that dwᵢ = <gradient of the bag, rowᵢ>. The divisor of a mean is applied when the weights
+    are computed, outside this function.
     """
 
     @staticmethod
@@ -73,7 +76,10 @@ class BatchVectors(torch.autograd.Function):
         learns: bool,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """``tensors``: the weights of each group or None, then the vectors of all runs."""
+        """Return views of the vectors.
+
+        ``tensors`` are the weights of each group or None, then the vectors of all runs.
+        """
         ctx.set_materialize_grads(False)
         ctx.place = (parts, prepared, learns)
         return tuple(output.view_as(output) for output in tensors[len(parts) :] if output is not None)
@@ -81,6 +87,7 @@ class BatchVectors(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Store the gradients of the vectors and return those of the keys' weights."""
         parts, prepared, learns = ctx.place
         if learns and prepared.gradients_came:
             raise UsageError(
@@ -100,7 +107,7 @@ class BatchVectors(torch.autograd.Function):
 
 
 def _where_rows_are(parts: Sequence[Part], grads: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-    """The gradients of each part's runs; those of rows on the host have come there."""
+    """Return the gradients of each part's runs, moved to the host if the part's rows are on the host."""
     left: Iterator[Tensor | None] = iter(grads)
     found = [[next(left) for _ in part.tables.runs] for part in parts]
     at_host = [
@@ -116,7 +123,7 @@ def _where_rows_are(parts: Sequence[Part], grads: Sequence[Tensor | None]) -> li
 
 
 def features_on_host(features: Mapping[str, Ragged], names: Iterable[str]) -> Mapping[str, Ragged]:
-    """The features that are named, with their parts on the host; weights keep where they come from."""
+    """Return the features with the named ones copied to the host; weights stay in the autograd graph."""
     away = [
         name
         for name in names
@@ -133,7 +140,14 @@ def features_on_host(features: Mapping[str, Ragged], names: Iterable[str]) -> Ma
 
 
 def by_feature(pooled: Tensor, asked: Asked, features: int, width: int) -> Tensor:
-    """Vectors of one run as [B, F, D]: as they lie where they stand by sample, else a view across."""
+    """Return the vectors of one run as [B, F, D]: without a copy, transposed if they lie by feature.
+
+    Args:
+        pooled: vectors of the run, [F·B, D].
+        asked: keys of the batch.
+        features: number of features of the run.
+        width: numbers in a vector.
+    """
     if asked.fused.by_sample:
         return pooled.view(asked.fused.samples, features, width)
     return pooled.view(features, asked.fused.samples, width).transpose(0, 1)

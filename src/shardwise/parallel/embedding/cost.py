@@ -1,7 +1,7 @@
-"""What a placement costs: bytes that a rank sends in a step, and memory. Held to traced bytes by a test.
+"""Cost of a placement: bytes that a rank sends in a step, and memory. A test compares the bytes with traced ones.
 
-Of one table, with N keys of a rank's batch, U of them distinct, S bags (samples times features), width D in elements of
-s bytes, over W ranks, k = (W-1)/W:
+For one table, with N keys of a rank's batch, U of them distinct, S bags (samples times features), width D in elements
+of s bytes, over W ranks, k = (W-1)/W:
 
                          keys                       vectors          gradients
     data_parallel        8·U (W-1)                  0                U·D·s (W-1)
@@ -10,8 +10,8 @@ s bytes, over W ranks, k = (W-1)/W:
     table; sums          8·(N + S) k                S·D·s k          S·D·s k
     row; sums            8·N k + 8·S (W-1)          S·D·s (W-1)      S·D·s (W-1)
 
-Sums over rows cut by row are fewer bytes than rows where W·S < U: bags of many distinct keys. The owner of a table by
-table sends and receives what the others do; the figure is the mean over ranks.
+For a table placed by row, sums are fewer bytes than rows if W·S < U: bags of many distinct keys. The owner of a table
+placed by table sends and receives what the others do; the figure is the mean over ranks.
 
 Shapes: as above.
 """
@@ -25,7 +25,7 @@ _KEY_BYTES = 8
 
 
 class Load(NamedTuple):
-    """One rank's batch, as one table sees it."""
+    """Numbers of keys, distinct keys and bags that one rank's batch has for one table."""
 
     keys: float
     distinct: float
@@ -41,12 +41,12 @@ class Sent(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All together."""
+        """Sum of the bytes of keys, vectors and gradients."""
         return sum(self)
 
 
 def bytes_sent(place: Place, load: Load, width: int, itemsize: int, ranks: int) -> Sent:
-    """Of one table, mean over the ranks."""
+    """Return the bytes that a rank sends for one table in one forward and backward pass, as a mean over the ranks."""
     others, part = ranks - 1, (ranks - 1) / ranks
     rows, sums = load.distinct * width * itemsize, load.bags * width * itemsize
     if place.placement == "data_parallel":
@@ -62,18 +62,18 @@ def bytes_sent(place: Place, load: Load, width: int, itemsize: int, ranks: int) 
 
 
 def collectives(place: Place) -> int:
-    """Messages to all ranks in one pass that a table adds where no other travels with it."""
+    """Return the number of messages to all ranks that a table adds to a pass if no other table travels with it."""
     if place.placement == "data_parallel":
         return 2
     return 4 if place.exchange == "pooled" else 3
 
 
 def rows_touched(place: Place, load: Load, ranks: int) -> float:
-    """Whole rows that a rank reads, merges and updates in a step, mean over the ranks."""
+    """Return the number of whole rows that a rank reads, merges and updates in a step, as a mean over the ranks."""
     return load.distinct * (ranks if place.placement == "data_parallel" else 1)
 
 
 def bytes_held(placement: PlacementName, rows: float, line_bytes: int, ranks: int) -> float:
-    """Memory on one rank that holds any of it: weights and optimizer state."""
+    """Return the bytes of weights and optimizer state on one rank that holds any part of the table."""
     cut = ranks if placement in ("row", "column") else 1
     return rows * line_bytes / cut

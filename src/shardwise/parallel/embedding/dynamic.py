@@ -1,8 +1,8 @@
-"""The index of one dynamic table on one rank: which keys get a row, how long they keep it.
+"""The index of one dynamic table on one rank: admission of keys, their rows, and the scores that eviction reads.
 
 A key that comes in training gets a row at once, if it is admitted; its score moves once a step, however often it came;
-rows go after a step. Nothing here depends on the number of ranks or of microbatches. A step that is given up leaves
-no trace: keys that came for the first time have no row, and keys that wait have waited no longer.
+rows are evicted after a step. Nothing depends on the number of ranks or of microbatches. A discarded step leaves no
+trace: keys that came for the first time have no row, and the counts of waiting keys are as before.
 
 Cost:   one lookup of each distinct key a batch, and one of each row that came a step; kernels/tables/hash_index.py.
 Shapes: U keys of one call.
@@ -20,17 +20,33 @@ from shardwise.parallel.embedding.policy import DynamicPolicy
 from shardwise.plan.errors import MismatchError, PlanError, TableFullError
 
 _SLACK_ROWS = 1 << 20
-"""Rows beyond its capacity that a table may have until the step is over: before it, all ranks learn that it is full."""
+"""Rows beyond its capacity that a table may have until the step is over: the ranks learn only at the step that the
+table is full.
+"""
 _ADDRESSES = 1 << 45
-"""Bytes of address space for all tables without a capacity, a quarter of what a process has."""
+"""Bytes of address space for all tables without a capacity: a quarter of a process's address space."""
 _SWEEPS = 8
-"""Times that keys that wait are looked through in ``forget_steps``."""
+"""Number of searches for keys to forget within ``forget_steps`` steps."""
 _COUNT_BITS = 20
-"""Lower bits of a candidate's score, its count; the step of the last one lies above."""
+"""Lower bits of a waiting key's score, which hold its count; the upper bits hold the step in which the key last came.
+"""
 
 
 class Dynamic:
-    """The index of one dynamic table on one rank. Its rows begin at ``base`` of the slab."""
+    """Index of one dynamic table on one rank.
+
+    Args:
+        name: name of the table, for errors.
+        policy: growth of the table.
+        base: row of the slab at which the table's rows begin.
+        limit: rows for which this rank has address space.
+        capacity: largest number of rows over all ranks; None is without limit.
+        start_key: key of the random numbers of the table, which also decides admission by probability.
+        keys_are_distinct: True if the keys of each call of ``take`` are distinct, because no other rank sends keys.
+
+    Raises:
+        PlanError: if more keys are pinned than the capacity allows.
+    """
 
     def __init__(
         self,
@@ -50,7 +66,6 @@ class Dynamic:
         self._limit = limit
         self.clear()
         self._keys_are_distinct = keys_are_distinct
-        """In each call of ``take``: true where no other rank asks."""
         self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
         pins = len(set(policy.eviction.pinned))
         if capacity is not None and pins > capacity:
@@ -60,7 +75,7 @@ class Dynamic:
             )
 
     def clear(self) -> None:
-        """Begin anew without a key."""
+        """Remove all keys."""
         self.index = HashIndex(self._limit, min(self.policy.initial_rows, self._limit))
         self._candidates = HashIndex() if self.policy.admission.type == "frequency" else None
         self.inserted = 0
@@ -70,41 +85,43 @@ class Dynamic:
         self._new: list[Tensor] = []
         """Keys that got a row in this step."""
         self._waited: list[tuple[Tensor, Tensor]] = []
-        """Keys that asked for admission in this step, and what their scores were; -1 where they had not waited."""
+        """Keys that asked for admission in this step, with their scores before it; -1 for keys that had not waited."""
 
     @property
     def is_capped(self) -> bool:
-        """More rows than the capacity are an error, which is known before the step: nothing is evicted for it."""
+        """True if more rows than the capacity are an error, because no row is evicted for room."""
         return self.capacity is not None and self.policy.eviction.type in ("none", "age")
 
     @property
     def most_rows(self) -> int | None:
-        """Rows that the table may hold between two steps over all ranks; None if nothing limits them, or what is too
-        much goes."""
+        """Largest number of rows of the table between two steps over all ranks.
+
+        None if nothing limits the rows, or if the surplus is evicted.
+        """
         return self.capacity if self.policy.eviction.type == "none" else None
 
     def rows_after(self, step: int) -> int:
-        """Rows that are left when ``step`` is over and what is too old has gone."""
+        """Return the number of rows on this rank after ``step`` and after the eviction of rows that are too old."""
         max_age = self.policy.eviction.max_age_steps
         if max_age is None:
             return len(self.index)
         old = self.index.below(step - max_age + 1)
-        # A rank that no key of the table has come to in this step has rows that go too.
+        # Rows on a rank that received no key of the table in this step are evicted too.
         came = torch.cat(self._came) if self._came else old.new_empty(0)
         return len(self.index) - int((~torch.isin(old, came)).sum())
 
     @property
     def nbytes(self) -> int:
-        """Memory of the index, and of the keys that wait for admission."""
+        """Bytes of the index and of the keys that wait for admission."""
         return self.index.nbytes + (0 if self._candidates is None else self._candidates.nbytes)
 
     @property
     def waiting(self) -> int:
-        """Keys that wait for admission."""
+        """Number of keys that wait for admission."""
         return 0 if self._candidates is None else len(self._candidates)
 
     def forget_step(self) -> None:
-        """As if the keys of this step had not come."""
+        """Undo the effect of the keys of this step."""
         for keys in self._new:
             self.inserted -= self.index.remove(keys).numel()
         for keys, scores in reversed(self._waited):
@@ -121,7 +138,7 @@ class Dynamic:
         self._came.clear()
 
     def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Rows of keys, -1 for those not admitted, and which rows are new."""
+        """Return the row of each key, -1 for those not admitted, and the rows that are new."""
         if self.policy.admission.type == "always":
             rows, new = self._insert(keys, step)
         else:
@@ -149,7 +166,7 @@ class Dynamic:
         return rows, new
 
     def load(self, keys: Tensor, scores: Tensor | None, step: int) -> Tensor:
-        """Return rows of keys that are given from outside; without scores, new ones count as used once, in ``step``.
+        """Return rows of loaded keys; without scores, new keys count as used once, in ``step``.
 
         Raises:
             MismatchError: if the table would hold more rows than its capacity and evicts none.
@@ -170,7 +187,7 @@ class Dynamic:
         return rows
 
     def pin(self, keys: Tensor, rows: Tensor) -> None:
-        """Keep rows whose keys the policy pins."""
+        """Protect the rows whose keys the policy pins from eviction."""
         if self._pinned.numel() and rows.numel():
             kept = torch.isin(keys, self._pinned)
             self.index.pin(rows[kept])
@@ -181,7 +198,7 @@ class Dynamic:
         return keys, rows, self.index.scores_of(rows)
 
     def rows_of_last_step(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, rows and scores as the last step left them: without the keys that have come since."""
+        """Return keys, rows and scores after the last step, without the keys that have come since."""
         keys, rows = self.index.items()
         if self._new:
             is_old = ~torch.isin(keys, torch.cat(self._new))
@@ -190,7 +207,7 @@ class Dynamic:
 
     @property
     def candidates(self) -> Tensor | None:
-        """Keys that wait for admission, and their scores: int64 [m, 2], by key."""
+        """Keys that wait for admission and their scores: int64 [m, 2], by key."""
         if self._candidates is None:
             return None
         keys, rows = self._candidates.items()
@@ -198,7 +215,7 @@ class Dynamic:
         return torch.stack([keys[order], self._candidates.scores_of(rows[order])], 1)
 
     def candidates_of_last_step(self) -> Tensor | None:
-        """Return ``candidates`` as the last step left them."""
+        """Return ``candidates`` as they were after the last step."""
         if self._candidates is None:
             return None
         keys, rows = self._candidates.items()
@@ -216,13 +233,16 @@ class Dynamic:
         return torch.stack([keys[order], scores[order]], 1)
 
     def wait(self, candidates: Tensor) -> None:
-        """Let these wait too, where the policy admits by frequency."""
+        """Add waiting keys and their scores, if the policy admits by frequency."""
         if self._candidates is not None:
             rows, _ = self._candidates.find_or_insert(candidates[:, 0].contiguous())
             self._candidates.set_scores(rows, candidates[:, 1].contiguous())
 
     def forget_candidates(self, step: int) -> None:
-        """Let go of keys that wait and have not come for long; now and then, since it looks at all of them."""
+        """Remove waiting keys that have not come for long.
+
+        This happens only every few steps, because the search reads all waiting keys.
+        """
         forget = self.policy.admission.forget_steps
         if self._candidates is None or step % max(forget // _SWEEPS, 1) or step < forget:
             return
@@ -230,7 +250,7 @@ class Dynamic:
         self._candidates.remove(self._candidates.keys_of(rows))
 
     def score(self, step: int) -> None:
-        """Move the scores of the rows that came in the step that ends."""
+        """Update the scores of the rows that came in the step that ends."""
         came = list(self._came)
         self._end_step()
         if not came:
@@ -243,27 +263,27 @@ class Dynamic:
             self.index.set_scores(rows, step)
 
     def longest_waiting(self, count: int) -> tuple[Tensor, Tensor]:
-        """Keys that wait and their scores, those that came longest ago first: int64 [n], [n], n at most ``count``."""
+        """Return waiting keys and scores, those that came longest ago first: int64 [n], [n], n at most ``count``."""
         assert self._candidates is not None, "asked of tables that admit by frequency"
         rows = self._candidates.lowest(count)
         return self._candidates.keys_of(rows), self._candidates.scores_of(rows)
 
     def forget_waiting(self, keys: Tensor) -> None:
-        """Let these wait no longer, as far as they do."""
+        """Remove keys from the waiting ones; keys that do not wait are ignored."""
         if self._candidates is not None:
             self._candidates.remove(keys)
 
     def forget(self, rows: Tensor) -> None:
-        """Evict rows."""
+        """Evict the rows that are given."""
         if rows.numel():
             self.forget_keys(self.index.keys_of(rows))
 
     def forget_keys(self, keys: Tensor) -> None:
-        """Evict keys, as far as they are here."""
+        """Evict the rows of keys; keys without a row are ignored."""
         self.evicted += self.index.remove(keys).numel()
 
     def _admitted(self, keys: Tensor, step: int) -> Tensor:
-        """Which keys without a row get one now."""
+        """Return a mask of the keys without a row that get one now."""
         admission = self.policy.admission
         if admission.type == "probability":
             key = self.start_key - (1 << 64) if self.start_key >> 63 else self.start_key
@@ -283,17 +303,22 @@ class Dynamic:
 
 
 def step_of(scores: Tensor) -> Tensor:
-    """Of keys that wait: the step in which each came last."""
+    """Return the step in which each waiting key last came."""
     return scores >> _COUNT_BITS
 
 
 def count_of(scores: Tensor) -> Tensor:
-    """Of keys that wait: the steps in which each came."""
+    """Return the number of steps in which each waiting key came."""
     return scores & ((1 << _COUNT_BITS) - 1)
 
 
 def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:
-    """Rows at most, over all ranks, of ``row_bytes`` each with their optimizer state."""
+    """Return the largest number of rows over all ranks; None is without limit.
+
+    Args:
+        policy: growth of the table.
+        row_bytes: bytes of a row with its optimizer state.
+    """
     rows = [] if policy.capacity is None else [policy.capacity]
     if policy.budget_bytes is not None:
         rows.append(max(policy.budget_bytes // row_bytes, 1))
@@ -301,15 +326,18 @@ def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:
 
 
 def is_unlimited(policy: DynamicPolicy | None) -> bool:
-    """A dynamic table that may have as many rows as memory holds."""
+    """Return whether a table is dynamic and may have as many rows as memory holds."""
     return policy is not None and policy.capacity is None and policy.budget_bytes is None
 
 
 def limit_of(capacity: int | None, line_bytes: int, unlimited: int = 1) -> int:
-    """Rows that a rank may have between two steps: those for which address space is taken.
+    """Return the number of rows for which a rank reserves address space.
 
-    ``unlimited``: tables of the model without a capacity. Each may fill the host, as long as a process has the
-    addresses for all of them.
+    Args:
+        capacity: largest number of rows over all ranks; None is without limit.
+        line_bytes: bytes of a row on this rank, with its optimizer state.
+        unlimited: number of the model's tables without a capacity. Each may fill the host's memory, as long as a
+            process has addresses for all of them.
     """
     if capacity is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,10 +1,10 @@
-"""Which rows of dynamic tables go after a step: those too old, and the lowest of a table that is too full.
+"""Eviction of rows of dynamic tables after a step: rows that are too old, and the lowest scores of a full table.
 
-Rows of one table that lie on several ranks are evicted by their common order of (score, key), so that the same rows go
-on any number of ranks.
+Rows of one table that lie on several ranks are evicted by their common order of (score, key), so that the same rows are
+evicted on any number of ranks.
 
-Cost: one exchange of two numbers a table and rank, where rows or keys that wait are limited; beyond a limit one of the
-lowest keys and scores.
+Cost: one exchange of two numbers a table and rank, if rows or waiting keys are limited; beyond a limit, one exchange of
+the lowest keys and scores.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,13 @@ from shardwise.parallel.embedding.dynamic import Dynamic
 
 
 def evict(tables: Sequence[Dynamic], group: Group | None, step: int) -> None:
-    """After ``step``. ``group``: the ranks over which the rows of each table are spread; None where each rank has all
-    of them or none. Collective over it."""
+    """Evict rows and forget waiting keys after ``step``. Collective over ``group``.
+
+    Args:
+        tables: the dynamic tables of a group.
+        group: ranks over which the rows of each table are spread; None if each rank has all of them or none.
+        step: the step that has just ended.
+    """
     for each in tables:
         limit = each.policy.eviction.max_age_steps
         if limit is not None:
@@ -41,13 +46,13 @@ def evict(tables: Sequence[Dynamic], group: Group | None, step: int) -> None:
 
 
 def _is_bounded(table: Dynamic) -> bool:
-    """Something of it may have to go: alike on all ranks."""
+    """Return whether rows or waiting keys of a table may have to be removed; the same on all ranks."""
     evicts = table.capacity is not None and not table.is_capped
     return evicts or table.policy.admission.type == "frequency"
 
 
 def lowest(keys: Tensor, scores: Tensor, count: int, group: Group | None) -> Tensor:
-    """Of each rank's lowest keys, those ``count`` that are the lowest of all by (score, key)."""
+    """Return the ``count`` keys that are the lowest of all ranks by (score, key), from each rank's lowest keys."""
     if group is None:
         return keys
     offered = torch.stack([scores, keys], 1)

@@ -3,7 +3,7 @@
     keys      [ f0: s0 s1 ... | f1: s0 s1 ... ]      of the group, or of their own dynamic tables
     offsets   one bag for each feature and sample, F·B in all
 
-    or, of one key for each: [ s0: f0 f1 ... | s1: f0 f1 ... ], and no offsets
+    or, if each bag has one key: [ s0: f0 f1 ... | s1: f0 f1 ... ], and no offsets
 
 Means are sums with weights 1/n, so that features that are added and averaged go through one kernel together.
 
@@ -27,23 +27,30 @@ class Fused(NamedTuple):
     """The keys of one group in one batch."""
 
     keys: Tensor
-    """int64 [N]."""
+    """Keys of all features: int64 [N]."""
     offsets: Tensor | None
-    """int64 [F·B + 1]; None where every bag has one key."""
+    """Start of each bag in ``keys``, and the end: int64 [F·B + 1]; None if every bag has one key."""
     weights: Tensor | None
-    """[N]; None where all are 1."""
+    """Weight of each key: [N]; None if all are 1."""
     starts: list[int]
-    """Where each feature's keys begin, and the end: [F + 1]."""
+    """Start of each feature's keys, and the end: [F + 1]."""
     samples: int
     by_sample: bool = False
-    """True where bags stand sample after sample, so that their vectors are [B, F, D] in memory: where the group allows
-    it and every sample has one key of each feature. ``starts`` then says nothing of bags."""
+    """True if bags stand sample after sample, so that their vectors are [B, F, D] in memory: if the group allows this
+    order and every sample has one key of each feature. ``starts`` then does not describe bags.
+    """
     keys_by_sample: bool = False
-    """True where the keys stand so too; else a key's place among the distinct ones is brought into that order."""
+    """True if the keys stand sample after sample too; else the index of each key among the distinct ones is permuted
+    into that order.
+    """
 
 
 def batch_size(features: Mapping[str, Ragged]) -> int:
-    """Samples of the batch. Errors: DataError where features differ in it, or are none."""
+    """Return the number of samples of a batch.
+
+    Raises:
+        DataError: if ``features`` is no mapping of Ragged, or if features differ in the number of samples.
+    """
     if not isinstance(features, Mapping):
         hint = (
             "shardwise.Ragged.of makes it of a jagged tensor"
@@ -72,7 +79,16 @@ def batch_size(features: Mapping[str, Ragged]) -> int:
 
 
 def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) -> Fused:
-    """Join the features of ``group``. Errors: DataError for what is missing, does not fit, or lies outside a table."""
+    """Join the features of ``group``.
+
+    Args:
+        group: the group of tables.
+        features: keys of the batch, by feature name.
+        dtype: dtype of the weights.
+
+    Raises:
+        DataError: if a feature is missing or does not fit, or if a key lies outside its table.
+    """
     given = []
     for feature in group.features:
         if feature.name not in features:
@@ -129,17 +145,17 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
 
 
 def by_sample(places: Tensor, samples: int) -> Tensor:
-    """From feature after feature to sample after sample: [F·B] -> [B·F]."""
+    """Permute values from feature after feature to sample after sample: [F·B] -> [B·F]."""
     return places.view(-1, samples).t().reshape(-1) if samples else places
 
 
 def _numbered(group: TableGroup, keys: Tensor, sizes: Tensor, starts: list[int]) -> Tensor:
-    """Keys of the tables to keys of the group, in place: ``keys`` are a copy already."""
+    """Convert keys of the tables to keys of the group, in place: ``keys`` is a copy already."""
     tables = [feature.table for feature in group.features]
     rows = torch.tensor([group.tables[table].rows for table in tables], device=keys.device)
     bases = torch.tensor([group.bases[table] for table in tables], device=keys.device)
     if starts[-1] and all(start == starts[1] * place for place, start in enumerate(starts)):
-        block = keys.view(len(tables), -1)  # as many keys of each feature: one key a sample, say
+        block = keys.view(len(tables), -1)  # every feature has the same number of keys
         low, high = block.aminmax(dim=1)
         if bool(((low >= 0) & (high < rows)).all()):
             block += bases[:, None]
@@ -155,7 +171,7 @@ def _numbered(group: TableGroup, keys: Tensor, sizes: Tensor, starts: list[int])
 
 
 def _mend(group: TableGroup, feature: str, table: int, keys: Tensor, outside: Tensor) -> None:
-    """Bring keys into their table, in place, or refuse them."""
+    """Bring keys into the range of their table, in place, or raise DataError."""
     policy = group.tables[table]
     assert policy.rows is not None, "a dynamic table has no outside"
     if policy.out_of_range == "clamp":
@@ -172,7 +188,10 @@ def _mend(group: TableGroup, feature: str, table: int, keys: Tensor, outside: Te
 
 
 def _weights(group: TableGroup, given: list[Ragged], lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What each key counts in its bag: means divided by their number or by the sum of their weights."""
+    """Return the weight of each key in its bag, with means divided by the number or by the sum of weights.
+
+    None if all weights are 1.
+    """
     weighted = any(ragged.weights is not None for ragged in given)
     is_mean = torch.tensor([feature.pooling == "mean" for feature in group.features], device=lengths.device)
     if not weighted and not bool((lengths[is_mean] > 1).any()):
@@ -199,7 +218,7 @@ def _weights(group: TableGroup, given: list[Ragged], lengths: Tensor, dtype: tor
 
 
 def _check_concat(group: TableGroup, lengths: Tensor) -> None:
-    """Vectors in a row need the same number of keys in every sample."""
+    """Raise DataError if a feature with pooling concat has different numbers of keys in its samples."""
     for place, feature in enumerate(group.features):
         if feature.pooling == "concat" and lengths.shape[1]:
             least, most = int(lengths[place].min()), int(lengths[place].max())

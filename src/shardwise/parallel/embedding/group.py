@@ -1,7 +1,7 @@
 """TableGroup: tables that move together, so that one call of a kernel and one message serve all of them.
 
-Tables share a group where they agree in width, optimizer, placement, what they send, and whether they grow. The rows of
-the static tables of a group are numbered through:
+Tables share a group if they agree in width, optimizer, placement, exchange, and in being static or dynamic. The rows of
+the static tables of a group are numbered consecutively:
 
     key of the group = base of the table + key of the table
 
@@ -9,7 +9,7 @@ the static tables of a group are numbered through:
     table                   ... tables in the order of their owners        slab row = key - first base of the owner
     row                     ... in multiples of the 1,024 buckets          slab row as in layout.py
 
-Dynamic tables keep their own keys, each with an index of its own, but travel together.
+Dynamic tables keep their own keys and have an index each, but their keys travel together.
 
 The features of a group stand in the order of its tables, and so in the order of their owners.
 """
@@ -40,7 +40,7 @@ class Feature(NamedTuple):
 
     name: str
     table: int
-    """Place of its table in the group."""
+    """Index of the feature's table in the group."""
     pooling: Pooling
 
 
@@ -54,7 +54,7 @@ class FeatureRun(NamedTuple):
 
 @dataclass(frozen=True)
 class TableGroup:
-    """Some tables on a group of ``ranks``; of placement ``table``, in the order of their owners."""
+    """Tables that move together on ``ranks`` ranks; for placement ``table``, in the order of their owners."""
 
     tables: tuple[TablePolicy, ...]
     places: tuple[Place, ...]
@@ -72,12 +72,12 @@ class TableGroup:
 
     @property
     def place(self) -> Place:
-        """Placement of all tables; the owner is the first one's."""
+        """Placement of all tables; the owner is that of the first table."""
         return self.places[0]
 
     @property
     def is_dynamic(self) -> bool:
-        """True where rows come with their keys."""
+        """True if the tables are dynamic."""
         return self.tables[0].dynamic is not None
 
     @cached_property
@@ -91,7 +91,8 @@ class TableGroup:
 
     @cached_property
     def runs(self) -> tuple[FeatureRun, ...]:
-        """Neighbouring features that are added or averaged are one run; every other feature is one."""
+        """Features that one call pools: neighbours that are added or averaged form a run, every other feature is its own run.
+        """
         found: list[FeatureRun] = []
         for place, feature in enumerate(self.features):
             kind = _KIND[feature.pooling]
@@ -103,27 +104,28 @@ class TableGroup:
 
     @cached_property
     def may_go_by_sample(self) -> bool:
-        """True where vectors may stand sample after sample: they are made here, all in one way."""
+        """True if vectors may stand sample after sample, because this rank pools all features in one way."""
         return self.place.exchange != "pooled" and [run.kind for run in self.runs] == ["summed"]
 
     @cached_property
     def keys_may_go_by_sample(self) -> bool:
-        """True where also nothing depends on the keys of a feature being neighbours: neither owner nor index."""
+        """True if keys may stand sample after sample too, because no owner or index needs a feature's keys to be neighbours.
+        """
         return self.may_go_by_sample and not self.is_dynamic and self.place.placement != "table"
 
     @cached_property
     def feature_bases(self) -> Tensor:
-        """Key of the group with which each feature's table begins: int64 [F]; 0 for dynamic ones."""
+        """Base of each feature's table: int64 [F]; 0 for dynamic tables."""
         return torch.tensor([0 if self.is_dynamic else self.bases[each.table] for each in self.features])
 
     @cached_property
     def feature_rows(self) -> Tensor:
-        """Rows of each feature's table: int64 [F]; -1 for dynamic ones."""
+        """Rows of each feature's table: int64 [F]; -1 for dynamic tables."""
         return torch.tensor([self.tables[each.table].rows or -1 for each in self.features])
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
-        """Key of the group that each static table begins with, and the end."""
+        """Key of the group at which each static table begins, and the end."""
         bases = [0]
         for table in self.tables:
             rows = table.rows or 0
@@ -133,16 +135,17 @@ class TableGroup:
         return tuple(bases)
 
     def columns(self, index: int) -> range:
-        """Columns that rank ``index`` holds."""
+        """Return the columns that rank ``index`` holds."""
         return self.place.columns_on(self.width, index, self.ranks)
 
     def owner_ends(self) -> list[int]:
-        """For placement ``table``: features [ends[r - 1], ends[r]) are those of rank r."""
+        """Return the end of each rank's features for placement ``table``: rank r has features [ends[r - 1], ends[r]).
+        """
         owners = [self.places[feature.table].owner for feature in self.features]
         return [sum(owner <= rank for owner in owners) for rank in range(self.ranks)]
 
     def base_on(self, table: int, index: int) -> int:
-        """Slab row of rank ``index`` in which a static table begins."""
+        """Return the slab row of rank ``index`` at which a static table begins."""
         if self.place.placement == "row" and self.ranks > 1:
             return self.bases[table] // BUCKETS * len(buckets_of(index, self.ranks))
         if self.place.placement == "table":
@@ -150,12 +153,12 @@ class TableGroup:
         return self.bases[table]
 
     def first_base(self, index: int) -> int:
-        """Of placement ``table``: key of the group that the first table of rank ``index`` begins with."""
+        """Return the base of the first table that rank ``index`` owns, for placement ``table``."""
         owned = [base for base, place in zip(self.bases, self.places, strict=False) if place.owner == index]
         return owned[0] if owned else 0
 
     def slab_rows(self, index: int) -> int:
-        """Slab rows of the static tables on rank ``index``."""
+        """Return the number of slab rows of the static tables on rank ``index``."""
         if self.place.placement == "row" and self.ranks > 1:
             return self.bases[-1] // BUCKETS * len(buckets_of(index, self.ranks))
         if self.place.placement == "table":
@@ -173,7 +176,14 @@ def group_tables(
     optimizer: RowOptimizerPolicy,
     ranks: int,
 ) -> list[TableGroup]:
-    """Tables that may move together, together; ``optimizer`` is that of tables without their own."""
+    """Group the tables that may move together.
+
+    Args:
+        tables: the tables.
+        places: placement of each table, by name.
+        optimizer: optimizer of tables without their own.
+        ranks: number of ranks.
+    """
     found: dict[tuple[object, ...], list[TablePolicy]] = {}
     for table in tables:
         place = places[table.name]

@@ -1,13 +1,13 @@
-"""The planner: where each table lies, and why. Pure: the same on every rank.
+"""The planner chooses a placement for each table and gives the reason. Pure: the result is the same on every rank.
 
-Tables are placed one after another, the largest first. Of the placements that the user allows and that fit into what
-memory is left, the one that takes the least time is chosen. Beside an accelerator there are two memories, its own for
-static tables and the host's for dynamic ones; on a CPU both kinds share one:
+Tables are placed one after another, the largest first. Of the placements that the user allows and that fit into the
+memory that is left, the planner chooses the one that takes the least time. Beside an accelerator there are two
+memories: device memory for static tables and the host's for dynamic ones. On a CPU both kinds share one memory.
 
     seconds = bytes sent / link + rows touched · line / memory + messages · delay / tables that share them
 
-A table by table goes to the rank with the least time so far, and costs 5 % more than the formula, because owners are
-never quite equally busy. A table that fits nowhere is an error, never left out.
+A table placed by table goes to the rank with the least time so far. Its time counts 5 % more than the formula, because
+owners are never equally busy. A table that fits nowhere is an error; no table is left out.
 
 Source: the greedy placement of the largest first, as in HugeCTR's sample planner; the terms are those of cost.py.
 """
@@ -26,23 +26,27 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.ragged import Ragged
 
 _LINK = 1.5e9
-"""Bytes a second that a rank sends: what two CPU ranks of one host reach; a faster link moves all candidates alike."""
+"""Bytes that a rank sends in a second: the rate of two CPU ranks on one host. A faster link changes all candidates
+alike.
+"""
 _MEMORY = 4e9
-"""Bytes a second at which scattered rows are read and written."""
+"""Bytes of scattered rows that are read and written in a second."""
 _DELAY_S = 1e-4
-"""Of one message to all ranks."""
+"""Seconds of delay of one message to all ranks."""
 _OWNERS_DIFFER = 1.05
+"""Factor on the time of placement ``table``, because owners are not equally busy."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Where one table lies."""
+    """The placement of one table, with the reason."""
 
     table: str
     place: Place
     why: str
+    """Reason for the choice, as text."""
     line: str
-    """The table's size, as text."""
+    """Size of the table, as text."""
 
     def __str__(self) -> str:
         owner = f" on rank {self.place.owner}" if self.place.placement == "table" else ""
@@ -50,7 +54,10 @@ class Choice:
 
 
 class _Room:
-    """Memory and time of the ranks, as they fill. ``host_bytes``: of dynamic tables, where theirs is another memory."""
+    """Memory and time of the ranks, as tables are placed.
+
+    ``host_bytes`` is the memory of dynamic tables if it is separate, else None.
+    """
 
     def __init__(self, ranks: int, memory_bytes: float | None, host_bytes: float | None):
         self._left = [float("inf") if memory_bytes is None else float(memory_bytes)] * ranks
@@ -59,26 +66,26 @@ class _Room:
 
     @property
     def is_apart(self) -> bool:
-        """Whether there are two memories."""
+        """True if dynamic tables have a memory of their own."""
         return self._left_on_host is not self._left
 
     def left(self, table: TablePolicy) -> list[float]:
-        """Of the memory that the table's rows take, by rank."""
+        """Return the memory that is left for the table's rows, by rank."""
         return self._left if table.dynamic is None else self._left_on_host
 
     def name(self, table: TablePolicy) -> str:
-        """Of that memory, and of the key that says how much it is."""
+        """Return the name of that memory, with the key that sets its size."""
         if table.dynamic is not None and self.is_apart:
             return "host memory (tables.host_memory_bytes)"
         return f"{'device memory' if self.is_apart else 'memory'} (tables.memory_bytes)"
 
     def owner(self, table: TablePolicy, needed: float) -> int | None:
-        """The least busy rank that has room; None where none has."""
+        """Return the least busy rank that has room; None if no rank has."""
         fitting = [rank for rank, left in enumerate(self.left(table)) if left >= needed]
         return min(fitting, key=lambda rank: (self.seconds[rank], rank), default=None)
 
     def take(self, table: TablePolicy, place: Place, held: float, seconds: float) -> None:
-        """A table goes here."""
+        """Account for a table at ``place``: ``held`` bytes on each rank that holds it, and its seconds."""
         left = self.left(table)
         for rank in range(len(left)):
             if place.holds(rank):
@@ -100,10 +107,22 @@ def plan_tables(
     memory_bytes: float | None = None,
     host_memory_bytes: float | None = None,
 ) -> list[Choice]:
-    """A choice for each table, in their order. ``batch``: samples of a rank's microbatch; ``memory_bytes``: of a rank,
-    for tables, None is without limit; ``host_memory_bytes``: for those that are dynamic, None where they share it.
+    """Choose a placement for each table.
 
-    Errors: PlanError for a table that fits nowhere, or that its policy puts where it cannot be.
+    Args:
+        tables: the tables.
+        optimizer: optimizer of tables without their own.
+        ranks: number of ranks.
+        batch: samples of a rank's microbatch.
+        dtype: dtype of the rows.
+        memory_bytes: memory of a rank for tables; None is without limit.
+        host_memory_bytes: memory of a rank for dynamic tables; None means that they share ``memory_bytes``.
+
+    Returns:
+        The choices, in the order of ``tables``.
+
+    Raises:
+        PlanError: if a table fits nowhere, or if its policy demands a placement that is impossible.
     """
     room = _Room(ranks, memory_bytes, host_memory_bytes)
     sized = sorted(tables, key=lambda table: -_rows(table, optimizer, dtype) * _line(table, optimizer, dtype))
@@ -112,7 +131,7 @@ def plan_tables(
 
 
 def measured(tables: Sequence[TablePolicy], features: Mapping[str, Ragged]) -> list[TablePolicy]:
-    """The policies with the figures of a batch: keys of a sample and feature, share of distinct ones."""
+    """Return the policies with figures of a batch: keys of a sample and feature, and the share of distinct keys."""
     found = []
     for table in tables:
         given = [features[name] for name in table.feature_names]
@@ -129,7 +148,7 @@ def measured(tables: Sequence[TablePolicy], features: Mapping[str, Ragged]) -> l
 
 
 def load_of(table: TablePolicy, batch: int) -> Load:
-    """What a rank's batch asks of a table, from the policy's figures."""
+    """Return the numbers of keys, distinct keys and bags of a rank's batch for a table, from the policy's figures."""
     bags = float(batch * len(table.feature_names))
     keys = bags * table.keys_per_sample
     distinct = keys * table.distinct_ratio
@@ -181,7 +200,7 @@ def _choose(
 
 
 def _candidates(table: TablePolicy, ranks: int) -> list[Place]:
-    """Placements that the policy allows; the first of equals wins."""
+    """Return the placements that the policy allows; the first of equals wins."""
     asked: Sequence[PlacementName] = PLACEMENTS if table.placement == "auto" else (table.placement,)
     if ranks == 1 and table.placement == "auto":
         return [Place("data_parallel")]
@@ -210,7 +229,7 @@ def _why(
     too_large: Sequence[str],
     ranks: int,
 ) -> str:
-    """One sentence: what it costs beside the others."""
+    """Return one sentence that compares the chosen placement with the others."""
     if ranks == 1:
         return "one rank holds everything"
     _, place, sent = best
@@ -227,14 +246,14 @@ def _why(
 
 
 def _rows(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype) -> float:
-    """Rows at most; 0 for a dynamic table without a limit, which takes what comes."""
+    """Return the largest number of rows; 0 for a dynamic table without a limit, which needs no memory in advance."""
     if table.dynamic is None:
         return float(table.rows or 0)
     return float(capacity_of(table.dynamic, _line(table, optimizer, dtype)) or 0)
 
 
 def _line(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype) -> int:
-    """Bytes of a row with its optimizer state."""
+    """Return the bytes of a row with its optimizer state."""
     rule = optimizer_of(table.optimizer or optimizer)
     return (table.width + rule.columns(table.width)) * dtype.itemsize
 

@@ -8,10 +8,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from shardwise.plan.policy import Policy
 
 Pooling = Literal["sum", "mean", "max", "concat", "none"]
-"""How a sample's vectors become one: added, averaged, the largest of each column, concatenated (the same number of
-keys in every sample), or not at all (a sequence). Vectors of keys with weights are added, or averaged as Σ w·row / Σ w,
-where TorchRec and FBGEMM divide by the number of keys (use sum with weights w/n for their result). The other poolings
-refuse weights. Weights that require gradients get them.
+"""Rule by which a sample's vectors become one: added, averaged, the largest of each column, concatenated (the same
+number of keys in every sample), or not at all (a sequence). Vectors of keys with weights are added, or averaged as
+Σ w·row / Σ w, where TorchRec and FBGEMM divide by the number of keys (use sum with weights w/n for their result). The
+other poolings refuse weights. Weights that require gradients get them.
 """
 PlacementName = Literal["data_parallel", "table", "row", "column"]
 PLACEMENTS: tuple[PlacementName, ...] = ("data_parallel", "table", "row", "column")
@@ -168,8 +168,8 @@ class TablePolicy(Policy):
     ``auto``: the placement that costs least.
     """
     exchange: Literal["auto", "rows", "pooled"] = "auto"
-    """What ranks exchange for a table that is placed by table or by row: the distinct rows of a batch, or the pooled
-    vectors of the samples (partly pooled if placed by row); ``auto``: whichever is fewer bytes.
+    """Form in which ranks exchange vectors of a table that is placed by table or by row: the distinct rows of a batch,
+    or the pooled vectors of the samples (partly pooled if placed by row); ``auto``: whichever is fewer bytes.
     """
     keys_per_sample: PositiveFloat = 1.0
     """Mean number of keys of one feature in a sample, for the choice of placement."""
@@ -232,7 +232,7 @@ class TableOptions(Policy):
     dynamic: DynamicPolicy | None = None
     """Growth of a dynamic table, whose keys are any 64-bit numbers."""
     pooling: Literal["sum", "mean", "max"] | None = None
-    """How the vectors of a sample's keys become one."""
+    """Rule by which the vectors of a sample's keys become one."""
     optimizer: RowOptimizerPolicy | None = None
     """Optimizer of the table's rows."""
     placement: Literal["auto"] | PlacementName | None = None
@@ -240,7 +240,9 @@ class TableOptions(Policy):
     ``auto``: the placement that costs least.
     """
     exchange: Literal["auto", "rows", "pooled"] | None = None
-    """What ranks exchange: the distinct rows of a batch, or the (partly) pooled vectors of the samples."""
+    """Form in which ranks exchange vectors: the distinct rows of a batch, or the (partly) pooled vectors of the
+    samples.
+    """
     keys_per_sample: PositiveFloat | None = None
     """Mean number of keys in a sample, for the choice of placement."""
     distinct_ratio: Annotated[float, Field(gt=0, le=1)] | None = None

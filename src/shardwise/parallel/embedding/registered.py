@@ -1,11 +1,11 @@
-"""What the tensor registry says of a table: its rows and their optimizer state, placed as they are held. Pure.
+"""Entries of the tensor registry for a table: its rows and their optimizer state, with their placement. Pure.
 
     data_parallel   Replicate
     table           OnRank(owner)
-    row             ByHash(1,024 buckets), of a dynamic table ByHash
-    column          Shard(1), balanced; state that a row has once is held with each of its pieces: Replicate
+    row             ByHash(1,024 buckets); ByHash for a dynamic table
+    column          Shard(1), balanced; state with one number a row is kept with each piece of the row: Replicate
 
-All on "dp", the data-parallel ranks as one axis.
+All placements are on "dp", the data-parallel ranks as one axis.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from shardwise.plan.registry import TensorInfo
 
 
 def placement_of(place: Place, ranks: int, is_dynamic: bool) -> Placement:
-    """That of the rows of a table on ``ranks`` data-parallel ranks."""
+    """Return the registry's placement of a table's rows on ``ranks`` data-parallel ranks."""
     if ranks == 1 or place.placement == "data_parallel":
         return Replicate()
     if place.placement == "table":
@@ -32,7 +32,12 @@ def placement_of(place: Place, ranks: int, is_dynamic: bool) -> Placement:
 
 
 def state_names(table: TablePolicy, optimizer: RowOptimizerPolicy) -> list[str]:
-    """Optimizer state that a row has beside its weights. ``optimizer``: of tables without their own."""
+    """Return the names of the optimizer state that a row has beside its weights.
+
+    Args:
+        table: the table.
+        optimizer: optimizer of tables without their own.
+    """
     return [name for name, _ in state_columns(optimizer_of(table.optimizer or optimizer), table.width)]
 
 
@@ -45,7 +50,19 @@ def infos(
     ranks: int,
     stage: int = 0,
 ) -> Iterator[TensorInfo]:
-    """The rows of a table, then their state; of a dynamic one, as many rows as it may have, 0 without a limit."""
+    """Yield the registry's entries of a table: its rows, then their optimizer state.
+
+    A dynamic table is entered with its largest number of rows, 0 without a limit.
+
+    Args:
+        name: name of the entries.
+        table: the table.
+        optimizer: optimizer of tables without their own.
+        place: placement of the table.
+        dtype: dtype of the rows.
+        ranks: number of data-parallel ranks.
+        stage: pipeline stage that holds the table.
+    """
     rule = optimizer_of(table.optimizer or optimizer)
     rows = table.rows or 0
     if table.dynamic is not None:

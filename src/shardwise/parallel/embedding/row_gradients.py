@@ -1,7 +1,7 @@
 """RowGradients: gradients of rows of one store, until the step that uses them.
 
-They wait in the order in which they came, and are merged to one for each row: the same bits in every run. Rows are on
-the host, which alone knows how many differ; gradients are where the slab is.
+Gradients are kept in the order in which they came and merged to one for each row: the same bits in every run. Rows are
+on the host, because only the host counts the distinct ones; gradients are on the device of the slab.
 
 Shapes: U rows of one call, w columns.
 """
@@ -15,10 +15,12 @@ from shardwise.parallel.embedding.transfer import SlabRows, together
 
 
 class RowGradients:
-    """See the module's docstring.
+    """Gradients of the rows of one store, until the step that uses them.
 
-    may_lack      some of the rows may be -1: keys that were not admitted, whose gradients go nowhere
-    is_distinct   the rows of one call are distinct, as no other rank asks for them
+    Args:
+        columns: columns of a row on this rank, w.
+        may_lack: True if some rows may be -1: keys that were not admitted, whose gradients are dropped.
+        is_distinct: True if the rows of one call are distinct, because no other rank sends keys.
     """
 
     def __init__(self, columns: int, may_lack: bool, is_distinct: bool):
@@ -29,17 +31,17 @@ class RowGradients:
         self._merged: tuple[SlabRows, Tensor] | None = None
 
     def add(self, rows: Tensor, grads: Tensor) -> None:
-        """Gradients [U, w] of rows [U]."""
+        """Keep the gradients [U, w] of rows [U]."""
         self._merged = None
         self._waiting.append((rows, grads))
 
     def clear(self) -> None:
-        """Forget them."""
+        """Discard all gradients."""
         self._waiting.clear()
         self._merged = None
 
     def merged(self, like: Tensor) -> tuple[SlabRows, Tensor]:
-        """One gradient for each row, in the order in which the rows first came, on the device of ``like``."""
+        """Return one gradient for each row, in the order in which the rows first came, on the device of ``like``."""
         if not self._waiting:
             here, there = (torch.empty(0, dtype=torch.int64, device=at) for at in ("cpu", like.device))
             return SlabRows(here, there), like.new_empty(0, self._columns)

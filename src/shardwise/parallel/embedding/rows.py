@@ -1,4 +1,4 @@
-"""Rows: some rows of one table outside their store, by key; Tally: how many there are."""
+"""Rows: some rows of one table outside their store, by key; Tally: the number of rows of a table."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class Tally(NamedTuple):
-    """Rows of one table."""
+    """Numbers of rows of one table."""
 
     rows: int
-    """In use."""
+    """Rows in use."""
     inserted: int = 0
-    """Since the start of this process."""
+    """Rows inserted since the start of this process."""
     evicted: int = 0
-    """Since the start of this process."""
+    """Rows evicted since the start of this process."""
 
 
 @dataclass
@@ -22,19 +22,19 @@ class Rows:
     """Some rows of one table, by key."""
 
     keys: Tensor
-    """int64 [n]."""
+    """Keys of the rows: int64 [n]."""
     weights: Tensor
-    """[n, columns]."""
+    """Weights of the rows: [n, columns]."""
     state: dict[str, Tensor] = field(default_factory=dict)
-    """Optimizer state by name: [n, columns], or [n, 1] where a row has one number."""
+    """Optimizer state by name: [n, columns], or [n, 1] if a row has one number."""
     scores: Tensor | None = None
-    """Of dynamic tables: int64 [n]."""
+    """Eviction scores of a dynamic table's rows: int64 [n]; None for static tables."""
     first_column: int = 0
-    """Where ``columns`` begin in the table."""
+    """Column of the table at which ``columns`` begin."""
     candidates: Tensor | None = None
-    """Keys that wait for admission and their counts, as the store has them: int64 [m, 2]."""
+    """Keys that wait for admission and their scores, in the store's encoding: int64 [m, 2]."""
 
     @classmethod
     def of_weights(cls, keys: Tensor, weights: Tensor) -> "Rows":
-        """Rows whose optimizer state is to start anew."""
+        """Build rows whose optimizer state starts anew."""
         return cls(keys, weights)

@@ -1,4 +1,5 @@
-"""From a policy to the kernels' rule of an optimizer, and the names of the state that it keeps beside the weights."""
+"""Conversion of a policy to the kernels' optimizer rule, and the names of the state that a rule keeps beside the weights.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,7 +9,7 @@ from shardwise.parallel.embedding.policy import RowOptimizerPolicy
 
 
 def optimizer_of(policy: RowOptimizerPolicy) -> rule.RowOptimizer:
-    """The kernels' rule of a policy."""
+    """Return the kernels' optimizer rule of a policy."""
     decay = policy.weight_decay
     if policy.type == "sgd":
         return rule.Sgd(decay)
@@ -32,16 +33,19 @@ _STATE: Mapping[type, tuple[str, ...]] = {
     rule.Ftrl: ("z", "n"),
 }
 ONE_A_ROW = ("row_sum", "step")
-"""State of which a row has one number, whatever its width."""
+"""Names of the state of which a row has one number, whatever its width."""
 
 
 def state_columns(optimizer: rule.RowOptimizer, width: int) -> Iterable[tuple[str, int]]:
-    """Names of the state after the weights, and how many columns each has."""
+    """Yield the names of the state after the weights, with the number of columns of each."""
     for name in _STATE[type(optimizer)]:
         if name != "step" or history_of(optimizer) is not None:
             yield name, 1 if name in ONE_A_ROW else width
 
 
 def history_of(optimizer: rule.RowOptimizer, lrs: Sequence[float] = ()) -> StepHistory | None:
-    """Of an Adam that replays; it has a column for the step at which a row stands."""
+    """Return the step history of an Adam that replays steps, else None.
+
+    An Adam that replays has a column for the step up to which a row is updated.
+    """
     return StepHistory(optimizer, lrs) if isinstance(optimizer, rule.Adam) and optimizer.exact else None

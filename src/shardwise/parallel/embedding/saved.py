@@ -1,18 +1,18 @@
-"""A table as a checkpoint has it: whole rows in the order of (bucket, key), whatever the number of ranks and placement.
+"""The form of a table in a checkpoint: whole rows ordered by (bucket, key), for any number of ranks and any placement.
 
     rows     | bucket 0 | bucket 1 | ... | bucket 1023 |        within a bucket by key
     writers  | rank 0          | rank 1 ...            |        neighbouring buckets, so that a writer has one stretch
 
-    data_parallel   each rank writes its stretch of the copy, and gathers no more
-    table           the owner writes all
+    data_parallel   each rank writes its stretch of the copy, without an exchange
+    table           the owner writes all rows
     row             rows go to the writers of their buckets
-    column          columns go to the writers of their buckets, which put them together to rows
+    column          columns go to the writers of their buckets, which join them to rows
 
-A rank that reads takes the stretches of the buckets that it is to hold; of a static table keys follow from places, so
-that they are not stored.
+A rank that loads reads the stretches of the buckets that it is to hold. Keys of a static table follow from the
+positions of its rows, so that keys are not stored.
 
 Cost:   once the bytes of the rank's rows over the link for row and column, none for the others.
-Shapes: n rows here, M rows of the table over all ranks, N ranks.
+Shapes: n rows on this rank, M rows of the table over all ranks, N ranks.
 """
 
 from collections.abc import Iterator
@@ -33,26 +33,32 @@ Range = tuple[int, int]
 
 
 class Stretch(NamedTuple):
-    """What one rank writes of a table."""
+    """Rows of a table that one rank writes."""
 
     rows: Rows
     first: int
-    """Place of its first row among all."""
+    """Index of the first row among all rows of the table."""
     counts: Tensor
     """Rows of each bucket over all ranks: int64 [BUCKETS]."""
 
     @property
     def total(self) -> int:
-        """M."""
+        """Number of rows of the table over all ranks, M."""
         return int(self.counts.sum())
 
 
 def stretch_to_write(
     rows: Rows, buckets: Tensor, place: Place, width: int, group: Group, what: str
 ) -> Stretch:
-    """From what each rank brings, ordered by (bucket, key), to what it writes. Of copies it brings that part alone.
+    """Return the rows that this rank writes, exchanged between the ranks where the placement needs it. Collective.
 
-    ``buckets``: of the rows. Collective.
+    Args:
+        rows: rows of this rank, ordered by (bucket, key); for data_parallel, only the part that this rank writes.
+        buckets: bucket of each row.
+        place: placement of the table.
+        width: numbers in a whole row.
+        group: ranks that hold the table.
+        what: name of the table, for errors and traffic.
     """
     n = group.size
     leaving = torch.bincount(writer_of(buckets, n), minlength=n)
@@ -74,7 +80,7 @@ def stretch_to_write(
 
 
 def ranges_to_read(counts: Tensor, place: Place, index: int, ranks: int, within: Range) -> list[Range]:
-    """The rows that rank ``index`` is to hold, of those ``within``."""
+    """Return the ranges of rows that rank ``index`` is to hold, restricted to the range ``within``."""
     low, high = within
     if not place.holds(index):
         return []
@@ -90,14 +96,14 @@ def ranges_to_read(counts: Tensor, place: Place, index: int, ranks: int, within:
 
 
 def static_counts(rows: int) -> Tensor:
-    """Rows of each bucket of a static table: int64 [BUCKETS]."""
+    """Return the number of rows of each bucket of a static table: int64 [BUCKETS]."""
     counts = torch.full((BUCKETS,), rows // BUCKETS)
     counts[: rows % BUCKETS] += 1
     return counts
 
 
 def static_keys_at(counts: Tensor, ranges: list[Range]) -> Tensor:
-    """The keys that stand in ``ranges`` of a static table."""
+    """Return the keys of the rows in ``ranges`` of a static table."""
     starts = counts.cumsum(0) - counts
     places = torch.cat([torch.arange(*each) for each in ranges] or [torch.empty(0, dtype=torch.int64)])
     buckets = torch.searchsorted(starts + counts, places, right=True)
@@ -105,7 +111,7 @@ def static_keys_at(counts: Tensor, ranges: list[Range]) -> Tensor:
 
 
 def chunks(counts: Tensor, rows: int) -> Iterator[Range]:
-    """Whole buckets of about ``rows`` rows, one after another: what is read at once."""
+    """Yield ranges of whole buckets with about ``rows`` rows each, which are read at once."""
     start = end = 0
     for count in counts.tolist():
         if end > start and end + count - start > rows:
@@ -117,7 +123,7 @@ def chunks(counts: Tensor, rows: int) -> Iterator[Range]:
 
 
 def _some(rows: Rows, which: Tensor) -> Rows:
-    """Some of the rows."""
+    """Return the rows that ``which`` selects."""
     return Rows(
         rows.keys[which],
         rows.weights[which],
@@ -128,7 +134,7 @@ def _some(rows: Rows, which: Tensor) -> Rows:
 
 
 def _rows_together(rows: Rows, counts: Counts, group: Group, what: str) -> Rows:
-    """Whole rows at the writers of their buckets, in the order of the ranks they came from."""
+    """Return whole rows at the writers of their buckets, in the order of the source ranks."""
 
     def sent(tensor: Tensor) -> Tensor:
         return send(tensor, counts, group, what, "control")
@@ -142,7 +148,10 @@ def _rows_together(rows: Rows, counts: Counts, group: Group, what: str) -> Rows:
 
 
 def _columns_together(rows: Rows, counts: Counts, width: int, group: Group, what: str) -> tuple[Rows, slice]:
-    """Whole rows at their writers, and which of the rows here these are: every rank has the same keys."""
+    """Return whole rows at their writers, and the slice of this rank's rows that they are.
+
+    The slice exists because every rank has the same keys.
+    """
     widths = [len(columns_of(width, index, group.size)) for index in range(group.size)]
     leaving = counts[group.index]
     start = sum(leaving[: group.index])
@@ -162,7 +171,11 @@ def _columns_together(rows: Rows, counts: Counts, width: int, group: Group, what
 
 
 def of_first_rank(rows: Rows, group: Group, what: str, device: torch.device) -> Rows:
-    """The first rank's rows on all ranks, which were given as many: as with the weights that a model brings."""
+    """Return the first rank's rows on all ranks, as for the weights of a model that was built before. Collective.
+
+    Raises:
+        UsageError: if the ranks have different numbers of rows.
+    """
     if group.size == 1:
         return rows
     waiting = 0 if rows.candidates is None else len(rows.candidates)

@@ -1,6 +1,6 @@
-"""SavedRows: the rows of a collection's placed tables as they leave and come back, for checkpoints and copies.
+"""SavedRows: reads rows out of a collection's placed tables and loads rows into them, for checkpoints and copies.
 
-Rows go out with their optimizer state, scores, and the keys that wait for admission. They are loaded from any pieces
+Rows are read with their optimizer state, scores, and the keys that wait for admission. They are loaded from any pieces
 that cover a table, after ``load_progress``; a rank takes what its placement gives it.
 
 Cost: saved.py.
@@ -20,27 +20,32 @@ from shardwise.parallel.embedding.saved import Stretch, stretch_to_write
 
 
 class SavedRows:
-    """See the module's docstring."""
+    """Rows of a collection's placed tables in the form that checkpoints use.
+
+    Args:
+        placed: the placed tables.
+    """
 
     def __init__(self, placed: PlacedTables):
         self._placed = placed
 
     def place_of(self, table: str) -> tuple[Place, Group]:
-        """Where a table lies, and over which ranks."""
+        """Return the placement of a table and the ranks that hold it."""
         part, place = self._placed.find(table)
         return part.tables.places[place], self._placed.group
 
     def state_names(self, table: str) -> list[str]:
-        """Optimizer state that a row of a table has beside its weights."""
+        """Return the names of the optimizer state that a row of a table has beside its weights."""
         return self._placed.find(table)[0].store.state_names()
 
     def most_rows(self, table: str) -> int | None:
-        """Return how many rows a dynamic table may hold; None if nothing limits them, or it is not dynamic."""
+        """Return how many rows a dynamic table may hold; None if nothing limits them, or if the table is static."""
         part, place = self._placed.find(table)
         return part.store.most_rows(place)
 
     def buckets(self, table: str, keys: Tensor) -> Tensor:
-        """Logical bucket of each key of a table, 0 to ``layout.BUCKETS`` - 1: the same on any number of ranks."""
+        """Return the logical bucket of each key of a table, 0 to ``layout.BUCKETS`` - 1; the same on any number of ranks.
+        """
         part, _ = self._placed.find(table)
         return dynamic_bucket(keys) if part.tables.is_dynamic else static_bucket(keys)
 
@@ -48,14 +53,17 @@ class SavedRows:
 
     @torch.no_grad()
     def rows_here(self, table: str) -> Rows:
-        """What this rank holds of a table: keys, weights, optimizer state, scores; ordered by (bucket, key)."""
+        """Return the rows of a table that this rank holds, ordered by (bucket, key)."""
         part, place = self._placed.find(table)
         return part.store.rows_here(place)
 
     @torch.no_grad()
     def rows_to_write(self, table: str) -> tuple[Stretch, Stretch | None]:
-        """Return what this rank writes of a table into a checkpoint, and of its keys that wait for admission, as the
-        last step left them. Collective."""
+        """Return what this rank writes of a table into a checkpoint, in the state after the last step. Collective.
+
+        Returns:
+            The rows, and the keys that wait for admission; the second is None if the table does not count waiting keys.
+        """
         part, place = self._placed.find(table)
         group, where = self._placed.group, part.tables.places[place]
         is_copy = where.placement == "data_parallel" and group.size > 1
@@ -66,8 +74,8 @@ class SavedRows:
             return stretch, None
         keys, scores = rows.candidates.unbind(1)
         buckets = self.buckets(table, keys)
-        order = buckets.argsort(stable=True)  # they come by key
-        if where.placement in ("data_parallel", "column"):  # every rank has all of them
+        order = buckets.argsort(stable=True)  # candidates are ordered by key, so the result is by (bucket, key)
+        if where.placement in ("data_parallel", "column"):  # every rank has all candidates and writes its part
             order = order[writer_of(buckets[order], group.size) == group.index]
             where = Place("data_parallel")
         empty = torch.empty(order.numel(), 0, dtype=self._placed.dtype)
@@ -75,17 +83,17 @@ class SavedRows:
         return stretch, stretch_to_write(waiting, buckets[order], where, 0, group, what)
 
     def progress(self) -> dict[str, Any]:
-        """What is no row and must be saved: the steps done and their factors of the learning rate; alike on all ranks.
+        """Return the numbers that a checkpoint needs beside rows: steps done and their factors of the learning rate.
 
-        Exact Adam replays steps by their rates. Of other optimizers the number of steps is enough, and the factors are
-        left out.
+        They are the same on all ranks. Exact Adam replays steps with their learning rates. For other optimizers the
+        number of steps is enough, and the factors are left out.
         """
         return {"steps": self._placed.steps, "lr_factors": list(self._placed.lr_factors)}
 
     # In ----------------------------------------------------------------------------------------------------------
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
-        """Go on from there: before rows are loaded."""
+        """Continue from the steps that ``progress`` returned. Call this method before rows are loaded."""
         placed = self._placed
         placed.steps = int(progress["steps"])
         placed.lr_factors = [float(factor) for factor in progress["lr_factors"]]
@@ -94,25 +102,25 @@ class SavedRows:
 
     @torch.no_grad()
     def load_rows(self, table: str, rows: Rows) -> None:
-        """Take from ``rows`` what this rank holds of the table; a dynamic one gets a row for each key it lacks."""
+        """Load the rows of a table that this rank holds; a dynamic table inserts the keys that it lacks."""
         part, place = self._placed.find(table)
         part.store.load_rows(place, rows)
 
     @torch.no_grad()
     def load_candidates(self, table: str, candidates: Tensor) -> None:
-        """Keys that wait for admission, and their scores: int64 [m, 2]."""
+        """Load keys that wait for admission and their scores: int64 [m, 2]."""
         part, place = self._placed.find(table)
         part.store.load_candidates(place, candidates)
 
     @torch.no_grad()
     def restart(self, table: str) -> None:
-        """Forget what a table has learnt: start rows, and of a dynamic one no keys."""
+        """Reset a table to its start rows; a dynamic table becomes empty."""
         part, place = self._placed.find(table)
         part.store.restart(place)
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Forget the keys of dynamic tables, and gradients that wait: before other rows are loaded."""
+        """Remove the keys of dynamic tables and discard waiting gradients, before other rows are loaded."""
         self._placed.drop()
         for part in self._placed.parts:
             part.store.clear()

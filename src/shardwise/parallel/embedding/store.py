@@ -1,14 +1,14 @@
 """Store: the rows of one group of tables on one rank.
 
     slab    [rows, width + optimizer state]      one line a row, so that an update touches one stretch of memory
-              | table 0 | table 1 | ...            static tables: all rows, drawn at the start
-                                                   dynamic: address space for the most a table may have; memory comes
-                                                   with the rows, and none moves as it grows
+            | table 0 | table 1 | ...            static tables: all rows, drawn at the start
+                                                 dynamic: address space for the most rows that a table may have;
+                                                 memory is taken as rows come, and no row moves as a table grows
     index   key -> row, one for each dynamic table
 
-Gradients wait for the step in row_gradients.py; evict.py says which rows of dynamic tables go after it.
+Gradients wait for the step in row_gradients.py; evict.py selects the rows of dynamic tables that are evicted after it.
 
-Shapes: U rows of one call, w columns of the table that are here (all, but for placement column).
+Shapes: U rows of one call, w columns of the table that are on this rank (all, except for placement column).
 """
 
 from collections.abc import Sequence
@@ -45,11 +45,11 @@ from shardwise.plan.errors import MismatchError
 
 _CPU = torch.device("cpu")
 _START_ROWS = 1 << 16
-"""Start rows drawn at once."""
+"""Number of start rows drawn at once."""
 
 
 class TableRange(NamedTuple):
-    """Places [start, stop) of some keys: those of one dynamic table."""
+    """Positions [start, stop) of the keys of one dynamic table among the keys of a group."""
 
     table: int
     start: int
@@ -57,7 +57,16 @@ class TableRange(NamedTuple):
 
 
 class Store:
-    """Rows of ``tables`` on the rank that ``group`` is seen from."""
+    """Rows of a group of tables on one rank.
+
+    Args:
+        tables: the group of tables.
+        group: ranks that hold the tables, seen from this rank.
+        seed: seed of the start rows.
+        dtype: dtype of weights, gradients and optimizer state.
+        device: device of static tables; dynamic tables are on the CPU.
+        unlimited: number of dynamic tables of the model without a capacity, which share the address space.
+    """
 
     def __init__(
         self,
@@ -68,7 +77,6 @@ class Store:
         device: torch.device = _CPU,
         unlimited: int = 1,
     ):
-        """``unlimited``: dynamic tables of the model without a capacity."""
         self.tables = tables
         self.dtype = dtype
         self.columns = tables.columns(group.index)
@@ -80,7 +88,8 @@ class Store:
         self._gradients = RowGradients(len(self.columns), tables.is_dynamic, group.size == 1)
         self._steps = 0
         self._stood: Tensor | None = None
-        """Of an exact Adam on a device: the step at which each row stands, which the host must know. int32 [rows]."""
+        """Step up to which each row is updated, for an exact Adam on a device; the host needs the steps. int32 [rows].
+        """
         width = len(self.columns)
         line = width + self.optimizer.columns(width)
         self._dynamic: list[Dynamic] = []
@@ -109,23 +118,23 @@ class Store:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are. Dynamic tables are on the CPU, where their index is."""
+        """Device of the rows. Dynamic tables are on the CPU, beside their index."""
         return self.slab.device
 
     @property
     def nbytes(self) -> int:
-        """Memory of the rows in use."""
+        """Bytes of the rows in use and of the indexes."""
         rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.slab)
         return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.nbytes for d in self._dynamic)
 
     @property
     def step_bytes(self) -> int:
-        """Host memory beside a slab on a device."""
+        """Bytes of host memory beside a slab on a device."""
         return 0 if self._stood is None else self._stood.nbytes
 
     @property
     def tallies(self) -> dict[str, Tally]:
-        """Of each table, what this rank counts: summed over the ranks, each row counts once."""
+        """Rows of each table that count on this rank. In the sum over the ranks each row counts once."""
         if self._dynamic:
             found = {each.name: Tally(len(each.index), each.inserted, each.evicted) for each in self._dynamic}
         else:
@@ -137,22 +146,28 @@ class Store:
 
     @property
     def is_counted(self) -> bool:
-        """True where the rows here count: copies do on the first rank alone."""
+        """True if the rows of this rank count; of copies, only those on the first rank count."""
         return self._group.index == 0 or not self._alike
 
     @property
     def capped(self) -> list[Dynamic]:
-        """Tables that may be too full."""
+        """Dynamic tables that may exceed their capacity."""
         return [each for each in self._dynamic if each.is_capped]
 
     def most_rows(self, place: int) -> int | None:
-        """Return how many rows a table may hold over all ranks; None if nothing limits them, or they are fixed."""
+        """Return how many rows a table may hold over all ranks; None if that is unlimited or fixed."""
         return self._dynamic[place].most_rows if self._dynamic else None
 
     # Reading -----------------------------------------------------------------------------------------------------
 
     def rows(self, keys: Tensor, stretches: Sequence[TableRange], learns: bool) -> Tensor:
-        """Slab row of each key, -1 where it has none: int64 [U] -> [U]. Where ``learns``, new keys get rows."""
+        """Return the slab row of each key, -1 if the key has no row: int64 [U] -> [U].
+
+        Args:
+            keys: keys of the group that this rank serves.
+            stretches: ranges of ``keys`` by dynamic table; unused for static tables.
+            learns: True inserts new keys.
+        """
         if self._dynamic:
             rows = torch.empty_like(keys)
             for table, start, stop in stretches:
@@ -167,7 +182,7 @@ class Store:
         return rows
 
     def read(self, rows: SlabRows) -> Tensor:
-        """Weights of rows, zero where a key has none: [U] -> [U, w]."""
+        """Return the weights of rows, zero for keys that have no row: [U] -> [U, w]."""
         absent = rows.here < 0 if self._dynamic else None
         if absent is None or not bool(absent.any()):
             self._catch_up(rows)
@@ -179,7 +194,7 @@ class Store:
         return weights
 
     def can_lend(self, rows: SlabRows) -> bool:
-        """Bring rows up to date in the slab; true where each of them exists, so that they may be read there."""
+        """Bring rows up to date in the slab; return True if all of them exist, so that they may be read in place."""
         if self._dynamic and bool((rows.here < 0).any()):
             return False
         self._catch_up(rows)
@@ -188,18 +203,18 @@ class Store:
     # Learning ----------------------------------------------------------------------------------------------------
 
     def add(self, rows: Tensor, grads: Tensor) -> None:
-        """Gradients [U, w] of rows, which are on the host, wait for the step."""
+        """Keep the gradients [U, w] of rows for the step; ``rows`` is on the host."""
         self._gradients.add(rows, grads)
 
     def square_sum(self) -> Tensor:
-        """Σ g² of the delivered gradients that count on this rank, fp64."""
+        """Return Σ g² of the delivered gradients that count on this rank, in fp64."""
         if self.tables.place.placement == "data_parallel" and self._group.index:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         _, grads = self._gradients.merged(self.slab)
         return square_sum(grads.reshape(-1))
 
     def step(self, step: int, lr_factor: float, divisor: float) -> None:
-        """Update the rows with gradients; move scores, evict."""
+        """Update the rows that have gradients, then update scores and evict rows."""
         rows, grads = self._gradients.merged(self.slab)
         self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
@@ -229,24 +244,27 @@ class Store:
         evict(self._dynamic, self._group if is_spread else None, step)
 
     def drop(self) -> None:
-        """Forget gradients that wait, and the keys that came with them: this step does not count."""
+        """Discard the gradients since the last step, and the keys that came with them."""
         self._gradients.clear()
         self.forget_keys_of_step()
 
     def forget_keys_of_step(self) -> None:
-        """Leave dynamic tables as if the keys since the last step had not come."""
+        """Undo the insertion of keys into dynamic tables since the last step."""
         for each in self._dynamic:
             each.forget_step()
 
     def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
-        """Go on after ``steps`` steps with these factors of the learning rate."""
+        """Continue after ``steps`` steps, which had these factors of the learning rate."""
         self._steps = steps
         self._history = history_of(
             self.optimizer, [self.tables.optimizer.lr * factor for factor in lr_factors]
         )
 
     def _mean_squares(self, rows: Tensor, grads: Tensor, scale: float) -> Tensor | None:
-        """For row-wise Adagrad on columns: means over whole rows. Rows come in the same order on every rank."""
+        """Return means of squares over whole rows, for row-wise Adagrad on columns; None otherwise.
+
+        The all-reduce adds rows by position, so rows must come in the same order on every rank.
+        """
         optimizer = self.optimizer
         is_cut = self.tables.place.placement == "column" and self._group.size > 1
         if not isinstance(optimizer, RowwiseAdagrad) or not is_cut:
@@ -270,7 +288,7 @@ class Store:
     # Dynamic tables ----------------------------------------------------------------------------------------------
 
     def _dynamic_rows(self, table: Dynamic, keys: Tensor, learns: bool) -> Tensor:
-        """Rows of one table's keys in the group's slab."""
+        """Return the slab row of each key of one dynamic table, -1 if the key has no row."""
         if not learns:
             rows = table.index.find(keys)
             return torch.where(rows < 0, rows, rows + table.base)
@@ -280,15 +298,20 @@ class Store:
         return torch.where(rows < 0, rows, rows + table.base)
 
     def _begin(self, table: Dynamic, keys: Tensor, rows: Tensor) -> None:
-        """Start weights and state of new rows."""
+        """Write start weights and optimizer state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
         self.slab[rows] = self._start_lines(table.start_key, keys, policy.start_bound)
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
     def rows_here(self, place: int, part: tuple[int, int] | None = None, of_last_step: bool = False) -> Rows:
-        """Return what this rank holds of a table by (bucket, key); with ``part`` (i, n) of the i-th n-th of the
-        buckets; ``of_last_step``: without the keys that have come since."""
+        """Return the rows of a table that this rank holds, ordered by (bucket, key).
+
+        Args:
+            place: index of the table in the group.
+            part: (i, n) returns only rows in the i-th of n parts of the buckets; None returns all rows.
+            of_last_step: True leaves out the keys that have come since the last step.
+        """
         scores = candidates = None
         if self._dynamic:
             table = self._dynamic[place]
@@ -322,27 +345,35 @@ class Store:
         )
 
     def state_names(self) -> list[str]:
-        """Optimizer state that a row has beside its weights."""
+        """Return the names of the optimizer state that a row has beside its weights."""
         return [name for name, _ in state_columns(self.optimizer, len(self.columns))]
 
     def restart(self, place: int) -> None:
-        """A table as it began; a dynamic one without a key."""
+        """Reset a table to its start rows; a dynamic table becomes empty."""
         if self._dynamic:
             self._dynamic[place].clear()
         else:
             self._draw(place, self._static_keys(place))
 
     def clear(self) -> None:
-        """Dynamic tables begin anew without a key."""
+        """Remove all keys from the dynamic tables."""
         for each in self._dynamic:
             each.clear()
 
     def load_candidates(self, place: int, candidates: Tensor) -> None:
-        """Of keys that wait for admission and their scores, int64 [m, 2], take those that belong here."""
+        """Load waiting keys and their scores, int64 [m, 2], as far as they belong to this rank."""
         self._dynamic[place].wait(candidates[self._belongs(place, candidates[:, 0])])
 
     def load_rows(self, place: int, rows: Rows) -> None:
-        """Take the rows that belong here, of whole rows or of columns that cover those that are here."""
+        """Load the rows of a table that belong to this rank.
+
+        Args:
+            place: index of the table in the group.
+            rows: whole rows, or columns that cover this rank's columns.
+
+        Raises:
+            MismatchError: if columns, keys or optimizer state do not fit the table.
+        """
         name = self.tables.tables[place].name
         first = self.columns.start - rows.first_column
         width = len(self.columns)
@@ -388,7 +419,7 @@ class Store:
             self._stood[places] = lines[:, -1].int()
 
     def _belongs(self, place: int, keys: Tensor) -> Tensor:
-        """Which keys of a table this rank holds."""
+        """Return a mask of the keys of a table that this rank holds."""
         where = self.tables.places[place]
         if where.placement == "table":
             return torch.full_like(keys, self._group.index == where.owner, dtype=torch.bool)
@@ -398,19 +429,19 @@ class Store:
         return buckets % self._group.size == self._group.index
 
     def _static_keys(self, place: int) -> Tensor:
-        """Keys of a static table that this rank holds, in the order of its rows."""
+        """Return the keys of a static table that this rank holds, in the order of its rows."""
         rows, where = self.tables.tables[place].rows or 0, self.tables.places[place]
         if where.placement == "row":
             return static_keys(rows, self._group.index, self._group.size)
         return torch.arange(rows if where.holds(self._group.index) else 0)
 
     def _slab_rows(self, place: int, keys: Tensor) -> Tensor:
-        """Slab rows of keys of a static table that are here."""
+        """Return the slab rows of keys of a static table that this rank holds."""
         rows = static_row(keys, self._group.size) if self.tables.place.placement == "row" else keys
         return rows + self.tables.base_on(place, self._group.index)
 
     def _draw(self, place: int, keys: Tensor) -> None:
-        """Start lines of a static table."""
+        """Write the start lines of a static table."""
         table = self.tables.tables[place]
         key = philox.key_of(self._seed, _start_name(table.name))
         base = self.tables.base_on(place, self._group.index)
@@ -422,7 +453,7 @@ class Store:
                 self._stood[base + start : base + start + part.numel()] = lines[:, -1].int()
 
     def _start_lines(self, key: int, keys: Tensor, bound: float) -> Tensor:
-        """Start weights and state: [n, w + state]."""
+        """Return start weights and optimizer state of keys: [n, w + state]."""
         width = len(self.columns)
         lines = torch.empty(keys.numel(), self.slab.shape[1], dtype=self.dtype)
         if bound:
@@ -437,5 +468,5 @@ class Store:
 
 
 def _start_name(table: str) -> str:
-    """What keys the start rows of a table."""
+    """Return the name that seeds the start rows of a table."""
     return f"table {table}"

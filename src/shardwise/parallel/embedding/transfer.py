@@ -1,9 +1,10 @@
-"""What goes between host and device for tables, each way as one copy.
+"""Copies between host and device for tables: one copy for each direction.
 
-[Note: host and device] Keys are looked at where looking is free, on the host: checked, counted, exchanged, made into
-places. What an accelerator needs of a batch is places and weights, and they go there as one copy (``together``), so
-that no operation on it has a size which the host must ask for. Rows of dynamic tables stay on the host with their
-indexes; their vectors go to the device as one copy, and the vectors' gradients come back as one.
+[Note: host and device] Keys are inspected on the host, where reading them needs no synchronization: they are checked,
+counted, exchanged and converted to indices there. Operations on an accelerator need indices and weights of a batch,
+which go there as one copy (``together``), so that no operation on the accelerator has a size that the host must wait
+for. Rows of dynamic tables stay on the host with their indexes; their vectors go to the device as one copy, and the
+vectors' gradients come back as one.
 
 Cost: the bytes, packed once in pinned memory on the way to the device.
 """
@@ -18,24 +19,24 @@ from shardwise.memory.pinned import pinned_empty
 from shardwise.memory.streams import to_device
 
 _ALIGNED = 16
-"""Bytes at whose multiples tensors of one copy begin."""
+"""Alignment in bytes of the tensors within one copy."""
 
 
 class SlabRows(NamedTuple):
     """Rows of a slab: int64 [A]."""
 
     here: Tensor
-    """On the host, which counts them."""
+    """The rows on the host, which counts them."""
     there: Tensor
-    """Where the slab is."""
+    """The rows on the device of the slab."""
 
     def part(self, start: int, stop: int) -> "SlabRows":
-        """Some of them, in a row."""
+        """Return the rows [start, stop)."""
         return SlabRows(self.here[start:stop], self.there[start:stop])
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one dtype there: one copy for all, which the host waits for."""
+    """Copy tensors of one dtype to the host in one transfer, which the host waits for."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(tensors)
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
@@ -44,7 +45,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on ``device``: one copy for all, from pinned memory, which nobody waits for."""
+    """Copy tensors from the host to ``device`` in one asynchronous transfer from pinned memory."""
     if device.type == "cpu" or not tensors:
         return list(tensors)
     spans = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
@@ -52,7 +53,8 @@ def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for span, tensor in zip(packed.split(spans), tensors, strict=True):
         span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     there = to_device(packed, device, is_ours=True)
-    # Each with a version of its own: who changes one in place has not changed the others.
+    # ``.data`` gives each view its own version counter: without it, an in-place change of one would make autograd
+    # reject the others.
     return [
         span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).data
         for span, tensor in zip(there.split(spans), tensors, strict=True)

@@ -1,25 +1,25 @@
-"""Ways: how the keys of a batch reach the rows, and how vectors and gradients travel between rank and rank.
+"""Exchange of keys, vectors and gradients between ranks, by placement.
 
-    Everywhere   every rank learns the distinct keys of all ranks
-      data_parallel   reads its own copy                    gradients: gathered by all, merged alike by all
-      column          sends each rank its columns           gradients: each rank gets its columns
+    Everywhere   every rank gets the distinct keys of all ranks
+       data_parallel   reads its own copy                    gradients: gathered by all, merged alike by all
+       column          sends each rank its columns           gradients: each rank gets its columns
     Routed       distinct keys go to the owners of their rows (placements table and row)
-                      vectors of distinct rows come back    gradients of distinct rows go the same way
+                 vectors of distinct rows come back          gradients of distinct rows go the same way
     Sums         all keys go to the owners, which pool
-                      (partial) sums come back              gradients of the sums go the same way
+                 (partial) sums come back                    gradients of the sums go the same way
 
 In each, gradients reach a row's owner in the order of microbatches, then ranks, then the rank's own keys, and are
 merged in that order: the same bits in every run.
 
-    ask       keys of this rank, counted                    no traffic
-    leave     keys, and where they are needed               no traffic: those of all groups travel together, and may go
-    arrive    keys that came here                           ahead of the batch before, in a thread of their own
-    fetch     vectors, pooled                               reads the weights, so after the step before
-    keep      gradients of the pooled, merged to rows       no traffic: in the backward pass
-    deliver   gradients to the owners
+    ask       finds and counts this rank's keys             no traffic
+    leave     returns keys and destinations                 no traffic: the keys of all groups travel together, and
+    arrive    stores the keys that this rank received       may travel ahead of the batch before, in another thread
+    fetch     returns vectors, pooled                       reads the weights, so it runs after the step before
+    keep      merges gradients of pooled vectors to rows    no traffic: runs in the backward pass
+    deliver   sends gradients to the owners
 
 Cost of one pass in bytes per rank: cost.py.
-Shapes: N ranks, U distinct keys of the rank's batch, A keys that it is asked for, D width, R runs of features.
+Shapes: N ranks, U distinct keys of the rank's batch, A keys that the rank serves, D width, R runs of features.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,46 +43,51 @@ from shardwise.parallel.embedding.transfer import SlabRows
 
 @dataclass
 class Asked:
-    """The keys of one group in one batch, and all that is known about their way."""
+    """Keys of one group in one batch, with the state of their exchange."""
 
     fused: Fused
+    """The joined features of the batch."""
     keys: Tensor
-    """Keys that leave this rank, in the order of the ranks they go to."""
+    """Keys that leave this rank, ordered by destination rank."""
     inverse: Tensor
-    """Place among them of each key of the batch."""
+    """Index into ``keys`` of each key of the batch."""
     leaving: Tensor
-    """What leaves for each rank, by kind: int64 [N, K]."""
+    """Counts that leave for each rank, by kind: int64 [N, K]."""
     lengths: Tensor | None = None
-    """Of ``Sums``: keys in each bag that leaves."""
+    """Number of keys in each bag that leaves, for ``Sums``."""
     weights: Tensor | None = None
-    """Of ``Sums``: of each key that leaves."""
+    """Weight of each key that leaves, for ``Sums``."""
     counts: Counts = field(default_factory=list)
-    """Keys from rank to rank; of ``Everywhere``, one column."""
+    """Number of keys from each rank to each rank; one column for ``Everywhere``."""
     arrived: Tensor | None = None
     """Keys that this rank must serve: int64 [A]."""
     stretches: list[TableRange] = field(default_factory=list)
-    """Of dynamic tables: which of them belong to which table."""
+    """Ranges of ``arrived`` by dynamic table."""
     bags: "Bags | None" = None
+    """Bags that this rank pools for others, for ``Sums``."""
     rows: SlabRows | None = None
-    """Those of ``arrived``, once known; of ``Sums`` those of its distinct keys."""
+    """Slab rows of ``arrived``, once known; for ``Sums``, of its distinct keys."""
     found: list[Tensor | None] = field(default_factory=list)
-    """Of each run that takes the largest: where it stood."""
+    """For each run of max pooling, the position of each maximum; None for other runs."""
     gradient: Tensor | None = None
-    """[U, D], of ``Sums`` [F·B, D]."""
+    """Gradients of ``keys``, [U, D]; for ``Sums`` of the sums, [F·B, D]."""
     keeps_vectors: bool = False
-    """True where the weights of the keys want gradients."""
+    """True if the weights of the keys require gradients."""
     vectors: Tensor | None = None
-    """Then the vector of each key: [N, D]."""
+    """Vector of each key, if ``keeps_vectors``: [N, D]."""
 
     def read_by_device(self) -> list[Tensor]:
-        """What the batch's operations read where the slab is, if that is not the host; ``take`` puts it there."""
+        """Return the tensors that operations on the slab's device read, if that is not the host.
+
+        ``take`` stores their copies in the same order.
+        """
         bags = () if self.bags is None else (self.bags.offsets, self.bags.weights, self.bags.inverse)
         rows = () if self.rows is None else (self.rows.here,)
         fused = (self.fused.offsets, self.fused.weights)
         return [each for each in (*fused, self.inverse, *rows, *bags) if each is not None]
 
     def take(self, there: Iterator[Tensor]) -> None:
-        """What ``read_by_device`` gave, on the device."""
+        """Replace the tensors of ``read_by_device`` by their copies on the device."""
 
         def next_of(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else next(there)
@@ -98,29 +103,37 @@ class Asked:
 
 
 class Bags(NamedTuple):
-    """What ``Sums`` pools here for others."""
+    """Bags that ``Sums`` pools on this rank for others."""
 
     counts: Counts
-    """Bags from rank to rank, on the way of the gradients."""
+    """Number of bags from each rank to each rank, in the direction of the gradients."""
     offsets: Tensor
+    """Start of each bag among the arrived keys, and the end."""
     weights: Tensor | None
+    """Weight of each arrived key; None if all are 1."""
     inverse: Tensor
-    """Place of each arrived key among the distinct ones."""
+    """Index of each arrived key among the distinct ones."""
 
 
 class Lane(NamedTuple):
-    """What one thread prepares batches with: two threads have nothing of it in common."""
+    """Group and scratch memory with which one thread prepares batches; two threads must not share a lane."""
 
     group: Group
-    """Carries keys."""
+    """Group that carries keys."""
     scratch: Scratch
 
 
 class Way:
-    """One group's way. ``group`` carries vectors and gradients, a ``Lane`` keys."""
+    """Exchange of one group of tables between ranks.
+
+    Args:
+        tables: the group of tables.
+        group: carries vectors and gradients; a ``Lane`` carries keys.
+        dtype: dtype of the rows.
+    """
 
     sees_rows = True
-    """Vectors of single rows come here, and not sums alone."""
+    """True if this rank gets the vectors of single rows, False if it only gets sums."""
 
     def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
         self.tables = tables
@@ -130,31 +143,31 @@ class Way:
         self._name = f"embedding {tables}"
 
     def ask(self, fused: Fused, lane: Lane) -> Asked:
-        """The distinct keys of a batch, and how many go where."""
+        """Return the distinct keys of a batch, with the number that goes to each rank."""
         raise NotImplementedError
 
     def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
-        """What is to travel, all int64; ``everyone``: what leaves each rank for each, int64 [N, N, K]."""
+        """Return the int64 tensors to send; ``everyone`` is what leaves each rank for each, int64 [N, N, K]."""
         raise NotImplementedError
 
     def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
-        """What came of it, in the same order."""
+        """Store the received tensors ``came``, which are in the order of ``leave``."""
         raise NotImplementedError
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
-        """Vectors of each run: pooled [F·B, D], or one for each key [n, D]."""
+        """Return the vectors of each run: pooled [F·B, D], or one for each key [n, D]. Collective."""
         raise NotImplementedError
 
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of what ``fetch`` returned."""
+        """Store the gradients of the vectors that ``fetch`` returned."""
         raise NotImplementedError
 
     def deliver(self, asked: Asked, store: Store) -> Tensor:
-        """Hand the gradients to the owners of the rows; return those of ``asked.rows``, which this rank serves."""
+        """Send the gradients to the owners of the rows and return those of ``asked.rows``. Collective."""
         raise NotImplementedError
 
     def of_weights(self, asked: Asked, grads: Sequence[Tensor | None]) -> Tensor:
-        """Gradients of the weights of the keys, from those of the pooled: [N]."""
+        """Return the gradients of the keys' weights, computed from those of the pooled vectors: [N]."""
         assert asked.vectors is not None, "kept where weights want gradients"
         fused = asked.fused
         found = asked.vectors.new_zeros(asked.vectors.shape[0])
@@ -172,7 +185,7 @@ class Way:
         return found
 
     def _distinct(self, fused: Fused, lane: Lane) -> tuple[Tensor, Tensor, Tensor]:
-        """Distinct keys in the order of their tables, places of all keys among them, how many each table has."""
+        """Return distinct keys in the order of their tables, the index of each key among them, and counts by table."""
         if not self.tables.is_dynamic:
             keys, inverse = unique(fused.keys, lane.scratch)
             return keys, inverse, torch.tensor([keys.numel()])
@@ -189,13 +202,16 @@ class Way:
         return torch.cat(found), torch.cat(inverses), torch.tensor(sizes)
 
     def _owners(self, keys: Tensor) -> Tensor:
-        """Of placement ``row``: the rank that has each key."""
+        """Return the rank that owns each key, for placement ``row``."""
         if self.tables.is_dynamic:
             return dynamic_bucket(keys) % self.group.size
         return static_owner(keys, self.group.size)
 
     def _pooled(self, asked: Asked, vectors: Tensor, index: Tensor | None = None) -> list[Tensor]:
-        """What each run makes of ``vectors``: those of distinct keys, or lines that ``index`` names for each key."""
+        """Return the output of each run.
+
+        ``vectors`` has a line for each distinct key, or ``index`` selects the line of each key.
+        """
         fused, outputs, width = asked.fused, [], self.tables.width
         index = asked.inverse if index is None else index
         asked.found = []
@@ -216,7 +232,7 @@ class Way:
         return outputs
 
     def _merged(self, asked: Asked, grads: Sequence[Tensor | None]) -> Tensor:
-        """Gradients of distinct keys."""
+        """Return the gradients of the distinct keys."""
         fused, total = asked.fused, None
         distinct = asked.keys.numel()
         for run, found, grad in zip(self.tables.runs, asked.found, grads, strict=True):
@@ -235,22 +251,26 @@ class Way:
 
 
 class Everywhere(Way):
-    """Placements data_parallel and column."""
+    """Exchange for placements data_parallel and column: every rank gets the distinct keys of all ranks."""
 
     def ask(self, fused: Fused, lane: Lane) -> Asked:
+        """Return the distinct keys of a batch, which go to every rank."""
         keys, inverse, sizes = self._distinct(fused, lane)
         return Asked(fused, keys, _by_vector(fused, inverse), sizes.expand(self.group.size, -1))
 
     def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+        """Return the distinct keys; every rank gets all of them."""
         asked.counts = [[part] for part in everyone[:, 0].sum(1).tolist()]
         return [Parcel(asked.keys, asked.counts)]
 
     def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+        """Store the distinct keys of all ranks."""
         (asked.arrived,) = came
         if self.tables.is_dynamic:
             asked.stretches = _stretches(everyone[:, 0])
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+        """Return the vectors of each run: from the own copy, or with the columns of all ranks."""
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
         me, parts = self.group.index, [part for (part,) in asked.counts]
         rows = _rows(asked, store, learns)
@@ -259,7 +279,7 @@ class Everywhere(Way):
             own = rows.part(start, start + parts[me])
             if not store.can_lend(own):
                 return self._pooled(asked, store.read(own))
-            # The own copy is read where it lies. Keys of static tables are rows already.
+            # Pool from the slab, without a copy of the rows. Keys of static tables are slab rows already.
             are_rows = asked.fused.keys.device == own.there.device and not self.tables.is_dynamic
             index = asked.fused.keys if are_rows else own.there[asked.inverse]
             return self._pooled(asked, store.slab, index)
@@ -273,9 +293,11 @@ class Everywhere(Way):
         return self._pooled(asked, whole)
 
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+        """Store the gradients, merged to distinct keys."""
         asked.gradient = self._merged(asked, grads)
 
     def deliver(self, asked: Asked, store: Store) -> Tensor:
+        """Gather the gradients of all ranks, or send each rank those of its columns."""
         assert asked.rows is not None, "gradients follow vectors"
         me, parts = self.group.index, [part for (part,) in asked.counts]
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
@@ -295,9 +317,10 @@ class Everywhere(Way):
 
 
 class Routed(Way):
-    """Placements table and row, with vectors of distinct rows."""
+    """Exchange for placements table and row, with vectors of distinct rows."""
 
     def ask(self, fused: Fused, lane: Lane) -> Asked:
+        """Return the distinct keys of a batch, ordered by owner."""
         keys, inverse, sizes = self._distinct(fused, lane)
         ranks = self.group.size
         if self.tables.place.placement == "row":
@@ -313,7 +336,8 @@ class Routed(Way):
             for number, place_of in enumerate(self.tables.places):
                 leaving[place_of.owner, number] = sizes[number]
             return Asked(fused, keys, _by_vector(fused, inverse), leaving)
-        # Places count up in the order of first occurrence, and so in the order of owners.
+        # Distinct keys are numbered in the order of first occurrence, and features are ordered by owner: so the keys
+        # of an owner are a range.
         before = 0
         for rank, end in enumerate(self.tables.owner_ends()):
             start = 0 if rank == 0 else fused.starts[self.tables.owner_ends()[rank - 1]]
@@ -324,15 +348,18 @@ class Routed(Way):
         return Asked(fused, keys, _by_vector(fused, inverse), leaving)
 
     def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+        """Return the distinct keys for their owners."""
         asked.counts = everyone.sum(2).tolist()
         return [Parcel(asked.keys, asked.counts)]
 
     def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+        """Store the keys that this rank serves."""
         (asked.arrived,) = came
         if self.tables.is_dynamic:
             asked.stretches = _stretches(everyone[:, self.group.index])
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+        """Return the vectors of each run, pooled on this rank from the rows that the owners send."""
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
         vectors = back(
             store.read(_rows(asked, store, learns)), asked.counts, self.group, f"vectors of {self._name}"
@@ -340,15 +367,17 @@ class Routed(Way):
         return self._pooled(asked, vectors)
 
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+        """Store the gradients, merged to distinct keys."""
         asked.gradient = self._merged(asked, grads)
 
     def deliver(self, asked: Asked, store: Store) -> Tensor:
+        """Send the gradients of distinct rows to their owners."""
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
         return send(gradient, asked.counts, self.group, f"gradients of {self._name}", "gradients")
 
 
 class Sums(Way):
-    """Placements table and row of static tables, with (partial) sums of bags."""
+    """Exchange for placements table and row of static tables, with (partial) sums of bags."""
 
     sees_rows = False
 
@@ -360,6 +389,7 @@ class Sums(Way):
         )
 
     def ask(self, fused: Fused, lane: Lane) -> Asked:
+        """Return all keys of a batch ordered by owner, with the lengths of their bags."""
         ranks = self.group.size
         assert fused.offsets is not None, "bags of sums stand by feature"
         lengths = fused.offsets.diff()
@@ -383,11 +413,13 @@ class Sums(Way):
         return Asked(fused, fused.keys, fused.keys, leaving, lengths, fused.weights)
 
     def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+        """Return keys and lengths of bags for their owners."""
         assert asked.lengths is not None, "bags travel with their keys"
         asked.counts = everyone[:, :, 0].tolist()
         return [Parcel(asked.keys, asked.counts), Parcel(asked.lengths, everyone[:, :, 1].tolist())]
 
     def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+        """Store the bags that this rank pools; exchange the weights of keys if any rank has some."""
         keys, lengths = came
         weights = None
         if bool(everyone[:, :, 2].any()):
@@ -401,6 +433,7 @@ class Sums(Way):
         asked.bags = Bags(everyone[:, :, 1].tolist(), offsets, weights, inverse)
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+        """Return the sums of the bags, added over the owners if placed by row."""
         assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
         counts, offsets, weights, inverse = asked.bags
         sums = pool(store.read(_rows(asked, store, learns)), inverse, offsets, "sum", weights).values
@@ -413,9 +446,11 @@ class Sums(Way):
         return [arrived]
 
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+        """Store the gradients of the sums."""
         asked.gradient = grads[0]
 
     def deliver(self, asked: Asked, store: Store) -> Tensor:
+        """Send the gradients of the sums to the owners, which merge them to rows."""
         assert asked.rows is not None and asked.bags is not None, "gradients follow vectors"
         counts, offsets, weights, inverse = asked.bags
         bags = len(self.tables.features) * asked.fused.samples
@@ -430,12 +465,12 @@ class Sums(Way):
 
 
 def _by_vector(fused: Fused, inverse: Tensor) -> Tensor:
-    """Places of the keys in the order of the vectors that they make."""
+    """Return indices of keys in the order of the vectors that the keys make."""
     return by_sample(inverse, fused.samples) if fused.by_sample and not fused.keys_by_sample else inverse
 
 
 def _rows(asked: Asked, store: Store, learns: bool) -> SlabRows:
-    """Slab rows of the keys that arrived. Where it ``learns``, new keys get rows."""
+    """Return the slab rows of the keys that arrived; ``learns`` inserts new keys."""
     if asked.rows is None or asked.rows.there.device.type == "cpu":
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
         rows = store.rows(asked.arrived, asked.stretches, learns)
@@ -444,7 +479,7 @@ def _rows(asked: Asked, store: Store, learns: bool) -> SlabRows:
 
 
 def _stretch(fused: Fused, run: FeatureRun, index: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of the places of all keys those of a run, its bags among them, and its weights."""
+    """Return the part of ``index`` that belongs to a run, the offsets of its bags and its weights."""
     first, last = fused.starts[run.start], fused.starts[run.stop]
     offsets = fused.offsets
     if offsets is not None:
@@ -454,14 +489,14 @@ def _stretch(fused: Fused, run: FeatureRun, index: Tensor) -> tuple[Tensor, Tens
 
 
 def _or_zeros(asked: Asked, rows: int, width: int, store: Store) -> Tensor:
-    """The gradients kept, which are zero where this rank's loss does not depend on the group."""
+    """Return the stored gradients, or zeros if this rank's loss does not depend on the group."""
     if asked.gradient is None:
         return store.slab.new_zeros(rows, width)
     return asked.gradient.to(store.dtype)
 
 
 def _stretches(sizes: Tensor) -> list[TableRange]:
-    """Which arrived keys belong to which dynamic table: sizes by source and table, int64 [N, K]."""
+    """Return the ranges of arrived keys by dynamic table, from sizes by source rank and table: int64 [N, K]."""
     found, start = [], 0
     for row in sizes.tolist():
         for table, size in enumerate(row):
@@ -472,7 +507,7 @@ def _stretches(sizes: Tensor) -> list[TableRange]:
 
 
 def way_of(tables: TableGroup, group: Group, dtype: torch.dtype) -> Way:
-    """The way of a group of tables."""
+    """Return the exchange of a group of tables, by its placement and ``exchange``."""
     if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
         return Everywhere(tables, group, dtype)
     kind = Sums if tables.place.exchange == "pooled" else Routed
