@@ -91,8 +91,7 @@ class TableGroup:
 
     @cached_property
     def runs(self) -> tuple[FeatureRun, ...]:
-        """Features that one call pools: neighbours that are added or averaged form a run, every other feature is its own run.
-        """
+        """Features that one call pools: a run of neighbours that are added or averaged, or any other single feature."""
         found: list[FeatureRun] = []
         for place, feature in enumerate(self.features):
             kind = _KIND[feature.pooling]
@@ -109,8 +108,7 @@ class TableGroup:
 
     @cached_property
     def keys_may_go_by_sample(self) -> bool:
-        """True if keys may stand sample after sample too, because no owner or index needs a feature's keys to be neighbours.
-        """
+        """True if keys may stand sample after sample too: no owner or index needs a feature's keys side by side."""
         return self.may_go_by_sample and not self.is_dynamic and self.place.placement != "table"
 
     @cached_property
@@ -139,7 +137,9 @@ class TableGroup:
         return self.place.columns_on(self.width, index, self.ranks)
 
     def owner_ends(self) -> list[int]:
-        """Return the end of each rank's features for placement ``table``: rank r has features [ends[r - 1], ends[r]).
+        """Return the end of each rank's features for placement ``table``.
+
+        Rank r has features [ends[r - 1], ends[r]).
         """
         owners = [self.places[feature.table].owner for feature in self.features]
         return [sum(owner <= rank for owner in owners) for rank in range(self.ranks)]

@@ -1,5 +1,4 @@
-"""Conversion of a policy to the kernels' optimizer rule, and the names of the state that a rule keeps beside the weights.
-"""
+"""Conversion of a policy to the kernels' optimizer rule, and the names of the state that a rule keeps for a row."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -44,7 +44,9 @@ class SavedRows:
         return part.store.most_rows(place)
 
     def buckets(self, table: str, keys: Tensor) -> Tensor:
-        """Return the logical bucket of each key of a table, 0 to ``layout.BUCKETS`` - 1; the same on any number of ranks.
+        """Return the logical bucket of each key of a table, 0 to ``layout.BUCKETS`` - 1.
+
+        The bucket of a key is the same on any number of ranks.
         """
         part, _ = self._placed.find(table)
         return dynamic_bucket(keys) if part.tables.is_dynamic else static_bucket(keys)
@@ -74,8 +76,8 @@ class SavedRows:
             return stretch, None
         keys, scores = rows.candidates.unbind(1)
         buckets = self.buckets(table, keys)
-        order = buckets.argsort(stable=True)  # candidates are ordered by key, so the result is by (bucket, key)
-        if where.placement in ("data_parallel", "column"):  # every rank has all candidates and writes its part
+        order = buckets.argsort(stable=True)  # by (bucket, key), since candidates are ordered by key
+        if where.placement in ("data_parallel", "column"):  # every rank has all of the keys
             order = order[writer_of(buckets[order], group.size) == group.index]
             where = Place("data_parallel")
         empty = torch.empty(order.numel(), 0, dtype=self._placed.dtype)

@@ -1,13 +1,13 @@
-"""Cuts stacks of experts to the ranks of "ep" and "etp", and puts a dispatcher around what is left of them.
+"""Cuts stacks of experts to the ranks of "ep" and "etp", and wraps what is left of them in a dispatcher.
 
     experts(hidden, index, weights)     before   Σ_j weights_j · expert_{index_j}(hidden), of all E experts
                                         after    the same; rows travel to the ranks that hold their experts
 
-The module, its Parameter objects, names and hooks stay: dispatch, compute and combine run where its forward ran, inside
-the window of its Unit, in the backward pass too. Which tokens are this rank's own is the business of ``Surroundings``:
-a MixtureOfExperts asks its own; any other stack, which is called with the tokens of all ranks, gets some here.
+The module, its Parameter objects, names and hooks stay: dispatch, compute and combine run where the module's forward
+ran, inside the window of its Unit, also in the backward pass. ``Surroundings`` decide which tokens a rank routes: a
+MixtureOfExperts has its own; any other stack, which is called with the tokens of all ranks, gets some from this file.
 
-Shapes: N tokens here, D width, E experts, k experts of a token.
+Shapes: N tokens of this rank, D width, E experts, k experts of a token.
 """
 
 import inspect
@@ -31,25 +31,31 @@ from shardwise.plan.placement import Cut, Shard, local_shape, spans
 
 
 class ExpertRanks(NamedTuple):
-    """The ranks that share experts, and those that share a sequence."""
+    """Ranks that share experts, and ranks that share a sequence."""
 
     ep: Group
     etp: Group
     tokens: Group
-    """The ranks that are given the same microbatch: along "tp"."""
+    """Ranks that get the same microbatch: along "tp"."""
     layout: Callable[[], Layout]
-    """How the running pass lies on ``tokens``."""
+    """Function that returns how activations of the running pass lie on ``tokens``."""
     levels: tuple[Group, ...] = ()
-    """Of ep where it spans hosts, as ``World.levels`` gives them."""
+    """Groups of the hops of ``ep`` if it spans hosts, as ``World.levels`` returns them."""
     rows: int | None = None
-    """Pairs that a rank works on at once; None: all."""
+    """Largest number of pairs that a rank works on at once; None is without limit."""
     in_blocks: bool = False
-    """Whether rows travel in blocks of fixed size."""
+    """True if rows travel in blocks of fixed size."""
 
 
 def mixtures(model: nn.Module, by_first_name: bool = False) -> dict[str, MixtureOfExperts]:
-    """The mixtures of experts in ``model``, by every name or by the first; stand-ins of those on other stages have no
-    parameters, and are left out."""
+    """Return the mixtures of experts in ``model`` by name.
+
+    Stand-ins for layers on other stages have no parameters and are left out.
+
+    Args:
+        model: the model.
+        by_first_name: True names a shared module once, False by every name.
+    """
     named = model.named_modules(remove_duplicate=by_first_name)
     found = {name: module for name, module in named if isinstance(module, MixtureOfExperts)}
     return {name: layer for name, layer in found.items() if next(layer.parameters(), None) is not None}
@@ -63,8 +69,16 @@ def surround(
     tokens: Group | None = None,
     layout: Callable[[], Layout] = lambda: "cut",
 ) -> None:
-    """Tell each mixture of experts that was not told before of the run: where random numbers are drawn, what it chose
-    before, what its microbatch counts, who counts its tokens; and the ranks that are given the same microbatch."""
+    """Set the surroundings of each mixture of experts that does not have those of ``replay`` yet.
+
+    Args:
+        model: the model.
+        seed: seed of the run, for noise.
+        replay: position of the running microbatch, and the store of what recomputations reuse.
+        loads: counts the tokens of each expert; None counts in the layer.
+        tokens: ranks that get the same microbatch.
+        layout: returns how activations of the running pass lie on ``tokens``.
+    """
     for name, layer in mixtures(model, by_first_name=True).items():
         if layer.surroundings.replay is not replay:
             layer.surroundings = Surroundings(
@@ -73,9 +87,12 @@ def surround(
 
 
 def check_blocks(model: nn.Module) -> None:
-    """Of the whole model, where rows are to travel in blocks: a stage of it may have other routers alone.
+    """Check that rows may travel in blocks: that a router of the whole model has a capacity.
 
-    Errors: PlanError where no router has a capacity.
+    A single stage cannot check this, because it may only have other routers.
+
+    Raises:
+        PlanError: if no router has a capacity.
     """
     routers = [layer.router for layer in mixtures(model).values()]
     if routers and all(router.policy.capacity is None for router in routers):
@@ -86,9 +103,16 @@ def check_blocks(model: nn.Module) -> None:
 
 
 def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRanks, replay: Replay) -> None:
-    """Cut those of ``stacks``, by module name, that ``model`` has and that are not cut yet, in place.
+    """Cut the ``stacks`` that ``model`` has and that are not cut yet, in place.
 
-    A parameter on meta becomes a smaller one on meta; a real one this rank's piece of the values that all ranks have.
+    A parameter on meta becomes a smaller one on meta. A real parameter becomes this rank's piece of the values, which
+    all ranks have.
+
+    Args:
+        model: the model, or a stage of it.
+        stacks: stacks by module name.
+        ranks: ranks that share experts.
+        replay: store of what recomputations reuse.
     """
     mixture_of: dict[nn.Module, MixtureOfExperts] = {
         layer.experts: layer for layer in mixtures(model).values()
@@ -114,7 +138,7 @@ def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRank
 
 @torch.no_grad()
 def _piece(full: Tensor, cuts: Sequence[Cut]) -> Tensor:
-    """A copy of what ``cuts`` leave of a tensor."""
+    """Return a copy of the part of a tensor that ``cuts`` leave."""
     if full.is_meta:
         return full.new_empty(local_shape(full.shape, cuts))
     piece = full
@@ -125,7 +149,7 @@ def _piece(full: Tensor, cuts: Sequence[Cut]) -> Tensor:
 
 
 class _Dispatched:
-    """The forward of a stack that was cut."""
+    """Forward function of a stack that was cut."""
 
     def __init__(
         self,
@@ -151,9 +175,12 @@ class _Dispatched:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(hidden [N, D], index [N, k], weights [N, k]), by whatever names the class gives them: [N, D]."""
+        """Return the weighted sums of the experts' results: (hidden [N, D], index [N, k], weights [N, k]) -> [N, D].
+
+        The arguments may have any names that the class gives them.
+        """
         _, hidden, index, weights, *_ = self._signature.bind(None, *args, **kwargs).arguments.values()
-        index = torch.where(index < self._stack.experts, index, -1)  # "nobody" in classes of transformers
+        index = torch.where(index < self._stack.experts, index, -1)  # E is "no expert" in transformers
         if self._surroundings is None:
             return self._dispatch(hidden, index, weights)
         tokens = self._surroundings.take(hidden[None])

@@ -1,24 +1,24 @@
-"""Balance: what spreads tokens over the experts, without a word to the loss.
+"""Balance: terms and biases that spread tokens over the experts, without a change of the model's loss.
 
-Of a sequence of n tokens, with p_te the scores of token t made shares of 1, before any drop:
+For a sequence of n tokens, with p_te the scores of token t divided by their sum, before any drop:
 
     f_e    = (pairs that chose e) / (k·n)                        P_e = mean over its tokens of p_te
-    loss   : balance_weight · E · Σ_e f_e P_e                    1 · balance_weight where all is even
-    ... over the batch: f_e of all pairs of the step before, P_e over all tokens of this one
+    loss   : balance_weight · E · Σ_e f_e P_e                    1 · balance_weight if all loads are even
+             ... over the batch: f_e of all pairs of the step before, P_e over all tokens of this one
     z      : z_weight · mean over its tokens of logsumexp(l_t)²  keeps logits small
-    bias   : b_e += bias_rate · sign(mean load - load_e)         once a step; b_e is added to scores in the choice alone
+    bias   : b_e += bias_rate · sign(mean load - load_e)         once a step; b_e is added to scores in the choice only
 
-Sequences weigh as in the loss: by their labels where these are given, otherwise by their tokens. A microbatch weighs by
-its labels too, so the terms of a batch do not depend on how it is cut. f is a count and has no gradient: the loss is
-linear in the scores of each token, and ranks that share a sequence each add their tokens' part.
-No term is added to the loss that a model returns: its gradient is injected where the router is, with the factor that
-the loss of the microbatch is multiplied by, in any stage of a pipeline.
+Sequences have the weights that they have in the loss: their labels if these are given, otherwise their tokens. A
+microbatch is weighted by its labels too, so the terms of a batch do not depend on how it is cut. f is a count and has
+no gradient: the loss is linear in the scores of each token, and ranks that share a sequence each add their tokens'
+part. No term is added to the loss that a model returns. The gradient of the term is injected at the router, with the
+factor that multiplies the loss of the microbatch, in any stage of a pipeline.
 
 Papers: Lepikhin et al. 2020 (GShard), arXiv:2006.16668, and Fedus et al. 2021 (Switch), arXiv:2101.03961: the loss over
         a batch; DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437: over each sequence; Zoph et al. 2022 (ST-MoE),
         arXiv:2202.08906: z; Wang et al. 2024, arXiv:2408.15664: the bias.
 Cost:   a few operations on [n, E]; [B, E] counts summed over the ranks that share sequences.
-Shapes: B sequences, n tokens here, E experts, k experts of a token.
+Shapes: B sequences, n tokens of this rank, E experts, k experts of a token.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,10 @@ from shardwise.parallel.expert.policy import RouterPolicy
 
 
 def pair_counts(index: Tensor, sequence: Tensor, sequences: int, experts: int) -> Tensor:
-    """How many tokens of each sequence chose each expert; an index of -1 counts nowhere: [n, k], [n] -> [B, E]."""
+    """Return how many tokens of each sequence chose each expert: [n, k], [n] -> [B, E].
+
+    An index of -1 counts nowhere.
+    """
     pairs = torch.where(index < 0, sequences * experts, sequence[:, None] * experts + index)
     counts = torch.zeros(sequences * experts + 1, dtype=torch.int64, device=index.device)
     ones = torch.ones((), dtype=torch.int64, device=index.device).expand(pairs.numel())
@@ -48,8 +51,18 @@ def term(
     loads: Tensor | None = None,
     labels: Tensor | None = None,
 ) -> Tensor:
-    """What the tokens here add to balance and z: ``shares``, ``logits`` [n, E], whole ``counts`` [B, E], ``loads`` [E]
-    of the step before where it is over the batch, ``labels`` [B] that sequences weigh by -> []."""
+    """Return the addend of this rank's tokens to balance and z: [].
+
+    Args:
+        policy: the rule of the router.
+        shares: scores of the tokens divided by their sums, [n, E].
+        logits: logits of the tokens, [n, E].
+        counts: pairs of each expert in whole sequences, [B, E].
+        sequence: sequence of each token, [n].
+        counted: tokens that count, [n]; None counts all.
+        loads: shares of the experts in the pairs of the step before, [E], for a balance over the batch; else None.
+        labels: weight of each sequence, [B]; None weighs sequences by their tokens.
+    """
     pairs = counts.sum(-1)  # [B], k · n_b
     each_token = _of_each_token(pairs.double() / policy.top_k, labels)[:, None]  # [B, 1]
     value = logits.new_zeros(())
@@ -69,8 +82,10 @@ def term(
 
 
 def _of_each_token(tokens: Tensor, labels: Tensor | None) -> Tensor:
-    """What a token counts in the sum over a microbatch: its sequence's share, of which it is one of n_b. ``tokens`` [B]
-    of each sequence -> [B]."""
+    """Return the weight of a token in the mean over a microbatch, by sequence: [B] -> [B].
+
+    The weight is the sequence's share, divided by its number of ``tokens``.
+    """
     if labels is None:
         return (1 / tokens.sum().clamp_min(1)).expand_as(tokens)
     wanted = labels.to(tokens)
@@ -82,7 +97,7 @@ def _sum(each: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def inject(x: Tensor, value: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
-    """``x``; where a gradient comes back through it, ``value`` gets the gradient ``scale()``, asked for then."""
+    """Return ``x``; in the backward pass, ``value`` gets the gradient ``scale()``, which is called at that time."""
     return _Inject.apply(x, value, scale)
 
 
@@ -105,13 +120,13 @@ class _Inject(torch.autograd.Function):
 
 @torch.no_grad()
 def note_loads(loads: Tensor, routed: Tensor) -> None:
-    """``loads`` [E] become the shares of a step's ``routed`` [E] pairs, in place; where there are none they stay."""
+    """Set ``loads`` [E] to the shares of a step's ``routed`` [E] pairs, in place; without pairs they stay."""
     if int(routed.sum()):
         loads.copy_(routed / routed.sum())
 
 
 @torch.no_grad()
 def move_bias(bias: Tensor, routed: Tensor, rate: float) -> None:
-    """One step of ``bias`` [E], in place, after a step in which ``routed`` [E] pairs chose each expert."""
-    short = routed.sum() - len(routed) * routed  # in integers: what is even stays where it is
+    """Move ``bias`` [E] by one step, in place, after a step in which ``routed`` [E] pairs chose each expert."""
+    short = routed.sum() - len(routed) * routed  # integers: an even load gives exactly 0, so no move
     bias.add_(short.sign().to(bias.dtype), alpha=rate)

@@ -1,13 +1,13 @@
-"""Capacity: which pairs of (token, expert) there is room for, in each sequence by itself.
+"""Capacity: selects the pairs of (token, expert) that there is room for, in each sequence by itself.
 
     room  C_b = max(min_capacity, ceil(capacity · k · n_b / E))          n_b tokens of sequence b that count
     kept  the C_b pairs of expert e of largest weight                    ties: the earlier token; or the earlier tokens
 
-Among ranks that share sequences every rank gets the pairs of all, and finds the same.
+If ranks share sequences, every rank gets the pairs of all of them and computes the same result.
 
 Papers: Lepikhin et al. 2020 (GShard), arXiv:2006.16668; by weight: Riquelme et al. 2021, arXiv:2106.05974.
-Cost:   two sorts of the B·T·k pairs; where sequences are shared, a gather of (2k + 1) numbers of 8 bytes a token.
-Shapes: B sequences of T tokens, n tokens here, N = B·T, E experts, k experts of a token.
+Cost:   two sorts of the B·T·k pairs; if sequences are shared, a gather of (2k + 1) numbers of 8 bytes a token.
+Shapes: B sequences of T tokens, n tokens of this rank, N = B·T, E experts, k experts of a token.
 """
 
 import math
@@ -23,18 +23,27 @@ from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.surroundings import Tokens
 
 _DIGITS = 10**6
-"""Denominators of capacities: 1.1 is 11/10, whose products are rounded up as on paper."""
+"""Largest denominator of a capacity: 1.1 becomes 11/10, whose products are rounded up exactly."""
 
 
 def room(policy: RouterPolicy, tokens: Tensor, experts: int) -> Tensor:
-    """Tokens that an expert takes of sequences with ``tokens`` that count: int64 [B] -> [B]."""
+    """Return the number of tokens that an expert takes of each sequence: int64 [B] -> [B].
+
+    Args:
+        policy: the rule of the router.
+        tokens: number of tokens of each sequence that count.
+        experts: number of experts.
+    """
     share = _share(policy, experts)
     full = (tokens * share.numerator + share.denominator - 1).div(share.denominator, rounding_mode="floor")
     return full.clamp_min(policy.min_capacity)
 
 
 def most_pairs(policy: RouterPolicy, tokens: Tokens, experts: int) -> int | None:
-    """Pairs that an expert may get of the tokens here, by their number alone; None where there is no capacity."""
+    """Return an upper bound of the pairs that an expert gets of this rank's tokens; None if there is no capacity.
+
+    The bound depends on the number of tokens only.
+    """
     if policy.capacity is None:
         return None
     of_each = max(math.ceil(_share(policy, experts) * tokens.length), policy.min_capacity)
@@ -42,7 +51,7 @@ def most_pairs(policy: RouterPolicy, tokens: Tokens, experts: int) -> int | None
 
 
 def _share(policy: RouterPolicy, experts: int) -> Fraction:
-    """Room of an expert for each token of a sequence."""
+    """Return the room of an expert for each token of a sequence."""
     assert policy.capacity is not None, "without a capacity there is room for all"
     return Fraction(policy.capacity).limit_denominator(_DIGITS) * policy.top_k / experts
 
@@ -50,7 +59,16 @@ def _share(policy: RouterPolicy, experts: int) -> Fraction:
 def kept_pairs(
     index: Tensor, weights: Tensor, sequence: Tensor, room: Tensor, experts: int, drop: str
 ) -> Tensor:
-    """Which pairs of tokens, given in the order of their places, stay: [N, k], [N, k], [N], [B] -> bool [N, k]."""
+    """Return the mask of the pairs that have room: [N, k], [N, k], [N], [B] -> bool [N, k].
+
+    Args:
+        index: experts of the tokens, in the order of their positions.
+        weights: weights of the pairs.
+        sequence: sequence of each token.
+        room: tokens that an expert takes of each sequence.
+        experts: number of experts.
+        drop: ``score`` keeps the pairs of largest weight, ``position`` the earlier tokens.
+    """
     nobody = len(room) * experts
     pairs = torch.where(index < 0, nobody, sequence[:, None] * experts + index).view(-1)
     first = torch.arange(len(pairs), device=pairs.device)
@@ -74,7 +92,20 @@ def choose_kept(
     group: Group | None,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Which pairs of the tokens here stay, bool [n, k], and how many chose each expert in whole sequences, [B, E]."""
+    """Return the mask of this rank's pairs that have room, and the pairs of each expert in whole sequences.
+
+    Args:
+        policy: the rule of the router.
+        index: experts of this rank's tokens, [n, k].
+        weights: weights of the pairs, [n, k].
+        tokens: the tokens of this rank.
+        experts: number of experts.
+        group: ranks that share the sequences; None if this rank has all tokens.
+        name: name of the layer, for traces.
+
+    Returns:
+        bool [n, k], and counts [B, E].
+    """
     if group is not None and group.size > 1:
         index, weights = _of_all(index, weights, tokens, group, name)
     total = tokens.sequences * tokens.length
@@ -86,7 +117,10 @@ def choose_kept(
 
 
 def _of_all(index: Tensor, weights: Tensor, tokens: Tokens, group: Group, name: str) -> tuple[Tensor, Tensor]:
-    """The pairs of all ranks, by place: [N, k] each. One message, the weights as the bits of doubles."""
+    """Return the pairs of all ranks by position, [N, k] each.
+
+    One message carries the weights as the bits of doubles.
+    """
     bits = weights.double().view(torch.int64)
     rows = torch.cat([tokens.place[:, None], index, bits], 1)
     full = exchange.gather(rows, tokens.parts, group, f"choices of {name}", "control")

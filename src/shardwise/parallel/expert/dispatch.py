@@ -1,37 +1,37 @@
-"""Dispatch and combine: rows to the ranks that hold their experts, and one weighted sum of each back.
+"""Dispatch and combine: sends rows to the ranks that hold their experts, and one weighted sum of each back.
 
     hidden -> messages  ==>  arrived -> rows sorted by expert -> results -> sums  ==>  returned -> out
     [N, D]     [S, D]        [R, D]           [P, D]              [P, D]   [R, D]       [S, D]    [N, D]
 
 A message is a (token, rank) pair: a row goes once to each rank that holds any of its experts, with its weights, and the
-rank sends back the sum of its experts' results, weighted. A pair is (arrived row, local expert). Both sums are gathers
-by ``embedding_bag``, which writes nothing in between.
+rank sends back the weighted sum of its experts' results. A pair is (arrived row, local expert). Both sums are gathers
+by ``embedding_bag``, which writes no intermediate tensor.
 
-Where the ranks of ep are spread over hosts, as many on each, a row makes two hops: once to each host that holds any of
-its experts, to the rank in the place there that the sender has on its own, and from there on to those ranks of the host
-that hold them. On the way back the host's results are summed before they leave it.
+If the ranks of ep are spread over hosts, with the same number on each, a row makes two hops. The first goes once to
+each host that holds any of its experts, to the rank with the sender's index within its host; the second goes to the
+ranks of that host that hold the experts. On the way back a host's results are summed before they leave the host.
 
-Which message holds what is a ``Routes``, found from ``index`` alone and before any row travels: how many rows go from
-whom to whom in each hop (``row_counts``, the one wait for a device), then, hop by hop, the numbers of their experts. A
-pass that runs again takes the Routes of the first.
+``Routes`` describe which rows a message holds. They are computed from ``index`` before any row travels: the numbers of
+rows between ranks in each hop (``row_counts``, the one wait for a device), then, hop by hop, the numbers of their
+experts. A recomputation reuses the Routes of the first pass.
 
-Where a router has a capacity, messages may go in blocks of fixed size, filled up (``row_counts.block_counts``): no host
-waits. Sums have the same addends in the same order. That ranks are at one layer is then seen on the device: numbers of
-experts have the layer's with them, and those of another make the weights NaN.
+If a router has a capacity, messages may travel in padded blocks of fixed size (``row_counts.block_counts``): no host
+waits. Sums have the same addends in the same order. The check that ranks are at one layer then runs on the device:
+numbers of experts carry the layer's tag, and a tag of another layer makes the weights NaN.
 
-Where a rank would take more than ``rows`` pairs, all ranks cut what they send it into as many rounds as the fullest
+If a rank would take more than ``rows`` pairs, all ranks cut what they send it into as many rounds as the fullest rank
 needs. A round keeps nothing and runs again in backward, its messages too: routing that goes to few ranks costs time,
 not memory.
 
-Where an expert's features are cut over ``etp``, the rows that arrived at its ranks are gathered there, each works on
-its features for all of them, and what comes out, addends now, is summed and scattered before it returns.
+If an expert's features are cut over ``etp``, the rows that arrived at its ranks are gathered, each rank works on its
+features for all of them, and the results, which are addends, are summed and scattered before they return.
 
-[Note: the same calls on every rank] A rank to which no row came makes the same calls, with 0 rows, and keeps as many
+[Note: the same calls on every rank] A rank that received no row makes the same calls, with 0 rows, and keeps as many
 tensors as any other: torch's checkpoint ends a recomputation with the last tensor that was kept, and ranks that end it
-at different places would wait for one another. ``_Combine`` keeps its tensors after its exchange, so that no
-recomputation ends before.
+at different operations would wait for one another. ``_Combine`` keeps its tensors after its exchange, so that no
+recomputation ends before the exchange.
 
-Cost:   ``parallel.expert.cost``; half as much again in rounds. Kept for backward, but in rounds: results and weights
+Cost:   ``parallel.expert.cost``; half as much again in rounds. Kept for backward, except in rounds: results and weights
         of P pairs, besides what ``compute`` keeps.
 Shapes: N tokens of this rank, k experts a token, D width, S messages that this rank sends in a hop, R rows that arrive
         (over ``etp`` too), P pairs.
@@ -64,20 +64,20 @@ from shardwise.plan.errors import UsageError
 from shardwise.precision.operations import running_dtypes_again
 
 Compute = Callable[[Tensor, list[int]], Tensor]
-"""(rows sorted by local expert [P, D], how many rows each expert has) -> results [P, D]."""
+"""Function from (rows sorted by local expert [P, D], number of rows of each expert) to results [P, D]."""
 
 
 @dataclass(frozen=True)
 class RowSums:
-    """Which rows are summed to one: ``rows[starts[b] : starts[b + 1]]`` make sum b."""
+    """Sums of rows: sum b is over ``rows[starts[b] : starts[b + 1]]``."""
 
     rows: Tensor
     starts: Tensor
     has_rest: bool = False
-    """Whether the last sum is of what belongs to none."""
+    """True if the last sum collects rows that belong to none."""
 
     def of(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The sums of these rows of ``values`` [n, D], each times its weight where ``weights`` are given: [sums, D]."""
+        """Return the sums of these rows of ``values`` [n, D], times ``weights`` if given: [sums, D]."""
         number = self.starts.shape[0] - self.has_rest
         if not number or not self.rows.shape[0]:
             return values.new_zeros(number, values.shape[1])
@@ -88,18 +88,18 @@ class RowSums:
 
 @dataclass(frozen=True)
 class Hop:
-    """Where rows go in one exchange."""
+    """Routes of rows in one exchange."""
 
     group: Group
     tokens: Tensor
-    """Of each message, its row: [S]."""
+    """Row of each message: [S]."""
     messages: RowSums | None
-    """Of each row, its messages; None where each has one, in order."""
+    """Messages of each row; None if each row has one, in order."""
     counts: Counts
-    """Messages from rank to rank of ``group``."""
+    """Number of messages from rank to rank of ``group``."""
 
     def go(self, rows: Tensor, what: str) -> Tensor:
-        """Messages to the ranks: [N, ...] -> [R, ...]."""
+        """Send rows as messages to the ranks: [N, ...] -> [R, ...]."""
         leaving = rows
         if self.messages is not None:
             filled = rows if rows.shape[0] else rows.new_zeros(1, *rows.shape[1:])
@@ -107,46 +107,49 @@ class Hop:
         return send(leaving, self.counts, self.group, what)
 
     def back(self, rows: Tensor, what: str) -> Tensor:
-        """Of each row the sum of what was made of its messages: [R, ...] -> [N, ...]. ``go`` backwards."""
+        """Return messages and sum them by row: [R, ...] -> [N, ...]. The reverse of ``go``."""
         returned = back(rows, self.counts, self.group, what)
         return returned if self.messages is None else self.messages.of(returned)
 
     def leaving(self, places: Sequence[int]) -> int:
-        """Messages to ranks elsewhere, where ``places`` are those of the group's ranks; none: all are in one."""
+        """Return the number of messages to ranks in other places.
+
+        ``places`` has one entry for each rank of the group.
+        """
         here = self.group.index
         return sum(self.counts[here][rank] for rank, place in enumerate(places) if place != places[here])
 
 
 @dataclass(frozen=True)
 class Round:
-    """Where rows go that travel together."""
+    """Routes of the rows that travel together."""
 
     hops: tuple[Hop, ...]
     etp: Group
     name: str
-    """The layer's in errors and traces."""
+    """Name of the layer in errors and traces."""
     parts: list[int]
-    """Rows that arrived at each rank of ``etp``."""
+    """Number of rows that arrived at each rank of ``etp``."""
     rows: Tensor
-    """Of each pair, its arrived row, in the order of the experts: [P]."""
+    """Arrived row of each pair, in the order of the experts: [P]."""
     slots: Tensor
-    """Of each pair, its place among the arrived weights [R, k] one after another; R·k of one that fills up: [P]."""
+    """Index of each pair in the flattened arrived weights [R, k]; R·k for a pair of padding: [P]."""
     pairs: RowSums
-    """Of each arrived row, its pairs."""
+    """Pairs of each arrived row."""
     experts: list[int]
-    """Pairs of each local expert."""
+    """Number of pairs of each local expert."""
     alike: Tensor | None = None
-    """Where messages fill blocks: 0, or NaN where some came from another layer."""
+    """For padded blocks: 0, or NaN if some messages came from another layer. Otherwise None."""
 
     def go(self, rows: Tensor, what: str) -> Tensor:
-        """Rows of tokens to the ranks of their experts: [N, ...] -> [R, ...]."""
+        """Send rows of tokens to the ranks of their experts: [N, ...] -> [R, ...]."""
         what = f"{what} of {self.name}"
         for hop in self.hops:
             rows = hop.go(rows, what)
         return gather(rows, self.parts, self.etp, what)
 
     def back(self, rows: Tensor, what: str) -> Tensor:
-        """Of each token the sum of what was made of its rows: [R, ...] -> [N, ...]. ``go`` backwards."""
+        """Return rows and sum them by token: [R, ...] -> [N, ...]. The reverse of ``go``."""
         what = f"{what} of {self.name}"
         rows = scatter(rows, self.parts, self.etp, what)
         for hop in reversed(self.hops):
@@ -156,29 +159,37 @@ class Round:
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the rows of one pass go."""
+    """Routes of the rows of one pass."""
 
     rounds: tuple[Round, ...]
 
     @property
     def rows_sent(self) -> int:
-        """Rows that leave this rank: of each token one for every other rank among those of its experts. With two
-        hops, one for every other host, and of what this rank passes on one for every other rank of its host."""
+        """Number of rows that leave this rank.
+
+        A token counts once for every other rank that holds any of its experts. With two hops, a token counts once for
+        every other host, and a row that this rank passes on counts once for every other rank of its host.
+        """
         return sum(hop.leaving(range(hop.group.size)) for each in self.rounds for hop in each.hops)
 
     @property
     def rows_crossed(self) -> int:
-        """Those of them that leave this host."""
+        """Number of those rows that leave this host."""
         return sum(hop.leaving(hop.group.hosts) for each in self.rounds for hop in each.hops)
 
 
 class Dispatcher:
-    """Carries rows to the experts of a layer: E/ep of them on each rank of ``ep``, in order, features cut over ``etp``.
+    """Dispatcher of the rows of a layer, whose E experts are spread evenly and in order over ``ep`` and cut over ``etp``.
 
-    ``rows`` bounds the pairs that a rank takes at once; None: there is no bound. It should exceed k for each rank that
-    sends, for a token's pairs stay together. ``name`` is the layer's in errors and traces. ``levels``: the groups of
-    each hop, as ``World.levels`` gives them for ``ep``; left out, one hop. ``counts_rows``: False where nothing has
-    numbers, and rows are taken to go evenly.
+    Args:
+        ep: ranks over which experts are spread.
+        etp: ranks over which the features of an expert are cut.
+        experts: number of experts, E.
+        rows: largest number of pairs that a rank takes at once; None is without limit. It should exceed k for each rank
+            that sends, because a token's pairs stay together.
+        name: name of the layer in errors and traces.
+        levels: the groups of each hop, as ``World.levels`` returns them for ``ep``; empty means one hop.
+        counts_rows: False if tensors have no numbers, so that rows are assumed to be spread evenly.
     """
 
     def __init__(
@@ -200,17 +211,23 @@ class Dispatcher:
         self.name = name
         self._counts_rows = counts_rows
         self._largest: tuple[int, int] | None = None
-        """Tokens of a rank, and room with an expert for them, that blocks are made for."""
+        """Largest number of tokens of a rank, and largest room of an expert for them, for which blocks are made."""
 
     @uncompiled
     def __call__(
         self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute, routes: Routes | None = None
     ) -> Tensor:
-        """Of each token the sum over j of ``weights[j]`` times expert ``index[j]`` of ``hidden``: [N, D].
+        """Return, for each token, the sum over j of ``weights[j]`` times expert ``index[j]`` of ``hidden``: [N, D].
 
-        An ``index`` of -1 [N, k] counts nowhere. ``routes``: what ``self.routes(index)`` returned before.
-        All ranks of ``ep`` and ``etp`` call this together, however many tokens they have. With ``etp``, what
-        ``compute`` returns is this rank's addend. In rounds ``compute`` runs again in backward.
+        All ranks of ``ep`` and ``etp`` call this together, whatever their numbers of tokens. In rounds ``compute`` runs
+        again in backward.
+
+        Args:
+            hidden: tokens, [N, D].
+            index: experts of each token, [N, k]; -1 adds nothing.
+            weights: weights of these experts, [N, k].
+            compute: computes rows that are sorted by expert; with ``etp`` its result is this rank's addend.
+            routes: result of an earlier ``self.routes(index)``; None computes the routes.
         """
         first, *rest = (routes or self.routes(index)).rounds
         if not rest:
@@ -223,10 +240,16 @@ class Dispatcher:
 
     @torch.no_grad()
     def routes(self, index: Tensor, room: int | None = None) -> Routes:
-        """Where rows with the experts ``index`` [N, k] go. All ranks of ``ep`` and ``etp`` call this together.
+        """Return the routes of rows with the experts ``index`` [N, k].
 
-        ``room``: in blocks, where no expert gets more pairs of these rows.
-        Errors: UsageError where these are more than the blocks were made for.
+        All ranks of ``ep`` and ``etp`` call this together.
+
+        Args:
+            index: experts of each token, [N, k].
+            room: largest number of pairs that an expert gets of these rows, for padded blocks; None counts rows.
+
+        Raises:
+            UsageError: if there are more rows than the blocks were made for.
         """
         if room is not None:
             return Routes((self._round(index, self._blocks(index, room)),))
@@ -251,7 +274,7 @@ class Dispatcher:
         return row_counts(choices, self.experts, self.levels, self.ep, self.etp, self.name)
 
     def _blocks(self, index: Tensor, room: int) -> RowCounts:
-        """For the largest of the first pass."""
+        """Return the sizes of blocks for the largest rank of the first pass."""
         tokens = index.shape[0]
         if self.ep.size == self.etp.size == 1:
             return block_counts(tokens, room, self.experts, self.levels, self.etp)
@@ -272,14 +295,14 @@ class Dispatcher:
         return block_counts(largest, roomiest, self.experts, self.levels, self.etp)
 
     def _number_of_rounds(self, fullest: int, top_k: int) -> int:
-        """In how many the fullest rank takes no more than ``rows`` pairs."""
+        """Return the number of rounds in which the fullest rank takes no more than ``rows`` pairs."""
         if self.rows is None or fullest <= self.rows:
             return 1
         # A rank cuts between tokens, so that its part of a round may have k pairs more than the mean.
         return -(-fullest // max(self.rows - self.ep.size * self.etp.size * top_k, 1))
 
     def _round(self, index: Tensor, counts: RowCounts) -> Round:
-        """Of the pairs in ``index`` [N, k]."""
+        """Return the round of the pairs in ``index`` [N, k]."""
         etp, name, local, top_k = self.etp, self.name, self.experts, index.shape[1]
         hops, alike = [], None
         fills = counts.is_bound and self.ep.size * etp.size > 1
@@ -321,21 +344,21 @@ class Dispatcher:
 
     @property
     def _tag(self) -> int:
-        """Tells layers apart."""
+        """Number that distinguishes this layer from others."""
         return zlib.crc32(self.name.encode()) & _MOST_TAGS
 
     def _hop(
         self, index: Tensor, group: Group, experts: int, counts: Counts, fills: bool
     ) -> tuple[Hop, Tensor]:
-        """Of rows with the experts ``index`` [N, k], of ``experts`` that lie on ``group``.
+        """Return the hop of rows with the experts ``index`` [N, k], of ``experts`` that lie on ``group``.
 
-        And the experts of those that arrive, counted from the first of this rank: [R, k], -1 where they lie elsewhere;
-        with the layer's tag where blocks are filled up.
+        The second result has the experts of the arrived rows, counted from the first of this rank: [R, k], -1 for
+        experts of other ranks. In padded blocks it includes the layer's tag.
         """
         size, local, count = group.size, experts // group.size, index.shape[0]
         owner = owner_of(index, local, size)
         goes = reaches(owner, size)
-        if size == self.etp.size == 1:  # rows that go nowhere stay as they lie
+        if size == self.etp.size == 1:  # no exchange: rows keep their order, those without experts too
             goes, counts = torch.ones_like(goes), [[count]]
         messages, most = (sum(counts[group.index]),) * 2
         if fills:
@@ -363,26 +386,30 @@ class Dispatcher:
 
 
 _TAG_FROM = 15
-"""Bits of an expert's number where a layer's tag is before it; both fit in 31."""
+"""Lowest bit of the layer's tag in an expert's number; both fit in 31 bits."""
 _MOST_TAGS = (1 << 16) - 1
 
 
 def _told(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Experts, -1 for nobody's, and tags of the layers that they are of."""
+    """Return the experts, -1 for none, and the tags of their layers."""
     return (numbers & ((1 << _TAG_FROM) - 1)) - 1, numbers >> _TAG_FROM
 
 
 def _holders(place: Tensor, places: int, nobody: int, values: Tensor | None = None) -> Tensor:
-    """Of each of ``places`` who has it, of the elements of ``place`` or their ``values``; an element without one has
-    the place ``places``: [n] -> [places]."""
+    """Return the index (or the ``values``) of the element of ``place`` that has each of ``places``: [n] -> [places].
+
+    An element without a place has the number ``places``; a place without an element gets ``nobody``.
+    """
     found = place.new_full((places + 1,), nobody)
     found[place] = torch.arange(len(place), device=place.device) if values is None else values
     return found[:places]
 
 
 def _sums(place: Tensor, marks: Tensor, most: int, has_rest: bool) -> RowSums:
-    """Of each row of ``marks`` [n, m] the elements of ``place`` [n·m] where it is true. They are ``most``, or at most
-    so many where there is a rest: a device need not be asked."""
+    """Return the sums whose row r adds the elements of ``place`` [n·m] where ``marks`` [n, m] is true in row r.
+
+    There are ``most`` such elements, or at most so many if ``has_rest``: the host need not ask the device.
+    """
     marked = marks.flatten().nonzero_static(size=most, fill_value=0)[:, 0]
     sizes = marks.sum(1)
     ends = sizes.cumsum(0)
@@ -391,14 +418,14 @@ def _sums(place: Tensor, marks: Tensor, most: int, has_rest: bool) -> RowSums:
 
 
 def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: Round) -> Tensor:
-    """Of each token the weighted sum of the results of those experts that this round goes to: [N, D]."""
+    """Return, for each token, the weighted sum of the results of the experts in this round: [N, D]."""
     rows, pair_weights = _Dispatch.apply(hidden, weights, round)
     out: Tensor = _Combine.apply(compute(rows, round.experts), pair_weights, hidden.dtype, round)
     return out
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows and weights of the pairs, sorted by expert; their gradients return and are summed."""
+    """Autograd function that sends rows and weights to the experts; backward returns and sums their gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, round: Round) -> tuple[Tensor, Tensor]:
@@ -406,7 +433,7 @@ class _Dispatch(torch.autograd.Function):
         arrived, arrived_weights = round.go(hidden, "rows"), round.go(weights, "weights")
         slots = arrived_weights.flatten()
         if round.pairs.has_rest:
-            slots = torch.cat([slots, slots.new_zeros(1)])  # of what fills up
+            slots = torch.cat([slots, slots.new_zeros(1)])  # the weight of padding
         if round.alike is not None:
             slots = slots + round.alike.to(slots.dtype)
         return arrived.index_select(0, round.rows), slots.index_select(0, round.slots)
@@ -424,7 +451,10 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Weighted sums of each token's results: [N, D]. [Note: the same calls on every rank]"""
+    """Autograd function that returns the weighted sums of each token's results: [N, D].
+
+    [Note: the same calls on every rank] in the module's docstring explains why tensors are kept after the exchange.
+    """
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, dtype: torch.dtype, round: Round) -> Tensor:

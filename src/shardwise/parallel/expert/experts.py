@@ -1,4 +1,4 @@
-"""The experts of a layer, as stacks: parameter ``[E, ...]`` of E modules of one form.
+"""The experts of a layer as stacks: a parameter ``[E, ...]`` contains that of E modules of one form.
 
 All have the interface that transformers 5 gave its own: ``experts(hidden [N, D], index [N, k], weights [N, k])`` is
 Σ_j weights_j · expert_{index_j}(hidden), and ``compute`` works on rows that lie expert by expert. An expert without
@@ -27,15 +27,23 @@ from shardwise.plan.placement import Replicate
 def by_expert(
     compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, experts: int, keep: Keep
 ) -> Tensor:
-    """``compute`` of all ``experts`` here, on one rank, summed by token with their weights: [N, D]. ``keep``: as in
-    ``Surroundings``."""
+    """Run ``compute`` for all experts on one rank and return the weighted sum by token, [N, D].
+
+    Args:
+        compute: computes rows that are sorted by expert.
+        hidden: tokens, [N, D].
+        index: experts of each token, [N, k]; -1 adds nothing.
+        weights: weights of these experts, [N, k].
+        experts: number of experts, E.
+        keep: stores the routes for a recomputation; see ``surroundings.Keep``.
+    """
     alone = Dispatcher(Group.alone("ep"), Group.alone("etp"), experts)
     routes: Routes = keep("routes", lambda: alone.routes(index))
     return alone(hidden, index, weights, compute, routes)
 
 
 class Experts(nn.Module):
-    """down (silu(gate x) · up x), E times: ``gate_up`` [E, 2F, D], gate first, and ``down`` [E, D, F]."""
+    """E stacked experts down (silu(gate x) · up x): ``gate_up`` [E, 2F, D], gate first, and ``down`` [E, D, F]."""
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -44,30 +52,36 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each expert as two of torch's linear layers start."""
+        """Draw the start weights of each expert as two of torch's linear layers do."""
         for stack in (self.gate_up, self.down):
             rule = of_linear(stack.shape[-1])
             nn.init.uniform_(stack, rule.low, rule.high)
 
     def initial_rules(self) -> dict[str, Initializer]:
-        """The same for a model on meta."""
+        """Return the initializers of the parameters, for a model on meta."""
         return {name: of_linear(stack.shape[-1]) for name, stack in self.named_parameters()}
 
     def expert_stack(self) -> Stack:
-        """How its tensors lie on ranks that share experts."""
+        """Return the placement of the tensors on ranks that share experts."""
         return gated_stack(len(self.down), self.down.shape[-1])
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, keep: Keep = make_anew) -> Tensor:
-        """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
+        """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].
+
+        An index of -1 adds nothing.
+        """
         return by_expert(self.compute, hidden, index, weights, len(self.down), keep)
 
     def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D]."""
+        """Compute rows with their experts: [R, D] -> [R, D].
+
+        Rows are sorted by expert; expert e has ``counts[e]`` of them.
+        """
         return gated_experts(rows, self.gate_up, self.down, counts)
 
 
 class MadeExperts(nn.Module):
-    """E modules that ``make`` returned, as one: parameter ``name`` of theirs is the stack ``name`` [E, ...] here."""
+    """E modules made by ``make``, stacked: their parameter ``name`` is the stack ``name`` [E, ...] of this module."""
 
     def __init__(self, make: Callable[[], nn.Module], experts: int) -> None:
         super().__init__()
@@ -88,13 +102,14 @@ class MadeExperts(nn.Module):
                 holder = holder.get_submodule(part)
             holder.register_parameter(local, nn.Parameter(stack, first.requires_grad))
         self.count = experts
-        # In a tuple it is no module of this one: its parameters are the stacks.
+        # A tuple keeps nn.Module from registering the expert, whose own parameters would appear beside the stacks.
         self._one = (made[0].to("meta"),)
 
     def initial_rules(self) -> dict[str, Initializer]:
-        """How torch's common modules start.
+        """Return the initializers of torch's common modules.
 
-        Errors: PlanError for parameters of other modules.
+        Raises:
+            PlanError: if a parameter belongs to another module.
         """
         found: dict[str, Initializer] = {}
         for prefix, module in self._one[0].named_modules():
@@ -109,18 +124,24 @@ class MadeExperts(nn.Module):
         return found
 
     def expert_stack(self) -> Stack:
-        """How its tensors lie on ranks that share experts; an expert of any form is not cut itself."""
+        """Return the placement of the tensors on ranks that share experts; a made expert is not cut itself."""
         whole = Stacked(Replicate(), Replicate())
         return Stack(self.count, 0, {name: whole for name, _ in self.named_parameters()})
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, keep: Keep = make_anew) -> Tensor:
-        """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
+        """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].
+
+        An index of -1 adds nothing.
+        """
         return by_expert(self.compute, hidden, index, weights, self.count, keep)
 
     def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D].
+        """Compute rows with their experts: [R, D] -> [R, D].
 
-        Errors: UsageError where an expert returns another shape.
+        Rows are sorted by expert; expert e has ``counts[e]`` of them.
+
+        Raises:
+            UsageError: if an expert returns another shape.
         """
         (one,) = self._one
         stacks = dict(self.named_parameters())
@@ -137,7 +158,7 @@ class MadeExperts(nn.Module):
 
 
 class DenseExpert(nn.Module):
-    """The same for every token: down (silu(gate x) · up x), [n, D] -> [n, D]."""
+    """Gated feed-forward layer for every token: down (silu(gate x) · up x), [n, D] -> [n, D]."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -145,11 +166,12 @@ class DenseExpert(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return down (silu(gate x) · up x)."""
         return self.down(gated(self.gate_up(x)))
 
 
 def _check_form(module: nn.Module) -> None:
-    """Errors: ConfigError for what a stack does not do as the module by itself."""
+    """Raise ConfigError for a module that computes something else when its parameters are stacked."""
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"expert: returned a {type(module).__name__}; expected a function that makes a module"
@@ -172,7 +194,7 @@ def _check_form(module: nn.Module) -> None:
 
 
 def dropouts_in(module: nn.Module) -> Iterator[str]:
-    """What drops inside, with its share, as far as classes and attributes tell."""
+    """Yield the dropouts inside a module with their probabilities, as far as classes and attributes show them."""
     for name, each in module.named_modules():
         if isinstance(each, nn.modules.dropout._DropoutNd):
             shares = {"p": each.p}

@@ -1,12 +1,12 @@
-"""Loads: what went to which expert in a step, over all ranks; what moves in a router by it, and what metrics show.
+"""Loads: the pairs of each expert in a step, over all ranks, for the updates of routers and for metrics.
 
-    a forward pass    a layer adds what the tokens here chose     held back, by microbatch
-    its backward      the microbatch counts, or weighs nothing and counts nowhere
-    NORM              the sums of all ranks, with the norm        ``numbers``, ``end_step``
-    the step          tallies; where it is applied, biases and the loads of routers move, once
+    a forward pass    a layer adds the choices of this rank's tokens    kept by microbatch
+    its backward      the microbatch counts, unless its weight is 0
+    NORM              the sums of all ranks, with the norm              ``numbers``, ``end_step``
+    the step          tallies; if it is applied, biases and the loads of routers move, once
 
-What runs again, or without gradients, adds nothing. Passes with gradients that no backward pass follows count with the
-microbatch that comes next.
+Recomputations and passes without gradients add nothing. Passes with gradients that no backward pass follows count with
+the next microbatch.
 
 Cost: 2·E + 4 numbers a layer in the one small all-reduce of a step; nothing is synchronised before it.
 Shapes: E experts of a layer.
@@ -24,24 +24,24 @@ from shardwise.parallel.expert.router import Router
 
 _TOKENS, _ROWS_SENT, _ROWS_CROSSED, _ENTROPY = -4, -3, -2, -1
 _BESIDE = 4
-"""Numbers of a layer behind those by expert, in this order."""
+"""Number of entries of a layer behind those by expert, in this order."""
 
 
 class ExpertTally(NamedTuple):
-    """What one layer did in one step, over all ranks and microbatches."""
+    """Loads of one layer in one step, over all ranks and microbatches."""
 
     routed: tuple[int, ...]
-    """(token, expert) pairs by expert, before drops: tokens times k together."""
+    """(token, expert) pairs by expert, before drops; the sum is tokens times k."""
     kept: tuple[int, ...]
-    """Those of them that found room."""
+    """Pairs by expert that had room."""
     tokens: int
-    """That counted."""
+    """Number of tokens that counted."""
     rows_sent: int
-    """Rows that left a rank in dispatch."""
+    """Number of rows that left a rank in dispatch."""
     rows_crossed: int
-    """Those of them that left a host."""
+    """Number of those rows that left a host."""
     entropy: float
-    """Of the router's scores, made shares of 1: the mean over tokens, in nats. ln E where it knows nothing."""
+    """Entropy of the router's scores divided by their sum, as a mean over tokens, in nats; ln E for uniform scores."""
 
     @property
     def load(self) -> float:
@@ -51,23 +51,23 @@ class ExpertTally(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """Pairs that found no room."""
+        """Number of pairs that had no room."""
         return sum(self.routed) - sum(self.kept)
 
 
 class ExpertSummary(NamedTuple):
-    """All layers of a step in three numbers."""
+    """Three numbers that summarize all layers in one step."""
 
     expert_load: float
     """Pairs of the busiest expert over the mean, in the worst layer."""
     expert_drops: float
-    """Share of all pairs that found no room."""
+    """Share of all pairs that had no room."""
     router_entropy: float
-    """The mean over tokens and layers, in nats."""
+    """Mean entropy of router scores over tokens and layers, in nats."""
 
 
 def summary_of(tallies: Iterable[ExpertTally]) -> ExpertSummary | None:
-    """None without layers."""
+    """Return the summary of all layers; None if there are none."""
     found = list(tallies)
     if not found:
         return None
@@ -80,20 +80,25 @@ def summary_of(tallies: Iterable[ExpertTally]) -> ExpertSummary | None:
 
 
 class ExpertLoads:
-    """Of one engine. ``layers``: experts of each layer of the whole model by its name, alike on all ranks."""
+    """Loads of the experts of one engine.
+
+    Args:
+        layers: number of experts of each layer of the whole model by its name, the same on all ranks.
+        replay: tells recomputations apart from first passes.
+    """
 
     def __init__(self, layers: Mapping[str, int], replay: Replay) -> None:
         self.layers = dict(layers)
-        """Experts by name of the layer."""
+        """Number of experts by name of the layer."""
         self.microbatch = 0
-        """The one whose forward pass runs."""
+        """Index of the microbatch whose forward pass runs."""
         self.last: dict[str, ExpertTally] = {}
-        """Of the last step, by layer."""
+        """Loads of the last step, by layer."""
         self.routers: dict[str, Router] = {}
-        """Of the layers on this rank."""
+        """Routers of the layers on this rank, by layer."""
         self._replay = replay
         self._waiting: dict[int, dict[str, Tensor]] = {}
-        """By microbatch and layer, until its backward pass: fp64 [2·E + 4]."""
+        """Numbers by microbatch and layer until its backward pass: fp64 [2·E + 4]."""
         self._counted: dict[str, Tensor] = {}
 
     def add(
@@ -104,8 +109,15 @@ class ExpertLoads:
         tokens: Tensor | int,
         entropy: Tensor | float,
     ) -> None:
-        """What the tokens here did in a forward pass of ``layer``: ``routed``, ``kept`` [E], counts; ``entropy`` summed
-        over the tokens."""
+        """Add the choices of this rank's tokens in a forward pass of ``layer``.
+
+        Args:
+            layer: name of the layer.
+            routed: pairs that chose each expert, [E].
+            kept: pairs of each expert that had room, [E].
+            tokens: number of tokens that counted.
+            entropy: entropy of the scores, summed over the tokens.
+        """
         beside = [
             each.view(1) if isinstance(each, Tensor) else routed.new_full((1,), each, dtype=torch.float64)
             for each in (tokens, 0, 0, entropy)
@@ -113,11 +125,11 @@ class ExpertLoads:
         self._add(layer, [routed, kept, *beside])
 
     def sent(self, layer: str, rows: int, crossed: int) -> None:
-        """Rows that left this rank in a forward pass of ``layer``; ``crossed`` of them left its host."""
+        """Add the rows that left this rank in a forward pass of ``layer``; ``crossed`` of them left its host."""
         chosen = self._waiting.get(self.microbatch, {}).get(layer)
         device = (
             None if chosen is None else chosen.device
-        )  # filled there: nothing is copied, so nothing waited for
+        )  # made on the device: a copy from the host would wait for the device
         numbers = torch.zeros(2 * self.layers[layer] + _BESIDE, dtype=torch.float64, device=device)
         numbers[_ROWS_SENT].fill_(rows)
         numbers[_ROWS_CROSSED].fill_(crossed)
@@ -127,7 +139,7 @@ class ExpertLoads:
     def _add(self, layer: str, parts: Sequence[Tensor]) -> None:
         in_backward = (
             torch._C._current_graph_task_id() >= 0
-        )  # where a checkpoint of the user's own runs again
+        )  # true in recomputations of the user's own checkpoints
         if self._replay.runs_again or in_backward:
             return
         waiting, device = self._waiting.setdefault(self.microbatch, {}), parts[0].device
@@ -135,7 +147,10 @@ class ExpertLoads:
         waiting[layer] = waiting[layer].to(device) + numbers if layer in waiting else numbers
 
     def count(self, microbatch: int, weight: float | Tensor) -> None:
-        """The backward pass of ``microbatch`` begins; with a ``weight`` of 0 it counts nowhere."""
+        """Count the numbers of ``microbatch``, whose backward pass begins.
+
+        With a ``weight`` of 0 they are discarded.
+        """
         for layer, numbers in self._waiting.pop(microbatch, {}).items():
             if isinstance(weight, Tensor):
                 numbers = numbers.masked_fill(weight.to(numbers.device) == 0, 0.0)
@@ -145,7 +160,7 @@ class ExpertLoads:
             self._counted[layer] = numbers if before is None else before.to(numbers.device) + numbers
 
     def numbers(self, device: torch.device) -> Tensor:
-        """Of this rank in the step so far, all layers of the model one after another: fp64 [Σ (2·E + 4)]."""
+        """Return this rank's numbers in the step so far, all layers of the model in order: fp64 [Σ (2·E + 4)]."""
         found = [torch.zeros(0, dtype=torch.float64, device=device)]
         for layer, experts in self.layers.items():
             mine = self._counted.get(layer)
@@ -153,7 +168,7 @@ class ExpertLoads:
         return torch.cat(found)
 
     def end_step(self, sums: Sequence[float]) -> None:
-        """A step is over, in which ``numbers`` of all ranks sum to ``sums``."""
+        """Store the loads of the step that ends, from the ``sums`` of all ranks' ``numbers``."""
         rest = iter(sums)
         for layer, experts in self.layers.items():
             mine = list(islice(rest, 2 * experts + _BESIDE))
@@ -169,12 +184,12 @@ class ExpertLoads:
         self.forget()
 
     def tell_routers(self) -> None:
-        """The step was applied: what moves with loads in each router moves, once."""
+        """Update the bias and loads of each router, once, after the step was applied."""
         for layer, router in self.routers.items():
             if router.bias is None and router.loads is None:
                 continue
             router.end_step(torch.tensor(self.last[layer].routed, device=router.weight.device))
 
     def forget(self) -> None:
-        """The step begins anew."""
+        """Discard the numbers of the step so far."""
         self._waiting, self._counted = {}, {}

@@ -1,7 +1,7 @@
-"""MixtureOfExperts: a feed-forward layer of E experts, of which a token uses k; its own single-process reference.
+"""MixtureOfExperts: a feed-forward layer of E experts, of which a token uses k. The layer is its own reference.
 
-    y = Σ_j w_j · expert_{i_j}(x)                  i, w: the router's choice of k experts and what they count
-      + shared(x)                                  every token's, where there are any
+    y = Σ_j w_j · expert_{i_j}(x)                  i, w: the k experts that the router chose and their weights
+      + shared(x)                                  experts that every token uses, if there are any
     expert_e(x) = down_e (silu(gate_e x) · up_e x)
 
     PR-MoE:  y' = c_0 · y + c_1 · dense(x)         c = softmax(mix x), two numbers a token
@@ -22,7 +22,8 @@ Papers: Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020 (GShard), ar
         (Switch), arXiv:2101.03961; Rajbhandari et al. 2022 (PR-MoE), arXiv:2201.05596; Dai et al. 2024 (DeepSeekMoE,
         shared experts), arXiv:2401.06066.
 Cost:   6·D·F operations a token and expert forward, whatever E is, and 2·D·E for the router.
-Shapes: B batch, T sequence, D width, E experts, F hidden, k experts of a token, S shared experts, n tokens here.
+Shapes: B batch, T sequence, D width, E experts, F hidden, k experts of a token, S shared experts, n tokens of this
+        rank.
 """
 
 from collections.abc import Callable
@@ -41,11 +42,26 @@ from shardwise.plan.errors import ConfigError, UsageError
 
 
 class MixtureOfExperts(nn.Module):
-    """``[B, T, D] -> [B, T, D]``: a router sends each token to a few of E experts; for any model, in the place of its
-    feed-forward layer.
+    """Feed-forward layer of E experts, to which a router sends each token: ``[B, T, D] -> [B, T, D]``.
 
-        layer = shardwise.MixtureOfExperts(384, 256, 8, router=shardwise.RouterPolicy(top_k=2))
-        y = x + layer(norm(x))
+    The layer replaces the feed-forward layer of any model.
+
+    Args:
+        width: numbers of a token, D.
+        hidden: hidden features of an expert, F.
+        experts: number of experts, E.
+        router: choice of experts; None takes the defaults of ``RouterPolicy``.
+        expert: function that makes one expert, called E times: any module [n, D] -> [n, D] without dropout and buffers.
+            None makes a gated feed-forward layer of ``hidden`` features.
+        shared: number of experts that every token uses in addition.
+        residual: True adds a dense expert, mixed with the others by a learned two-way softmax.
+
+    Raises:
+        ConfigError: if sizes are too small, or if the experts cannot be stacked.
+
+    Example:
+        >>> layer = shardwise.MixtureOfExperts(384, 256, 8, router=shardwise.RouterPolicy(top_k=2))
+        >>> y = x + layer(norm(x))
     """
 
     def __init__(
@@ -58,13 +74,6 @@ class MixtureOfExperts(nn.Module):
         shared: int = 0,
         residual: bool = False,
     ) -> None:
-        """``width`` D, ``hidden`` F, ``experts`` E; ``router``: how it chooses.
-
-        ``expert``: makes one expert, any module [n, D] -> [n, D] without dropout and buffers, called E times; left out,
-        a gated feed-forward of ``hidden``. ``shared``: experts that every token uses besides. ``residual``: a dense
-        expert beside, mixed by a learned two-way softmax.
-        Errors: ConfigError for sizes and experts that make no layer.
-        """
         super().__init__()
         least = {"width": 1, "hidden": 1, "experts": 1, "shared": 0}
         for (name, low), size in zip(least.items(), (width, hidden, experts, shared), strict=True):
@@ -81,20 +90,26 @@ class MixtureOfExperts(nn.Module):
         self.shared = DenseExpert(width, shared * hidden) if shared else None
         self.residual: nn.Module | None = None
         self.mix: nn.Linear | None = None
-        """What the experts and the dense branch count, by token: logits of two."""
+        """Logits of the weights of the experts and of the dense branch, two for each token."""
         if residual:
             self.residual = DenseExpert(width, hidden) if expert is None else expert()
             self.mix = nn.Linear(width, 2)
         self.surroundings = Surroundings()
-        """What it knows of the place it runs at; an engine fills it in."""
+        """Ranks, microbatch and sinks of the layer, which an engine fills in."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """``x`` and the result: [B, T, D]. ``mask`` [B, T]: which tokens count; others, padding say, go to no expert,
-        take no room and count in no balance. ``labels`` [B]: how many labels of each sequence the loss counts, which
-        it weighs by in balance and z; left out, by its tokens.
+        """Return the output of the layer, [B, T, D].
 
-        Errors: UsageError where ``x``, ``mask`` or ``labels`` has another shape; NonFiniteError where the router makes
-        a NaN and no engine runs.
+        Args:
+            x: input, [B, T, D].
+            mask: tokens that count, [B, T]; None counts all. Others (padding, for example) go to no expert, take no
+                room and count in no balance.
+            labels: number of labels of each sequence in the loss, [B], by which balance and z weigh sequences; None
+                weighs sequences by their tokens.
+
+        Raises:
+            UsageError: if ``x``, ``mask`` or ``labels`` has another shape.
+            NonFiniteError: if the router produces a NaN and no engine runs.
         """
         return self.routed(x, mask, labels)[0]
 
@@ -102,7 +117,7 @@ class MixtureOfExperts(nn.Module):
     def routed(
         self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
-        """As ``forward``, and where the tokens here went."""
+        """Return the output of ``forward`` and the routing of this rank's tokens."""
         self._check_call(x, mask, labels)
         tokens = self.surroundings.take(x)
         counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
@@ -119,14 +134,19 @@ class MixtureOfExperts(nn.Module):
         return self.surroundings.give(y, x), routing
 
     def end_step(self) -> None:
-        """Without an engine, which does it itself, and with ``balance: bias`` or ``balance_over: batch``: once a step,
-        after the optimizer's."""
+        """Update what moves with loads in the router: with ``balance: bias`` or ``balance_over: batch``.
+
+        Call this method once a step, after the optimizer's step. An engine calls it itself.
+        """
         routed, self.surroundings.routed = self.surroundings.routed, None
         if routed is not None:
             self.router.end_step(routed)
 
     def initial_rules(self) -> dict[str, Initializer]:
-        """How its parameters start where it was made on meta: as torch's linear layers, or as an ``expert`` does."""
+        """Return the initializers of the parameters, for a layer that was made on meta.
+
+        They are those of torch's linear layers, or of the modules that ``expert`` makes.
+        """
         rules: dict[str, Initializer] = {}
         for name, child in self.named_children():
             if isinstance(child, Experts | MadeExperts):

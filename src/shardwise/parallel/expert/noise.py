@@ -1,11 +1,11 @@
-"""Noise of a router, keyed by its place as dropout is: the same on every layout, and again where a pass runs again.
+"""Noise of a router, keyed by position as dropout is: the same on every layout and in recomputations.
 
     u(b, t, c) = uniform number t·W + c of Philox's substream (call, first_sample + b, step) under the layer's key
 
-Without an engine that says step and sample, torch's generator draws.
+Without an engine, which provides step and sample, torch's generator draws the numbers.
 
 Cost:   one word of 8 bytes an element, drawn on the CPU.
-Shapes: n tokens here at places b·T + t, W numbers of a token.
+Shapes: n tokens of this rank at positions b·T + t, W numbers of a token.
 """
 
 import torch
@@ -18,17 +18,20 @@ _JITTER = 0.01
 
 
 def jitter(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
-    """Factors of what the router reads, between 1 - 0.01 and 1 + 0.01: fp64 [n, width]."""
+    """Return factors of the router's input, between 1 - 0.01 and 1 + 0.01: fp64 [n, width]."""
     return 1 + _JITTER * (2 * uniform(surroundings, tokens, width) - 1)
 
 
 def gumbel(surroundings: Surroundings, tokens: Tokens, experts: int) -> Tensor:
-    """-ln(-ln u), of which the largest among logits + noise is drawn from their softmax: fp64 [n, experts]."""
+    """Return Gumbel noise -ln(-ln u): fp64 [n, experts].
+
+    The index of the largest of logits + noise is a draw from their softmax.
+    """
     return -(-uniform(surroundings, tokens, experts).log()).log()
 
 
 def uniform(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
-    """``width`` numbers of each token, uniform in (0, 1): fp64 [n, width] on the tokens' device."""
+    """Return ``width`` numbers for each token, uniform in (0, 1): fp64 [n, width] on the tokens' device."""
     replay, place, device = surroundings.replay, tokens.place, tokens.place.device
     if replay is None:
         return torch.rand(len(place), width, dtype=torch.float64, device=device).clamp_min(2.0**-54)

@@ -1,4 +1,4 @@
-"""RouterPolicy: which experts a token goes to, and how much each of them counts."""
+"""RouterPolicy: choice and weights of the experts of a token. ExpertsPolicy: the exchange of rows between ranks."""
 
 from typing import Annotated, Literal, Self
 
@@ -10,17 +10,22 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ExpertsPolicy(Policy):
-    """Keys under ``experts:``; ``mesh.ep`` and ``mesh.etp`` say over how many ranks experts lie."""
+    """Exchange of rows with experts: keys under ``experts:``.
+
+    ``mesh.ep`` and ``mesh.etp`` set the number of ranks over which experts are spread.
+    """
 
     rows: Count | None = None
-    """Pairs of token and expert that a rank works on at once: more come in rounds, which are computed again in the
-    backward pass, so that skewed routing costs time and not memory. More than top_k times mesh.ep. Left out: all at
-    once."""
+    """Pairs of token and expert that a rank works on at once: more pairs are computed in rounds, which are computed
+    again in the backward pass, so that skewed routing costs time and not memory. Must exceed top_k times mesh.ep. Left
+    out: all at once.
+    """
     exchange: Literal["counted", "blocks"] = "counted"
-    """``counted``: as many rows travel as must; on a device the host reads a table of counts once a layer and
-    microbatch. ``blocks``, for layers whose router has a capacity: blocks of one size, as large as that allows, filled
-    up, so that no host waits; no microbatch may be larger than those of the first pass. Passes without gradients
-    count."""
+    """``counted``: only the rows that are needed travel; on a device the host reads a table of counts once a layer and
+    microbatch. ``blocks``, for layers whose router has a capacity: padded blocks of one size, as large as the capacity
+    allows, so that no host waits; no microbatch may be larger than those of the first pass. Passes without gradients
+    use counts.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -32,49 +37,60 @@ class ExpertsPolicy(Policy):
 
 
 class RouterPolicy(Policy):
-    """How a router chooses: by default the two experts of largest probability, weights divided by their sum.
+    """Rule of a router: by default the two experts of largest probability, with weights divided by their sum.
 
     Room and balance are counted in each sequence by itself, so that nothing depends on how a batch is cut.
     """
 
     top_k: Count = 2
-    """Experts of a token."""
+    """Number of experts of a token."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """``softmax`` over all experts, or ``sigmoid`` of each expert by itself (DeepSeek-V3)."""
     normalize: bool | None = None
-    """Whether the weights of a token's experts are divided by their sum; left out, where there are several: a single
-    one divided by itself is 1, and the router would learn nothing."""
+    """True divides the weights of a token's experts by their sum. Left out: true if there are several; a single weight
+    divided by itself is 1, and the router would learn nothing.
+    """
     scale: PositiveFloat = 1.0
-    """What the weights are multiplied by at last."""
+    """Factor that multiplies the weights at the end."""
     groups: Count = 1
-    """Groups of as many neighbouring experts, of which a token's experts lie in a few (DeepSeek)."""
+    """Number of groups of neighbouring experts; the groups are of equal size, and a token's experts lie in a few of
+    them (DeepSeek).
+    """
     top_groups: Count | None = None
-    """Groups that a token's experts may lie in: those whose best expert is best (softmax), or whose two best are
-    (sigmoid). Left out: all."""
+    """Number of groups that a token's experts may lie in: those with the largest best score (softmax), or the largest
+    sum of their two best scores (sigmoid). Left out: all.
+    """
     noise: Literal["none", "jitter", "gumbel", "gumbel_rest"] = "none"
-    """In training. ``jitter``: what the router reads is multiplied by 0.99 to 1.01, feature by feature (Switch);
-    ``gumbel``: the choice, not the weights, is by logits plus Gumbel noise, so that an expert is drawn with its
-    probability; ``gumbel_rest``: all but the expert of largest score, which is always chosen (GShard). Keyed by seed,
-    layer, token and expert or feature, as dropout is: the same on every layout."""
+    """Noise in training. ``jitter``: the router's input is multiplied by 0.99 to 1.01, feature by feature (Switch);
+    ``gumbel``: the choice, but not the weights, is by logits plus Gumbel noise, so that an expert is drawn with its
+    probability; ``gumbel_rest``: the same for all but the expert of largest score, which is always chosen (GShard).
+    Noise is keyed by seed, layer, token and expert or feature, as dropout is: the same on every layout.
+    """
     capacity: PositiveFloat | None = None
-    """An expert takes at most ``capacity`` · k · T / E tokens of a sequence of T, rounded up; those without room go
-    without it, and their other experts count as before. Left out: all that come."""
+    """An expert takes at most ``capacity`` · k · T / E tokens of a sequence of T, rounded up; a token without room
+    skips that expert, and the weights of its other experts stay as they are. Left out: no limit.
+    """
     min_capacity: NonNegativeInt = 0
-    """Tokens of a sequence that an expert has room for at least."""
+    """Smallest number of tokens of a sequence that an expert has room for."""
     drop: Literal["score", "position"] = "score"
-    """Who gets the room: the pairs of largest weight (of equals the earlier token), or the earlier tokens."""
+    """Pairs that get the room: ``score``, those of largest weight (of equals the earlier token), or ``position``,
+    those of the earlier tokens.
+    """
     balance: Literal["none", "loss", "bias"] = "none"
-    """What spreads tokens over experts. ``loss``: a term whose gradient is added at the router; the loss itself stays.
-    ``bias``: a number for each expert that is added to its score in the choice alone, and moves after each step."""
+    """Means to spread tokens over experts. ``loss``: a term whose gradient is added at the router; the reported loss
+    does not change. ``bias``: a number for each expert that is added to its score in the choice only, and moves after
+    each step.
+    """
     balance_over: Literal["sequence", "batch"] = "sequence"
-    """What ``balance: loss`` counts loads over: ``sequence``, each by itself, or ``batch``, the whole batch, by the
-    loads of the step before, for the gradient may not wait for the other microbatches."""
+    """Tokens over which ``balance: loss`` counts loads: ``sequence``, each by itself, or ``batch``, the whole batch,
+    with the loads of the step before, because the gradient may not wait for the other microbatches.
+    """
     balance_weight: NonNegativeFloat = 0.01
     """Weight of the term of ``balance: loss``."""
     z_weight: NonNegativeFloat = 0.0
     """Weight of the mean of logsumexp(logits)², which keeps logits small (ST-MoE)."""
     bias_rate: PositiveFloat = 0.001
-    """How far ``balance: bias`` moves an expert's number in a step."""
+    """Step by which ``balance: bias`` moves an expert's number."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -103,7 +119,7 @@ class RouterPolicy(Policy):
         return self
 
     def check_experts(self, experts: int) -> str:
-        """What is wrong with it for so many experts; empty where nothing is."""
+        """Return an error message if the policy does not fit this number of experts, else an empty string."""
         if self.top_k > experts:
             return f"router.top_k is {self.top_k} but there are {experts} experts; expected at most as many"
         if experts % self.groups:
@@ -118,11 +134,11 @@ class RouterPolicy(Policy):
 
     @property
     def normalizes(self) -> bool:
-        """Whether weights are divided by their sum."""
+        """True if weights are divided by their sum."""
         return self.top_k > 1 if self.normalize is None else self.normalize
 
     def without_training(self) -> Self:
-        """What computes in evaluation: noise, a balance by loss and the weight of logits act in training alone."""
+        """Return the policy without the fields that act in training only: noise, balance by loss, and z."""
         fields = type(self).model_fields
         told = {"noise", "balance_weight", "z_weight"} | ({"balance"} if self.balance == "loss" else set())
         return self.model_copy(update={key: fields[key].default for key in told})

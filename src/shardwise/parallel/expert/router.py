@@ -1,23 +1,23 @@
-"""Router: which experts each token goes to, and how much each of them counts.
+"""Router: chooses the experts of each token and computes their weights.
 
     logits   l = x Wᵀ                                            in fp32 at least; with jitter x · u
     scores   s = softmax(l) over all experts, or sigmoid(l)
     choice   the k experts of largest s + b                      b: the balance bias; ties: the lower expert
-             ... of s(l + gumbel) + b, with Gumbel noise; without it for the best one where ``gumbel_rest``
-             ... inside the best groups, where experts lie in groups
-    weights  w_j = scale · s_j / Σ_j s_j                         the division where ``normalize``
-    room     of a pair that its expert has no room for, expert -1 and weight 0
+             ... of s(l + gumbel) + b, with Gumbel noise; without it for the best one if ``gumbel_rest``
+             ... inside the best groups, if experts lie in groups
+    weights  w_j = scale · s_j / Σ_j s_j                         divided by the sum if ``normalize``
+    room     a pair that its expert has no room for has expert -1 and weight 0
 
-The choice has no gradient; the weights of the chosen carry it to the router. Ties are settled, because a router that
-starts at zero has nothing else: torch's topk promises nothing there, a stable sort does. Choice, room and counts are
-decided once a pass (``Surroundings.keep``): a piece of it that runs again finds them again, and computes weights anew,
-so that gradients flow.
+The choice has no gradient; the weights of the chosen experts carry the gradient to the router. Ties are resolved by a
+stable sort, because torch's topk does not define their order, and the scores of a router that starts at zero are all
+ties. Choice, room and counts are decided once a pass (``Surroundings.keep``): a recomputation reuses them and computes
+the weights anew, so that gradients flow.
 
 Papers: Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020 (GShard), arXiv:2006.16668; Fedus et al. 2021
         (Switch), arXiv:2101.03961, jitter; DeepSeek-AI 2024 (V2, V3), arXiv:2405.04434 and arXiv:2412.19437, groups,
         sigmoid, bias.
 Cost:   2·n·E·D operations, a sort of [n, E].
-Shapes: B sequences, n tokens here, D width, E experts, k experts of a token.
+Shapes: B sequences, n tokens of this rank, D width, E experts, k experts of a token.
 """
 
 from collections.abc import Callable
@@ -40,25 +40,34 @@ from shardwise.plan.errors import ConfigError, NonFiniteError
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens here go."""
+    """Experts and weights of this rank's tokens."""
 
     index: Tensor
     """Experts of each token, -1 for a pair that was dropped: int64 [n, k]."""
     weights: Tensor
-    """What they count: [n, k], with gradients."""
+    """Weight of each expert: [n, k], with gradients."""
     balance: Tensor | None
-    """What the tokens here add to balance and z, with gradients; None where there is no such term."""
+    """Addend of this rank's tokens to balance and z, with gradients; None if there is no such term."""
     chosen: Tensor
-    """As ``index``, before any drop; -1 for a token that does not count."""
+    """Experts of each token before any drop; -1 for a token that does not count: int64 [n, k]."""
     scores: Tensor
-    """[n, E], with gradients."""
+    """Scores of all experts: [n, E], with gradients."""
 
 
 class Router(nn.Module):
-    """The weights ``[E, D]`` and the rule; the bias of ``balance: bias``, the loads of ``balance_over: batch``."""
+    """Router of a layer: weights ``[E, D]``, the bias of ``balance: bias`` and the loads of ``balance_over: batch``.
+
+    Args:
+        width: numbers of a token, D.
+        experts: number of experts, E.
+        policy: the rule.
+
+    Raises:
+        ConfigError: if the policy does not fit the number of experts.
+    """
 
     shared_buffers: ClassVar[tuple[str, ...]] = ("bias", "loads")
-    """Buffers that all ranks move alike, in fp32."""
+    """Names of the buffers that all ranks update alike, in fp32."""
 
     bias: Tensor | None
     loads: Tensor | None
@@ -74,7 +83,7 @@ class Router(nn.Module):
             "bias": 0.0 if policy.balance == "bias" else None,
             "loads": 1 / experts if over_batch else None,
         }
-        # Never on meta: no rule says how a buffer starts.
+        # Buffers are never made on meta, because initial_rules has no entry for buffers.
         here = torch.device("cpu") if self.weight.is_meta else self.weight.device
         for name, start in starts.items():
             made = None if start is None else torch.full((experts,), start, dtype=torch.float32, device=here)
@@ -82,7 +91,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch's linear layers start."""
+        """Draw the start weights as torch's linear layers do."""
         rule = of_linear(self.weight.shape[1])
         nn.init.uniform_(self.weight, rule.low, rule.high)
 
@@ -93,10 +102,17 @@ class Router(nn.Module):
         counted: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Routing:
-        """``counted`` [n]: which tokens count; None where all do. ``labels`` [B]: what each sequence weighs in balance
-        and z; None: its tokens.
+        """Choose the experts of each token.
 
-        Errors: NonFiniteError where it makes a NaN or an infinity without an engine, whose step tells all ranks of it.
+        Args:
+            tokens: the tokens of this rank.
+            surroundings: ranks, microbatch and sinks of the layer.
+            counted: tokens that count, [n]; None counts all.
+            labels: weight of each sequence in balance and z, [B]; None weighs sequences by their tokens.
+
+        Raises:
+            NonFiniteError: if a logit is NaN or infinite and no engine runs; the step of an engine reports it on all
+                ranks.
         """
         policy, experts = self.policy, len(self.weight)
         hidden, shift = tokens.hidden, None
@@ -150,7 +166,7 @@ class Router(nn.Module):
         surroundings: Surroundings,
         balances: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Which pairs stay, and the counts of whole sequences."""
+        """Return the pairs that have room, and the number of pairs of each expert in whole sequences."""
         policy, experts, group = self.policy, len(self.weight), surroundings.group
         name = surroundings.name or "MixtureOfExperts"
         if policy.capacity is not None:
@@ -164,7 +180,7 @@ class Router(nn.Module):
     def _count(
         self, index: Tensor, kept: Tensor, scores: Tensor, counted: Tensor | None, surroundings: Surroundings
     ) -> None:
-        """Tell who watches what this rank's tokens do."""
+        """Report the loads of this rank's tokens to ``surroundings.loads``, or add them to ``surroundings.routed``."""
         chosen = _counted_alone(index, counted)
         one = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
         experts = len(self.weight)
@@ -180,7 +196,7 @@ class Router(nn.Module):
         surroundings.loads.add(surroundings.name, routed, stayed, tokens, entropy.sum())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """The buffers move with the module and stay in fp32: steps of the bias are lost in 16 bits."""
+        """Apply ``fn`` to the module and keep the buffers in fp32, because 16 bits would lose the steps of the bias."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -190,25 +206,26 @@ class Router(nn.Module):
         return self
 
     def end_step(self, routed: Tensor) -> None:
-        """A step was applied in which ``routed`` [E] pairs chose each expert: what moves with loads moves."""
+        """Update bias and loads after a step in which ``routed`` [E] pairs chose each expert."""
         if self.bias is not None:
             move_bias(self.bias, routed, self.policy.bias_rate)
         if self.loads is not None:
             note_loads(self.loads, routed)
 
     def extra_repr(self) -> str:
+        """Return the sizes and the fields of the policy that were set."""
         experts, width = self.weight.shape
         said = [f"{key}={getattr(self.policy, key)}" for key in sorted(self.policy.model_fields_set)]
         return ", ".join([str(width), str(experts), *said])
 
 
 def _counted_alone(index: Tensor, counted: Tensor | None) -> Tensor:
-    """``index`` [n, k], -1 for tokens that do not count."""
+    """Return ``index`` [n, k] with -1 for tokens that do not count."""
     return index if counted is None else index.masked_fill(~counted[:, None], -1)
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
-    """Their dtype, fp32 at least."""
+    """Return the promoted dtype of the tensors, fp32 at least."""
     dtype = torch.float32
     for each in tensors:
         dtype = torch.promote_types(dtype, each.dtype)
@@ -217,23 +234,23 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 
 @operation("fp32")
 def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """``hidden`` times the transposed ``weight`` in fp32 at least: [n, D], [E, D] -> [n, E]."""
+    """Return ``hidden`` times the transposed ``weight`` in fp32 at least: [n, D], [E, D] -> [n, E]."""
     dtype = _wide(hidden, weight)
     return F.linear(hidden.to(dtype), weight.to(dtype))
 
 
 def scores_of(logits: Tensor, policy: RouterPolicy) -> Tensor:
-    """[n, E] -> [n, E]."""
+    """Return the scores of the experts, softmax or sigmoid of the logits: [n, E] -> [n, E]."""
     return logits.softmax(-1) if policy.score == "softmax" else logits.sigmoid()
 
 
 def shares_of(scores: Tensor, policy: RouterPolicy) -> Tensor:
-    """Scores of a token as shares of 1: [n, E] -> [n, E]."""
+    """Return the scores of each token divided by their sum: [n, E] -> [n, E]."""
     return scores if policy.score == "softmax" else _normalized(scores)
 
 
 def choice(scores: Tensor, bias: Tensor | None, policy: RouterPolicy) -> Tensor:
-    """The experts of each token, the best first: [n, E] -> int64 [n, k]."""
+    """Return the experts of each token, the best first: [n, E] -> int64 [n, k]."""
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if policy.top_groups is not None and policy.top_groups < policy.groups:
@@ -247,18 +264,21 @@ def choice(scores: Tensor, bias: Tensor | None, policy: RouterPolicy) -> Tensor:
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """Where the k largest of the last dim are, the largest first, of equals the lower first: int64 [..., k]."""
+    """Return the indices of the k largest of the last dim: int64 [..., k].
+
+    The largest comes first; of equals the lower index comes first.
+    """
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def weights_of(scores: Tensor, index: Tensor, policy: RouterPolicy) -> Tensor:
-    """What the chosen experts count: [n, E], [n, k] -> [n, k]."""
+    """Return the weights of the chosen experts: [n, E], [n, k] -> [n, k]."""
     chosen = scores.gather(-1, index)
     return (_normalized(chosen) if policy.normalizes else chosen) * policy.scale
 
 
 _SMALLEST = 1e-20
-"""Sigmoids may all be 0; added to their sum, as DeepSeek does, it changes no other."""
+"""Addend to the sum of scores, because sigmoids may all be 0; as in DeepSeek, it changes no other sum."""
 
 
 def _normalized(scores: Tensor) -> Tensor:

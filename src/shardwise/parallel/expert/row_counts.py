@@ -1,21 +1,21 @@
-"""Row counts: how many rows go from whom to whom in a pass, over every hop, there and back. One table tells all of it.
+"""Row counts: the numbers of rows between ranks in a pass, in every hop and direction, computed from one table.
 
     a rank's line   its layer | pairs of each expert [E] | of each hop, rows that reach each place: hosts, then ranks
     the table       the lines of all ranks of ep and etp, gathered; read by the host once
 
-With hops of sizes s_0, s_1, ... a rank of ep has the digits (d_0, d_1, ...). A hop changes one of them: before hop l a
-row lies where the first l digits are those of where it goes and the others are those of where it comes from. So
+With hops of sizes s_0, s_1, ... a rank of ep has the digits (d_0, d_1, ...). A hop changes one of them: before hop l,
+the first l digits of a row's rank are those of its destination and the others are those of its source. So
 
-    counts_l[i][j] = Σ over sources with digit i of hop l, and this rank's own behind it, of
+    counts_l[i][j] = Σ over sources with digit i of hop l, and this rank's own digits after it, of
                      their rows that reach the place (this rank's digits before l, j)
 
-go from i to j, and what arrives, what each expert gets and what the fullest rank takes are sums of the same table. No
-rank asks again: the way back, backward and what runs again go by the numbers of the first. The layer is a number of
-its name: torch's backends compare none, and rows of two layers would pass for one another wherever the data of a rank
-leave a layer out.
+rows go from i to j; the rows that arrive, the pairs of each expert and those of the fullest rank are sums of the same
+table. No further exchange is needed: the way back, backward and recomputations use the numbers of the first pass. The
+layer is a number computed from its name: torch's backends do not compare layers, and if the data of a rank skipped a
+layer, rows of two layers would be mixed up silently.
 
-Where a router's capacity bounds what an expert may get, bounds may stand in the place of counts (``block_counts``):
-from every rank to every other goes a block of one size, filled up with rows that nobody wants, and no host asks at all.
+If a router's capacity bounds the pairs of an expert, bounds may replace counts (``block_counts``): every rank sends
+every other a block of one size, padded with unused rows, and no host reads anything from a device.
 
 Cost:   one gather over ep, one over etp, of 1 + E + Σ places numbers of 8 bytes a rank; one wait for the device.
 Shapes: E experts, N tokens of this rank, k experts a token.
@@ -37,37 +37,50 @@ from shardwise.plan.words import named_ranks
 
 
 class RowCounts(NamedTuple):
-    """Of one pass, as this rank needs them."""
+    """Row counts of one pass that this rank needs."""
 
     hops: tuple[Counts, ...]
-    """By hop, rows from rank to rank of its group."""
+    """Rows from rank to rank of each hop's group."""
     parts: list[int]
-    """Rows that arrive at each rank of etp."""
+    """Number of rows that arrive at each rank of etp."""
     experts: list[int]
-    """Pairs of each expert of this rank."""
+    """Number of pairs of each expert of this rank."""
     fullest: int
-    """Pairs of the rank that has most; the same on all ranks."""
+    """Number of pairs of the rank that has most; the same on all ranks."""
     is_bound: bool = False
-    """Whether these are bounds, the same on all ranks, and what is less is filled up."""
+    """True if the numbers are bounds, the same on all ranks, up to which messages are padded."""
 
 
 def owner_of(index: Tensor, local: int, places: int) -> Tensor:
-    """Which of ``places``, each with ``local`` experts, holds those of ``index``; ``places`` where it is nobody's."""
+    """Return which of ``places``, with ``local`` experts each, holds the experts of ``index``.
+
+    ``places`` for no expert.
+    """
     return torch.where(index < 0, places, index.div(local, rounding_mode="floor"))
 
 
 def reaches(owner: Tensor, places: int) -> Tensor:
-    """Which of ``places`` each row goes to, by those of its experts: [N, k] -> bool [N, places]."""
+    """Return the mask of the ``places`` that each row goes to, from its experts' places: [N, k] -> bool [N, places]."""
     return owner.new_zeros(len(owner), places + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :places]
 
 
 def row_counts(
     choices: Sequence[Tensor], experts: int, levels: Sequence[Group], ep: Group, etp: Group, name: str
 ) -> list[RowCounts]:
-    """Of each of ``choices``, rows' experts [N, k]. All ranks of ``ep``, which ``levels`` make, and ``etp`` call this
-    together. One read, however many.
+    """Return the row counts of each of ``choices``. All ranks of ``ep`` and ``etp`` call this together.
 
-    Errors: CommError where a rank of ``ep`` is at another layer than this one, on all of them.
+    The host reads one table, whatever the number of choices.
+
+    Args:
+        choices: experts of the rows, [N, k] each; -1 for none.
+        experts: number of experts.
+        levels: the groups of each hop, which make up ``ep``.
+        ep: ranks over which experts are spread.
+        etp: ranks over which the features of an expert are cut.
+        name: name of the layer.
+
+    Raises:
+        CommError: on all ranks of ``ep``, if the ranks are at different layers.
     """
     sizes = [group.size for group in levels]
     places = [math.prod(sizes[: level + 1]) for level in range(len(sizes))]
@@ -89,7 +102,15 @@ def row_counts(
 
 
 def block_counts(tokens: int, room: int, experts: int, levels: Sequence[Group], etp: Group) -> RowCounts:
-    """Bounds, where no rank has more than ``tokens`` rows and no expert gets more than ``room`` pairs of a rank's."""
+    """Return bounds of the row counts, for padded blocks.
+
+    Args:
+        tokens: largest number of rows of a rank.
+        room: largest number of pairs that an expert gets of a rank's rows.
+        experts: number of experts.
+        levels: the groups of each hop.
+        etp: ranks over which the features of an expert are cut.
+    """
     hops, rows, local, sources = [], tokens, experts, 1
     for group in levels:
         local //= group.size
@@ -103,8 +124,19 @@ def block_counts(tokens: int, room: int, experts: int, levels: Sequence[Group], 
 def even_counts(
     rows: int, parts: int, top_k: int, experts: int, levels: Sequence[Group], ep: Group, etp: Group
 ) -> RowCounts:
-    """What each of ``parts`` of a pass has whose ranks bring ``rows`` each and whose router chooses evenly
-    (``cost.py``): for who knows shapes alone. Rounded up."""
+    """Return the expected row counts of a part of a pass whose router chooses evenly (``cost.py``), rounded up.
+
+    Shapes are enough to compute them.
+
+    Args:
+        rows: number of rows of each rank.
+        parts: number of parts of the pass.
+        top_k: experts of a token.
+        experts: number of experts.
+        levels: the groups of each hop.
+        ep: ranks over which experts are spread.
+        etp: ranks over which the features of an expert are cut.
+    """
     places, sources, hops = 1, 1, []
     for group in levels:
         places *= group.size
@@ -128,7 +160,7 @@ def _check_layers(layers: Sequence[int], ep: Group, name: str) -> None:
 
 
 def _line(index: Tensor, experts: int, places: Sequence[int], layer: int) -> Tensor:
-    """[1 + E + Σ places]"""
+    """Return this rank's line of the table: [1 + E + Σ places]."""
     chosen = torch.where(index < 0, experts, index).view(-1)
     pairs = chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
     reached = [reaches(owner_of(index, experts // each, each), each).sum(0) for each in places]
@@ -136,8 +168,10 @@ def _line(index: Tensor, experts: int, places: Sequence[int], layer: int) -> Ten
 
 
 def _between(reached: Tensor, sizes: Sequence[int], level: int, own: int) -> Tensor:
-    """Of the rows that each rank has for each place of hop ``level``, [ep, places], those from rank to rank of this
-    one's group in that hop: [s, s]."""
+    """Return the rows from rank to rank of this rank's group in hop ``level``: [s, s].
+
+    ``reached`` [ep, places] has the rows that each rank has for each place of the hop.
+    """
     size, behind = sizes[level], math.prod(sizes[level + 1 :])
     before = math.prod(sizes[:level])
     place, rest = own // (size * behind), own % behind

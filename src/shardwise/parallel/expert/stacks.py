@@ -1,4 +1,4 @@
-"""Stacks: modules that hold all experts of a layer in a few tensors, and how these lie on the ranks. Pure.
+"""Stacks: modules that hold all experts of a layer in a few tensors, and the placement of these on ranks. Pure.
 
     y = Σ_j weights_j · expert_{index_j}(x)             experts(hidden [N, D], index [N, k], weights [N, k]) -> [N, D]
     expert_e(x) = down_e act(up_e x + b_e) + c_e
@@ -16,9 +16,9 @@ Dim 0 of each tensor counts experts and is cut along "ep"; the hidden features F
                           c           [E, D]                                 Replicate: one rank adds it, so its
                                                                              gradient is Partial
 
-A class says itself what it is by a method ``expert_stack() -> Stack``; classes of transformers 5 say it by flags that
-their decorator ``use_experts_implementation`` sets, and the shapes must agree. Whatever else a module does with its
-stacks (a norm that all experts share, experts that are the identity) is refused by name.
+A class of ours describes itself by a method ``expert_stack() -> Stack``. Classes of transformers 5 are recognized by
+flags that their decorator ``use_experts_implementation`` sets, and their shapes must agree. Any other use of stacks in
+a module (a norm that all experts share, experts that are the identity) is refused by name.
 
 Cost:   reads names and shapes.
 Shapes: N tokens, D width, E experts, F hidden features of an expert, k experts of a token.
@@ -35,19 +35,19 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-"""What transformers' decorator sets on a module of experts."""
+"""Attributes that transformers' decorator sets on a module of experts."""
 _OWN_BALANCE = "load_balancing_loss_func"
-"""What transformers' models call for their balance loss."""
+"""Name of the function that computes the balance loss of transformers' models."""
 _ALIKE = {"Step3p7Experts": (True, False, False, False, True)}
 """Flags of classes of transformers that compute the same and are not decorated."""
 
 
 class Stacked(NamedTuple):
-    """How one tensor of a stack lies on "etp"; on "ep" each is cut in dim 0."""
+    """Placement of one tensor of a stack on "etp"; on "ep" each tensor is cut in dim 0."""
 
     placement: Placement
     gradient: Placement
-    """Before reduction."""
+    """Placement of the gradient before reduction."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ class Stack:
     """One module of stacked experts."""
 
     experts: int
-    """E"""
+    """Number of experts, E."""
     hidden: int
-    """F; 0 where the features of an expert cannot be cut."""
+    """Number of hidden features, F; 0 if the features of an expert cannot be cut."""
     parameters: Mapping[str, Stacked]
-    """By name in the module, all of them."""
+    """Placement of each parameter, by name in the module."""
 
 
 class FoundStacks(NamedTuple):
-    """The experts of a model, by module name."""
+    """Modules of experts in a model, by module name."""
 
     stacks: Mapping[str, Stack]
     refused: Mapping[str, str]
-    """Experts that no mesh can cut, and why: what they are, and what to do."""
+    """Modules that no mesh can cut, with the reason and the remedy."""
 
 
 def find_stacks(model: nn.Module) -> FoundStacks:
-    """All modules of experts in ``model``."""
+    """Return all modules of experts in ``model``."""
     stacks: dict[str, Stack] = {}
     refused: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -92,7 +92,11 @@ def find_stacks(model: nn.Module) -> FoundStacks:
 
 
 def refuse_unknown(model: nn.Module, found: FoundStacks, ep: int, etp: int) -> None:
-    """Errors: PlanError where the mesh cuts experts and ``model`` has none, or some that cannot be cut so."""
+    """Check that the mesh can cut the experts of ``model``.
+
+    Raises:
+        PlanError: if the mesh cuts experts and ``model`` has none, or some that cannot be cut so.
+    """
     if ep == 1 and etp == 1:
         return
     mesh = " and ".join(f"mesh.{axis} is {size}" for axis, size in (("ep", ep), ("etp", etp)) if size > 1)
@@ -123,8 +127,11 @@ def refuse_unknown(model: nn.Module, found: FoundStacks, ep: int, etp: int) -> N
 
 
 def refuse_own_balance(model: nn.Module, stages: int) -> None:
-    """Errors: PlanError where ``model`` makes a balance loss of the router logits of all its layers, and these lie on
-    several stages."""
+    """Check that ``model`` does not compute a balance loss from router logits of several stages.
+
+    Raises:
+        PlanError: if a model of transformers adds such a loss and its layers lie on several stages.
+    """
     for name, module in model.named_modules() if stages > 1 else ():
         asked = getattr(getattr(module, "config", None), "output_router_logits", False)
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -137,7 +144,7 @@ def refuse_own_balance(model: nn.Module, stages: int) -> None:
 
 
 def gated_stack(experts: int, hidden: int, gate_up: str = "gate_up", down: str = "down") -> Stack:
-    """Of experts ``gate_up [E, 2F, D]``, gate first, and ``down [E, D, F]``."""
+    """Return the stack of experts ``gate_up [E, 2F, D]``, gate first, and ``down [E, D, F]``."""
     return Stack(experts, hidden, {gate_up: _cut(1, _halves(hidden)), down: _cut(2)})
 
 
@@ -145,7 +152,10 @@ def gated_stack(experts: int, hidden: int, gate_up: str = "gate_up", down: str =
 
 
 def flags_of(module: Any) -> tuple[bool, ...] | None:
-    """(has gate, has bias, has a norm behind, is transposed, gate before up) of a class of transformers, else None."""
+    """Return the flags of a class of transformers, None for other classes.
+
+    The flags are: has a gate, has biases, has a norm behind, is transposed, has gate before up.
+    """
     if not type(module).__module__.startswith("transformers.") and not hasattr(module, _FLAGS[-1]):
         return None
     if all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
@@ -154,7 +164,7 @@ def flags_of(module: Any) -> tuple[bool, ...] | None:
 
 
 def _their_stack(module: Any) -> Stack | str:
-    """Or why not."""
+    """Return the stack of a module of transformers, or the reason why it cannot be cut."""
     flags = flags_of(module)
     assert flags is not None, "asked before"
     has_gate, has_bias, has_norm, is_transposed, is_concatenated = flags
@@ -197,7 +207,7 @@ def _cut(dim: int, blocks: tuple[Block, ...] = ()) -> Stacked:
 
 
 def _is_named_experts(name: str, module: nn.Module) -> bool:
-    """Experts by their name, that are no dense net beside the others and hold something."""
+    """Return whether a module is named as experts, is no shared dense expert and has parameters."""
     leaf, kind = name.rpartition(".")[2], type(module).__name__
     if "shared" in leaf.lower() or "Shared" in kind or next(module.parameters(), None) is None:
         return False

@@ -1,19 +1,20 @@
-"""Surroundings: what a mixture of experts must know of the place it runs at. An engine fills them in, one per layer.
+"""Surroundings: the ranks, microbatch and sinks of a mixture of experts. An engine fills them in, one for each layer.
 
-Without an engine the layer is alone: all tokens of a sequence are here, nothing scales its gradients, nothing runs
-again. Among several ranks that share a sequence, each routes tokens of its own, so that none is computed twice:
+Without an engine the layer runs alone: this rank has all tokens of a sequence, nothing scales its gradients, nothing is
+recomputed. If several ranks share a sequence, each routes different tokens, so that no token is computed twice:
 
-    layout    x here              take: forward, backward            give: forward, backward
-    cut       [B, T/N, D]         all rows here; the same            all rows here; the same
+    layout    x on this rank      take: forward, backward            give: forward, backward
+    cut       [B, T/N, D]         all rows; the same                 all rows; the same
     alike     [B, T, D], alike    this rank's rows; joined           joined; this rank's rows
     addends   [B, T, D], alike    this rank's rows; others 0         joined; summed, this rank's rows
 
-"alike" and "addends" differ in the gradients outside: alike on the ranks, or addends of the true one. Rank i of N takes
-rows [i·n/N, (i+1)·n/N) of the n = B·T tokens: ragged, none where there are fewer tokens than ranks. What a token does
-(noise, room with an expert, balance) follows from its place b·T + t in the microbatch, whoever has it.
+"alike" and "addends" differ in the gradients outside: alike on the ranks, or addends of the true gradient. Rank i of N
+takes rows [i·n/N, (i+1)·n/N) of the n = B·T tokens; the numbers may differ, and some ranks have none if there are fewer
+tokens than ranks. Everything about a token (noise, room with an expert, balance) follows from its position b·T + t in
+the microbatch, whichever rank has it.
 
 Cost:   alike and addends: one gather of [B·T, D] each way, and for addends a sum of it backward.
-Shapes: B sequences of a microbatch, T tokens of a whole sequence, D width, N ranks, n tokens here.
+Shapes: B sequences of a microbatch, T tokens of a whole sequence, D width, N ranks, n tokens of this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +32,12 @@ from shardwise.memory.replay import Replay
 from shardwise.plan.errors import UsageError
 
 Layout = Literal["cut", "alike", "addends"]
-"""How activations and their gradients lie on the ranks that share a sequence."""
+"""Distribution of activations and their gradients over the ranks that share a sequence."""
 
 Keep = Callable[[str, Callable[[], Any]], Any]
-"""(name, make) -> what ``make`` returns, which a pass decides once; where a piece of it runs again, what it returned at
-first. It has no gradients."""
+"""Function from (name, make) to the result of ``make``, which a pass computes once; a recomputation gets the first
+result. The result has no gradients.
+"""
 
 
 def _cut() -> Layout:
@@ -43,7 +45,7 @@ def _cut() -> Layout:
 
 
 def make_anew(name: str, make: Callable[[], Any]) -> Any:
-    """The ``Keep`` of a layer that is alone."""
+    """Return ``make()``: the ``Keep`` of a layer without an engine."""
     return make()
 
 
@@ -52,62 +54,67 @@ def _one() -> float:
 
 
 class LoadSink(Protocol):
-    """Takes what went where in a forward pass of a layer."""
+    """Interface of the sink for the loads of a layer's forward pass."""
 
-    def add(self, layer: str, routed: Tensor, kept: Tensor, tokens: Tensor, entropy: Tensor) -> None: ...
+    def add(self, layer: str, routed: Tensor, kept: Tensor, tokens: Tensor, entropy: Tensor) -> None:
+        """Add the pairs that chose each expert, those that had room, the tokens and the entropy of a forward pass."""
+        ...
 
-    def sent(self, layer: str, rows: int, crossed: int) -> None: ...
+    def sent(self, layer: str, rows: int, crossed: int) -> None:
+        """Add the rows that left this rank in a forward pass, and those of them that left its host."""
+        ...
 
 
 class Tokens(NamedTuple):
-    """The tokens that this rank routes."""
+    """Tokens that this rank routes."""
 
     hidden: Tensor
-    """[n, D]"""
+    """Activations of the tokens: [n, D]."""
     place: Tensor
-    """b·T + t of each: int64 [n], rising."""
+    """Position b·T + t of each token: int64 [n], rising."""
     sequences: int
-    """B"""
+    """Number of sequences, B."""
     length: int
-    """T, of whole sequences."""
+    """Number of tokens of a whole sequence, T."""
     parts: tuple[int, ...]
-    """Tokens of each rank that shares the sequences."""
+    """Number of tokens of each rank that shares the sequences."""
 
     @property
     def sequence(self) -> Tensor:
-        """b of each token: int64 [n]."""
+        """Index b of the sequence of each token: int64 [n]."""
         return self.place.div(max(self.length, 1), rounding_mode="floor")
 
 
 @dataclass
 class Surroundings:
-    """Of one layer."""
+    """Ranks, microbatch and sinks of one layer."""
 
     name: str = ""
-    """Name of the layer in its model; empty where nobody said."""
+    """Name of the layer in its model; empty without an engine."""
     group: Group | None = None
-    """The ranks that share the tokens of a sequence; None where all are here."""
+    """Ranks that share the tokens of a sequence; None if this rank has all tokens."""
     layout: Callable[[], Layout] = _cut
-    """How the running pass lies on ``group``."""
+    """Function that returns how activations of the running pass lie on ``group``."""
     keep: Keep = make_anew
-    """See ``Keep``."""
+    """Store of the results that recomputations reuse; see ``Keep``."""
     scale: Callable[[], float | Tensor] = _one
-    """Called in a backward pass: what the loss of its microbatch was multiplied by."""
+    """Function that a backward pass calls for the factor of its microbatch's loss."""
     replay: Replay | None = None
-    """Where the running microbatch stands, which noise is keyed by; None where torch's generator draws it."""
+    """Position of the running microbatch, which keys the noise; None draws noise from torch's generator."""
     seed: int = 0
-    """The run's, for noise."""
+    """Seed of the run, for noise."""
     loads: LoadSink | None = None
-    """Counts the pairs of this rank's tokens; None where ``routed`` does."""
+    """Sink of the loads of this rank's tokens; None counts them in ``routed``."""
     routed: Tensor | None = None
-    """Pairs that chose each expert in training since the bias moved: int64 [E]."""
+    """Pairs that chose each expert in training since the last step of the bias: int64 [E]."""
     room: int | None = None
-    """Pairs that an expert may get of the tokens of the running pass; None: as many as come."""
+    """Largest number of pairs that an expert gets of the running pass's tokens; None is without limit."""
 
     def __deepcopy__(self, memo: Any) -> "Surroundings":
-        """Those of a copy of the layer, an average of weights say, which runs alone.
+        """Return the surroundings of a copy of the layer, such as an average of weights, which runs alone.
 
-        Errors: UsageError where ranks share its sequences.
+        Raises:
+            UsageError: if ranks share its sequences.
         """
         if self.group is not None and self.group.size > 1:
             raise UsageError(
@@ -117,7 +124,7 @@ class Surroundings:
         return Surroundings(self.name)
 
     def take(self, x: Tensor) -> Tokens:
-        """This rank's tokens of ``x`` [B, T or T/N, D]."""
+        """Return the tokens of ``x`` [B, T or T/N, D] that this rank routes."""
         batch, here, width = x.shape
         rows = x.reshape(-1, width)
         if self.group is None or self.group.size == 1:
@@ -135,14 +142,14 @@ class Surroundings:
         return Tokens(mine, place, batch, here, parts)
 
     def give(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Results ``rows`` [n, D] in the layout of ``x``: [B, T or T/N, D]."""
+        """Return results ``rows`` [n, D] in the layout of ``x``: [B, T or T/N, D]."""
         if self.group is None or self.group.size == 1 or self.layout() == "cut":
             return rows.view(x.shape)
         parts = _parts(x.shape[0] * x.shape[1], self.group.size)
         return _joined(rows, parts, self.group, self.layout() == "addends").view(x.shape)
 
     def here(self, mask: Tensor, tokens: Tokens) -> Tensor:
-        """What a mask [B, T or T/N] says of the tokens here: [n]."""
+        """Return the entries of a mask [B, T or T/N] for this rank's tokens: [n]."""
         flat = mask.reshape(-1)
         return flat if flat.numel() == tokens.place.numel() else flat[tokens.place]
 

@@ -1,12 +1,12 @@
-"""What experts of transformers' classes compute on rows sorted by expert: up, the class's own gate, down.
+"""Computation of the experts of transformers' classes on rows sorted by expert: up, the class's own gate, down.
 
     hidden = gate(rows up_eᵀ + b_e)
     out    = hidden down_eᵀ + c_e           along "etp" an addend; one rank adds c
 
-A rank that no row came to makes the same calls and has a gradient of 0 for each tensor, as one process has.
+A rank that received no row makes the same calls and has a gradient of 0 for each tensor, as one process has.
 
 Cost:   2·R·(D·2F + F·D) operations forward.
-Shapes: R rows, D width, F hidden features of an expert here.
+Shapes: R rows, D width, F hidden features of an expert on this rank.
 """
 
 from typing import Any
@@ -21,9 +21,13 @@ from shardwise.parallel.expert.stacks import flags_of
 
 
 def compute_of(module: Any, adds_bias: bool = True) -> Compute:
-    """What the experts of a stack do with their rows: ``module.compute``, or that of a class of transformers.
+    """Return the function that computes rows with the experts of a stack.
 
-    ``adds_bias``: False on all ranks of "etp" but one.
+    It is ``module.compute``, or the computation of a class of transformers.
+
+    Args:
+        module: the stack.
+        adds_bias: False on all ranks of "etp" but one.
     """
     if hasattr(module, "expert_stack"):
         compute: Compute = module.compute
@@ -32,7 +36,7 @@ def compute_of(module: Any, adds_bias: bool = True) -> Compute:
 
 
 class _TheirCompute:
-    """Of one module."""
+    """Computation of the experts of one module of a transformers class."""
 
     def __init__(self, module: Any, adds_bias: bool):
         flags = flags_of(module)
@@ -56,5 +60,5 @@ class _TheirCompute:
         expert = torch.arange(len(counts), device=rows.device).repeat_interleave(
             to_device(torch.tensor(counts), rows.device), output_size=rows.shape[0]
         )
-        # A rank that does not add it uses it all the same: its gradient is an addend of 0, not none.
+        # A rank that does not add the bias still uses it: otherwise its gradient would be None instead of 0.
         return out + (bias if adds_bias else bias * 0)[expert]
