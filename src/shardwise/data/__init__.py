@@ -1,6 +1,6 @@
-"""Row 3: from text and datasets to the microbatches of every rank.
+"""Training data: from text and datasets to the microbatches of every rank.
 
-``build`` opens what ``data:`` names, ``Loader`` hands out training batches, ``evaluation_batches`` the others;
+``build`` opens what ``data:`` names, ``Loader`` yields training batches, ``evaluation_batches`` yields the others;
 ``convert`` makes token files.
 """
 

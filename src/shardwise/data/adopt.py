@@ -1,7 +1,7 @@
-"""What the user brings, seen as one of two things.
+"""Conversion of a user's data to one of two kinds, ``Mapped`` or ``Stream``.
 
     brought                                           seen as
-    PlacedDataset (placed.py): pictures, masked text  Mapped: it makes whole batches
+    PlacedDataset (placed.py): pictures, masked text  Mapped: the dataset makes whole batches
     Dataset, list: has ``len`` and ``[i]``            Mapped: our sampler gives the order
     DataLoader over such, in order or shuffled        Mapped: its dataset, collate_fn, workers and shuffling are kept;
                                                       batches are cut anew, by micro batch, in our order
@@ -10,7 +10,7 @@
     an IterableDataset inside)
 
 A stream has no random access, so every rank reads all of it, keeps its share and drops the rest; its position is a
-number of items, reached again by reading them over.
+number of items, reached again by reading them once more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ from shardwise.plan.errors import ConfigError, DataError
 Collate = Callable[[list[Any]], Any]
 
 _AHEAD = 2
-"""Batches that each worker reads ahead beside those that are asked for at once."""
+"""Batches that each worker reads ahead beside those that are requested at once."""
 
 
 class _Placed(NamedTuple):
@@ -50,7 +50,7 @@ class _Placed(NamedTuple):
 
 @dataclass
 class _Reader(Dataset[Any]):
-    """Reads one place; picklable, so that worker processes can hold it."""
+    """Dataset that reads one place; picklable for worker processes."""
 
     dataset: Any
     key: int
@@ -65,7 +65,7 @@ class _Reader(Dataset[Any]):
 
 @dataclass
 class _Collator:
-    """Puts the samples of one microbatch together."""
+    """Function that joins the samples of one microbatch."""
 
     collate: Collate
     key: int
@@ -81,7 +81,7 @@ class _Collator:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A dataset with random access."""
+    """Dataset with random access."""
 
     dataset: Any
     collate: Collate
@@ -91,23 +91,27 @@ class Mapped:
 
     @property
     def size(self) -> int:
+        """Number of samples."""
         return len(self.dataset)
 
     @property
     def is_text(self) -> bool:
-        """Our own windows: they draw nothing and may be read by a thread."""
+        """True for our own windows, which draw nothing and may be read by a thread."""
         return isinstance(self.dataset, Windows) and self.collate is default_collate
 
     @property
     def is_ours(self) -> bool:
-        """Draws nothing from the generators of this process, and says what it holds."""
+        """True if the dataset draws nothing from the generators of this process and has a fingerprint."""
         return self.is_text or isinstance(self.dataset, PlacedDataset)
 
     def batches(self, blocks: Iterable[list[SampleAt]], key: int, together: int = 1) -> Iterable[Any]:
-        """One batch per block of places, in order; worker processes read ahead where there are any.
+        """Yield one batch for each block of places, in order; worker processes read ahead if there are any.
 
-        ``together``: batches that are asked for at once. As many and some are read ahead: with fewer, whoever asks
-        waits for the last ones while nothing is computed.
+        Args:
+            blocks: places of each batch.
+            key: seed of the random numbers.
+            together: batches that are requested at once. At least as many are read ahead: with fewer, the caller would
+                wait for the last ones while nothing is computed.
         """
         workers = self.worker_options.get("num_workers", 0)
         ahead = _AHEAD + -(-together // workers) if workers else 0
@@ -117,7 +121,7 @@ class Mapped:
         collator = _Collator(self.collate, key, draws=not self.is_text)
         if not self.worker_options:
             return (collator([reader[place] for place in block]) for block in blocks)
-        # The loader draws its workers' seed when it is iterated; from a generator of its own, not from the model's.
+        # The loader draws its workers' seed when it is iterated; without this generator it would shift the model's.
         generator = torch.Generator().manual_seed(key)
         given = PendingBlocks(blocks)
         sampler: Any = given  # any iterable of lists serves; the stub asks for lists of int
@@ -139,14 +143,25 @@ class Stream:
     holds_batches: bool
     collate: Collate
     batch_size: int | None = None
-    """Samples per item where the user's DataLoader names it."""
+    """Samples per item, if the user's DataLoader has a batch size."""
     workers: int = 0
 
 
 def adopt(
     data: Any, collate_fn: Collate | None = None, workers: int = 0, shuffle: bool = True
 ) -> Mapped | Stream:
-    """See what the user brought as ``Mapped`` or ``Stream``; a ``DataError`` says what would do instead."""
+    """Convert the user's data to ``Mapped`` or ``Stream``.
+
+    Args:
+        data: the user's data.
+        collate_fn: joins samples to a batch; None takes torch's, or that of a DataLoader.
+        workers: processes that read ahead; 0 keeps those of a DataLoader.
+        shuffle: True shuffles a dataset; a DataLoader keeps its own setting.
+
+    Raises:
+        DataError: if the data is empty, or of a kind that cannot be read again.
+        ConfigError: if several workers would each read a whole stream.
+    """
     if isinstance(data, DataLoader):
         return _adopt_loader(data, collate_fn, workers)
     collate = collate_fn or default_collate
@@ -205,7 +220,7 @@ def _adopt_loader(loader: DataLoader[Any], collate_fn: Collate | None, workers: 
 
 
 def _shuffle_of(loader: DataLoader[Any]) -> bool | None:
-    """Whether a DataLoader shuffles, or None where its order or its batches are its own."""
+    """Return whether a DataLoader shuffles, or None if its order or its batches are its own."""
     if isinstance(loader.dataset, IterableDataset) or type(loader.batch_sampler) is not BatchSampler:
         return None
     dataset: Any = loader.dataset
@@ -220,7 +235,7 @@ def _shuffle_of(loader: DataLoader[Any]) -> bool | None:
 
 
 def samples_in(batch: Any) -> int | None:
-    """The leading size of the first tensor in a batch, or None where it holds none."""
+    """Return the leading size of the first tensor in a batch, or None if the batch has no tensor."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
     parts: Iterable[Any] = ()

@@ -1,8 +1,8 @@
-"""Datasets that read many samples at once, and the feed that hands them out.
+"""Datasets that read many samples at once, and the feed that yields them.
 
-A sample of a click log is a few hundred bytes; read one by one, Python costs more than training. Such a dataset
-answers ``batch(samples)`` for any samples in any order, and reader threads ask it ahead of time: a step's batches
-depend on its position alone, so neither their number nor their speed changes anything.
+A sample of a click log is a few hundred bytes; read one by one, Python costs more than training. Such a dataset returns
+``batch(samples)`` for any samples in any order, and reader threads call it ahead of time: a step's batches depend on
+its position only, so neither the number nor the speed of the threads changes the batches.
 
     positions of step s     s·G ... s·G + G, cut into blocks and dealt to ranks as in sampler.py
     ``epochs`` given        positions end at epochs · n: the last blocks are shorter, or empty on ranks that have run
@@ -28,27 +28,41 @@ from shardwise.plan.errors import DataError
 STEPS_AHEAD = 2
 
 Watch = Callable[[int, float, float], None]
-"""Told by a reader thread what it did: position of the step, start and end by ``time.perf_counter``."""
+"""Callback of a reader thread after a read: position of the step, start and end by ``time.perf_counter``."""
 
 
 class BatchedDataset(ABC):
-    """A dataset with random access that reads a whole batch in one call, from several threads at a time."""
+    """Dataset with random access that reads a whole batch in one call, from several threads at a time."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def batch(self, samples: npt.NDArray[np.int64]) -> Any:
-        """These samples in this order; there may be none."""
+        """Return a batch of these samples in this order; there may be none."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Names the samples: equal on every rank that reads the same ones."""
+        """Return a digest of the samples, equal on every rank that reads the same ones."""
 
 
 class BatchedFeed:
-    """Steps of a batched dataset in the sampler's order, read ahead by threads."""
+    """Steps of a batched dataset in the sampler's order, read ahead by threads.
+
+    Args:
+        data: the dataset.
+        share: share of this rank in a step.
+        seed: seed of the order.
+        shuffle: False keeps the order of the dataset.
+        epochs: number of epochs after which the positions end; None is without end.
+        threads: number of reader threads.
+        steps_ahead: steps that are read before they are requested.
+        watch: called by the threads after each read.
+
+    Raises:
+        DataError: if the dataset is smaller than a global batch and has more than one epoch.
+    """
 
     def __init__(
         self,
@@ -67,16 +81,22 @@ class BatchedFeed:
         self._watch = watch
         self._sampler = Sampler(len(data), seed, shuffle)
         self.end = None if epochs is None else epochs * len(data)
-        """The position behind the last sample; None where epochs follow one another without end."""
+        """Position behind the last sample; None if epochs follow one another without end."""
 
     def start(self) -> Cursor:
+        """Return the cursor of the first step."""
         return {"position": 0}
 
     def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        """Return the cursor ``steps`` steps after ``cursor``."""
         return {"position": cursor["position"] + steps * self._share.global_batch}
 
     def deal(self, share: Share) -> None:
-        """Steps of another number of microbatches from the next one that is read on."""
+        """Set the share of this rank in the steps that are read from now on.
+
+        Raises:
+            DataError: if the dataset is smaller than a global batch and has more than one epoch.
+        """
         if len(self._data) < share.global_batch and not self._is_once:
             raise DataError(
                 f"the training data holds {len(self._data)} samples; give more data or a smaller batch.global_size, "
@@ -85,10 +105,11 @@ class BatchedFeed:
         self._share = share
 
     def identity(self) -> dict[str, Any]:
+        """Return kind, size and content of the dataset."""
         return {"kind": "batched", "samples": len(self._data), "content": self._data.fingerprint()}
 
     def ask(self, pool: ThreadPoolExecutor, position: int) -> list[Future[Any]]:
-        """Begin to read the blocks of the step at ``position``."""
+        """Begin to read the blocks of the step at ``position`` and return their futures."""
         return [pool.submit(self._read, position, block) for block in self._share.blocks()]
 
     def _read(self, position: int, block: range) -> Any:
@@ -102,13 +123,15 @@ class BatchedFeed:
         return batch
 
     def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+        """Return an iterator over the steps from ``cursor`` on, which reads ahead."""
         return _Steps(self, cursor, self._threads, self._ahead)
 
 
 class _Steps:
-    """The steps of a reader from ``cursor`` on, each read by the threads of a pool ``ahead`` steps early.
+    """Steps of a feed from ``cursor`` on, each read by the threads of a pool ``ahead`` steps early.
 
-    An object and no generator: ``close`` waits for the threads, which the collector must not. [Note: finalizers]
+    This is an object instead of a generator because ``close`` waits for the threads, which the garbage collector must
+    not do. [Note: finalizers]
     """
 
     def __init__(self, reader: BatchedFeed, cursor: Cursor, threads: int, ahead: int) -> None:
@@ -132,14 +155,14 @@ class _Steps:
             raise
 
     def close(self) -> None:
-        """End the threads, after the reads in hand."""
+        """End the threads after their current reads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def evaluation_blocks(
     data: BatchedDataset, dp_index: int, dp_size: int, micro_batch: int, samples: int | None
 ) -> Iterator[tuple[Any, int]]:
-    """This rank's batches of one evaluation with their sizes; each rank has as many, the last perhaps empty."""
+    """Yield this rank's batches of one evaluation with their sizes; each rank has as many, the last perhaps empty."""
     size = min(samples or len(data), len(data))
     chosen = np.arange(size, dtype=np.int64) * len(data) // max(size, 1)
     rounds = -(-size // (micro_batch * dp_size))

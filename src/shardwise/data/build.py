@@ -1,4 +1,4 @@
-"""From ``data:`` in the configuration to training and validation data."""
+"""Builds training and validation data from ``data:`` in the configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +15,34 @@ from shardwise.plan.target import call_target
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run learns from and what it is evaluated on."""
+    """Training data and validation data of a run."""
 
     train: Any
-    """``Windows`` for text; for a target whatever it returned: a Dataset, an IterableDataset or a DataLoader."""
+    """``Windows`` for text; for a target its result: a Dataset, an IterableDataset or a DataLoader."""
     validation: Any | None
-    """The same for evaluation; None where nothing is held out."""
+    """Validation data of the same kinds; None if nothing is held out."""
     tokenizer: Tokenizer | None
-    """None for a target, unless ``data.tokenizer`` is given beside it."""
+    """Tokenizer of the text; None for a target, unless ``data.tokenizer`` is given beside it."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids that a model must know; None where the data has no tokens of ours."""
+        """Number of ids that a model needs; None if the data has no tokens of ours."""
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
     def fingerprint(self) -> str | None:
-        """Equal on two ranks that read the same text; None for a target."""
+        """Return a digest that is equal on two ranks that read the same text; None for a target."""
         return self.train.fingerprint() if isinstance(self.train, Windows) else None
 
 
 def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | None = None) -> Corpus:
-    """Open, and where needed tokenise, what the policy names. ``cache`` is used unless the policy names a folder."""
+    """Open the data that the policy names, and tokenise text if needed.
+
+    Args:
+        policy: the policy.
+        context: tokens of a window.
+        cache: folder for token files, unless the policy names a folder.
+        progress: called with (bytes tokenised, bytes in all).
+    """
     if policy.target is not None:
         return _from_target(policy)
     tokenizer = load_tokenizer(policy.tokenizer)

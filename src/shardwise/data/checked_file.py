@@ -1,9 +1,9 @@
-"""Files of our own that are written once and then mapped: a prefix, a JSON header, blocks with a CRC-32 each.
+"""Files of this package that are written once and then mapped: a prefix, a JSON header, blocks with a CRC-32 each.
 
     byte 0     magic (8), version u32, length of the header u32, CRC-32 of the header u32, header (JSON)
 
-``token_file.py`` and ``clicks/packed.py`` say what follows. Writing streams into a temporary file that gets its name by
-one rename after it has reached the disk, so a reader never meets half a file.
+``token_file.py`` and ``clicks/packed.py`` define the rest. Writing streams into a temporary file, which is renamed
+after it has reached the disk, so that a reader never opens a partial file.
 """
 
 import contextlib
@@ -22,9 +22,12 @@ PREFIX = struct.Struct("<8sIII")
 
 
 class CheckedWriter:
-    """A temporary file beside ``path`` that keeps the CRC-32 of its blocks while it is written.
+    """Temporary file beside ``path`` that keeps the CRC-32 of its blocks while it is written.
 
-    ``start``: bytes left free at the beginning, for prefix and header; blocks count from there.
+    Args:
+        path: final path of the file.
+        block_bytes: bytes of a block.
+        start: bytes left free at the beginning, for prefix and header; blocks count from there.
     """
 
     def __init__(self, path: Path, block_bytes: int, start: int = 0) -> None:
@@ -34,12 +37,12 @@ class CheckedWriter:
         self.file: IO[bytes] = self._temporary.open("w+b")
         self.file.write(bytes(start))
         self.size = 0
-        """Bytes behind the start."""
+        """Number of bytes after the start."""
         self._checksums: list[int] = []
         self._open_crc = 0
 
     def write(self, data: bytes) -> None:
-        """Put ``data`` behind what was written before."""
+        """Append ``data`` to the file."""
         view = memoryview(data)
         while view:
             room = self._block_bytes - self.size % self._block_bytes
@@ -52,11 +55,11 @@ class CheckedWriter:
                 self._open_crc = 0
 
     def checksums(self) -> list[int]:
-        """CRC-32s of the blocks, that of the last one, which may be shorter, included."""
+        """Return the CRC-32s of the blocks, including the last block, which may be shorter."""
         return self._checksums + ([self._open_crc] if self.size % self._block_bytes else [])
 
     def publish(self, magic: bytes, version: int, header: bytes) -> None:
-        """Write prefix and header, and give the file its name."""
+        """Write prefix and header, and rename the file to its final path."""
         self.file.seek(0)
         self.file.write(PREFIX.pack(magic, version, len(header), zlib.crc32(header)) + header)
         self.file.flush()
@@ -66,21 +69,21 @@ class CheckedWriter:
         _fsync_folder(self._path.parent)
 
     def close(self) -> None:
-        """Leave nothing behind of a file that was not published."""
-        with contextlib.suppress(OSError):  # a full disk, already reported by the write that met it
+        """Close the file and remove it if it was not published."""
+        with contextlib.suppress(OSError):  # a full disk, which the failing write has reported already
             self.file.close()
         self._temporary.unlink(missing_ok=True)
 
 
 def cannot_write(what: str, error: OSError) -> DataError:
-    """The error about ``what``, a kind of file and its path."""
+    """Return the error for a file that cannot be written; ``what`` is its kind and path."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "free space there or choose another place" if full else "choose another place"
     return DataError(f"{what} cannot be written ({error.strerror}); {advice}")
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make a rename durable where the system can open a folder."""
+    """Make a rename durable, if the system can open a folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,9 +1,9 @@
 """Evaluation: every validation sample exactly once over all ranks, whatever their number.
 
-The samples are cut into blocks of one micro batch, the last possibly shorter, and dealt: block k to data-parallel
-rank k mod dp. All ranks go the same number of rounds, because a collective in the model waits for all of them; a rank
-without a block in the last round gets a block that it must not count (of a BatchedDataset an empty one). The mean over
-the set is
+The samples are cut into blocks of one micro batch, the last possibly shorter; block k goes to data-parallel rank
+k mod dp. All ranks run the same number of rounds, because a collective in the model waits for all of them; a rank
+without a block in the last round gets a block with weight 0 (of a BatchedDataset an empty one). The mean over the set
+is
 
     sum over ranks and batches of weight · loss  /  sum of weight
 """
@@ -21,7 +21,7 @@ from shardwise.plan.errors import DataError
 
 
 class Weighted(NamedTuple):
-    """A batch and the number of samples that count in it; 0 for one that only fills up the round."""
+    """A batch and the number of samples that count in it; 0 for a batch that only fills up the round."""
 
     batch: Any
     weight: int
@@ -38,9 +38,20 @@ def evaluation_batches(
     samples: int | None = None,
     seed: int = 0,
 ) -> Iterator[Weighted]:
-    """This rank's batches of one evaluation, as many as on every other rank.
+    """Yield this rank's batches of one evaluation, as many as on every other rank.
 
-    ``samples`` bounds the work: so many, evenly spread over a dataset, or the first of a stream.
+    Args:
+        data: validation data, of any kind that ``Loader`` takes.
+        dp_index: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        micro_batch: samples of one batch.
+        collate_fn: joins samples to a batch; None takes torch's, or that of a DataLoader.
+        workers: processes that read ahead.
+        samples: largest number of samples: evenly spread over a dataset, or the first of a stream. None takes all.
+        seed: seed of the random numbers that samples draw.
+
+    Raises:
+        DataError: if the data is empty.
     """
     if isinstance(data, BatchedDataset):
         return (Weighted(*each) for each in evaluation_blocks(data, dp_index, dp_size, micro_batch, samples))

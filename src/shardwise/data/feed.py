@@ -1,11 +1,11 @@
 """Feeds: from adopted data to the microbatches of one rank, step by step.
 
 A feed is opened at a cursor, a small JSON dictionary that is the same on every rank, and yields for each step this
-rank's microbatches and the cursor behind the step. What has been read ahead lies behind the cursor that was yielded
-last, so it is neither lost nor counted.
+rank's microbatches and the cursor behind the step. Data that has been read ahead lies behind the last yielded cursor,
+so it is neither lost nor counted.
 
     MapFeed      cursor {"position": p}             any cursor is reached at once
-    StreamFeed   cursor {"epoch": e, "items": k}    reached by reading k items of epoch e over
+    StreamFeed   cursor {"epoch": e, "items": k}    reached by reading k items of epoch e again
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,24 +24,47 @@ Cursor = dict[str, int]
 
 
 class Fetched(NamedTuple):
-    """One step of one rank, and the cursor behind it."""
+    """Microbatches of one step of one rank, and the cursor behind the step."""
 
     batches: list[Any]
     after: Cursor
 
 
 class Feed(Protocol):
-    """What ``Loader`` asks of a feed."""
+    """Interface of a feed, as ``Loader`` uses it."""
 
-    def start(self) -> Cursor: ...
-    def advance(self, cursor: Cursor, steps: int) -> Cursor: ...
-    def steps(self, cursor: Cursor) -> Iterator[Fetched]: ...
-    def deal(self, share: Share) -> None: ...
-    def identity(self) -> dict[str, Any]: ...
+    def start(self) -> Cursor:
+        """Return the cursor of the first step."""
+        ...
+
+    def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        """Return the cursor ``steps`` steps after ``cursor``."""
+        ...
+
+    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+        """Yield the steps from ``cursor`` on."""
+        ...
+
+    def deal(self, share: Share) -> None:
+        """Set the share of this rank in the steps that follow."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON."""
+        ...
 
 
 class MapFeed:
-    """Steps of a dataset with random access, in the sampler's order."""
+    """Steps of a dataset with random access, in the sampler's order.
+
+    Args:
+        data: the dataset.
+        share: share of this rank in a step.
+        seed: seed of the order and of the random numbers that samples draw.
+
+    Raises:
+        DataError: if the dataset is smaller than a global batch.
+    """
 
     def __init__(self, data: Mapped, share: Share, seed: int) -> None:
         self._data, self._seed = data, seed
@@ -49,12 +72,19 @@ class MapFeed:
         self._sampler = Sampler(data.size, seed, data.shuffle)
 
     def start(self) -> Cursor:
+        """Return the cursor of the first step."""
         return {"position": 0}
 
     def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        """Return the cursor ``steps`` steps after ``cursor``."""
         return {"position": cursor["position"] + steps * self._share.global_batch}
 
     def deal(self, share: Share) -> None:
+        """Set the share of this rank in the steps that follow.
+
+        Raises:
+            DataError: if the dataset is smaller than a global batch.
+        """
         data = self._data
         if data.size < share.global_batch:
             hint = ""
@@ -69,11 +99,12 @@ class MapFeed:
         self._share = share
 
     def identity(self) -> dict[str, Any]:
+        """Return kind, size and content of the dataset; the content of a user's dataset is None."""
         content = self._data.dataset.fingerprint() if self._data.is_ours else None
         return {"kind": "map", "samples": self._data.size, "content": content}
 
     def _blocks(self, position: int) -> Iterator[list[SampleAt]]:
-        """This rank's microbatches as places, from a position on, without end."""
+        """Yield this rank's microbatches as positions and samples, from a position on, without end."""
         while True:
             order = self._sampler.at(position, position + self._share.global_batch)
             for block in self._share.blocks():
@@ -81,6 +112,7 @@ class MapFeed:
             position += self._share.global_batch
 
     def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+        """Yield the steps from ``cursor`` on, without end."""
         together = self._share.accumulation
         batches = iter(self._data.batches(self._blocks(cursor["position"]), self._seed, together))
         while True:
@@ -94,7 +126,16 @@ class _Item(NamedTuple):
 
 
 class StreamFeed:
-    """Steps of a stream: every rank reads all items and keeps the blocks that are its own."""
+    """Steps of a stream: every rank reads all items and keeps its own blocks.
+
+    Args:
+        data: the stream.
+        share: share of this rank in a step.
+        seed: seed of the random numbers that the stream draws.
+
+    Raises:
+        ConfigError: if the batch size of the user's DataLoader is not the micro batch.
+    """
 
     def __init__(self, data: Stream, share: Share, seed: int) -> None:
         if data.batch_size is not None and data.batch_size != share.micro_batch:
@@ -106,20 +147,29 @@ class StreamFeed:
         self._items_per_block = 1 if data.holds_batches else share.micro_batch
 
     def start(self) -> Cursor:
+        """Return the cursor of the first step."""
         return {"epoch": 0, "items": 0}
 
     def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        """Raise UsageError, because a stream is read in order."""
         raise UsageError(
             f"a stream is read in order and cannot jump by {steps} steps; ask for the next step, or load a saved state"
         )
 
     def deal(self, share: Share) -> None:
+        """Set the share of this rank in the steps that follow."""
         self._share = share
 
     def identity(self) -> dict[str, Any]:
+        """Return the kind of the data and its number of workers."""
         return {"kind": "stream", "workers": self._data.workers}
 
     def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+        """Yield the steps from ``cursor`` on, without end.
+
+        Raises:
+            DataError: if an epoch of the stream is empty, shorter than a step, or shorter than at the saved position.
+        """
         items = self._items(cursor)
         blocks = self._share.accumulation * self._share.dp_size
         while True:
@@ -138,7 +188,7 @@ class StreamFeed:
             return self._data.collate([item.value for item in held])
 
     def _items(self, cursor: Cursor) -> Iterator[_Item]:
-        """Items behind the cursor, epoch after epoch."""
+        """Yield the items behind the cursor, epoch after epoch."""
         epoch, skip = cursor["epoch"], cursor["items"]
         needed = self._share.global_batch // (self._share.micro_batch if self._data.holds_batches else 1)
         while True:
@@ -154,7 +204,10 @@ class StreamFeed:
             epoch, skip = epoch + 1, 0
 
     def _is_cut_short(self, item: Any) -> bool:
-        """The incomplete last batch of a DataLoader without drop_last: left out, so that all samples weigh the same."""
+        """Return whether an item is the incomplete last batch of a DataLoader without drop_last.
+
+        Such a batch is left out, so that all samples have the same weight.
+        """
         if not self._data.holds_batches or self._data.batch_size is None:
             return False
         size = samples_in(item)
@@ -179,7 +232,10 @@ class StreamFeed:
 
 
 def read_stream(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """One pass over a stream, with random generators of its own: the same items on every rank and in every replay."""
+    """Yield the items of one pass over a stream, with separate random generators.
+
+    The items are the same on every rank and in every replay.
+    """
     draws = Draws(key_of("stream", seed, epoch))
     with draws:
         _set_epoch(source, epoch)
@@ -199,7 +255,7 @@ def read_stream(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
 
 
 def _set_epoch(source: Any, epoch: int) -> None:
-    """Tell the stream, or what it reads from, which epoch begins, where it has the customary method for that."""
+    """Call ``set_epoch(epoch)`` of the stream, or of the parts of a DataLoader, if they have this method."""
     told = [source]
     if isinstance(source, DataLoader):
         told = [source.dataset, source.sampler, source.batch_sampler]

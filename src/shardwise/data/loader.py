@@ -5,12 +5,12 @@
         engine.train_step(loader.step_batches(step))        # global_batch / (micro_batch · dp_size) batches
     loader.state()                                          # JSON, equal on every rank
 
-The position is what has been handed out, never what has been read ahead; whoever fetches steps ahead of their use
-(``lend``) gives them back as soon as anybody else asks. It counts samples, so a state loads on any
-number of ranks, with any micro batch, and after a change of the global batch.
-Text, and a ``PlacedDataset`` without workers, is read ahead by one thread, one step deep; a user's dataset by its
-worker processes, or not at all: it may draw random numbers or hold files that a second thread would disturb. A
-``BatchedDataset`` is read by ``workers`` threads, ``steps_ahead`` steps before they are asked for, and with ``epochs``
+The position is what has been returned, never what has been read ahead. A caller that fetches steps ahead of their use
+(``lend``) returns them as soon as another caller asks. The position counts samples, so a state loads on any number of
+ranks, with any micro batch, and after a change of the global batch.
+Text, and a ``PlacedDataset`` without workers, is read ahead by one thread, one step deep. A user's dataset is read by
+its worker processes, or not ahead at all: it may draw random numbers or hold files that a second thread would disturb.
+A ``BatchedDataset`` is read by ``workers`` threads, ``steps_ahead`` steps before they are requested. With ``epochs``
 it ends: ranks that have run out of samples get empty batches (batched.py).
 """
 
@@ -30,7 +30,7 @@ _STEPS_AHEAD = 1
 
 
 class Position:
-    """The position of a loader in its data, which outlives the loader."""
+    """Position of a loader in its data, which outlives the loader."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
@@ -49,7 +49,26 @@ class Position:
 
 
 class Loader:
-    """Hands one data-parallel rank its microbatches."""
+    """Loader of the microbatches of one data-parallel rank.
+
+    Args:
+        data: a Dataset, an IterableDataset, a DataLoader, a ``PlacedDataset`` or a ``BatchedDataset``.
+        global_batch: samples of one optimizer step over all ranks.
+        micro_batch: samples of one microbatch.
+        dp_index: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        seed: seed of the order of samples and of the random numbers that samples draw.
+        shuffle: True reads each epoch in an order drawn from (seed, epoch).
+        collate_fn: joins samples to a batch; None takes torch's, or that of a DataLoader.
+        workers: processes (threads for a ``BatchedDataset``) that read ahead.
+        epochs: number of epochs after which a ``BatchedDataset`` ends; None is without end.
+        steps_ahead: steps that the threads of a ``BatchedDataset`` read ahead.
+        watch: called by the threads of a ``BatchedDataset`` after each read.
+
+    Raises:
+        ConfigError: if batch sizes do not fit, or if ``epochs`` is given for another kind of dataset.
+        DataError: if the data is empty, too small, or of an unknown kind.
+    """
 
     def __init__(
         self,
@@ -98,41 +117,41 @@ class Loader:
         else:
             self._feed = StreamFeed(adopted, self.share, seed)
         self.place = Position(self._feed)
-        """What has been handed out."""
+        """Position behind the steps that have been returned."""
         self._open: Iterator[Fetched] | None = None
         self._take_back: Callable[[], None] | None = None
 
     @property
     def step(self) -> int:
-        """The step that ``step_batches`` gives next."""
+        """Step that ``step_batches`` returns next."""
         return self.place.step
 
     @property
     def samples(self) -> int:
-        """Samples handed out so far, over all ranks."""
+        """Number of samples returned so far, over all ranks."""
         return self.place.samples
 
     @property
     def size(self) -> int | None:
-        """Samples of one pass over the data; None where it is a stream."""
+        """Number of samples of one pass over the data; None for a stream."""
         return self._size
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that are done."""
+        """Number of passes over the data that are done."""
         if self._size is not None:
             return int(self.place.cursor["position"]) // self._size
         return int(self.place.cursor.get("epoch", 0))
 
     @property
     def steps_left(self) -> int | None:
-        """Steps until the last epoch ends; None where epochs follow one another without end."""
+        """Number of steps until the last epoch ends; None if epochs follow one another without end."""
         if self._end is None:
             return None
         return -(-max(self._end - self.place.cursor["position"], 0) // self.share.global_batch)
 
     def set_accumulation(self, microbatches: int) -> None:
-        """From the next step on, as many microbatches make one; the position stays."""
+        """Set the number of microbatches of each following step; the position stays."""
         self.close()
         blocks = self.share.micro_batch * self.share.dp_size
         share = replace(self.share, global_batch=microbatches * blocks)
@@ -140,9 +159,11 @@ class Loader:
         self.share = share
 
     def step_batches(self, step: int | None = None) -> list[Any]:
-        """This rank's microbatches of a step: the next one, or with random access any.
+        """Return this rank's microbatches of a step.
 
-        Another step than the next counts from the last loaded state, by the present global batch.
+        Args:
+            step: the step; None is the next one. Another step needs random access. Steps count from the last loaded
+                state, with the present global batch.
         """
         self._end_loan()
         if step is not None and step != self.place.step:
@@ -156,14 +177,14 @@ class Loader:
 
     @property
     def reads_apart(self) -> bool:
-        """Whether threads read the data anyway, so that any thread may ask for the next step."""
+        """True if threads read the data, so that any thread may request the next step."""
         return self._reads_ahead or isinstance(self._feed, BatchedFeed)
 
     def fetch(self) -> Fetched:
-        """The next step, for one who takes several before the first is used: each counts when ``count`` is told.
+        """Return the next step without counting it, for callers that fetch several before the first is used.
 
-        ``close`` forgets those that were not counted: they are read again. Who fetches more than one says so first:
-        ``lend``.
+        A step counts when ``count`` is called. ``close`` discards the steps that were not counted: they are read again.
+        A caller that fetches more than one step must call ``lend`` first.
         """
         if self._open is None:
             steps = self._feed.steps(self.place.cursor)
@@ -175,26 +196,29 @@ class Loader:
             raise
 
     def count(self, fetched: Fetched) -> None:
-        """This step, the oldest that was not counted, is handed out."""
+        """Move the position behind ``fetched``, the oldest step that was not counted."""
         self.place.step += 1
         self.place.samples += self.share.global_batch
         self.place.cursor = fetched.after
 
     def lend(self, take_back: Callable[[], None]) -> None:
-        """To one who will fetch ahead, until ``close``. Whoever asks for steps in another way, or moves the position,
-        has ``take_back`` called first; after it there may be no fetch."""
+        """Let the caller fetch ahead until ``close``.
+
+        If another caller requests steps, or moves the position, ``take_back`` is called first; no fetch may follow it.
+        """
         self.close()
         self._take_back = take_back
 
     def _end_loan(self) -> None:
-        """What was fetched and not counted is read again."""
+        """End a loan, so that steps that were fetched and not counted are read again."""
         if self._take_back is not None:
             self.close()
 
     def __iter__(self) -> Iterator[Any]:
-        """Microbatches, for a loop of the user's; a step counts once its last one is handed out.
+        """Yield microbatches, for a user's own loop; a step counts once its last microbatch is yielded.
 
-        Without end, or with ``epochs`` as many on every rank: the last of them may be empty.
+        The iteration is endless. With ``epochs`` it ends after the same number of microbatches on every rank, and the
+        last ones may be empty.
         """
         while self.steps_left != 0:
             self._end_loan()
@@ -208,11 +232,19 @@ class Loader:
             yield fetched.batches[-1]
 
     def state(self) -> dict[str, Any]:
-        """The position as JSON, equal on every rank."""
+        """Return the position as JSON, equal on every rank."""
         return self.place.state()
 
     def load_state(self, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Go on where a state was saved; with ``strict`` only over the data that it was saved with."""
+        """Continue at a saved position.
+
+        Args:
+            state: result of ``state``.
+            strict: True requires the data with which the position was saved.
+
+        Raises:
+            DataError: if the data is of another kind, or differs and ``strict`` is True.
+        """
         given, here = state["data"], self._feed.identity()
         if given["kind"] != here["kind"]:
             raise DataError(
@@ -232,9 +264,9 @@ class Loader:
         self.place.cursor = {key: int(value) for key, value in state["cursor"].items()}
 
     def close(self) -> None:
-        """End what reads ahead; the next call of ``step_batches`` starts it again."""
+        """End the reading ahead; the next call of ``step_batches`` starts it again."""
         if self._take_back is not None:
-            self._take_back()  # once more by the next to ask, if it fails
+            self._take_back()  # if it fails, the next request calls it once more
             self._take_back = None
         self._forget()
 
@@ -245,10 +277,10 @@ class Loader:
 
 
 class _ReadAhead:
-    """The same steps, read by one thread before they are asked for.
+    """Steps of an iterator, read by one thread before they are requested.
 
-    An object and no generator: ``close`` waits for the thread, which the collector must not. [Note: finalizers] One
-    that is dropped unclosed ends with its pool, whose thread then leaves by itself.
+    This is an object instead of a generator because ``close`` waits for the thread, which the garbage collector must
+    not do. [Note: finalizers] An object that is dropped unclosed ends with its pool, whose thread then ends by itself.
     """
 
     def __init__(self, steps: Iterator[Fetched]) -> None:
@@ -269,5 +301,5 @@ class _ReadAhead:
         return current
 
     def close(self) -> None:
-        """End the thread, after the read in hand."""
+        """End the thread after the current read."""
         self._pool.shutdown(wait=True, cancel_futures=True)

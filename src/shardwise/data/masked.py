@@ -1,7 +1,7 @@
-"""Masked text: windows in which some tokens are hidden, to be restored.
+"""Masked text: windows in which some tokens are hidden, to be restored by the model.
 
-    of each token, by (seed, position): with probability p it is a target, else its target is -100
-    a target's token      80 % the token that masks, 10 % any token of the vocabulary, 10 % as it was
+    each token, by (seed, position): with probability p it is a target, else its target is -100
+    a target's token      80 % the mask token, 10 % any token of the vocabulary, 10 % unchanged
 
 Devlin et al. 2018, arXiv:1810.04805, appendix A.1. Each epoch masks anew, on any number of ranks the same tokens.
 Shapes: B batch, T context.
@@ -21,8 +21,13 @@ _MASKED, _REPLACED = 0.8, 0.9
 
 
 class MaskedWindows(PlacedDataset):
-    """Batches ``{"tokens": [B, T], "targets": [B, T]}`` of ``windows``; ``mask``: the token that hides, the first id
-    behind the vocabulary; ``share``: of the tokens."""
+    """Batches ``{"tokens": [B, T], "targets": [B, T]}`` of windows with hidden tokens.
+
+    Args:
+        windows: the windows.
+        mask: id of the mask token, the first id behind the vocabulary.
+        share: share of the tokens that are targets.
+    """
 
     def __init__(self, windows: Windows, mask: int, share: float) -> None:
         self.windows, self._mask, self._share = windows, mask, share
@@ -31,7 +36,7 @@ class MaskedWindows(PlacedDataset):
         return len(self.windows)
 
     def batch(self, places: Sequence[SampleAt], key: int) -> dict[str, Tensor]:
-        """See ``PlacedDataset``."""
+        """Return the masked windows at these places; see ``PlacedDataset.batch``."""
         tokens = torch.stack([self.windows[place.sample]["tokens"] for place in places]).numpy()
         targets = np.full_like(tokens, _IGNORED)
         for row, target, place in zip(tokens, targets, places, strict=True):
@@ -45,5 +50,5 @@ class MaskedWindows(PlacedDataset):
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
     def fingerprint(self) -> str:
-        """Of the windows, and how they are masked."""
+        """Return the fingerprint of the windows with the mask token and the share."""
         return f"{self.windows.fingerprint()} masked {self._mask} {self._share}"

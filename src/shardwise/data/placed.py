@@ -1,10 +1,10 @@
-"""Datasets that make a batch from places: what is drawn for a sample depends on its position alone.
+"""Datasets that make a batch from positions: the random numbers of a sample depend on its position only.
 
     batch(places, key)      samples at positions of the endless line (sampler.py), drawn by (key, position)
 
-so augmentation and masking are the same on any number of ranks and workers, and after a resume. Worker processes make
-whole batches ahead of their use, or without workers a thread of this process; an error in a worker comes back as the
-one sentence that it is. Where there is an accelerator, batches of workers lie in pinned memory.
+So augmentation and masking are the same on any number of ranks and workers, and after a resume. Worker processes make
+whole batches ahead of their use, or without workers a thread of this process does; an error in a worker is raised
+without the worker's traceback. If there is an accelerator, batches of workers lie in pinned memory.
 """
 
 from abc import ABC, abstractmethod
@@ -27,31 +27,34 @@ class SampleAt(NamedTuple):
 
 
 class PlacedDataset(ABC):
-    """A dataset with random access whose batches are made from places."""
+    """Dataset with random access whose batches are made from positions and samples."""
 
     is_cheap: ClassVar[bool] = False
-    """Read where it is used, for no worker process is worth its start."""
+    """True if reading is so fast that no worker process is worth its start."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def batch(self, places: Sequence[SampleAt], key: int) -> Any:
-        """The samples at these places, at least one; what is drawn follows from ``key`` and each position."""
+        """Return a batch of the samples at these places, at least one.
+
+        Random numbers depend on ``key`` and each position.
+        """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Names the samples: equal on every rank that reads the same ones."""
+        """Return a digest of the samples, equal on every rank that reads the same ones."""
 
 
 def draws_at(key: int, position: int) -> np.random.Generator:
-    """Random numbers of one position: the same wherever and whenever it is read. Cost: about 15 µs."""
+    """Return a generator of random numbers for one position, the same in every process. Cost: about 15 µs."""
     return np.random.Generator(np.random.Philox(key=np.array([key, position], dtype=np.uint64)))
 
 
 class _ByPlaces(Dataset[Any]):
-    """A block of places is the index of its batch."""
+    """Dataset whose index is a block of places and whose item is their batch."""
 
     def __init__(self, data: PlacedDataset, key: int) -> None:
         self._data, self._key = data, key
@@ -61,16 +64,24 @@ class _ByPlaces(Dataset[Any]):
             return self._data.batch(places, self._key)
         except (
             DataError
-        ) as error:  # raised in a worker, it would arrive with the worker's traceback around it
+        ) as error:  # returned, because torch adds the worker's traceback to an error that is raised
             return error
 
 
 def placed_batches(
     data: PlacedDataset, blocks: Iterable[list[SampleAt]], key: int, workers: int, ahead: int
 ) -> Iterator[Any]:
-    """One batch per block of places, in order. Errors: DataError as the dataset raised it.
+    """Yield one batch for each block of places, in order.
 
-    ``ahead``: batches that each worker makes before they are asked for.
+    Args:
+        data: the dataset.
+        blocks: places of each batch.
+        key: seed of the random numbers.
+        workers: number of worker processes; 0 reads in this process.
+        ahead: batches that each worker makes before they are requested.
+
+    Raises:
+        DataError: as the dataset raised it.
     """
     if not workers:
         for block in blocks:
@@ -86,7 +97,7 @@ def placed_batches(
         prefetch_factor=ahead,
         collate_fn=_as_is,
         pin_memory=torch.accelerator.is_available(),
-        # The loader draws its workers' seed when it is iterated; from a generator of its own, not from the model's.
+        # The loader draws its workers' seed when it is iterated; without this generator it would shift the model's.
         generator=torch.Generator().manual_seed(key),
     )
     for batch in from_workers(loader, given):

@@ -1,4 +1,4 @@
-"""Where training text or samples come from: the keys of ``data:``.
+"""Policy of the training text or samples: the keys of ``data:``.
 
 data: {source: stdlib, tokenizer: bytes}                       # text; a file, a folder, a token file, a list of them
 data: {kind: clicks, source: [day_0.gz, day_1.gz]}             # a click log, see clicks/policy.py
@@ -19,33 +19,38 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class DataPolicy(Policy):
-    """Where training data comes from and in which order it is read."""
+    """Source of the training data and the order in which it is read."""
 
     kind: Literal["text"] = "text"
-    """Text, or what ``target`` makes; ``clicks`` and ``images`` have other keys."""
+    """Text, or the result of ``target``; ``clicks`` and ``images`` have other keys."""
     source: str | list[str] = "stdlib"
-    """Text to learn: ``stdlib`` (the source code of Python's standard library), a file, a folder, a token file made
-    by ``shardwise convert``, or a list of these. A folder called stdlib is written ``./stdlib``."""
+    """Text to learn: ``stdlib`` (the source code of Python's standard library), a file, a folder, a token file made by
+    ``shardwise convert``, or a list of these. A folder called stdlib is written ``./stdlib``.
+    """
     pattern: str = "*"
-    """Which files of a folder are read: a glob held against the file's name and its path inside the folder.
-    Hidden files and folders are left out."""
+    """Files of a folder that are read: a glob compared with the file's name and with its path inside the folder.
+    Hidden files and folders are left out.
+    """
     tokenizer: str = "bytes"
     """``bytes`` (256 tokens, nothing to install) or the path of a Hugging Face ``tokenizer.json``."""
     validation: Annotated[float, Field(ge=0, lt=1)] | str = 0.05
-    """Fraction of every source, taken from its end, that is held out for evaluation (at least one window; 0: none);
-    or a source of its own: a file, a folder or a token file."""
+    """Fraction of every source, taken from its end, that is held out for evaluation (at least one window; 0: none); or
+    a separate source: a file, a folder or a token file.
+    """
     validation_samples: Annotated[int, Field(ge=1)] | None = None
-    """At most this many validation samples, evenly spread, are used in one evaluation; left out: all of them."""
+    """Largest number of validation samples, evenly spread, that one evaluation uses; left out: all of them."""
     target: str | None = None
-    """``module:function`` that returns a Dataset, an IterableDataset or a DataLoader, or a pair of them
-    (training, validation). Takes the place of ``source``."""
+    """``module:function`` that returns a Dataset, an IterableDataset or a DataLoader, or a pair of them (training,
+    validation). Replaces ``source``.
+    """
     arguments: dict[str, Any] = {}
     """Keyword arguments of ``target``."""
     shuffle: bool = True
-    """Read the samples of each epoch in an order drawn from (seed, epoch); false: as they lie."""
+    """Read the samples of each epoch in an order drawn from (seed, epoch); false: in the order of the data."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that read samples ahead, per rank (DeepSpeed: ``data_efficiency.data_sampling.num_workers``).
-    Text needs none: a thread reads it ahead."""
+    """Processes that read samples ahead, per rank (DeepSpeed: ``data_efficiency.data_sampling.num_workers``). Text
+    needs none: a thread reads it ahead.
+    """
     cache: str | None = None
     """Folder that keeps the tokenised text between runs; left out: ``cache`` inside the run folder."""
 
@@ -67,7 +72,7 @@ class DataPolicy(Policy):
 
 
 def with_kind(given: Any, kind: str) -> Any:
-    """What stands under ``data:``, unchecked, as data of ``kind`` where it says none."""
+    """Return the unchecked value of ``data:`` with ``kind`` filled in if the value has none."""
     return {"kind": kind, **(given or {})} if given is None or isinstance(given, dict) else given
 
 

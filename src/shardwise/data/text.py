@@ -1,16 +1,16 @@
 """Text: from a source to token files.
 
     source      what it is                                              documents
-    stdlib      *.py of Python's own standard library, tests left out   one per file
-    a file      any file; the byte tokenizer takes its bytes as are     one
+    stdlib      *.py of Python's own standard library, without tests    one per file
+    a file      any file; the byte tokenizer reads its bytes unchanged  one
     a folder    its files that match ``pattern``, at any depth          one per file
     x.tokens    a token file, or a folder of nothing else               as written
 
-Files are laid in the order of the SHA-256 of their path inside the source. That is the same everywhere, and makes
-the end of the file, which is held out for validation, a fair sample instead of the last letters of the alphabet.
-Text is tokenised once into a folder of token files. The name carries a hash of paths, sizes, times and tokenizer, so
-changed text is tokenised anew. Of several ranks on one host one works and the others wait; where the file system
-knows no locks each works, and the rename of equal files makes that harmless.
+Files are ordered by the SHA-256 of their path inside the source. That is the same everywhere, and makes the end of the
+token file, which is held out for validation, a fair sample instead of the last letters of the alphabet.
+Text is tokenised once into a folder of token files. The name contains a hash of paths, sizes, times and tokenizer, so
+changed text is tokenised anew. Of several ranks on one host one rank works and the others wait. If the file system has
+no locks, every rank works, which is harmless because each renames an equal file.
 Memory: one piece of ``_PIECE_BYTES``, whatever the size of the text.
 """
 
@@ -37,21 +37,21 @@ from shardwise.plan.words import in_words
 
 STDLIB = "stdlib"
 _PIECE_BYTES = 1 << 20
-# A cached file up to this size is checked to the last byte before use and made again where it is damaged; a larger
-# one is checked block by block as it is read, so that training starts at once.
+# A cached file up to this size is checked to the last byte before use and made again if it is damaged; a larger
+# file is checked block by block as it is read, so that training starts at once.
 _CHECK_FIRST_BYTES = 256 << 20
-# Not part of the library's own source: installed packages, tests, and what the build wrote for this one machine.
+# Not part of the library's own source: installed packages, tests, and files that the build wrote for one machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
-# Of a source's name in that of its cached file: at most 4 bytes each, and no file name has more than 255.
+# Characters of a source's name in the name of its cached file: at most 4 bytes each, of 255 that a file name may have.
 _LABEL_CHARACTERS = 50
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes tokenised, bytes in all)."""
+"""Callback with (bytes tokenised, bytes in all)."""
 
 
 class TextFiles(NamedTuple):
-    """The files of one source, in the order in which they are read."""
+    """Files of one source, in the order in which they are read."""
 
     label: str
     root: Path
@@ -59,11 +59,20 @@ class TextFiles(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
+        """Size of all files in bytes."""
         return sum(path.stat().st_size for path in self.paths)
 
 
 def find_files(source: str, pattern: str = "*") -> TextFiles:
-    """The non-empty files behind one source; a ``DataError`` where there are none."""
+    """Return the non-empty files of one source.
+
+    Args:
+        source: ``stdlib``, a file or a folder.
+        pattern: glob for the files of a folder.
+
+    Raises:
+        SourceError: if there is no file, or if the source cannot be read.
+    """
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for path in _walk(root, _NOT_STDLIB) if path.suffix == ".py" and _is_portable(path)]
@@ -134,7 +143,7 @@ def _in_order(root: Path, paths: list[Path]) -> list[Path]:
 
 
 def _close_to(missing: Path) -> str:
-    """What to do about a path that is not there."""
+    """Return the advice for a path that does not exist."""
     folder = missing.parent
     if not folder.is_dir():
         return f"; there is no folder {folder} either (the current folder is {Path.cwd()})"
@@ -148,14 +157,14 @@ def _close_to(missing: Path) -> str:
 
 
 class TextPiece(NamedTuple):
-    """The tokens that ``size_bytes`` more bytes of a file became."""
+    """Tokens of ``size_bytes`` more bytes of a file."""
 
     tokens: npt.NDArray[Any]
     size_bytes: int
 
 
 def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[TextPiece]:
-    """One file, piece by piece. Text is cut after a line end, so no token is torn that stays within a line."""
+    """Yield one file piece by piece. Text is cut after a line end, so that no token within a line is torn."""
     with open_regular(path) as file:
         if isinstance(tokenizer, ByteTokenizer):
             while read := file.read(_PIECE_BYTES):
@@ -174,7 +183,7 @@ def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[TextPiece]:
 
 
 def _last_cut(text: str) -> int:
-    """After the last line end; without one before the last blank; without one at the end."""
+    """Return the index after the last line end, else before the last blank, else the length of ``text``."""
     after_line = text.rfind("\n") + 1
     before_blank = max(text.rfind(" "), 0)
     return after_line or before_blank or len(text)
@@ -206,7 +215,18 @@ def convert(
     pattern: str = "*",
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Tokenise a source, or several one after the other, into the token file ``out``."""
+    """Tokenise a source, or several one after the other, into the token file ``out``.
+
+    Args:
+        source: ``stdlib``, a file, a folder, or a list of these.
+        tokenizer: the tokenizer.
+        out: path of the token file.
+        pattern: glob for the files of a folder.
+        progress: called with (bytes tokenised, bytes in all).
+
+    Raises:
+        DataError: if ``out`` exists and is no token file, if a source is a token file, or if text cannot be read.
+    """
     out = Path(out)
     if out.is_dir():
         raise DataError(
@@ -228,7 +248,18 @@ def convert(
 def open_source(
     source: str, tokenizer: Tokenizer, cache: Path, *, pattern: str = "*", progress: Progress | None = None
 ) -> list[TokenFile]:
-    """The token files of one source; text is tokenised into ``cache`` where that has not been done before."""
+    """Open the token files of one source; text is tokenised into ``cache`` if that has not been done before.
+
+    Args:
+        source: ``stdlib``, a file, a folder or a token file.
+        tokenizer: the tokenizer; token files must have been made with it.
+        cache: folder for the token files of text.
+        pattern: glob for the files of a folder.
+        progress: called with (bytes tokenised, bytes in all).
+
+    Raises:
+        DataError: if token files do not fit the tokenizer, or if the source mixes text and token files.
+    """
     files = find_files(source, pattern)
     are_tokens = [is_token_file(path) for path in files.paths]
     if all(are_tokens):
@@ -270,14 +301,14 @@ def _cached(files: TextFiles, tokenizer: Tokenizer, cache: Path, progress: Progr
         if (found := _open_whole(out)) is not None:
             return found
         if is_locked:
-            for leftover in cache.glob(f".{out.name}.*.tmp"):  # of a process that was killed while it wrote
+            for leftover in cache.glob(f".{out.name}.*.tmp"):  # left by a process that was killed
                 leftover.unlink(missing_ok=True)
         _write(files, tokenizer, out, progress)
     return TokenFile(out)
 
 
 def _open_whole(path: Path) -> TokenFile | None:
-    """A cached file, or None where it is missing or damaged: then it is made again."""
+    """Open a cached file, or return None if it is missing or damaged and must be made again."""
     if not path.exists():
         return None
     try:
@@ -291,7 +322,7 @@ def _open_whole(path: Path) -> TokenFile | None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Hold a lock on a folder; yields False where the system or the file system has none.
+    """Hold a lock on a folder; yield False if the system or the file system has no locks.
 
     The lock is on the folder itself, so that no lock file stays behind, and ends with the process that holds it.
     """

@@ -1,4 +1,4 @@
-"""Token files: text turned into numbers once, then mapped into memory by every rank.
+"""Token files: text converted to numbers once, then mapped into memory by every rank.
 
     byte 0          magic (8), version u32, length of the header u32, CRC-32 of the header u32, header (JSON), zeros
     byte 4096       tokens, little endian, u8, u16 or u32 by the size of the vocabulary, zeros up to a multiple of 8
@@ -7,7 +7,7 @@
 
 Writing streams: memory is the two tables (``checked_file.py``).
 Reading maps the file: ranks on one host share its pages. Opening checks the header, the tables and the length; a
-block's CRC is checked when it is first touched, so a large file opens at once and no damaged byte is ever trained on.
+block's CRC is checked when the block is first read, so a large file opens at once and damaged bytes are never used.
 """
 
 import hashlib
@@ -37,7 +37,11 @@ _REPAIR = "make it again with `shardwise convert`, or delete it where it stands 
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest dtype that holds every id of a vocabulary."""
+    """Return the smallest dtype that holds every id of a vocabulary.
+
+    Raises:
+        DataError: if the ids do not fit into 32 bits.
+    """
     for name, dtype in _DTYPES.items():
         if vocab_size <= 1 << (8 * dtype.itemsize):
             return name
@@ -45,11 +49,17 @@ def dtype_for(vocab_size: int) -> str:
 
 
 class TokenWriter:
-    """Writes one token file; as a context it commits at the end and leaves nothing behind after an error.
+    """Writer of one token file, a context manager that commits at the end and leaves nothing behind after an error.
 
-    >>> with TokenWriter(path, tokenizer_name="bytes", vocab_size=256) as writer:
-    ...     writer.append(tokens)
-    ...     writer.end_document()
+    Args:
+        path: path of the file.
+        tokenizer_name: name of the tokenizer, which is stored in the file.
+        vocab_size: number of ids.
+
+    Example:
+        >>> with TokenWriter(path, tokenizer_name="bytes", vocab_size=256) as writer:
+        ...     writer.append(tokens)
+        ...     writer.end_document()
     """
 
     def __init__(self, path: Path, tokenizer_name: str, vocab_size: int) -> None:
@@ -69,7 +79,11 @@ class TokenWriter:
         return self
 
     def append(self, tokens: npt.NDArray[Any]) -> None:
-        """Add tokens to the current document."""
+        """Add tokens to the current document.
+
+        Raises:
+            DataError: if a token is outside the vocabulary, or if the file cannot be written.
+        """
         if tokens.size == 0:
             return
         low, high = int(tokens.min()), int(tokens.max())
@@ -85,7 +99,7 @@ class TokenWriter:
         self.count += tokens.size
 
     def end_document(self) -> None:
-        """Close the current document; one without tokens is not counted."""
+        """End the current document; a document without tokens is not counted."""
         if self.count > (self._ends[-1] if self._ends else 0):
             self._ends.append(self.count)
 
@@ -137,7 +151,14 @@ class _Header(StrictModel):
 
 
 class TokenFile:
-    """One token file, mapped. ``read(start, stop)`` is the only way to its tokens."""
+    """A token file, mapped into memory. ``read(start, stop)`` is the only access to its tokens.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        DataError: if the file cannot be read, is damaged, or is no token file.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -211,11 +232,16 @@ class TokenFile:
         return self.count
 
     def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path]]:
-        # A worker process maps the file itself; pickling would copy every token.
+        # A worker process maps the file again, because pickling would copy every token.
         return TokenFile, (self.path,)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens ``[start, stop)`` as a copy in int64."""
+        """Return tokens ``[start, stop)`` as a copy in int64.
+
+        Raises:
+            IndexError: if the range is outside the file.
+            DataError: if a block's CRC-32 differs, or if a token is outside the vocabulary.
+        """
         if not 0 <= start <= stop <= self.count:
             raise IndexError(f"tokens [{start}, {stop}) of {self.path}, which holds {self.count}")
         self._check(
@@ -224,7 +250,11 @@ class TokenFile:
         return self._tokens[start:stop].astype(np.int64)
 
     def check(self) -> None:
-        """Hold every block against its CRC-32; a ``DataError`` names the first that differs."""
+        """Compare every block with its CRC-32.
+
+        Raises:
+            DataError: if a block differs; the message names the first one.
+        """
         self._is_checked[:] = False
         self._check(0, self._blocks)
 
@@ -249,7 +279,7 @@ class TokenFile:
             self._is_checked[block] = True
 
     def fingerprint(self) -> str:
-        """Names the content, wherever the file lies: equal on every rank that reads the same tokens."""
+        """Return a digest of the content, equal on every rank that reads the same tokens, for any path."""
         digest = hashlib.sha256(f"{self.dtype.str} {self.count} {self.tokenizer_name}\n".encode())
         digest.update(self._checksums.tobytes())
         digest.update(self.ends.tobytes())
@@ -257,7 +287,10 @@ class TokenFile:
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file starts as a token file does; one that only carries the suffix counts too and fails on opening."""
+    """Return whether a file has the suffix or the first bytes of a token file.
+
+    A file with the suffix and other bytes fails on opening.
+    """
     if path.suffix == SUFFIX:
         return True
     with open_regular(path) as file:

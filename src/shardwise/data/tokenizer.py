@@ -1,12 +1,12 @@
-"""Text to numbers and back.
+"""Tokenizers: from text to numbers and back.
 
-A tokenizer is anything with the five members of ``Tokenizer``. Two are built in:
+A tokenizer is any object with the five members of ``Tokenizer``. Two are built in:
 
     bytes            one token per byte of UTF-8, vocabulary 256; NUL, which text never holds, ends a document
     tokenizer.json   any tokenizer of the Hugging Face ``tokenizers`` library (extra ``hf``)
 
-``name`` goes into every token file, so that text is never read with another tokenizer than it was written with; for
-a tokenizer.json it carries the first digits of the file's SHA-256, so the file may move but not change.
+``name`` is stored in every token file, so that text is never read with another tokenizer than it was written with. For
+a tokenizer.json the name contains the first digits of the file's SHA-256, so the file may move but not change.
 """
 
 import hashlib
@@ -21,38 +21,62 @@ from shardwise.plan.words import in_words
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _LIMIT_BYTES = 64 << 20
 _GAP_LIMIT = 65_536
-"""Ids that no token has, beside three for each that one has."""
+"""Largest number of ids without a token, beside three for each id that has one."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """Interface of a tokenizer in this package."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name that identifies the tokenizer in token files."""
+        ...
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        ...
+
     @property
-    def end_of_document(self) -> int | None: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def end_of_document(self) -> int | None:
+        """Id that ends a document; None if there is no such token."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids."""
+        ...
 
 
 class ByteTokenizer:
-    """One token per byte of the text's UTF-8; bytes that are no UTF-8 decode to the replacement character."""
+    """Tokenizer with one token per byte of UTF-8; bytes that are no UTF-8 decode to the replacement character."""
 
     name = "bytes"
     vocab_size = 256
     end_of_document: int | None = 0
 
     def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text in UTF-8."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes in UTF-8."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
-    """A Hugging Face ``tokenizer.json``; special tokens are not added by ``encode``."""
+    """Tokenizer from a Hugging Face ``tokenizer.json``; ``encode`` adds no special tokens.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        DataError: if the package ``tokenizers`` is not installed.
+        SourceError: if the file is no tokenizer, or if its ids have large gaps.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -66,9 +90,7 @@ class JsonTokenizer:
         content = _read(path)
         try:
             self._inner: Any = tokenizers.Tokenizer.from_buffer(content)
-        except (
-            BaseException
-        ) as error:  # the library raises bare Exception, and where it panics no Exception at all
+        except BaseException as error:  # the library raises bare Exception, and a BaseException if it panics
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise SourceError(
@@ -77,7 +99,7 @@ class JsonTokenizer:
             ) from error
         self.name = f"tokenizer.json:{hashlib.sha256(content).hexdigest()[:12]}"
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
-        # Ids may have gaps; the embedding needs a row up to the largest.
+        # Ids may have gaps; the embedding needs a row for every id up to the largest.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if not vocabulary or self.vocab_size > 4 * len(vocabulary) + _GAP_LIMIT:
             raise SourceError(
@@ -89,9 +111,14 @@ class JsonTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            DataError: if the library fails on the text.
+        """
         try:
             ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        except BaseException as error:  # the library raises bare Exception, and panics where a regex gives up
+        except BaseException as error:  # the library raises bare Exception, and panics if a regex fails
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(
@@ -101,12 +128,13 @@ class JsonTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids, with special tokens."""
         text: str = self._inner.decode([int(token) for token in tokens], skip_special_tokens=False)
         return text
 
 
 def _read(path: Path) -> bytes:
-    """Return the whole of a file that may be a tokenizer: a stranger may have chosen its path."""
+    """Return the content of a file that may be a tokenizer; its path may come from an untrusted configuration."""
     try:
         return read_small_file(path, _LIMIT_BYTES)
     except OSError as error:
@@ -117,7 +145,11 @@ def _read(path: Path) -> bytes:
 
 
 def load_tokenizer(given: str) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names: ``bytes``, a tokenizer.json, or a folder that holds one."""
+    """Return the tokenizer that ``data.tokenizer`` names: ``bytes``, a tokenizer.json, or a folder that holds one.
+
+    Raises:
+        SourceError: if there is no such file.
+    """
     if given == "bytes":
         return ByteTokenizer()
     path = expanded(given)

@@ -6,7 +6,7 @@ Window i of a span of n tokens starts at token i·T and holds T + 1 of them:
     targets = span[i·T + 1 : i·T + T + 1]                                            [T]
 
 so every token but the first of a span is predicted exactly once an epoch; the (n - 1) mod T tokens at the end are not
-used. No window crosses from one span to the next.
+used. No window extends from one span to the next.
 Cost: one read of T + 1 tokens per sample; memory does not grow with the corpus.
 Shapes: T context.
 """
@@ -27,7 +27,7 @@ from shardwise.plan.errors import DataError
 
 
 class TokenSpan(NamedTuple):
-    """Tokens ``[start, stop)`` of one token file."""
+    """Range ``[start, stop)`` of tokens of one token file."""
 
     file: TokenFile
     start: int
@@ -35,11 +35,20 @@ class TokenSpan(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.stop - self.start
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Samples ``{"tokens": [T], "targets": [T]}``, both int64, cut from spans of token files."""
+    """Samples ``{"tokens": [T], "targets": [T]}``, both int64, cut from spans of token files.
+
+    Args:
+        spans: ranges of token files; spans of at most ``context`` tokens are left out.
+        context: tokens of a window, T.
+
+    Raises:
+        DataError: if no span holds a window.
+    """
 
     def __init__(self, spans: Sequence[TokenSpan], context: int) -> None:
         if context < 1:
@@ -67,20 +76,21 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"tokens": window[:-1], "targets": window[1:]}
 
     def sample(self, index: int) -> dict[str, Tensor]:
-        """The same as ``self[index]``, under the name that other sources share."""
+        """Return ``self[index]``, under the name that other sources share."""
         return self[index]
 
     @property
     def tokens(self) -> int:
-        """Tokens that one epoch predicts."""
+        """Number of tokens that one epoch predicts."""
         return len(self) * self.context
 
     @property
     def vocab_size(self) -> int:
+        """Largest vocabulary of the token files."""
         return max(span.file.vocab_size for span in self.spans)
 
     def fingerprint(self) -> str:
-        """Names the samples and their order on disk: equal wherever the same tokens are cut the same way."""
+        """Return a digest of the samples and their order, equal if the same tokens are cut in the same way."""
         digest = hashlib.sha256(f"context {self.context}\n".encode())
         for span in self.spans:
             digest.update(f"{span.file.fingerprint()} {span.start} {span.stop}\n".encode())
@@ -90,7 +100,15 @@ class Windows(Dataset[dict[str, Tensor]]):
 def hold_out(file: TokenFile, fraction: float, context: int) -> tuple[TokenSpan, TokenSpan]:
     """Cut a file into training and validation spans; the end, of at least one window, is held out.
 
-    The cut moves to the nearest end of a document where that changes the held-out size by no more than half.
+    The cut moves to the nearest end of a document if that changes the held-out size by no more than half.
+
+    Args:
+        file: the token file.
+        fraction: share of the tokens to hold out; 0 holds out nothing.
+        context: tokens of a window.
+
+    Raises:
+        DataError: if the file is shorter than two windows.
     """
     if fraction == 0:
         return TokenSpan(file, 0, file.count), TokenSpan(file, file.count, file.count)

@@ -1,7 +1,7 @@
-"""Worker processes of a DataLoader: one that is killed is named, with its signal and what it was reading.
+"""Worker processes of a DataLoader: an error that names a worker that was killed, its signal and its samples.
 
-torch says "DataLoader worker (pid 7) is killed by signal" if its handler comes first, and otherwise whatever the broken
-pipe raises ("ConnectionResetError: [Errno 104]"), which names no worker.
+torch says "DataLoader worker (pid 7) is killed by signal" if its handler runs first, and otherwise raises the error of
+the broken pipe ("ConnectionResetError: [Errno 104]"), which names no worker.
 
 Cost: nothing until something fails.
 """
@@ -18,19 +18,19 @@ from torch.utils.data import DataLoader
 from shardwise.plan.errors import DataError
 
 FAULTS = (RuntimeError, OSError, EOFError)
-"""What torch raises when a worker has ended."""
+"""Exceptions that torch raises when a worker has ended."""
 _END_S = 2.0
-"""The most time that the end of a process takes to be seen after its pipe broke."""
+"""Seconds after which the end of a process is visible at the latest, counted from the break of its pipe."""
 _SHOWN = 8
 
 
 class PendingBlocks:
-    """The blocks of samples that a DataLoader is given, with those that have not come back yet."""
+    """Blocks of samples for a DataLoader, with those whose batches have not come back yet."""
 
     def __init__(self, blocks: Iterable[Sequence[Any]]):
         self._blocks = blocks
         self.waiting: deque[tuple[int, Sequence[Any]]] = deque()
-        """The number and the places of each block."""
+        """Number and samples of each block whose batch has not come back."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Yield each block once."""
@@ -39,7 +39,7 @@ class PendingBlocks:
             yield block
 
     def of(self, worker: int, workers: int) -> str:
-        """Return, in words, the first samples that a worker has not delivered; workers take the blocks in turns."""
+        """Return a phrase with the first samples that a worker has not delivered; workers take the blocks in turns."""
         for number, block in self.waiting:
             if number % workers == worker:
                 samples = [str(getattr(each, "sample", each)) for each in block]
@@ -54,7 +54,7 @@ def from_workers(loader: DataLoader[Any], blocks: PendingBlocks) -> Iterator[Any
     """Yield the batches of a DataLoader with worker processes over ``blocks``.
 
     Raises:
-        DataError: If a worker has ended.
+        DataError: if a worker has ended.
     """
     batches = iter(loader)
     while True:
@@ -78,7 +78,7 @@ def worker_error(error: Exception, batches: Any, blocks: PendingBlocks | None = 
     is_torn = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
     until_s = time.monotonic() + _END_S * (is_torn and bool(workers))
     while True:
-        # torch's handler of signals raises in any line as soon as it hears of the end.
+        # torch's signal handler may raise RuntimeError in any of these lines when a worker ends.
         with contextlib.suppress(RuntimeError):
             for number, worker in enumerate(workers):
                 if worker.exitcode:
@@ -91,7 +91,7 @@ def worker_error(error: Exception, batches: Any, blocks: PendingBlocks | None = 
 
 
 def _ended(code: int) -> str:
-    """Return how a process ended, in words."""
+    """Return a phrase that describes how a process ended."""
     if code > 0:
         return f"ended with exit code {code}"
     try:

@@ -1,10 +1,10 @@
-"""From ``data:`` to clicks to learn from and to be evaluated on; from files of any kind to one packed file.
+"""Builds training and validation clicks from ``data:``, and one packed file from files of any kind.
 
-packed clicks      mapped as they are
+packed clicks      mapped without conversion
 Criteo, CSV,
-Parquet            converted once into the cache folder; the name carries a hash of paths, sizes, times and of what
-                   decides the content, so that changed files are converted anew. One rank of a host works, the
-                   others wait.
+Parquet            converted once into the cache folder; the name contains a hash of paths, sizes, times and of the
+                   options that decide the content, so that changed files are converted anew. One rank of a host works,
+                   the others wait.
 """
 
 import hashlib
@@ -36,26 +36,31 @@ _log = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 1 << 15
 _STEM_LETTERS = 50
-"""Of a source's name that its cached file keeps: what is added to it fits a name of 255 bytes in any letters."""
+"""Characters of a source's name that the name of its cached file keeps: with the rest it fits into 255 bytes in any
+script.
+"""
 
 
 @dataclass(frozen=True)
 class ClickCorpus:
-    """What a click-through model learns from and what it is evaluated on."""
+    """Training clicks and validation clicks of a run."""
 
     train: Clicks
     validation: Clicks
     skipped: int = 0
-    """Malformed rows that were left out."""
+    """Number of malformed rows that were left out."""
 
     @property
     def schema(self) -> Schema:
-        """The columns of both."""
+        """Columns of both parts."""
         return self.train.schema
 
     @property
     def table_rows(self) -> dict[str, int]:
-        """Rows of the features whose keys are known to lie below a number; none where keys are hashed or from files."""
+        """Rows of the features whose keys are known to lie below a number.
+
+        Empty if keys are hashed or come from files.
+        """
         source = self.train.source
         if not isinstance(source, SyntheticClicks) or source.keys == "hashed":
             return {}
@@ -63,13 +68,21 @@ class ClickCorpus:
 
     @property
     def best(self) -> Best | None:
-        """The best score that any model can have; None where nobody knows it."""
+        """Best score that any model can have; None if it is unknown."""
         source = self.train.source
         return source.best if isinstance(source, SyntheticClicks) else None
 
     def best_on_validation(self, samples: int | None = None) -> ClickScore | None:
-        """What the teacher scores on the very rows held out, or on those that an evaluation of ``samples`` takes: their
-        labels are drawn, which moves every model's AUC alike (by 0.001 at 200,000 rows). None without a teacher."""
+        """Return the score of the teacher on the held-out rows, or on those that an evaluation of ``samples`` rows uses.
+
+        The labels of these rows are drawn, which changes every model's AUC alike (by 0.001 at 200,000 rows).
+
+        Args:
+            samples: rows of an evaluation; None takes all.
+
+        Returns:
+            The score; None without a teacher.
+        """
         source, held_out = self.validation.source, len(self.validation)
         if not isinstance(source, SyntheticClicks):
             return None
@@ -82,12 +95,21 @@ class ClickCorpus:
         return metrics.result()
 
     def fingerprint(self) -> str:
-        """Equal on two ranks that read the same clicks."""
+        """Return a digest that is equal on two ranks that read the same clicks."""
         return self.train.fingerprint()
 
 
 def build_clicks(policy: ClickPolicy, cache: Path, progress: Progress | None = None) -> ClickCorpus:
-    """Open, and where needed convert, what the policy names. ``cache`` is used unless the policy names a folder."""
+    """Open the clicks that the policy names, and convert them if needed.
+
+    Args:
+        policy: the policy.
+        cache: folder for converted files, unless the policy names a folder.
+        progress: called with (bytes converted, bytes in all).
+
+    Raises:
+        DataError: if files cannot be read, or if validation has other columns than training.
+    """
     form = BatchForm(policy.dense_transform, policy.missing_key)
     if policy.source == SYNTHETIC:
         return _synthetic(policy, form)
@@ -132,10 +154,22 @@ def convert_clicks(
     separator: str | None = None,
     progress: Progress | None = None,
 ) -> PackedClicks:
-    """Click logs, one behind the other in the order given (files of a folder by name), as the packed file ``out``.
+    """Convert click logs, one after the other in the given order, to the packed file ``out``.
 
-    ``schema`` names the columns of Parquet and CSV files; left out, the first file decides by types, and what they do
-    not decide is refused. ``separator``: of text with a header, where a file's name does not end in .csv or .tsv.
+    Args:
+        sources: files and folders; files of a folder are read in the order of their names.
+        out: path of the packed file.
+        pattern: glob for the files of a folder.
+        schema: columns of Parquet and CSV files; None lets the types of the first file decide, and refuses columns
+            whose types do not.
+        label: column of the label.
+        malformed_limit: rows that may be left out.
+        separator: character between the fields of text with a header, for files whose names do not end in .csv or .tsv.
+        progress: called with (bytes converted, bytes in all).
+
+    Raises:
+        DataError: if ``out`` exists and holds no packed clicks, if files differ in their columns, or if files cannot be
+            read.
     """
     out = Path(out)
     if out.is_dir():
@@ -231,12 +265,12 @@ def _kind(file: Path, separator: str | None = None) -> str:
         return "packed"
     if separator_of(file, separator) is None:
         return "criteo"
-    # Criteo's text has no header, whatever its files are called.
+    # Criteo's text has no header, so a first line of Criteo's fields decides even in a file called .csv or .tsv.
     return "criteo" if separator is None and is_criteo_line(next(whole_lines(file), b"")) else "csv"
 
 
 def _files(sources: list[str], pattern: str) -> list[Path]:
-    """The files of all sources; those of a folder in the order of their names, which is that of the days."""
+    """Return the files of all sources; those of a folder in the order of their names, which is that of the days."""
     return [path for source in sources for path in sorted(find_files(source, pattern).paths)]
 
 
@@ -267,9 +301,7 @@ def _open(
         found = _opened(out)
         if found is None:
             if is_locked:
-                for leftover in cache.glob(
-                    f".{out.name}.*.tmp"
-                ):  # of a process that was killed while it wrote
+                for leftover in cache.glob(f".{out.name}.*.tmp"):  # left by a process that was killed
                     leftover.unlink(missing_ok=True)
             malformed = Malformed(policy.malformed_limit)
             found = _convert(files, out, schema, policy.label, policy.separator, malformed, progress)
@@ -279,7 +311,7 @@ def _open(
 
 
 def _assigned(schema: Schema, label: str) -> str:
-    """Which column is what, as it followed from types."""
+    """Return a line that lists the use of the columns, as it followed from types."""
     keys = ", ".join(feature.name + (" (lists)" if feature.many else "") for feature in schema.features)
     return (
         f"label {label}; numbers {', '.join(schema.dense) or 'none'}; keys {keys or 'none'}. Types decided that; "
@@ -288,7 +320,7 @@ def _assigned(schema: Schema, label: str) -> str:
 
 
 def _opened(path: Path) -> PackedClicks | None:
-    """A cached file, or None where it is missing or cut short: then it is made again."""
+    """Open a cached file, or return None if it is missing or cut short and must be made again."""
     if not path.exists():
         return None
     try:

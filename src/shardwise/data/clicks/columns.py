@@ -1,18 +1,17 @@
-"""Columns with names and types, as Arrow has them, to rows of clicks: what Parquet files and CSV tables share.
+"""Conversion of named and typed Arrow columns to rows of clicks: shared by Parquet files and CSV tables.
 
-    column                                   becomes, where nobody named it
+    column                                   becomes, unless the user names the columns
     ``label`` (or the name given)            label: 0 or 1; anything else, a null too, makes the row malformed
-    floating point                           a number, NaN where null
-    integer, string, category of these       a feature with one key, none where null
+    floating point                           a number, NaN for null
+    integer, string, category of these       a feature with one key, none for null
     list of integers or of strings           a feature with many keys
 
-What a type does not decide is refused until ``data.dense`` and ``data.sparse`` name the columns: whole numbers with
-gaps in floating point, as pandas has ids where one is missing; columns of 0 and 1, which may be a second label; truth
-values; a column called weight; a column without a value. Columns I1 to I13 beside C1 to C26 are Criteo's, whatever
-their types.
+Columns whose type does not decide their use are refused until ``data.dense`` and ``data.sparse`` name the columns:
+whole numbers with gaps in floating point, as pandas has ids if one is missing; columns of 0 and 1, which may be a
+second label; truth values; a column called weight; a column without a value. Columns I1 to I13 beside C1 to C26 are
+Criteo's, whatever their types.
 
-A string becomes the key that the first 63 bits of its SHA-256 are; an unsigned integer of 64 bits the key with its
-bits.
+The key of a string is the first 63 bits of its SHA-256; that of an unsigned integer of 64 bits has the same bits.
 """
 
 import hashlib
@@ -32,13 +31,17 @@ _log = logging.getLogger(__name__)
 
 _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")
 _SHOWN = 20
-"""Columns that an error lists."""
+"""Number of columns that an error lists."""
 _MANY_ROWS = 100
-"""Rows from which on a column of one value tells something."""
+"""Number of rows from which on a column of one value is conclusive."""
 
 
 def arrow() -> Any:
-    """The package. Errors: ConfigError where it is not installed."""
+    """Return the package pyarrow.
+
+    Raises:
+        ConfigError: if pyarrow is not installed.
+    """
     try:
         import pyarrow
         import pyarrow.compute
@@ -52,7 +55,11 @@ def arrow() -> Any:
 
 
 def check_names(path: Path, names: list[str], label: str) -> None:
-    """Each column has a name of its own, and one is the label."""
+    """Check that the names of the columns differ and include the label.
+
+    Raises:
+        DataError: if a name is there twice, or if the label is missing.
+    """
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise DataError(f"{path} has more than one column {listed(list(map(repr, twice)))}; rename them")
@@ -63,22 +70,27 @@ def check_names(path: Path, names: list[str], label: str) -> None:
 
 
 def listed(names: list[str]) -> str:
-    """Return the names with commas between, at most twenty of them and none longer than 40 characters."""
+    """Return the names separated by commas, at most twenty of them and none longer than 40 characters."""
     shown = ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def is_criteo(names: list[str]) -> bool:
-    """The columns are Criteo's by their names."""
+    """Return whether the columns are Criteo's, by their names."""
     return set(CRITEO.dense) | {feature.name for feature in CRITEO.features} <= set(names)
 
 
 def infer(path: Path, batch: Any, label: str, tells: bool = True) -> Schema:
-    """Which columns are numbers and which are keys, by the types and values of the first rows.
+    """Return the columns that are numbers and those that are keys, by the types and values of the first rows.
 
-    ``tells``: log which columns of whole numbers were taken for keys, since an age or a count is one too.
+    Args:
+        path: path of the file, for errors.
+        batch: the first rows.
+        label: column of the label.
+        tells: True logs the columns of whole numbers that become keys, because an age or a count has that type too.
 
-    Errors: DataError for what a type does not decide.
+    Raises:
+        DataError: if a type does not decide the use of a column.
     """
     types = arrow().types
     dense: list[str] = []
@@ -125,7 +137,7 @@ def infer(path: Path, batch: Any, label: str, tells: bool = True) -> Schema:
 
 
 def _doubt(column: Any) -> str:
-    """Why its type does not say what a column is."""
+    """Return the reason why the type of a column does not decide its use, else an empty string."""
     api = arrow()
     kind = column.type
     if api.types.is_boolean(kind):
@@ -151,7 +163,16 @@ def _doubt(column: Any) -> str:
 def row_of(
     batch: Any, schema: Schema, label: str, path: Path, numbers: npt.NDArray[np.int64], malformed: Malformed
 ) -> ClickRows:
-    """The rows of a batch; ``numbers``: of its rows in the file, for what is said of one."""
+    """Convert a batch to rows.
+
+    Args:
+        batch: the columns.
+        schema: their use.
+        label: column of the label.
+        path: path of the file, for errors.
+        numbers: number of each row in the file, for errors.
+        malformed: counts the rows that cannot be read.
+    """
     labels = _numbers(batch.column(label), path, label)
     dense = [_numbers(batch.column(name), path, name) for name in schema.dense]
     good = (labels == 0) | (labels == 1)
@@ -172,7 +193,7 @@ def row_of(
 
 
 def plain(column: Any) -> Any:
-    """Lists of a fixed size as lists."""
+    """Return a column of lists of a fixed size as lists; other columns are returned unchanged."""
     api = arrow()
     if api.types.is_fixed_size_list(column.type):
         return column.cast(api.list_(column.type.value_type))
@@ -185,7 +206,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def lists_in(schema: Any) -> set[str]:
-    """Names of the columns that are lists."""
+    """Return the names of the columns that are lists."""
     return {field.name for field in schema if _is_list(field.type)}
 
 
@@ -200,7 +221,7 @@ def _numbers(column: Any, path: Path, name: str) -> npt.NDArray[np.float32]:
         values = column.cast(api.float64()).to_numpy(zero_copy_only=False)
     except api.ArrowException as error:
         raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers ({error})") from error
-    with np.errstate(over="ignore"):  # beyond fp32: infinite, which makes the row malformed
+    with np.errstate(over="ignore"):  # too large for fp32 becomes infinite, which makes the row malformed
         return values.astype(np.float32)  # type: ignore[no-any-return]
 
 
@@ -249,5 +270,5 @@ def _integers(column: Any, path: Path, name: str) -> npt.NDArray[np.int64]:
 
 
 def key_of_text(text: str) -> int:
-    """The key of a category given as text: the same everywhere."""
+    """Return the key of a category given as text; the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -3,11 +3,12 @@
     user,age,city,label                the first line names the columns; quotes as in RFC 4180, within one line
     17,34,Rome,1                       an empty field is missing
 
-Which column becomes what: columns.py, by the texts of the first rows where nobody named it: numbers with a point or an
-exponent are numbers, all else are keys. A key that is a whole number in its plain form (7 or, as pandas writes it
-beside gaps, 7.0), of 64 bits, is that number; any other text is the first 63 bits of its SHA-256. A field that is no
-number where one is expected makes its row malformed, and so does another number of fields. A quote that does not close
-in its line makes all lines up to the one in which it closes malformed (whole_rows.py). Memory: one batch of rows.
+columns.py defines the use of each column. If the user names no columns, the texts of the first rows decide: numbers
+with a point or an exponent are numbers, all else are keys. A key that is a whole number in its plain form (7 or, as
+pandas writes it beside gaps, 7.0), of 64 bits, is that number; any other text is the first 63 bits of its SHA-256. A
+field that should be a number and is none makes its row malformed, and so does another number of fields. A quote that
+does not close in its line makes all lines up to the one in which it closes malformed (whole_rows.py). Memory: one batch
+of rows.
 """
 
 import csv
@@ -28,7 +29,7 @@ from shardwise.data.clicks.whole_rows import WholeRows, opened_text
 from shardwise.plan.errors import DataError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-"""By the ending of a file's name, before .gz."""
+"""Separator by the ending of a file's name, before .gz."""
 _PIECE_BYTES = 1 << 22
 _COLUMN_LIMIT = 20_000
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
@@ -37,7 +38,7 @@ _MOST = 1 << 63
 
 
 def separator_of(path: Path, given: str | None) -> str | None:
-    """What stands between the fields of a file; None where its name does not say that it is a table."""
+    """Return the separator of the fields of a file; None if the file's name is not that of a table."""
     name = Path(path.stem) if path.suffix == ".gz" else path
     return given or SEPARATORS.get(name.suffix.lower())
 
@@ -45,10 +46,17 @@ def separator_of(path: Path, given: str | None) -> str | None:
 def csv_schema(
     path: Path, separator: str, label: str = "label", given: Schema | None = None, tells: bool = True
 ) -> Schema:
-    """Which columns of a file are numbers and which are keys: as given, else by the texts of the first rows.
+    """Return the columns of a file that are numbers and those that are keys.
 
-    ``tells``: columns of whole numbers that become keys are logged.
-    Errors: DataError for columns of which the texts do not say it.
+    Args:
+        path: path of the file.
+        separator: character between two fields.
+        label: column of the label.
+        given: columns that the user named; None decides by the texts of the first rows.
+        tells: True logs columns of whole numbers that become keys.
+
+    Raises:
+        DataError: if the texts of a column do not decide its use.
     """
     names = _header(path, separator)
     check_names(path, names, label)
@@ -72,7 +80,19 @@ def read_csv(
     label: str = "label",
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[ClickRows]:
-    """The rows of one file in its order, some thousands at a time; ``progress`` gets the bytes of text read."""
+    """Yield the rows of one file in its order, some thousands at a time.
+
+    Args:
+        path: path of the file.
+        separator: character between two fields.
+        schema: the columns to read.
+        malformed: counts the rows that cannot be read.
+        label: column of the label.
+        progress: called with the number of bytes of text just read.
+
+    Raises:
+        DataError: if the file cannot be read or lacks a column, or if too many rows are malformed.
+    """
     api = arrow()
     names = _header(path, separator)
     check_names(path, names, label)

@@ -9,15 +9,23 @@ _EXAMPLES = 3
 
 @dataclass
 class Malformed:
-    """Counts rows that were left out of one or several files."""
+    """Counter of the rows that were left out of one or several files."""
 
     limit: int = 0
-    """Rows that may be left out; 0: the first one is an error."""
+    """Number of rows that may be left out; 0: the first malformed row is an error."""
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
     def skip(self, where: str, reason: str) -> None:
-        """Leave out one row; ``where`` is file and line."""
+        """Count one row as left out.
+
+        Args:
+            where: file and line of the row.
+            reason: the reason why the row cannot be read.
+
+        Raises:
+            DataError: if more rows than ``limit`` were left out.
+        """
         self.count += 1
         if len(self.examples) < _EXAMPLES or self.count > self.limit:
             self.examples.append(f"{where}: {reason}")
@@ -34,7 +42,7 @@ class Malformed:
         )
 
     def __str__(self) -> str:
-        """One line for the log; empty where no row was left out."""
+        """Return one line for the log; empty if no row was left out."""
         if not self.count:
             return ""
         return f"{self.count} malformed rows skipped: {'; '.join(self.examples)}"

@@ -1,18 +1,18 @@
 """Packed clicks: a click log as records of one size, mapped into memory by every rank.
 
     byte 0       magic (8), version u32, length of the header u32, CRC-32 of the header u32, header (JSON), zeros
-    then         records, at a multiple of 4096: label f32, which of the keys are missing (bits), numbers f32 (NaN
-                 where missing), one key of every single-key feature (u32 or i64); where there are features with many
-                 keys, where the row's begin u64, and how many each feature has u32
+    then         records, at a multiple of 4096: label f32, mask of missing keys (bits), numbers f32 (NaN if
+                 missing), one key of every single-key feature (u32 or i64); if there are features with many
+                 keys, start of the row's keys u64, and number of keys of each such feature u32
     then         keys of the features with many, i64, row by row, from a multiple of 8 on
     then         CRC-32 of every block of 16 KiB of records and keys, u32
 
 Row i is found by multiplication, so any rows can be read in any order: a shuffled epoch, another number of ranks, a
 resumed run. A Criteo row takes 164 bytes, less than its text, and no parsing.
-Writing streams and commits by one rename; reading checks a block's CRC when it is first touched, as token files do.
-What a right CRC vouches for may still be wrong: the header is held against a schema and the size of the file before
-memory is taken for what it says, and rows against what a writer writes (labels 0 and 1, no infinite numbers, keys of
-one row right behind those of the row before).
+Writing streams and commits by one rename; reading checks a block's CRC when it is first read, as token files do.
+Content with a right CRC may still be wrong. The header is validated against a schema and the size of the file before
+memory is allocated for its numbers, and rows are compared with what a writer writes (labels 0 and 1, no infinite
+numbers, keys of one row right after those of the row before).
 """
 
 import hashlib
@@ -51,15 +51,15 @@ _MOST_HEADER_BYTES = 1 << 24
 
 
 class Header(StrictModel):
-    """What stands at the beginning of a file."""
+    """Header of a file of packed clicks."""
 
     dense: list[str]
     features: list[Annotated[list[str | bool], Field(min_length=2, max_length=2)]]
-    """Name, and whether a row may have many keys."""
+    """Name of each feature, and whether a row may have many keys."""
     key_type: KeyType
     rows: Annotated[Count, Field(ge=1)]
     keys: Count
-    """Of the features with many, over all rows."""
+    """Number of keys of the features with many, over all rows."""
     skipped: Count
     start: Annotated[Count, Field(multiple_of=_PAGE_BYTES, ge=_PAGE_BYTES)]
     table_crc: Annotated[int, Field(ge=0, lt=2**32)]
@@ -79,14 +79,14 @@ class Header(StrictModel):
 
     @property
     def columns(self) -> Schema:
-        """Beside the label."""
+        """Columns beside the label."""
         return Schema(
             tuple(self.dense), tuple(SparseFeature(str(name), bool(many)) for name, many in self.features)
         )
 
 
 def record_dtype(schema: Schema, key_type: KeyType) -> np.dtype[Any]:
-    """The layout of one row."""
+    """Return the layout of one row."""
     single = sum(not feature.many for feature in schema.features)
     many = len(schema.features) - single
     return np.dtype(
@@ -102,17 +102,23 @@ def record_dtype(schema: Schema, key_type: KeyType) -> np.dtype[Any]:
 
 
 class PackedWriter:
-    """Writes one packed file; as a context it commits at the end and leaves nothing behind after an error.
+    """Writer of one packed file, a context manager that commits at the end and leaves nothing behind after an error.
 
-    >>> with PackedWriter(path, CRITEO, "u32") as writer:
-    ...     for rows in read_criteo(log, malformed):
-    ...         writer.append(rows)
+    Args:
+        path: path of the file.
+        schema: columns of the rows.
+        key_type: type of the keys of single-key features.
+
+    Example:
+        >>> with PackedWriter(path, CRITEO, "u32") as writer:
+        ...     for rows in read_criteo(log, malformed):
+        ...         writer.append(rows)
     """
 
     def __init__(self, path: Path, schema: Schema, key_type: KeyType = "i64") -> None:
         self.path, self.schema, self.key_type = path, schema, key_type
         self.skipped = 0
-        """Malformed rows left out, for the record."""
+        """Number of malformed rows that were left out, which is stored in the header."""
         self.count = 0
         self._dtype = record_dtype(schema, key_type)
         self._single = [i for i, feature in enumerate(schema.features) if not feature.many]
@@ -131,7 +137,11 @@ class PackedWriter:
         return self
 
     def append(self, rows: ClickRows) -> None:
-        """Add rows behind those written before."""
+        """Append rows.
+
+        Raises:
+            DataError: if labels, numbers or keys do not fit the schema, or if the file cannot be written.
+        """
         n = rows.labels.size
         if not np.isfinite(rows.labels).all():
             at = self.count + int(np.flatnonzero(~np.isfinite(rows.labels))[0])
@@ -228,9 +238,9 @@ class PackedWriter:
 
 
 class _CheckedPart:
-    """A part of a mapped file with a CRC-32 for each of its blocks, which are checked when they are first touched.
+    """Part of a mapped file with a CRC-32 for each block, which is checked when the block is first read.
 
-    ``what`` it holds and of which file, for errors.
+    ``what`` and ``path`` name the part and the file in errors.
     """
 
     def __init__(
@@ -243,15 +253,20 @@ class _CheckedPart:
         self._is_checked = np.zeros(checksums.size, bool)
 
     def check(self) -> None:
-        """All blocks, checked before or not. Errors: as ``touch``'s."""
+        """Check all blocks, also those that were checked before.
+
+        Raises:
+            DataError: if a block differs; the message names the first one.
+        """
         self._is_checked[:] = False
         if self.content.size:
             self.touch(np.zeros(1, np.int64), np.full(1, self.content.size))
 
     def touch(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
-        """Check the blocks that these ranges of bytes touch, where that has not been done.
+        """Check the blocks of these ranges of bytes that have not been checked yet.
 
-        Errors: DataError, naming the first that differs.
+        Raises:
+            DataError: if a block differs; the message names the first one.
         """
         if not starts.size or self._is_checked.all():
             return
@@ -270,7 +285,14 @@ class _CheckedPart:
 
 
 class PackedClicks:
-    """One packed file, mapped. ``rows(samples)`` is the only way to its content."""
+    """File of packed clicks, mapped into memory. ``rows(samples)`` is the only access to its content.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        DataError: if the file cannot be read, is damaged, or holds no packed clicks.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -343,7 +365,12 @@ class PackedClicks:
         return self._count
 
     def rows(self, samples: npt.NDArray[np.int64]) -> ClickRows:
-        """These rows in this order."""
+        """Return these rows in this order.
+
+        Raises:
+            IndexError: if a row is outside the file.
+            DataError: if the file is damaged.
+        """
         if samples.size and not 0 <= samples.min() <= samples.max() < self._count:
             raise IndexError(
                 f"rows {samples.min()} to {samples.max()} of {self.path}, which holds {self._count}"
@@ -353,7 +380,7 @@ class PackedClicks:
                 f"packed clicks {self.path} were cut to {self._map.size()} bytes while they are in use; {_REPAIR}"
             )
         itemsize = self._records.itemsize
-        stops = samples + (2 if self._many else 1)  # keys end where those of the next row begin
+        stops = samples + (2 if self._many else 1)  # the end of a row's keys is the start of the next row's
         self._record_part.touch(samples * itemsize, np.minimum(stops, self._count) * itemsize)
         records = self._records[samples]
         _check_rows(self.path, samples, records["label"], records["dense"])
@@ -367,7 +394,7 @@ class PackedClicks:
             keys |= self._from_heap(samples, records["start"], records["lengths"].astype(np.int64))
         return ClickRows(
             records["label"].copy(),
-            # A copy, always: numpy calls [n, 0] contiguous whatever its strides, and torch does not take such.
+            # Always a copy: numpy reports [n, 0] as contiguous whatever its strides, which torch rejects.
             records["dense"].copy(),
             [keys[i] for i in range(len(keys))],
         )
@@ -378,7 +405,10 @@ class PackedClicks:
         start: npt.NDArray[np.uint64],
         lengths: npt.NDArray[np.int64],
     ) -> dict[int, Keys]:
-        """Keys of the features with many, by number: rows begin at ``start`` [b, 1], ``lengths`` [b, features]."""
+        """Return the keys of the features with many, by number.
+
+        Rows begin at ``start`` [b, 1] and have ``lengths`` [b, features] keys.
+        """
         is_last = samples + 1 == self._count
         ends = np.where(is_last, self._heap.size, self._records["start"][samples + ~is_last, 0])
         begins = np.minimum(start, self._heap.size).astype(np.int64)
@@ -400,12 +430,16 @@ class PackedClicks:
         return keys
 
     def check(self) -> None:
-        """Hold every block against its CRC-32; a ``DataError`` names the first that differs."""
+        """Compare every block with its CRC-32.
+
+        Raises:
+            DataError: if a block differs; the message names the first one.
+        """
         self._record_part.check()
         self._heap_part.check()
 
     def fingerprint(self) -> str:
-        """Names the content, wherever the file lies."""
+        """Return a digest of the content, for any path of the file."""
         digest = hashlib.sha256(repr((self.schema, self._count, self._records.dtype.descr)).encode())
         digest.update(self._record_part.checksums.tobytes() + self._heap_part.checksums.tobytes())
         return digest.hexdigest()[:16]
@@ -414,7 +448,7 @@ class PackedClicks:
 def _check_rows(
     path: Path, rows: npt.NDArray[np.int64], labels: npt.NDArray[np.float32], dense: npt.NDArray[np.float32]
 ) -> None:
-    """Labels are 0 or 1, numbers are not infinite."""
+    """Raise DataError unless labels are 0 or 1 and numbers are not infinite."""
     good = ((labels == 0) | (labels == 1)) & ~np.isinf(dense).any(1)
     if not good.all():
         i = int(np.flatnonzero(~good)[0])
@@ -425,12 +459,12 @@ def _check_rows(
 
 
 def _places(begins: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where stretches lie that begin at ``begins`` and are as long as ``offsets`` say."""
+    """Return the positions of ranges that begin at ``begins`` and have the lengths of ``offsets``."""
     return np.repeat(begins - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file starts as packed clicks do."""
+    """Return whether a file starts with the first bytes of packed clicks."""
     with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
@@ -438,7 +472,7 @@ def is_packed(path: Path) -> bool:
 def write_packed(
     path: Path, schema: Schema, blocks: Sequence[ClickRows], key_type: KeyType = "i64"
 ) -> PackedClicks:
-    """Rows in memory as a packed file."""
+    """Write rows in memory to a packed file and open it."""
     with PackedWriter(path, schema, key_type) as writer:
         for rows in blocks:
             writer.append(rows)

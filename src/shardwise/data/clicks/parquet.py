@@ -1,4 +1,4 @@
-"""Click logs in Parquet files; which column becomes what: columns.py. Memory: one batch of rows."""
+"""Click logs in Parquet files; columns.py defines the use of each column. Memory: one batch of rows."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +18,16 @@ MAGIC = b"PAR1"
 def parquet_schema(
     path: Path, label: str = "label", given: Schema | None = None, tells: bool = True
 ) -> Schema:
-    """Which columns of a file are numbers and which are keys: as given, where types say which are lists; else by type.
+    """Return the columns of a file that are numbers and those that are keys.
 
-    ``tells``: columns of whole numbers that become keys are logged.
-    Errors: DataError for columns of which a type does not say it.
+    Args:
+        path: path of the file.
+        label: column of the label.
+        given: columns that the user named, of which types decide which are lists; None decides by type.
+        tells: True logs columns of whole numbers that become keys.
+
+    Raises:
+        DataError: if a type does not decide the use of a column.
     """
     file = _open(path)
     names = file.schema_arrow.names
@@ -47,7 +53,18 @@ def read_parquet(
     label: str = "label",
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[ClickRows]:
-    """The rows of one file in its order, some thousands at a time; ``progress`` gets about the bytes of the file."""
+    """Yield the rows of one file in its order, some thousands at a time.
+
+    Args:
+        path: path of the file.
+        schema: the columns to read.
+        malformed: counts the rows that cannot be read.
+        label: column of the label.
+        progress: called with the approximate number of bytes of the file just read.
+
+    Raises:
+        DataError: if the file cannot be read or lacks a column, or if too many rows are malformed.
+    """
     file = _open(path)
     names = [label, *schema.dense, *(feature.name for feature in schema.features)]
     if absent := [name for name in names if name not in file.schema_arrow.names]:

@@ -1,4 +1,4 @@
-"""Where clicks come from: the keys of ``data:`` for click-through models.
+"""Policy of click logs: the keys of ``data:`` for click-through models.
 
 data: {kind: clicks, synthetic: {samples: 2_000_000, tables: 8, rows: 100}}
 data: {kind: clicks, source: criteo_folder}                    # or files: Criteo text (.gz), Parquet, *.clicks
@@ -19,28 +19,28 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class SyntheticPolicy(Policy):
-    """A click log that is computed, with a teacher whose AUC is the best possible."""
+    """Computed click log, with a teacher whose AUC is the best possible."""
 
     samples: Count = 2_000_000
-    """Rows to learn from; those for validation follow them."""
+    """Rows to learn from; the validation rows follow them."""
     validation_samples: Count = 200_000
     """Rows held out."""
     tables: Count = 8
-    """Features, where ``rows`` is one number."""
+    """Number of features, if ``rows`` is one number."""
     rows: Count | Annotated[list[Count], Field(min_length=1)] = 100
-    """Distinct keys of every feature, or of each."""
+    """Distinct keys of every feature, or a list with the number for each."""
     dense: Annotated[int, Field(ge=0)] = 13
     """Numbers of a row."""
     exponent: Annotated[float, Field(gt=0)] = 1.05
-    """How much more frequent frequent keys are: P(rank) ~ rank^-exponent."""
+    """Exponent of the frequency of keys: P(rank) ~ rank^-exponent."""
     keys: Literal["dense", "hashed"] = "dense"
     """``dense``: keys below ``rows``, for tables of fixed size; ``hashed``: 63 bits, for tables that grow."""
     fresh: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of keys that occur once and never again (``hashed`` alone)."""
+    """Share of keys that occur once and never again (``hashed`` only)."""
     click_rate: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Mean label."""
     seed: int = 0
-    """Names the log: another seed has another teacher."""
+    """Seed of the log: another seed has another teacher."""
 
     @property
     def table_rows(self) -> tuple[int, ...]:
@@ -64,46 +64,51 @@ class SyntheticPolicy(Policy):
 
 
 class ClickPolicy(Policy):
-    """Where a click log comes from, in which order it is read, and how a row becomes a sample."""
+    """Source of a click log, the order in which it is read, and the conversion of a row to a sample."""
 
     kind: Literal["clicks"] = "clicks"
-    """Tells a click log from text."""
+    """Distinguishes a click log from text."""
     source: str | Annotated[list[str], Field(min_length=1)] = SYNTHETIC
     """``synthetic``, or files and folders of Criteo text, text with a header (.csv, .tsv; both also .gz), Parquet, or
     packed clicks made by ``shardwise convert``. A folder called synthetic is written ``./synthetic``."""
     pattern: str = "*"
-    """Which files of a folder are read: a glob held against the file's name and its path inside the folder."""
+    """Files of a folder that are read: a glob compared with the file's name and with its path inside the folder."""
     validation: Annotated[float, Field(gt=0, lt=1)] | str | list[str] = 0.1
-    """Share of the rows, taken from the end of the log, that is held out; or files of their own."""
+    """Share of the rows, taken from the end of the log, that is held out; or separate files."""
     validation_samples: Count | None = None
-    """At most this many validation rows, evenly spread, are used in one evaluation; left out: all of them."""
+    """Largest number of validation rows, evenly spread, that one evaluation uses; left out: all of them."""
     label: str = "label"
     """Parquet, CSV: the column of the label."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    """What stands between the fields of text with a header; left out, a comma for .csv and a tab for .tsv, and files of
-    other names are Criteo's text."""
+    """Character between the fields of text with a header; left out, a comma for .csv and a tab for .tsv, and files of
+    other names are Criteo's text.
+    """
     dense: list[str] | None = None
-    """Parquet, CSV: columns that are numbers; left out with ``sparse``: by type, and what a type does not decide is
-    refused. Columns in neither list are left out."""
+    """Parquet, CSV: columns that are numbers; left out with ``sparse``: by type, and a column whose type does not
+    decide is refused. Columns in neither list are left out.
+    """
     sparse: list[str] | None = None
     """Parquet, CSV: columns that are keys; lists of keys are features with many keys. Text becomes a number by its
-    SHA-256, the same everywhere."""
+    SHA-256, the same everywhere.
+    """
     dense_transform: Literal["log", "none"] = "log"
-    """What is done to dense features: ``log``: sign(x) · log(1 + |x|); ``none``: nothing. Missing ones are 0."""
+    """Transform of dense features: ``log``: sign(x) · log(1 + |x|); ``none``: none. Missing numbers are 0."""
     missing_key: int | None = None
-    """The key that stands for a missing category; left out: no key, which pools to zeros."""
+    """Key that replaces a missing category; left out: no key, which pools to zeros."""
     malformed_limit: Annotated[int, Field(ge=0)] = 0
     """Rows that may be skipped because they cannot be read; one more is an error that names file and line."""
     shuffle: bool = False
-    """Read the rows of each epoch in an order drawn from (seed, epoch); false: as they lie, which is in time."""
+    """Read the rows of each epoch in an order drawn from (seed, epoch); false: in the order of the log, which is that
+    of time.
+    """
     epochs: Count | None = None
     """Passes over the rows, after which ranks get empty batches; left out: without end."""
     workers: Count = 1
     """Threads of each rank that read ahead."""
     cache: str | None = None
-    """Folder that keeps what text and Parquet were converted to; left out: ``cache`` inside the run folder."""
+    """Folder that keeps converted text and Parquet; left out: ``cache`` inside the run folder."""
     synthetic: SyntheticPolicy = SyntheticPolicy()
-    """What ``source: synthetic`` is; another source has no use for it, so that ``--set data.source=FILE`` is enough."""
+    """Click log of ``source: synthetic``; another source ignores it, so that ``--set data.source=FILE`` is enough."""
 
     @model_validator(mode="after")
     def _check(self) -> "ClickPolicy":

@@ -1,11 +1,12 @@
-"""Rows of a click log: a label, numbers, keys by feature; and the batch that a model sees.
+"""Rows of a click log (a label, numbers, keys by feature) and the batch that a model takes.
 
     file            Rows                                    batch
     label           labels  fp32 [n]                        "labels"  fp32 [B]
-    integers        dense   fp32 [n, D], NaN where missing  "dense"   fp32 [B, D], sign(x) · log(1 + |x|), missing 0
+    integers        dense   fp32 [n, D], NaN if missing     "dense"   fp32 [B, D], sign(x) · log(1 + |x|), missing 0
     categories      keys    int64 by feature, offsets       "sparse"  {feature: Ragged}, missing: no key
 
-A missing category is an empty stretch, which pools to zeros, unless ``missing_key`` gives it a row of its own.
+A missing category is an empty range of keys, which pools to zeros, unless ``missing_key`` gives missing categories a
+row.
 Shapes: n rows, B samples of a batch, D numbers.
 """
 
@@ -23,16 +24,24 @@ from shardwise.plan.ragged import Ragged
 
 
 class SparseFeature(NamedTuple):
-    """A column of keys."""
+    """Column of keys."""
 
     name: str
     many: bool = False
-    """A row may have any number of keys; else none or one."""
+    """True if a row may have any number of keys; else a row has none or one."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a click log beside its label."""
+    """Columns of a click log beside its label.
+
+    Args:
+        dense: names of the numbers.
+        features: the columns of keys.
+
+    Raises:
+        ConfigError: if a name is given twice.
+    """
 
     dense: tuple[str, ...]
     features: tuple[SparseFeature, ...]
@@ -53,32 +62,32 @@ CRITEO = Schema(
 
 
 class Keys(NamedTuple):
-    """Keys of one feature."""
+    """Keys of one feature by row."""
 
     values: npt.NDArray[np.int64]
-    """[N]"""
+    """Keys of all rows: [N]."""
     offsets: npt.NDArray[np.int64]
-    """[n + 1]"""
+    """Start of each row's keys, and the end: [n + 1]."""
 
     @classmethod
     def of_ones(cls, values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_] | None = None) -> "Keys":
-        """From one key a row [n], but none where ``missing``."""
+        """Build the keys of rows with one key each [n], or none if ``missing``."""
         if missing is None or not missing.any():
             return cls(values, np.arange(values.size + 1))
         return cls(values[~missing], np.r_[0, np.cumsum(~missing)])
 
 
 class ClickRows(NamedTuple):
-    """Some rows, column by column."""
+    """Rows of a click log, column by column."""
 
     labels: npt.NDArray[np.float32]
     dense: npt.NDArray[np.float32]
     keys: Sequence[Keys]
-    """In the order of the schema's features."""
+    """Keys of each feature, in the order of the schema."""
 
 
 class ClickBatch(TypedDict):
-    """What a model and its loss take."""
+    """Input of a click-through model and its loss."""
 
     dense: Tensor
     sparse: dict[str, Ragged]
@@ -86,14 +95,14 @@ class ClickBatch(TypedDict):
 
 
 class BatchForm(NamedTuple):
-    """How rows become a batch."""
+    """Conversion of rows to a batch."""
 
     dense: Literal["log", "none"] = "log"
     missing_key: int | None = None
-    """The key that stands for a missing category; None: no key."""
+    """Key that replaces a missing category; None: no key."""
 
     def batch(self, rows: ClickRows, schema: Schema) -> ClickBatch:
-        """The batch of these rows."""
+        """Return the batch of these rows."""
         dense = torch.from_numpy(rows.dense).nan_to_num(nan=0.0)
         if self.dense == "log":
             dense = dense.abs().log1p_().copysign_(dense)

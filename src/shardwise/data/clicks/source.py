@@ -1,4 +1,4 @@
-"""A click log as a dataset: a stretch of a source, in the form that a model takes.
+"""A click log as a dataset: a range of a source's rows, in the form that a model takes.
 
 >>> clicks = Clicks(PackedClicks("day_0.clicks"))
 >>> train, validation = clicks.split(0.1)               # the end of a log is its future
@@ -16,17 +16,35 @@ from shardwise.plan.errors import DataError
 
 
 class RowSource(Protocol):
-    """What gives rows by their numbers: packed or synthetic clicks."""
+    """Interface of a source of rows by number: packed or synthetic clicks."""
 
     @property
-    def schema(self) -> Schema: ...
+    def schema(self) -> Schema:
+        """Columns of the rows."""
+        ...
+
     def __len__(self) -> int: ...
-    def rows(self, samples: npt.NDArray[np.int64]) -> ClickRows: ...
-    def fingerprint(self) -> str: ...
+    def rows(self, samples: npt.NDArray[np.int64]) -> ClickRows:
+        """Return these rows in this order."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a digest of the rows."""
+        ...
 
 
 class Clicks(BatchedDataset):
-    """Rows ``[start, stop)`` of a source, as batches."""
+    """Rows ``[start, stop)`` of a source, as batches.
+
+    Args:
+        source: the source.
+        start: first row.
+        stop: end of the rows; None takes all.
+        form: conversion of rows to a batch.
+
+    Raises:
+        DataError: if the range is empty or outside the source.
+    """
 
     def __init__(
         self, source: RowSource, start: int = 0, stop: int | None = None, form: BatchForm | None = None
@@ -40,20 +58,24 @@ class Clicks(BatchedDataset):
 
     @property
     def schema(self) -> Schema:
-        """The columns."""
+        """Columns of the rows."""
         return self.source.schema
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def batch(self, samples: npt.NDArray[np.int64]) -> ClickBatch:
-        """These samples in this order; there may be none."""
+        """Return a batch of these samples in this order; there may be none."""
         if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
             raise IndexError(f"samples {samples.min()} to {samples.max()} of {len(self)}")
         return self.form.batch(self.source.rows(samples + self.start), self.schema)
 
     def split(self, fraction: float) -> tuple["Clicks", "Clicks"]:
-        """What to learn from, and the last ``fraction`` of the rows, at least one."""
+        """Return the rows to learn from and the last ``fraction`` of the rows, at least one.
+
+        Raises:
+            DataError: if no row is left to learn from.
+        """
         held_out = max(round(len(self) * fraction), 1)
         if held_out >= len(self):
             raise DataError(
@@ -67,7 +89,7 @@ class Clicks(BatchedDataset):
         )
 
     def fingerprint(self) -> str:
-        """Names the batches: equal on every rank that reads the same rows in the same form."""
+        """Return a digest of the batches, equal on every rank that reads the same rows in the same form."""
         return (
             f"{self.source.fingerprint()}:{self.start}:{self.stop}:{self.form.dense}:{self.form.missing_key}"
         )

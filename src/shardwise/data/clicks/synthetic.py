@@ -42,7 +42,7 @@ _PAIR_WIDTH = 3
 _LARGEST_NUMBER_LOG = 3.0
 _BIAS_SAMPLES = 1 << 16
 _ELSEWHERE = 1 << 62
-"""Samples from here on serve the bias and the best score; no data set is that long."""
+"""First sample of those that serve the bias and the best score; no data set is that long."""
 _AT_ONCE = 1 << 14
 
 _F64 = npt.NDArray[np.float64]
@@ -50,7 +50,7 @@ _U64 = npt.NDArray[np.uint64]
 
 
 class Best(NamedTuple):
-    """What the teacher's own probabilities score."""
+    """Scores of the teacher's own probabilities."""
 
     auc: float
     log_loss: float
@@ -58,7 +58,24 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class SyntheticClicks:
-    """A click log that is computed instead of read."""
+    """Click log that is computed instead of read.
+
+    Args:
+        samples: number of samples.
+        table_rows: rows of each feature, R.
+        dense: numbers of a sample, D.
+        exponent: exponent a of the power law of ranks.
+        keys: ``dense`` for keys below R, ``hashed`` for keys of 63 bits.
+        fresh: probability of a key that no other sample has; needs ``hashed``.
+        click_rate: mean label.
+        dense_signal: factor d of the numbers in the logit.
+        key_signal: factor k of the keys in the logit.
+        pair_signal: factor p of the pairs of keys in the logit.
+        seed: seed of the samples and of the teacher.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
 
     samples: int
     table_rows: tuple[int, ...]
@@ -91,7 +108,7 @@ class SyntheticClicks:
 
     @cached_property
     def schema(self) -> Schema:
-        """Numbers I1, I2, ... and features C1, C2, ..."""
+        """Columns: numbers I1, I2, ... and features C1, C2, ..."""
         return Schema(
             tuple(f"I{i + 1}" for i in range(self.dense)),
             tuple(SparseFeature(f"C{i + 1}") for i in range(len(self.table_rows))),
@@ -101,7 +118,7 @@ class SyntheticClicks:
         return self.samples
 
     def rows(self, samples: npt.NDArray[np.int64]) -> ClickRows:
-        """These samples in this order."""
+        """Return these samples in this order."""
         dense = np.expm1(self._numbers(samples)).astype(np.float32)
         ranks = self._ranks(samples)
         labels = self._uniform("label", samples)[:, 0] < _sigmoid(self._logits(samples, ranks))
@@ -118,7 +135,7 @@ class SyntheticClicks:
         return self.best_of(1 << 20)
 
     def best_of(self, count: int) -> Best:
-        """The same, estimated from so many samples."""
+        """Return the best possible scores, estimated from ``count`` samples."""
         at = np.arange(_ELSEWHERE, _ELSEWHERE + count)
         logits = np.sort(
             np.concatenate([self.logits(part) for part in np.split(at, range(_AT_ONCE, count, _AT_ONCE))])
@@ -131,27 +148,30 @@ class SyntheticClicks:
         return Best(wins / pairs if pairs else math.nan, float(entropy.mean()))
 
     def fingerprint(self) -> str:
-        """Names the samples."""
+        """Return a digest of the fields, which determine the samples."""
         return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
 
     def _words(self, name: str, samples: npt.NDArray[np.int64], columns: int) -> _U64:
-        """64 random bits for every sample and column: [columns, b]."""
+        """Return 64 random bits for every sample and column: [columns, b]."""
         keys = np.asarray([key_of("clicks", self.seed, name, c) for c in range(columns)], np.uint64)
         return splitmix64(splitmix64(samples.astype(np.uint64) * _GOLDEN + keys[:, None]) + _GOLDEN)
 
     def _uniform(self, name: str, samples: npt.NDArray[np.int64], columns: int = 1) -> _F64:
-        """Uniform in (0, 1): [b, columns]."""
+        """Return uniform numbers in (0, 1): [b, columns]."""
         bits = self._words(name, samples, columns) >> np.uint64(11)
         return (bits.astype(np.float64).T + 0.5) * 2.0**-53
 
     def _numbers(self, samples: npt.NDArray[np.int64]) -> _F64:
-        """Logarithms of the numbers: [b, D]."""
+        """Return logarithms of the numbers: [b, D]."""
         if not self.dense:
             return np.empty((samples.size, 0))
         return self._uniform("numbers", samples, self.dense) * _LARGEST_NUMBER_LOG
 
     def _ranks(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The rank of each key among those of its feature, 0 the most frequent; fresh keys behind all: [F, b]."""
+        """Return the rank of each key among those of its feature, 0 the most frequent: [F, b].
+
+        Fresh keys have ranks beyond all others.
+        """
         features = len(self.table_rows)
         u = self._uniform("keys", samples, features).T
         ends = np.asarray(self.table_rows, np.float64)[:, None] + 1
@@ -164,7 +184,7 @@ class SyntheticClicks:
         return ranks
 
     def _keys(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Keys of the ranks: [F, b]."""
+        """Return the keys of the ranks: [F, b]."""
         if self.keys == "hashed":
             names = self._tables("names")[:, None]
             return (splitmix64(ranks.astype(np.uint64) * _GOLDEN + names) >> np.uint64(1)).astype(np.int64)
@@ -199,13 +219,13 @@ class SyntheticClicks:
 
     @cached_property
     def _weights(self) -> _F64:
-        """Of the numbers: [D], of length 1."""
+        """Weights of the numbers in the teacher's logit: [D], of norm 1."""
         weights = self._uniform("weights", np.arange(self.dense))[:, 0] - 0.5
         return weights / np.linalg.norm(weights)
 
     @cached_property
     def _bias(self) -> float:
-        """By bisection, so that the mean probability is the click rate."""
+        """Bias of the logit, found by bisection, so that the mean probability is the click rate."""
         at = np.arange(_ELSEWHERE, _ELSEWHERE + _BIAS_SAMPLES)
         signal = self._signal(at, self._ranks(at))
         low, high = -50.0, 50.0
@@ -219,7 +239,7 @@ class SyntheticClicks:
 
 
 def _unit(bits: _U64) -> _F64:
-    """16 bits as a uniform number of mean 0 and variance 1."""
+    """Return 16 bits as a uniform number of mean 0 and variance 1."""
     return ((bits + 0.5) / (1 << 16) - 0.5) * math.sqrt(12)
 
 
@@ -228,7 +248,7 @@ def _sigmoid(x: _F64) -> _F64:
 
 
 def _coprime(size: int) -> int:
-    """A stride near the golden section that walks through all of ``range(size)``."""
+    """Return a stride near the golden section that reaches all of ``range(size)``."""
     stride = max(int(size * 0.6180339887), 1)
     while math.gcd(stride, size) != 1:
         stride += 1

@@ -2,11 +2,11 @@
 
     17,"Rome,IT",1            a field in quotes may hold separators, and "" is a quote in it
     18,"Oslo,0                a quote that opens and does not close in its line: a stray quote, or a field with a line
-    19,Paris,1                end in it. Nobody can tell which, so that no line of it is read: up to the line in which
-    20,"Bern",0               the quote closes, each line counts as one malformed row
+    19,Paris,1                end in it. The text does not show which, so no line of it is read: up to the line in
+    20,"Bern",0               which the quote closes, each line counts as one malformed row
 
-A CSV reader that takes line ends into fields makes one row, with one absurd key, of all rows between two stray quotes.
-Here they count, and a quote that never closes is an error. Memory: one piece of text, and one line.
+A CSV reader that accepts line ends in fields makes one row, with one absurd key, of all rows between two stray quotes.
+This module counts them, and a quote that never closes is an error. Memory: one piece of text, and one line.
 """
 
 import contextlib
@@ -36,7 +36,16 @@ def opened_text(path: Path) -> Iterator[IO[bytes]]:
 
 
 class WholeRows(io.RawIOBase):
-    """A file of which only the lines that are rows by themselves are read."""
+    """File that returns only the lines that are rows by themselves.
+
+    Args:
+        file: the file, at its beginning.
+        path: path of the file, for errors.
+        separator: character between two fields.
+        columns: number of fields of a row.
+        skip: called with (number of the line, from 1; reason) for every line that is left out.
+        progress: called with the number of bytes of text just read.
+    """
 
     def __init__(
         self,
@@ -47,16 +56,6 @@ class WholeRows(io.RawIOBase):
         skip: Callable[[int, str], None],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Wrap an open file.
-
-        Args:
-            file: The file, at its beginning.
-            path: Its path, for errors.
-            separator: The character between two fields.
-            columns: The number of fields of a row.
-            skip: Called with (number of the line, from 1; reason) for every line that is left out.
-            progress: Called with the number of bytes of text just read.
-        """
         outside = rb"[^" + re.escape(separator.encode()) + rb"]*+"
         quoted = rb'(?:[^"]++|"")*+"' + outside
         field = rb'(?:"' + quoted + rb'|(?!")' + outside + rb")"
@@ -71,13 +70,19 @@ class WholeRows(io.RawIOBase):
         self._partial = b""
         self._line = 0
         self._opened_in = 0
-        """The line in which the open quote stands; 0 if none is open."""
+        """Line in which the open quote stands; 0 if none is open."""
         self._is_at_end = False
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def read(self, size: int = -1) -> bytes:
+        """Return up to ``size`` bytes of whole rows; all that remain if ``size`` is negative.
+
+        Raises:
+            DataError: if a line is too long, or if a quote never closes.
+        """
         parts: list[memoryview] = []
         found = 0
         while size is None or size < 0 or found < size:
@@ -138,7 +143,7 @@ class WholeRows(io.RawIOBase):
     def _has_all_fields(self, line: bytes) -> bool:
         """Return True if the line has as many fields as the table; count the line if not.
 
-        Only lines that are not UTF-8 are looked at: pyarrow reports all others, and drops these without a word.
+        Only lines that are not UTF-8 are checked, because pyarrow reports all others but drops these silently.
         """
         bare = line.rstrip(b"\r\n")
         if not bare or _is_utf8(bare) or self._whole_row.fullmatch(bare):

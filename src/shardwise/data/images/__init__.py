@@ -1,4 +1,4 @@
-"""Pictures: CIFAR's binary files, folders, a synthetic set with planted classes; cut, mirrored and normalised."""
+"""Pictures: CIFAR's binary files, folders, a synthetic set with planted classes; cropped, mirrored and normalised."""
 
 from shardwise.data.images.build import ImageCorpus, build_images
 from shardwise.data.images.cifar import CifarFiles

@@ -1,4 +1,4 @@
-"""From ``data:`` to pictures to learn from and to be evaluated on."""
+"""Builds training and validation pictures from ``data:`` in the configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +21,18 @@ _HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class ImageCorpus:
-    """What a model of images learns from and what it is evaluated on."""
+    """Training pictures and validation pictures of a run."""
 
     train: ImageSamples
     validation: ImageSamples | None
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """What the classes are called, in the order of labels."""
+        """Names of the classes, in the order of labels."""
         return self.train.pictures.class_names
 
     def fingerprint(self) -> str:
-        """Equal on two ranks that read the same pictures."""
+        """Return a digest that is equal on two ranks that read the same pictures."""
         held_out = "" if self.validation is None else self.validation.fingerprint()
         return f"{self.train.fingerprint()} {held_out}"
 
@@ -43,7 +43,11 @@ class _Opened(NamedTuple):
 
 
 def build_images(policy: ImagePolicy, size: int) -> ImageCorpus:
-    """Open what the policy names, for pictures of side ``size``. Errors: DataError."""
+    """Open the pictures that the policy names, as samples of side ``size``.
+
+    Raises:
+        DataError: if the source has no pictures, or if training and validation differ in classes.
+    """
     train, held_out = _found(policy.source, policy, size)
     share = policy.validation
     if isinstance(share, str | list):

@@ -1,10 +1,10 @@
-"""CIFAR's binary files, mapped into memory as they are.
+"""CIFAR's binary files, mapped into memory without conversion.
 
     CIFAR-10    data_batch_1.bin ... data_batch_5.bin, test_batch.bin    label, 3,072 bytes
     CIFAR-100   train.bin, test.bin                                      coarse label, fine label, 3,072 bytes
 
-A picture is 32 x 32: red, then green, then blue, each row by row. Which of the two a file is, its name says, else its
-size.  Krizhevsky 2009, "Learning multiple layers of features from tiny images".
+A picture is 32 x 32: red, then green, then blue, each row by row. The name of a file decides which of the two it is,
+or else its size. Krizhevsky 2009, "Learning multiple layers of features from tiny images".
 """
 
 import hashlib
@@ -21,11 +21,19 @@ from shardwise.plan.words import in_words
 SIDE = 32
 _PIXEL_BYTES = 3 * SIDE * SIDE
 _CLASSES = {1: (10,), 2: (20, 100)}
-"""Classes of each label of a record, by the number of labels."""
+"""Number of classes of each label of a record, by the number of labels."""
 
 
 class CifarFiles(Pictures):
-    """The records of CIFAR files, one file behind the other. ``labels``: which label of CIFAR-100 counts."""
+    """Records of CIFAR files, one file behind the other.
+
+    Args:
+        paths: the files, all of CIFAR-10 or all of CIFAR-100.
+        labels: label of CIFAR-100 that counts.
+
+    Raises:
+        DataError: if a file is damaged or no binary file of CIFAR, or if the kinds differ.
+    """
 
     def __init__(self, paths: Sequence[Path], labels: Literal["fine", "coarse"] = "fine") -> None:
         kinds = {path: _labels_of(path) for path in paths}
@@ -46,13 +54,13 @@ class CifarFiles(Pictures):
         self.class_names = tuple(map(str, range(_CLASSES[count][which])))
 
     def picture(self, index: int) -> Pixels:
-        """[32, 32, 3]."""
+        """Return the pixels of a record: [32, 32, 3]."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         record = self._files[which][index - (int(self._ends[which - 1]) if which else 0)]
         return np.asarray(record[self._count :]).reshape(3, SIDE, SIDE).transpose(1, 2, 0)
 
     def fingerprint(self) -> str:
-        """By the labels and every 97th byte of the pictures: reading all of them would take a while."""
+        """Return a digest of the labels and of every 97th byte, because reading all bytes would take long."""
         digest = hashlib.sha256(self.labels.tobytes())
         for file in self._files:
             digest.update(file.reshape(-1)[::97].tobytes())
@@ -60,7 +68,11 @@ class CifarFiles(Pictures):
 
 
 def _labels_of(path: Path) -> int:
-    """Labels of a record. Errors: DataError where the size is that of no CIFAR file."""
+    """Return the number of labels of a record.
+
+    Raises:
+        DataError: if the size of the file is that of no CIFAR file.
+    """
     try:
         size = path.stat().st_size
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Pictures in folders: a folder for each class, whose name is the class's; classes count in the order of names.
+"""Pictures in folders: one folder for each class, named as the class; labels follow the order of names.
 
-Files are decoded when they are read, by Pillow. What is no picture by its name's ending is left out; what is cut short
-or damaged ends the run with its path.
+Pillow decodes files when they are read. Files whose ending is not that of a picture are left out; a file that is cut
+short or damaged ends the run with an error that contains its path.
 """
 
 import hashlib
@@ -22,13 +22,22 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Formats of these endings: the library reads others too, one of them by running another program."""
 _PIXEL_LIMIT = 64_000_000
 _DENSE_PIXELS = 24_000_000
-"""Pixels from which on a picture has at least a byte for each ``_PIXELS_A_BYTE``, as photographs and scans have."""
+"""Number of pixels above which a picture must have at least a byte for each ``_PIXELS_A_BYTE``, as photographs and
+scans have.
+"""
 _PIXELS_A_BYTE = 256
 _STRIP_PIXELS = 1 << 20
 
 
 class PictureFolders(Pictures):
-    """The pictures below ``root``, in the order of classes and of their paths."""
+    """Pictures below ``root``, in the order of classes and of their paths.
+
+    Args:
+        root: folder with a folder for each class.
+
+    Raises:
+        DataError: if there are no pictures, or if a class has none.
+    """
 
     def __init__(self, root: Path) -> None:
         try:
@@ -52,25 +61,29 @@ class PictureFolders(Pictures):
         self.labels = np.repeat(np.arange(len(found)), [len(paths) for paths in found.values()])
 
     def picture(self, index: int) -> Pixels:
-        """Return the pixels of a picture of any size, as RGB whatever its colours were."""
+        """Return the pixels of a picture of any size, converted to RGB.
+
+        Raises:
+            DataError: if the picture is too large or cannot be decoded.
+        """
         from PIL import Image
 
         path = self._paths[index]
         try:
             with open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
-                # The header is read, and no pixel yet.
+                # Only the header has been read, so the check comes before any pixel is decoded.
                 _check_size(path, opened.size, os.fstat(file.fileno()).st_size)
                 return _as_rgb(opened)
         except DataError:
             raise
-        except Exception as error:  # the library has many ways to say that bytes are wrong
+        except Exception as error:  # the library raises many kinds of exceptions for damaged files
             said = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise DataError(
                 f"picture {path} cannot be decoded ({said[:200]}); it is cut short or damaged: replace or remove it"
             ) from None
 
     def fingerprint(self) -> str:
-        """By paths inside the source and sizes."""
+        """Return a digest of the sizes and of the paths inside the source."""
         digest = hashlib.sha256()
         for path in self._paths:
             inside = os.fsencode(path.relative_to(self._root).as_posix())
@@ -96,7 +109,7 @@ def _check_size(path: Path, size: tuple[int, int], file_bytes: int) -> None:
 
 
 def _as_rgb(opened: Any) -> Pixels:
-    """Decode a picture; beside it and the result no more than a strip is in memory."""
+    """Decode a picture in strips; one strip is in memory beside the picture and the result."""
     width, height = opened.size
     pixels = np.empty((height, width, 3), np.uint8)
     rows = max(1, _STRIP_PIXELS // max(1, width))
@@ -107,7 +120,7 @@ def _as_rgb(opened: Any) -> Pixels:
 
 
 def _pictures_in(folder: Path) -> list[Path]:
-    """At any depth."""
+    """Return the pictures below a folder at any depth, sorted by path."""
     return sorted(
         Path(inside, name)
         for inside, _, names in os.walk(folder)

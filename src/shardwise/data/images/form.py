@@ -1,14 +1,14 @@
-"""From a picture to what a model is given: cut, mirrored, of one size, normalised.
+"""Conversion of a picture to a sample: cropped, mirrored, resized and normalised.
 
     training      crop pad        shorter side S, P black pixels around, a square of S at a random place
                   crop resized    a random rectangle of a share of the area and of 3/4 to 4/3, made S x S
-                  then mirrored by chance
+                                  then mirrored by chance
     evaluation    the middle square of S; of the shorter side S, or 8/7·S with crop resized
 
     value = (byte / 255 - mean) / std, fp32
 
-What is drawn for a sample depends on (seed, position) alone (placed.py). Papers: He et al. 2015, arXiv:1512.03385, 4.2;
-Szegedy et al. 2014, arXiv:1409.4842 (resized).
+The random numbers of a sample depend on (seed, position) only (placed.py). Papers: He et al. 2015, arXiv:1512.03385,
+4.2; Szegedy et al. 2014, arXiv:1409.4842 (resized).
 Shapes: B batch, S side.
 """
 
@@ -26,21 +26,29 @@ from shardwise.data.images.policy import ImagePolicy
 from shardwise.data.placed import PlacedDataset, SampleAt, draws_at
 
 _TRIES = 10
-"""Rectangles that are drawn until one fits into the picture."""
+"""Number of rectangles that are drawn until one fits into the picture."""
 _ASPECT = 4 / 3
 
 
 class ImageBatch(NamedTuple):
-    """What a model is called with: ``model(images, labels)``, or ``model(images)`` where its outputs are wanted."""
+    """Arguments of a model: ``model(images, labels)``, or ``model(images)`` for its outputs."""
 
     images: Tensor | None
-    """[B, 3, S, S], fp32; None where a rank's stages read labels alone."""
+    """Pictures: [B, 3, S, S], fp32; None on a rank whose stages read only labels."""
     labels: Tensor
-    """[B], int64."""
+    """Classes: [B], int64."""
 
 
 class ImageSamples(PlacedDataset):
-    """Some pictures of a source as samples of one size; ``augments``: in training."""
+    """Some pictures of a source as samples of one size.
+
+    Args:
+        pictures: the source.
+        chosen: indices of the pictures.
+        policy: the policy.
+        size: side of a sample in pixels, S.
+        augments: True in training, False in evaluation.
+    """
 
     def __init__(
         self,
@@ -59,7 +67,7 @@ class ImageSamples(PlacedDataset):
         return len(self._chosen)
 
     def batch(self, places: Sequence[SampleAt], key: int) -> ImageBatch:
-        """See ``PlacedDataset``."""
+        """Return the samples at these places; see ``PlacedDataset.batch``."""
         pixels = np.empty((len(places), self._size, self._size, 3), dtype=np.uint8)
         for row, place in zip(pixels, places, strict=True):
             picture = self.pictures.picture(int(self._chosen[place.sample]))
@@ -75,11 +83,11 @@ class ImageSamples(PlacedDataset):
         return ImageBatch(torch.from_numpy(values), torch.from_numpy(labels))
 
     def labels(self, places: Sequence[SampleAt]) -> npt.NDArray[np.int64]:
-        """[B]."""
+        """Return the labels of the samples at these places: [B]."""
         return self.pictures.labels[self._chosen[[place.sample for place in places]]]
 
     def fingerprint(self) -> str:
-        """Of the pictures, and which of them."""
+        """Return the fingerprint of the source with number and size of the samples."""
         return f"{self.pictures.fingerprint()}-{len(self._chosen)}-{self._size}"
 
     def _drawn(self, picture: Pixels, draws: np.random.Generator) -> Pixels:
@@ -103,9 +111,13 @@ class ImageSamples(PlacedDataset):
 
 
 class LabelsAlone(PlacedDataset):
-    """The same samples for a rank of a pipeline whose stages read no picture.
+    """Labels of samples, for a rank of a pipeline whose stages read no picture.
 
-    The ``whole`` batches that are made first have theirs: a run's first step is compared with the uncut model.
+    The first batches have pictures, because a run's first step is compared with the uncut model.
+
+    Args:
+        samples: the samples.
+        whole: number of batches that have pictures.
     """
 
     is_cheap = True
@@ -117,19 +129,19 @@ class LabelsAlone(PlacedDataset):
         return len(self._samples)
 
     def batch(self, places: Sequence[SampleAt], key: int) -> ImageBatch:
-        """See ``PlacedDataset``."""
+        """Return the labels at these places, with pictures in the first batches; see ``PlacedDataset.batch``."""
         if self._whole:
             self._whole -= 1
             return self._samples.batch(places, key)
         return ImageBatch(None, torch.from_numpy(self._samples.labels(places)))
 
     def fingerprint(self) -> str:
-        """Of the samples."""
+        """Return the fingerprint of the samples."""
         return self._samples.fingerprint()
 
 
 class Box(NamedTuple):
-    """A rectangle in pixels, as Pillow has it."""
+    """Rectangle in pixels, in Pillow's order."""
 
     left: int
     top: int
@@ -138,7 +150,10 @@ class Box(NamedTuple):
 
 
 def rectangle(shape: Sequence[int], area: tuple[float, float], draws: np.random.Generator) -> Box:
-    """Of a share in ``area`` and an aspect ratio in [3/4, 4/3]; where none fits, the middle as far as that allows."""
+    """Draw a rectangle of a share in ``area`` and an aspect ratio in [3/4, 4/3].
+
+    If no drawn rectangle fits, the result is the middle of the picture, as large as the aspect ratios allow.
+    """
     height, width = shape[:2]
     for _ in range(_TRIES):
         wanted = height * width * draws.uniform(*area)
@@ -153,7 +168,7 @@ def rectangle(shape: Sequence[int], area: tuple[float, float], draws: np.random.
 
 
 def resized(picture: Pixels, box: Box, size: tuple[int, int]) -> Pixels:
-    """The rectangle ``box`` of a picture at another size (width, height), bilinear, smoothed where it shrinks."""
+    """Return the rectangle ``box`` of a picture at another size (width, height), bilinear and antialiased."""
     from PIL import Image
 
     made = Image.fromarray(picture).resize(size, Image.Resampling.BILINEAR, box=box)
@@ -161,7 +176,7 @@ def resized(picture: Pixels, box: Box, size: tuple[int, int]) -> Pixels:
 
 
 def to_shorter_side(picture: Pixels, side: int) -> Pixels:
-    """The same picture with a shorter side of ``side`` pixels."""
+    """Return the picture resized to a shorter side of ``side`` pixels."""
     height, width = picture.shape[:2]
     shorter = min(height, width)
     if shorter == side:
@@ -171,7 +186,7 @@ def to_shorter_side(picture: Pixels, side: int) -> Pixels:
 
 
 def padded(picture: Pixels, width: int) -> Pixels:
-    """Black pixels on all sides."""
+    """Return the picture with ``width`` black pixels on all sides."""
     height, across = picture.shape[:2]
     out = np.zeros((height + 2 * width, across + 2 * width, 3), dtype=np.uint8)
     out[width : width + height, width : width + across] = picture

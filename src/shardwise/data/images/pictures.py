@@ -1,4 +1,4 @@
-"""Pictures with labels, before anything is drawn: the three kinds of sources behind one face."""
+"""Pictures with labels before any augmentation: the interface of the three kinds of sources."""
 
 from abc import ABC, abstractmethod
 
@@ -13,17 +13,21 @@ class Pictures(ABC):
     """Pictures of one source, with random access."""
 
     labels: npt.NDArray[np.int64]
-    """The class of each: [n]."""
+    """Class of each picture: [n]."""
     class_names: tuple[str, ...]
-    """What the classes are called."""
+    """Names of the classes."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @abstractmethod
     def picture(self, index: int) -> Pixels:
-        """One picture. Errors: DataError that names the file where it cannot be decoded."""
+        """Return the pixels of one picture.
+
+        Raises:
+            DataError: if the file cannot be decoded; the message names it.
+        """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Equal on every rank that reads the same pictures."""
+        """Return a digest that is equal on every rank that reads the same pictures."""

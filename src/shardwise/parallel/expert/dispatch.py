@@ -179,7 +179,7 @@ class Routes:
 
 
 class Dispatcher:
-    """Dispatcher of the rows of a layer, whose E experts are spread evenly and in order over ``ep`` and cut over ``etp``.
+    """Dispatcher of the rows of a layer, whose E experts are spread evenly over ``ep``, in order, and cut over ``etp``.
 
     Args:
         ep: ranks over which experts are spread.
