@@ -54,6 +54,7 @@ class Permutation:
         self._keys = [np.uint64(key_of("order", seed, epoch, i)) for i in range(_ROUNDS)]
 
     def __call__(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the images of indices below ``size``."""
         image = self._once(indices.astype(np.uint64))
         while (outside := image >= self.size).any():
             image[outside] = self._once(image[outside])

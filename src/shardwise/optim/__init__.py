@@ -1,1 +1,1 @@
-"""Row 3: optimizers on flat shards, clipping, schedules."""
+"""Optimizers on flat shards, clipping, schedules."""

@@ -3,11 +3,11 @@
     first update       a = w                       as torch.optim.swa_utils.AveragedModel
     every later one    a = a + (1 - decay) (w - a)
 
-The average has the masters' dtype, cut and tier, so it is sharded where they are, moves with them, and is saved and
-loaded on any layout as a moment is. It is part of STEP: each bucket's average follows its update.
+The average has the masters' dtype, cut and tier, so it is sharded as they are, moves with them, and is saved and loaded
+on any layout as a moment is. It is part of STEP: each bucket's average follows its update.
 
 Paper: Polyak and Juditsky 1992; of exponential weights Tarvainen and Valpola 2017, arXiv:1703.01780.
-Cost:  one number for each that trains, in the masters' dtype; one pass over both in each update.
+Cost:  one number for each trained element, in the masters' dtype; one pass over both in each update.
 """
 
 from typing import Annotated
@@ -21,7 +21,7 @@ EMA = "ema"
 
 
 class EmaPolicy(Policy):
-    """Keys under ``ema:``."""
+    """Moving average of the weights: keys under ``ema:``."""
 
     decay: Annotated[float, Field(ge=0, lt=1)]
     """Share of the average that an update keeps: 0.999 averages over about 1,000 steps."""

@@ -1,21 +1,21 @@
 """Adam, AdamW and SGD on the host: torch's own fused kernels, a chunk of the flat master at a time.
 
     for each chunk    g = grad, in the master's dtype                      into a block that stays in the cache
-                      master, moments: torch's kernel, with g / divisor    g is written back, there
-                      weight = master, rounded                             out of the cache
+                      master, moments: torch's kernel, with g / divisor    g is written back, in the cache
+                      weight = master, rounded                             read from the cache
 
-On a whole tensor the first and the last line are passes over memory of their own, and so are the gradients that the
-kernel writes back divided. A parameter with moments in fp32 and a weight and a gradient in 16 bits is 28 bytes of
-traffic, 46 by whole tensors: 0.4 of the time. A gradient of the master's dtype is not copied, and the whole is one call
-and one rounding: chunks were measured 1.1 to 1.3 times as slow there.
+On a whole tensor the first and the last line are separate passes over memory, and the kernel also writes back the
+divided gradients. A parameter with moments in fp32 and a weight and a gradient in 16 bits is 28 bytes of traffic, 46 by
+whole tensors: 0.4 of the time. A gradient of the master's dtype is not copied, and the whole is one call and one
+rounding: chunks were measured 1.1 to 1.3 times as slow there.
 
-Numbers have the bits of a call on the whole: the update of an element looks at nothing else, and a chunk begins where a
-vector of the kernel's does. Step counts advance once a step.
+Results have the bits of a call on the whole: the update of an element depends on no other element, and a chunk begins
+at the boundary of a vector of the kernel. Step counts advance once a step.
 
 Threads are torch's own, as many as the calling thread may use.
 
 Moments in 16 or 8 bits (coded_moments.py) are decoded, updated and encoded by the chunk, on a device too, and with any
-elementwise class: where it has no such kernel, its own step runs on a leaf that is each chunk in turn.
+elementwise class: if the class has no such kernel, its own step runs on a leaf that is each chunk in turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,9 @@ from torch import Tensor, optim
 from shardwise.optim.coded_moments import CodedPart
 
 CHUNK = 2**17
-"""Elements of a chunk and thread, a multiple of a vector's: what is touched twice, master and block of gradients, takes
-1 MiB; half as many pay for the calls, twice as many leave the cache."""
+"""Elements of a chunk for each thread, a multiple of a vector's: the data that is used twice, master and block of
+gradients, takes 1 MiB; with half as many the calls cost more, twice as many do not fit into the cache.
+"""
 DEVICE_CHUNK = 2**23
 """Elements of a chunk on an accelerator: about 0.5 GiB while they are encoded."""
 
@@ -37,13 +38,13 @@ class ChunkKernel(NamedTuple):
     """One of torch's kernels with the numbers of this step."""
 
     moments: tuple[str, ...]
-    """Labels of the state that it takes, in its order."""
+    """Labels of the state that the kernel takes, in its order."""
     call: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, Tensor | None], object]
-    """(master, gradient, moments, count of steps, divisor): updates these elements."""
+    """Function of (master, gradient, moments, count of steps, divisor) that updates these elements."""
 
 
 def chunk_kernel(optimizer: optim.Optimizer) -> ChunkKernel | None:
-    """What ``optimizer`` would call; None where that is no fused kernel, or works with numbers in tensors."""
+    """Return the fused kernel that ``optimizer`` would call; None if it has none, or if its numbers are tensors."""
     group = optimizer.param_groups[0]
     if type(optimizer) not in (optim.Adam, optim.AdamW, optim.SGD) or not group.get("fused"):
         return None
@@ -88,8 +89,13 @@ def _sgd(group: Mapping[str, Any]) -> ChunkKernel:
 
 
 def class_kernel(optimizer: optim.Optimizer, labels: Sequence[str], state: dict[str, Any]) -> ChunkKernel:
-    """The own step of ``optimizer``, one of one leaf, which becomes each chunk. ``state``: the single numbers of these
-    elements, which advance as in one step."""
+    """Return the own step of ``optimizer`` as a kernel; its one leaf becomes each chunk.
+
+    Args:
+        optimizer: an elementwise optimizer with one leaf.
+        labels: labels of the moments.
+        state: the single numbers of these elements, which advance as in one step.
+    """
     (leaf,) = optimizer.param_groups[0]["params"]
     before = _copied(state)
 
@@ -124,15 +130,27 @@ def step_by_chunk(
     weight: Tensor | None,
     coded: CodedPart | None = None,
 ) -> None:
-    """Update ``master`` [N] from ``grad / divisor`` [N] and round it into ``weight`` [N], if there is one; ``state``
-    is torch's of these elements, ``coded`` has their moments where torch has not. ``in_kernel``: the kernel divides."""
+    """Update ``master`` [N] from ``grad / divisor`` [N], and round the result into ``weight`` [N] if there is one.
+
+    Args:
+        kernel: updates a chunk.
+        master: the master.
+        grad: the gradient, which may be overwritten.
+        state: torch's state of these elements.
+        divisor: divisor of the gradient.
+        in_kernel: True if the kernel divides.
+        weight: the weight in 16 bits; may be None.
+        coded: the moments, if torch's state does not have them.
+    """
     count = state.get("step")
     if count is not None:
         count += 1
     scale = torch.full((), divisor, device=master.device) if in_kernel and divisor != 1.0 else None
     factor = 1.0 if in_kernel else 1.0 / divisor
     is_cast = grad.dtype != master.dtype or factor != 1.0
-    if not is_cast and coded is None:  # measured: calls by the chunk cost more than the one pass that rounds
+    if (
+        not is_cast and coded is None
+    ):  # measured: calls by the chunk cost more than one separate pass that rounds
         kernel.call(master, grad, [state[label] for label in kernel.moments], count, scale)
         if weight is not None:
             weight.copy_(master)

@@ -1,13 +1,14 @@
-"""The optimizer classes: how one is made on flat tensors, and what it keeps from then on.
+"""The optimizer classes: construction on flat tensors, and the state that they keep.
 
     from_policy    the configuration's words -> torch's class, or one of ours, with its numbers
     from_torch     a user's optimizer -> its class again, with the options of its groups
-    make_state     what its first step would keep for every element, made now
+    make_state     makes the state that the first step would make
 
 [Note: state at build]
-torch makes a parameter's state in its first step, when memory is tightest and nobody has counted on it. Here the same
-code of torch's makes it when the optimizer is built, so that the moments stand in the ledger before anything runs; the
-numbers are those of a first step. A parameter that was never stepped has no state in a checkpoint all the same.
+torch makes a parameter's state in its first step, when memory is tightest and nothing has accounted for the state. Here
+the same code of torch makes the state when the optimizer is built, so that the moments stand in the ledger before
+anything runs; the numbers are those of a first step. A checkpoint still has no state of a parameter that was never
+stepped.
 """
 
 import inspect
@@ -29,7 +30,7 @@ from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.registry import Needs, UpdateRule
 
 Make = Callable[[list[Tensor], int], optim.Optimizer]
-"""(flat tensors, optimizer group) -> an optimizer on them."""
+"""Function from (flat tensors, optimizer group) to an optimizer on them."""
 
 _CLASSES: Mapping[str, type[optim.Optimizer]] = {
     "adam": optim.Adam,
@@ -50,15 +51,16 @@ _CLASSES: Mapping[str, type[optim.Optimizer]] = {
     "uncorrected_adam": UncorrectedAdam,
     "uncorrected_adamw": UncorrectedAdamW,
 }
-"""By the type of a rule (``OptimizerPolicy.rules``)."""
+"""Class of each type of a rule (``OptimizerPolicy.rules``)."""
 _FUSED = ("adam", "adamw", "sgd")
-"""Those that torch has as one kernel on every device."""
+"""Types that torch has as one kernel on every device."""
 
 
 def from_policy(policy: OptimizerPolicy) -> Make:
-    """The class of each of the policy's rules, fused where torch has it so.
+    """Return the function that makes the policy's optimizers, fused if torch has a fused kernel.
 
-    Errors: ConfigError for numbers that the class refuses.
+    Raises:
+        ConfigError: if a class refuses its numbers.
     """
     return _from_rules(policy.rules())
 
@@ -78,7 +80,7 @@ def _from_rules(rules: Sequence[tuple[str, dict[str, Any]]]) -> Make:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group's keys those that its rule's class takes."""
+    """Return the keys of a group that the class of its rule takes."""
     if group["type"] not in _CLASSES:
         raise UsageError(f"optimizer: there is no rule {group['type']!r}; known: {', '.join(_CLASSES)}")
     known = inspect.signature(_CLASSES[group["type"]]).parameters
@@ -86,10 +88,15 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
-    """Rebuild a user's optimizer from its class and the options of its groups.
+    """Return a function that rebuilds a user's optimizer from its class and the options of its groups.
 
-    Errors: UsageError where the class needs whole tensors in a way of its own (its numbers would silently change on
-    flat pieces).
+    Args:
+        optimizer: the user's optimizer, before its first step.
+        elementwise: True declares that an unknown class treats each element by itself.
+
+    Raises:
+        UsageError: if the class is not known to be elementwise, because its numbers would silently change on flat
+            pieces, or if the optimizer has stepped already.
     """
     if isinstance(optimizer, NamedRules):
         return _from_rules([(group["type"], _numbers(group)) for group in optimizer.param_groups])
@@ -102,7 +109,7 @@ def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
             f"needs whole tensors (Adafactor, LBFGS, Shampoo) would give wrong numbers. Known: {names}. "
             "If yours is elementwise, say so: initialize(..., elementwise=True)"
         )
-    # Adagrad has state from its making on, at step 0.
+    # Adagrad makes its state in the constructor, at step 0, so state by itself is no sign of a step.
     if any(not isinstance(state, dict) or state.get("step", 1) for state in optimizer.state.values()):
         raise UsageError("optimizer: it has stepped already; hand it to initialize() before its first step")
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -110,7 +117,7 @@ def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
     known_arguments = inspect.signature(ours).parameters
 
     def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
-        # As arguments too: some have no default, and Adagrad reads its first accumulator from the argument alone.
+        # As arguments too: some have no default, and Adagrad reads its first accumulator from the argument only.
         arguments: dict[str, Any] = {k: v for k, v in options[group].items() if k in known_arguments}
         return ours([{"params": tensors, **options[group]}], **arguments)
 
@@ -118,15 +125,15 @@ def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
 
 
 def make_state(optimizer: optim.Optimizer) -> None:
-    """The state that the first step would make. [Note: state at build]
+    """Make the state that the first step would make. [Note: state at build].
 
-    Left to that step: where a class of the user's has no ``_init_group``, and SGD's momentum with dampening, which
-    begins with the whole first gradient.
+    Some state is left to that step: that of a user's class without ``_init_group``, and SGD's momentum with dampening,
+    which begins with the whole first gradient.
     """
     for group in optimizer.param_groups:
         if isinstance(optimizer, optim.SGD):
             for leaf in group["params"] if group["momentum"] and not group["dampening"] else ():
-                # -0, and not 0, is what leaves every first gradient as it is, -0 among them.
+                # -0 instead of 0: the sum with the first gradient then has its bits, also where that is -0.
                 optimizer.state[leaf]["momentum_buffer"] = torch.full_like(leaf, -0.0)
             continue
         make = getattr(optimizer, "_init_group", None)
@@ -140,7 +147,7 @@ def make_state(optimizer: optim.Optimizer) -> None:
 
 
 def update_rules(make: Make, groups: int = 1) -> tuple[UpdateRule, ...]:
-    """What optimizers made by ``make`` keep from build on, and look at, by group."""
+    """Return the moments that optimizers made by ``make`` keep from build on, and what they look at, by group."""
     found = []
     for group in range(groups):
         probe = torch.zeros(1)
@@ -151,17 +158,17 @@ def update_rules(make: Make, groups: int = 1) -> tuple[UpdateRule, ...]:
 
 
 def labels_of(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """The moments among the state of a leaf."""
+    """Return the labels of the moments in the state of a leaf."""
     return tuple(label for label, value in state.items() if isinstance(value, Tensor) and value.dim() == 1)
 
 
 def needs_of(optimizer: optim.Optimizer) -> Needs:
-    """What its update of an element looks at."""
+    """Return what an optimizer's update of an element depends on."""
     return optimizer.needs if isinstance(optimizer, TwoPass) else "elements"
 
 
 def makes_state_late(optimizer: optim.Optimizer) -> bool:
-    """Whether some of its state appears in the first step alone. [Note: state at build]"""
+    """Return whether some of an optimizer's state only appears in the first step. [Note: state at build]."""
     group = optimizer.param_groups[0]
     if isinstance(optimizer, optim.SGD):
         return bool(group["momentum"] and group["dampening"])

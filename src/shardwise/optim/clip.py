@@ -3,9 +3,9 @@
     norm = sqrt(Σ over ranks Σ over owned elements g²)
     g ← g · min(1, max_norm / (norm + 1e-6))
 
-Each rank sums what it owns (or its share of what every rank holds); the sums meet in one small all-reduce that also
-carries the finite check. Rows are summed in the gradient's dtype, row sums in fp64, so the result does not depend on
-the cut beyond the last digits.
+Each rank sums the elements that it owns (or its share of those that every rank holds); one small all-reduce adds the
+sums and also carries the finite check. Rows are summed in fp32 (fp64 for fp64), row sums in fp64, so the result does
+not depend on the cut beyond the last digits.
 
 Paper: Pascanu et al. 2013, arXiv:1211.5063.
 Cost:  one read of the owned gradients.
@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 
 def square_sum(flat: Tensor) -> Tensor:
-    """Σ g² of a flat tensor, as an fp64 scalar."""
+    """Return Σ g² of a flat tensor, as an fp64 scalar."""
     if flat.dtype == torch.float64:
         return flat.dot(flat)
     rows = flat.numel() // _ROW * _ROW
@@ -31,13 +31,13 @@ def square_sum(flat: Tensor) -> Tensor:
 
 
 def share(flat: Tensor, index: int, count: int) -> Tensor:
-    """Part ``index`` of ``count`` of a tensor that ``count`` ranks hold alike."""
+    """Return part ``index`` of ``count`` of a tensor that ``count`` ranks hold alike."""
     size = -(-flat.numel() // count)
     return flat[index * size : (index + 1) * size]
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What to multiply gradients of that norm by. As torch.nn.utils.clip_grad_norm_ has it."""
+    """Return the factor that clips gradients of this norm, as torch.nn.utils.clip_grad_norm_ computes it."""
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + _EPSILON))

@@ -4,22 +4,23 @@
     int8, signed         x = ±q² · 4^e           q = 0 .. 127       first moments: exp_avg, momentum_buffer
     int8, of squares     x =  q⁴ · 16^e          q = 0 .. 255       second moments: exp_avg_sq, square_avg ...
 
-e is the smallest exponent with which the block's largest number has a q; a block is 16 elements, and e a byte of it.
-q is rounded up or down at random like bf16, in proportion to x, so that the mean is x.
+e is the smallest exponent with which the block's largest number has a q; a block is 16 elements, and e takes one byte
+of it. q is rounded up or down at random like bf16, in proportion to x, so that the mean is x.
 
 Why at random: with beta2 = 0.999 a second moment moves by less than a thousandth a step, far below half the distance of
-two neighbours in either form. Rounded to the nearest one it would never move again; at random it moves as often as it
+two neighbours in either form. Rounded to the nearest, it would never move again; at random it moves as often as it
 should.
 
 Why roots: an update is m / sqrt(v). Linear codes of v end at max / 255, where most of a block lies (sqrt(v) spreads
-over decades), and a v that is rounded to 0 makes m / (0 + eps) explode. So it is sqrt(v) that is coded, through its own
-root: neighbours are 2/q apart, relative to sqrt(v), and reach 128² to 255² times below the largest. A v that is not 0
-never gets below one step: what is smaller is raised to it, which makes its update smaller. The same root serves m,
-where 0 harms nobody. Dettmers et al. found the same two needs, many magnitudes in a block and blocks small enough that
-an outlier spoils few neighbours, and answered them with a tree of exponents and blocks of 2048 with scales in fp32.
+over decades), and a v that is rounded to 0 makes m / (0 + eps) explode. So sqrt(v) is coded, through its own root:
+neighbours are 2/q apart, relative to sqrt(v), and reach 128² to 255² times below the largest. A v that is not 0 never
+gets below one step: smaller numbers are raised to it, which makes their updates smaller. The same root serves m, where
+0 is harmless. Dettmers et al. found the same two needs, many magnitudes in a block and blocks small enough that an
+outlier spoils few neighbours, and met them with a tree of exponents and blocks of 2048 with scales in fp32.
 
-Powers of two as scales: every number that was decoded is encoded to itself, whatever the random bits and the block's
-new exponent are (4^e is two steps of q to one), so what is loaded and saved again does not wander, and e takes a byte.
+Why powers of two as scales: every number that was decoded is encoded to itself, whatever the random bits and the
+block's new exponent are (4^e is two steps of q to one), so numbers that are loaded and saved again do not drift, and e
+takes a byte.
 
 Blocks with an infinite or NaN element decode to NaN: int8 hides no overflow.
 
@@ -41,12 +42,13 @@ from shardwise.optim.rounding import Rounding
 from shardwise.plan.state_form import BLOCK, StateForm, stored_dtype, stored_elements
 
 SIGNED = ("exp_avg", "momentum_buffer")
+"""Labels of moments that may be negative."""
 SQUARES = ("exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
-"""Never negative."""
+"""Labels of moments that are never negative."""
 
 
 def refused(form: StateForm, labels: Sequence[str]) -> str:
-    """Why moments of these names have no such form; "" where they have."""
+    """Return the reason why moments of these names have no such form, or an empty string if they have."""
     if form == "fp32":
         return ""
     for label in labels:
@@ -60,7 +62,16 @@ def refused(form: StateForm, labels: Sequence[str]) -> str:
 
 
 class CodedMoments:
-    """The moments of one bucket's owned range, flat, by label. ``rounding``: of the same range."""
+    """Moments of one bucket's owned range in 16 or 8 bits, flat, by label.
+
+    Args:
+        form: bf16 or int8.
+        labels: labels of the moments, in the order that all ranks have.
+        elements: number of elements of the range.
+        device: device of the moments.
+        rounding: random numbers of the same range.
+        into: memory for the moments, by label; its content is not valid until it is written. None allocates memory.
+    """
 
     def __init__(
         self,
@@ -71,8 +82,6 @@ class CodedMoments:
         rounding: Rounding,
         into: Mapping[str, Tensor] | None = None,
     ):
-        """``into``: memory that they lie in, by label, instead of their own; its numbers are another's until they are
-        written."""
         assert form != "fp32", "moments as the masters need no code"
         self._form: StateForm = form
         self._elements = elements
@@ -82,15 +91,15 @@ class CodedMoments:
             label: torch.zeros(stored, dtype=dtype, device=device) if into is None else into[label].detach()
             for label in labels
         }
-        """As they are kept."""
+        """Stored form of each moment, by label."""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """In the order that all ranks have."""
+        """Labels of the moments, in the order that all ranks have."""
         return tuple(self.tensors)
 
     def read(self, label: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop): fp32, a copy."""
+        """Return elements [start, stop) of a moment: fp32, a copy."""
         stored = self.tensors[label]
         if self._form == "bf16":
             return stored[start:stop].float()
@@ -101,7 +110,7 @@ class CodedMoments:
         return decoded[start - first * BLOCK : stop - first * BLOCK]
 
     def write(self, label: str, start: int, values: Tensor, bits: Tensor | None = None) -> None:
-        """``values`` [N] from element ``start`` on, rounded by ``bits`` (int16 [N]) or, without, to the nearest."""
+        """Store ``values`` [N] from element ``start`` on, rounded by ``bits`` (int16 [N]) or, without, to the nearest."""
         stored = self.tensors[label]
         values, stop = values.to(stored.device, torch.float32), start + values.numel()
         if self._form == "bf16":
@@ -109,7 +118,7 @@ class CodedMoments:
             return
         first, last = start // BLOCK, -(-stop // BLOCK)
         begin, end = first * BLOCK, min(last * BLOCK, self._elements)
-        if (begin, end) != (start, stop):  # the others of a block that is written in part keep what they are
+        if (begin, end) != (start, stop):  # keep the rest of a block that is written in part
             whole = self.read(label, begin, end)
             whole[start - begin : stop - begin] = values
             values, bits = whole, None if bits is None else pad(bits, (start - begin, end - stop))
@@ -118,25 +127,25 @@ class CodedMoments:
         stored[self._elements + first : self._elements + last] = exponents.view(torch.uint8)
 
     def bits(self, start: int, stop: int, step: int) -> Tensor:
-        """To round elements [start, stop) of all of them by, in their order: int16 [K, N]."""
+        """Return random numbers to round elements [start, stop) of all moments, in their order: int16 [K, N]."""
         device = next(iter(self.tensors.values())).device
         return self._rounding.bits(start, stop, step, len(self.tensors), device)
 
 
 class CodedPart(NamedTuple):
-    """The moments from element ``start`` on, in an update before which there were ``step`` steps."""
+    """Moments from element ``start`` on, in an update that ``step`` steps preceded."""
 
     moments: CodedMoments
     start: int
     step: int
 
     def chunk(self, here: slice) -> list[Tensor]:
-        """Elements of all of them, to be updated: fp32 [N] each."""
+        """Return elements of all moments to be updated: fp32 [N] each."""
         moments, start = self.moments, self.start
         return [moments.read(label, start + here.start, start + here.stop) for label in moments.labels]
 
     def keep(self, here: slice, updated: Sequence[Tensor]) -> None:
-        """What became of them."""
+        """Store the updated elements of all moments."""
         start, stop = self.start + here.start, self.start + here.stop
         bits = self.moments.bits(start, stop, self.step)
         for label, values, own in zip(self.moments.labels, updated, bits, strict=True):

@@ -1,8 +1,8 @@
-"""Which rank gets which whole matrix, and in which round: pure, the same on every rank.
+"""Assignment of whole matrices to ranks and rounds. Pure: the result is the same on every rank.
 
 Orthogonalising costs rows · columns · min(rows, columns) operations a round of Newton-Schulz. The dearest matrix goes
 first, each to the rank that has least so far, of several to the one that holds most of it; no rank then has more than
-the mean and one matrix. A rank's matrices travel in rounds, so that no more than some of them are whole at a time.
+the mean and one matrix. A rank's matrices travel in rounds, so that only some of them are whole at a time.
 
 Source: longest processing time first, Graham 1969, doi:10.1137/0117039.
 """
@@ -14,7 +14,12 @@ ROUND_ELEMENTS = 16 << 20
 
 
 def owners(shapes: Sequence[tuple[int, ...]], held: Sequence[Sequence[int]]) -> list[int]:
-    """By matrix the index of the rank that gets it. ``held``: by matrix how many of its elements each rank has."""
+    """Return the index of the rank that gets each matrix.
+
+    Args:
+        shapes: rows and columns of each matrix.
+        held: number of elements that each rank has of each matrix.
+    """
     costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
     ranks = range(len(held[0])) if held else range(0)
     load, found = [0] * len(ranks), [0] * len(shapes)
@@ -28,10 +33,16 @@ def owners(shapes: Sequence[tuple[int, ...]], held: Sequence[Sequence[int]]) -> 
 def rounds(
     shapes: Sequence[tuple[int, ...]], owner: Sequence[int], limit: int = ROUND_ELEMENTS
 ) -> list[list[int]]:
-    """The matrices that travel together, ascending in each round."""
+    """Return the matrices that travel together in each round, ascending.
+
+    Args:
+        shapes: rows and columns of each matrix.
+        owner: rank that gets each matrix.
+        limit: largest number of elements that a rank takes in one round; a larger matrix has a separate round.
+    """
     found: list[list[int]] = []
     at: dict[int, tuple[int, int]] = {}
-    """By rank: its last round, and the elements that it takes there."""
+    """Last round of each rank, and the elements that the rank takes there."""
     for place, (rows, columns) in enumerate(shapes):
         last, held = at.get(owner[place], (0, 0))
         if held and held + rows * columns > limit:

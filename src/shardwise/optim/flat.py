@@ -1,18 +1,19 @@
 """Optimizers on the flat masters: any elementwise one of torch, and those of two halves (two_pass.py).
 
-An elementwise update treats each element alone, so it may run on any cut of the flat buffer: 32 calls instead of 288,
-and torch's own fused kernels do the work. One optimizer object per bucket, so that masters can be updated Unit by Unit.
+An elementwise update treats each element by itself, so it may run on any cut of the flat buffer: 32 calls instead of
+288, with torch's own fused kernels. There is one optimizer object for each bucket, so that masters can be updated Unit
+by Unit.
 
     one launch       Adam on an accelerator (kernels/adam.py)
-    by the chunk     a fused kernel of torch's on the host, and any update of moments in 16 or 8 bits (by_chunk.py)
+    by the chunk     a fused kernel of torch on the host, and any update of moments in 16 or 8 bits (by_chunk.py)
     torch's step     all else
-    two halves       an update that looks at whole tensors: ``direct`` and ``apply``; in between it is told by what each
-                     tensor's direction is multiplied
+    two halves       an update that looks at whole tensors: ``direct`` and ``apply``, which receives the factor of each
+                     tensor's direction
 
-What is kept for the elements is flat_state.py's, and which classes there are classes.py's.
+flat_state.py contains the state of the elements, classes.py the classes.
 
 Scaling: gradients arrive as sums; ``divisor`` (weights summed, loss scale, clipping) is applied inside the fused kernel
-where that is exact enough (its scalar is fp32), else in a pass of its own.
+if that is exact enough (its scalar is fp32), else in a separate pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ from shardwise.plan.state_form import StateForm
 
 
 class Factor(NamedTuple):
-    """By what the direction of a tensor's elements [start, stop) of the master is multiplied."""
+    """Factor of the direction of a tensor's elements [start, stop) of the master."""
 
     start: int
     stop: int
@@ -42,7 +43,17 @@ class Factor(NamedTuple):
 
 
 class FlatOptimizer:
-    """The optimizer of one bucket's owned range."""
+    """Optimizer of one bucket's owned range.
+
+    Args:
+        master: flat master of the range.
+        make: makes the optimizer.
+        group: optimizer group of the bucket.
+        form: dtype or code of the moments.
+        rounding: random numbers for moments in another form than fp32.
+        into: memory for the moments, by label; None allocates memory.
+        decay: decay of an average of the master; None keeps no average.
+    """
 
     def __init__(
         self,
@@ -54,7 +65,6 @@ class FlatOptimizer:
         into: Mapping[str, Tensor] | None = None,
         decay: float | None = None,
     ):
-        """As ``FlatState``; ``decay``: of an average of the master, None without one."""
         self._decay = decay
         self.state = FlatState(master, make, group, form, rounding, into, decay is not None)
         """Master, moments and step counts."""
@@ -64,11 +74,11 @@ class FlatOptimizer:
             master.dtype == torch.float32
         )
         self._direction: Tensor | None = None
-        """Between the two halves of an update."""
+        """Direction between the two halves of an update."""
 
     @property
     def needs(self) -> Needs:
-        """What the update of an element looks at; all but "elements" is done in two halves."""
+        """Extent of the tensor on which the update of an element depends; all but "elements" takes two halves."""
         return needs_of(self._optimizer)
 
     def step(
@@ -80,11 +90,18 @@ class FlatOptimizer:
         weight: Tensor | None = None,
         steps: int = 0,
     ) -> bool:
-        """Update from ``grad / divisor`` (flat, as the master) with the numbers of this bucket's group in ``rates``
-        (groups.py); ``unused`` ranges are skipped. ``grad`` is spent.
+        """Update the master from ``grad / divisor``.
 
-        ``weight``, as long as the master, takes its new numbers rounded where that needs no pass of its own; whether it
-        did. ``steps`` were before: what coded moments are rounded by.
+        Args:
+            grad: flat gradient, as long as the master; it is overwritten.
+            divisor: divisor of the gradient.
+            rates: numbers of each optimizer group in this step (groups.py).
+            unused: ranges of the master that are skipped.
+            weight: flat weight that receives the master's new numbers, rounded, if that needs no separate pass.
+            steps: steps before this one, which key the rounding of coded moments.
+
+        Returns:
+            True if ``weight`` was written.
         """
         is_rounded = self._update(grad, divisor, rates, unused, weight, steps)
         self._average(steps)
@@ -120,7 +137,7 @@ class FlatOptimizer:
                 self._step_by_chunk(kernel, grad, divisor, unused, weight)
                 return weight is not None
         if self._divides and divisor != 1.0:
-            # Filled on the device: a number that is copied there is waited for.
+            # Filled on the device, because a copy of a number from the host would wait for the device.
             self._optimizer.grad_scale = torch.full((), divisor, device=grad.device)  # type: ignore[attr-defined]
             self._optimizer.found_inf = torch.zeros((), device=grad.device)  # type: ignore[attr-defined]
             divisor = 1.0
@@ -132,7 +149,7 @@ class FlatOptimizer:
         return False
 
     def _adam_rule(self) -> AdamRule | None:
-        """What one kernel's step works with; None where the update is another, or its count lies on the host."""
+        """Return the numbers of a step in one kernel; None for other updates, or if the step count is on the host."""
         group = self.options
         if type(self._optimizer) not in (optim.Adam, optim.AdamW) or self.state.master.dtype != torch.float32:
             return None
@@ -163,9 +180,9 @@ class FlatOptimizer:
             adam_step(rule, leaf, grad[start:stop], *moments, divisor, cast)
 
     def _chunk_kernel(self) -> ChunkKernel | None:
-        """What updates a chunk at a time; None where that is torch's to do, or the state is still to be made."""
+        """Return the kernel that updates a chunk at a time; None if torch must do the step, or if state is missing."""
         kernel = chunk_kernel(self._optimizer) if self.state.master.device.type == "cpu" else None
-        # A product of 16-bit numbers has other bits where torch computes without vectors, which is at a tensor's end.
+        # Only for wide masters: in 16 bits torch's scalar code, at the end of a chunk, gives other bits than vectors.
         if kernel is None or self.state.master.dtype not in (torch.float32, torch.float64):
             return None
         if self.state.coded is not None:
@@ -182,11 +199,11 @@ class FlatOptimizer:
         weight: Tensor | None,
         steps: int = 0,
     ) -> None:
-        """``kernel``: None, of coded moments alone, is the class's own step."""
+        """Update a chunk at a time; a ``kernel`` of None, for coded moments only, runs the class's own step."""
         for (start, stop, leaf, _), is_reached in self.state.reached(unused):
             cast = None if weight is None else weight[start:stop]
             if not is_reached:
-                if cast is not None:  # what comes from a disk is the master alone
+                if cast is not None:  # a master from a disk comes without its weight
                     cast.copy_(leaf)
                 continue
             state, coded, own = self.state.of(leaf), None, kernel
@@ -197,7 +214,7 @@ class FlatOptimizer:
             step_by_chunk(own, leaf, grad[start:stop], state, divisor, self._divides, cast, coded)
 
     def _of_one_leaf(self) -> optim.Optimizer:
-        """The same optimizer, of one element."""
+        """Return the same optimizer with a leaf of one element."""
         made = self.state.remake(
             torch.zeros(1, dtype=self.state.master.dtype, device=self.state.master.device)
         )
@@ -205,7 +222,7 @@ class FlatOptimizer:
         return made
 
     def _cut(self, rates: Sequence[Mapping[str, Any]], unused: Sequence[tuple[int, int]]) -> None:
-        """Segments around ``unused`` ranges, and the numbers of this step."""
+        """Split segments around ``unused`` ranges, and set the numbers of this step."""
         for start, stop in unused:
             self.state.split_around(start, stop)
         self._optimizer.param_groups[0].update(rates[self._group])
@@ -217,29 +234,37 @@ class FlatOptimizer:
         rates: Sequence[Mapping[str, Any]],
         unused: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """The first half of an update; as ``step`` else. ``grad`` becomes the direction, where the dtypes are one."""
+        """Run the first half of an update; arguments as in ``step``.
+
+        ``grad`` becomes the direction if its dtype is the master's.
+        """
         assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
         self._direction = self._take(grad, divisor, rates, unused)
         self._optimizer.direct()
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
-        """(master, direction), flat, between the halves."""
+        """Flat (master, direction) between the two halves."""
         assert self._direction is not None, "direct() comes before what looks at its directions"
         return self.state.master, self._direction
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The numbers that it works with in this step."""
+        """Numbers of the optimizer in this step."""
         return self._optimizer.param_groups[0]
 
     def factor(self, whole: Whole) -> float:
-        """By what a tensor's direction is multiplied."""
+        """Return the factor of a tensor's direction."""
         assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
         return self._optimizer.factor(self.options, whole)
 
     def apply(self, factors: Iterable[Factor], steps: int = 0) -> None:
-        """The second half; ``steps`` were before."""
+        """Run the second half of an update.
+
+        Args:
+            factors: factors of the directions by range of the master.
+            steps: steps before this one.
+        """
         assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
         master, direction = self.halves
         for start, stop, factor in factors:
@@ -256,7 +281,7 @@ class FlatOptimizer:
         rates: Sequence[Mapping[str, Any]],
         unused: Sequence[tuple[int, int]],
     ) -> Tensor:
-        """Point the leaves into the gradient, which is returned, in the master's dtype."""
+        """Point the leaves' gradients into the gradient, and return it in the master's dtype."""
         self._cut(rates, unused)
         if grad.dtype != self.state.master.dtype:
             grad = grad.to(self.state.master.dtype)

@@ -1,21 +1,21 @@
-"""What an optimizer keeps of one bucket's owned range: leaves and their state, cut into segments of the flat master.
+"""State of one bucket's owned range: leaves and their optimizer state, cut into segments of the flat master.
 
     master     flat tensor of N elements, which updates write
     segment    elements [start, stop) of it that share a step count; the leaf of torch's optimizer is a view of them
-    moment     what is kept for every element (exp_avg, momentum_buffer ...): flat, as long as its segment
-    scalar     what is kept once for a segment: the step count, mostly
+    moment     state of every element (exp_avg, momentum_buffer ...): flat, as long as its segment
+    scalar     state of a segment as a single number: mostly the step count
 
 [Note: segments]
 torch skips a parameter without a gradient, and its step count (Adam's bias correction) stands still. The flat buffer
-starts as one segment; where a parameter got no gradient on any rank, the segment is split around it, state and all, as
-views of the same memory. Split pieces have step counts of their own from then on.
+starts as one segment. If a parameter got no gradient on any rank, the segment is split around it, with its state, as
+views of the same memory. Split pieces have separate step counts from then on.
 
 [Note: state that moves]
-Leaves and moments are views of flat memory. Where that lies on another tier, ``point`` shows them where it is now: the
-optimizer keeps its objects, and step counts stay.
+Leaves and moments are views of flat memory. When that memory moves to another tier, ``point`` sets the views to its new
+place: the optimizer keeps its objects, and step counts stay.
 
 [Note: coded moments] Moments in another form than the masters' (coded_moments.py) lie beside torch's optimizer, which
-knows the single numbers alone; updates bring them by the chunk.
+only has the single numbers; updates decode them by the chunk.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,17 +32,17 @@ from shardwise.optim.two_pass import TwoPass
 from shardwise.plan.state_form import StateForm
 
 _MADE_AT_ONCE = 1 << 20
-"""Elements whose first moments are made, and copied to where they are kept."""
+"""Number of elements whose first moments are made at once and copied to their memory."""
 
 
 class Segment(NamedTuple):
-    """A part of the flat master that shares a step count."""
+    """Part of the flat master that shares a step count."""
 
     start: int
     stop: int
     leaf: Tensor
     is_stepped: bool = False
-    """Whether its state is worth saving. [Note: state at build] in classes.py"""
+    """True if the state is worth saving. [Note: state at build] in classes.py."""
 
 
 class Scalars(NamedTuple):
@@ -55,7 +55,17 @@ class Scalars(NamedTuple):
 
 
 class FlatState:
-    """See the module's docstring."""
+    """State of one bucket's owned range: master, optimizer, moments and average.
+
+    Args:
+        master: flat master of the range.
+        make: makes the optimizer.
+        group: optimizer group of the bucket.
+        form: dtype or code of the moments.
+        rounding: random numbers for moments in another form than fp32.
+        into: flat memory for the moments, by label; None allocates memory.
+        averages: True keeps an average of the master (average.py).
+    """
 
     def __init__(
         self,
@@ -67,13 +77,11 @@ class FlatState:
         into: Mapping[str, Tensor] | None = None,
         averages: bool = False,
     ):
-        """``form``: of the moments, whose random numbers are those of ``rounding``. ``into``: memory that they are made
-        in, flat, by label, instead of their own. ``averages``: an average of the master is kept (average.py)."""
         self.average: Tensor | None = None
-        """The average of the master, flat, beside torch's optimizer, which does not know it."""
+        """Average of the master, flat, which torch's optimizer does not have."""
         self.master = master.detach()
         self.remake = lambda leaf: make([leaf], group)
-        """The same optimizer as it was made, on another leaf."""
+        """Function that makes the same optimizer, in its first state, on another leaf."""
         if averages:
             own = None if into is None else into.get(EMA)
             self.average = torch.empty_like(self.master) if own is None else own
@@ -81,12 +89,12 @@ class FlatState:
         is_made_by_torch = form == "fp32" and into is None
         leaf = self.master if is_made_by_torch else master[:1].detach()
         self.optimizer = self.remake(leaf)
-        """torch's, whose leaves are those of the segments."""
-        # Adagrad has made its state already, and saves it.
+        """Optimizer of torch, whose leaves are those of the segments."""
+        # Adagrad makes its state in the constructor, so its segment counts as stepped and is saved.
         self.segments = [Segment(0, master.numel(), self.master, bool(self.optimizer.state))]
         make_state(self.optimizer)
         self.coded: CodedMoments | None = None
-        """[Note: coded moments]"""
+        """Moments in another form than fp32. [Note: coded moments]"""
         if is_made_by_torch:
             return
         labels = labels_of(self.optimizer.state.pop(leaf, {}))
@@ -97,12 +105,12 @@ class FlatState:
         self.optimizer.param_groups[0]["params"] = [self.master]
 
     def restart_average(self, start: int = 0, stop: int | None = None) -> None:
-        """Let the average of elements [start, stop) begin at the master."""
+        """Set the average of elements [start, stop) to the master."""
         if self.average is not None:
             self.average[start:stop].copy_(self.master[start:stop])
 
     def update_average(self, decay: float, is_first: bool) -> None:
-        """Let the average follow an update of the master."""
+        """Update the average after an update of the master."""
         if self.average is None:
             return
         if is_first:
@@ -122,19 +130,24 @@ class FlatState:
             theirs.copy_(kept)
 
     def of(self, leaf: Tensor) -> dict[str, Any]:
-        """What torch's optimizer keeps of a segment; empty before there is anything."""
+        """Return torch's state of a segment; empty before there is any."""
         return self.optimizer.state.get(leaf, {})
 
     def reached(self, unused: Sequence[tuple[int, int]]) -> Iterator[tuple[Segment, bool]]:
-        """Each segment, and whether an update reaches it that skips the ranges of ``unused``, around which they were
-        cut; those that it reaches have stepped."""
+        """Yield each segment, and whether an update that skips the ranges of ``unused`` reaches it.
+
+        Segments that are reached are marked as stepped.
+        """
         for place, segment in enumerate(self.segments):
             is_reached = not any(first <= segment.start and segment.stop <= last for first, last in unused)
             self.segments[place] = segment._replace(is_stepped=segment.is_stepped or is_reached)
             yield segment, is_reached
 
     def point(self, master: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """Master and moments, by label, are here now; empty ones are nowhere. [Note: state that moves]"""
+        """Point the state to a master and moments, by label, that have moved; empty tensors stand for absent ones.
+
+        [Note: state that moves] in the module's docstring.
+        """
         self.master = master
         for start, stop, leaf, _ in self.segments:
             leaf.data = master[start:stop]
@@ -148,11 +161,11 @@ class FlatState:
             self.average = moments[EMA]
 
     def count_bytes(self) -> int:
-        """Bytes of the moments."""
+        """Return the bytes of the moments."""
         return sum(tensor.nbytes for _, _, _, tensor in self.moments())
 
     def moments(self) -> Iterator[tuple[str, int, int, Tensor]]:
-        """(label, start, stop, tensor) of every moment as it is kept, by segment; coded ones whole."""
+        """Yield (label, start, stop, tensor) of every moment in its stored form, by segment; coded ones whole."""
         for label, flat in self.coded.tensors.items() if self.coded else ():
             yield label, 0, flat.numel(), flat
         for start, stop, leaf, _ in self.segments:
@@ -164,11 +177,11 @@ class FlatState:
 
     @property
     def labels(self) -> list[str]:
-        """Names of the moments."""
+        """Labels of the moments, sorted."""
         return sorted({label for label, *_ in self.moments()})
 
     def read(self, label: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements [start, stop) of a moment in the master's dtype; 0 where it has none yet."""
+        """Return elements [start, stop) of a moment in the master's dtype; 0 where there is no moment yet."""
         stop = self.master.numel() if stop is None else stop
         if self.coded is not None and label != EMA:
             return self.coded.read(label, start, stop)
@@ -178,7 +191,7 @@ class FlatState:
         return found
 
     def write(self, label: str, start: int, values: Tensor) -> None:
-        """``values`` [N] become elements of a moment, from ``start`` on; coded ones are rounded to the nearest."""
+        """Store ``values`` [N] as elements of a moment from ``start`` on; coded ones are rounded to the nearest."""
         if self.coded is not None and label != EMA:
             self.coded.write(label, start, values)
             return
@@ -186,14 +199,14 @@ class FlatState:
             held.copy_(values[first - start : last - start])
 
     def _held(self, wanted: str, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """(first, last, their view) of what elements [start, stop) have of a moment that torch keeps."""
+        """Yield (first, last, view) of the parts of elements [start, stop) that torch's optimizer has of a moment."""
         for label, begin, end, moment in self.moments():
             first, last = max(start, begin), min(stop, end)
             if label == wanted and first < last:
                 yield first, last, moment[first - begin : last - begin]
 
     def scalars(self) -> list[Scalars]:
-        """Step counts and other single numbers by segment."""
+        """Return step counts and other single numbers by segment."""
         rows = []
         for start, stop, leaf, is_stepped in self.segments:
             state = self.of(leaf)
@@ -209,9 +222,13 @@ class FlatState:
     def restore(
         self, moments: Mapping[str, Tensor], ends: Sequence[tuple[int, dict[str, float] | None]]
     ) -> None:
-        """Take over state from a checkpoint: flat ``moments`` by label, whose memory they keep, but for coded ones,
-        which were written; and for each parameter in turn where its part ends and its scalars (None: it never got a
-        gradient, and its moments are made anew). Neighbours with equal scalars become one segment."""
+        """Load state from a checkpoint. Neighbours with equal scalars become one segment.
+
+        Args:
+            moments: flat moments by label, whose memory is used from now on; coded moments have been written before.
+            ends: end of each parameter's part in order, with its scalars. None stands for a parameter that never got a
+                gradient, whose moments are made anew.
+        """
         elements, whole = self.master.numel(), self.master
         if self.average is not None and EMA in moments:
             self.average = moments[EMA]
@@ -240,8 +257,11 @@ class FlatState:
         self.optimizer.param_groups[0]["params"] = [segment.leaf for segment in self.segments]
 
     def _scalar_kinds(self, whole: Tensor) -> dict[str, Any]:
-        """Its single numbers as the optimizer itself makes them, from a step on one element. A fused or capturable one
-        keeps its step count beside the weights: a count in host memory would be read through a device's pointer."""
+        """Return the single numbers as the optimizer itself makes them, from a step on one element.
+
+        A fused or capturable optimizer keeps its step count beside the weights: its kernel would read a count in host
+        memory through a device's pointer.
+        """
         probe = torch.zeros(1, dtype=whole.dtype, device=whole.device)
         probe.grad = torch.zeros_like(probe)
         optimizer = self.remake(probe)
@@ -252,8 +272,11 @@ class FlatState:
         return dict(optimizer.state.get(probe, {}))
 
     def _begin(self, start: int, stop: int, into: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What torch's optimizer keeps of elements [start, stop) before their first step. Its code makes it, a chunk
-        at a time, so that moments which lie in ``into``, flat, by label, or are coded, are never there twice."""
+        """Return torch's state of elements [start, stop) before their first step.
+
+        torch's code makes the state a chunk at a time, so that moments that lie in ``into``, or are coded, never exist
+        twice.
+        """
         state: dict[str, Any] = {}
         for first in range(start, stop, _MADE_AT_ONCE) or (start,):
             leaf = self.master[first : min(first + _MADE_AT_ONCE, stop)].detach()
@@ -273,7 +296,7 @@ class FlatState:
         return state
 
     def split_around(self, start: int, stop: int) -> None:
-        """Make [start, stop) a segment of its own. [Note: segments]"""
+        """Make [start, stop) a separate segment. [Note: segments]."""
         for place, (first, last, leaf, is_stepped) in enumerate(self.segments):
             if first <= start and stop <= last:
                 if (first, last) == (start, stop):
@@ -287,13 +310,17 @@ class FlatState:
                 self.segments[place : place + 1] = pieces
                 self.optimizer.param_groups[0]["params"] = [segment.leaf for segment in self.segments]
                 return
-        for first, last, *_ in self.segments:  # the range spans segments that were split before
+        for (
+            first,
+            last,
+            *_,
+        ) in self.segments:  # no segment contains the range: it spans some that were split before
             if start < last and first < stop:
                 self.split_around(max(start, first), min(stop, last))
 
 
 def _like(kind: Any, value: float) -> Any:
-    """``value`` as a number or a tensor of the kind of ``kind``."""
+    """Return ``value`` as a number or a tensor, with the type of ``kind``."""
     if isinstance(kind, Tensor):
         return torch.tensor(value, dtype=kind.dtype, device=kind.device).reshape(kind.shape)
     return torch.tensor(value) if kind is None else type(kind)(value)

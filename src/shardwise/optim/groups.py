@@ -1,12 +1,12 @@
-"""Where the numbers of an optimizer's groups come from: lr, betas, momentum, weight decay, eps.
+"""The numbers of an optimizer's groups: lr, betas, momentum, weight decay, eps.
 
     the configuration      the options of ``optimizer:``, lr by ``schedule:``
-    a user's optimizer     what stands in its ``param_groups`` when a step begins. A scheduler of torch or transformers
-                           holds that object and writes there; so does ``optimizer.param_groups[0]["lr"] = x``.
+    a user's optimizer     the content of its ``param_groups`` when a step begins. A scheduler of torch or transformers
+                           has that object and writes there; so does ``optimizer.param_groups[0]["lr"] = x``.
 
-The update itself is the flat optimizers' (flat.py); the user's object lends its class and its numbers and never steps.
-Its numbers are part of a checkpoint and come back into it, as with ``optimizer.load_state_dict``. What it cannot do is
-refused: its hooks would never be called, and its ``state`` and ``state_dict`` have no moments.
+The flat optimizers (flat.py) do the update; the user's object provides its class and its numbers and never steps. Its
+numbers are part of a checkpoint and are loaded into it, as with ``optimizer.load_state_dict``. Functions that it cannot
+provide are refused: its hooks would never be called, and its ``state`` and ``state_dict`` have no moments.
 """
 
 import zlib
@@ -34,9 +34,9 @@ _HOOKS = (
 
 
 class _MomentsOfTheEngine(dict[Any, Any]):
-    """The ``state`` of a user's optimizer while an engine steps in its place: any use of it raises.
+    """The ``state`` of a user's optimizer while an engine steps in its place: any use of it raises UsageError.
 
-    A loop over an empty dictionary would do nothing without a word, such as one that resets moments in mid-run.
+    A loop over an empty dictionary, such as one that resets moments during a run, would silently do nothing.
     """
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -51,7 +51,17 @@ class _MomentsOfTheEngine(dict[Any, Any]):
 
 
 class OptimizerGroups:
-    """See the module's docstring."""
+    """Numbers of an optimizer's groups, from the configuration or from a user's optimizer.
+
+    Args:
+        policy: the optimizer of the configuration.
+        schedule: the schedule of the configuration.
+        given: the user's optimizer; None takes the configuration's.
+
+    Raises:
+        ConfigError: if the schedule does not fit the groups.
+        UsageError: if the user's optimizer has hooks, or if another engine uses it.
+    """
 
     def __init__(
         self, policy: OptimizerPolicy, schedule: Policy, given: optim.Optimizer | None = None
@@ -77,7 +87,7 @@ class OptimizerGroups:
             self._check_hooks()
 
     def hold(self) -> None:
-        """Refuse what the user's optimizer cannot tell from now on, until ``release``."""
+        """Refuse uses of the user's optimizer that would have no effect, until ``release``."""
         if self.given is not None:
             self._ours = [
                 self.given.register_state_dict_pre_hook(_refuse_state_dict),
@@ -86,7 +96,7 @@ class OptimizerGroups:
             self._state, self.given.state = self.given.state, _MomentsOfTheEngine()  # type: ignore[assignment]
 
     def release(self) -> None:
-        """Give the user's optimizer back."""
+        """Restore the user's optimizer."""
         for handle in self._ours:
             handle.remove()
         if self.given is not None and self._ours:
@@ -117,9 +127,11 @@ class OptimizerGroups:
             )
 
     def rates(self, applied: int) -> list[dict[str, Any]]:
-        """What each group works with in the step after ``applied`` ones.
+        """Return the numbers of each group in the step after ``applied`` ones.
 
-        Errors: UsageError where two schedules meet, where groups were added, and where nothing would ever move.
+        Raises:
+            UsageError: if two schedules would write the learning rate, if groups were added, if hooks were registered,
+                or if every learning rate is 0 and no schedule can raise it.
         """
         if self._torch is not None:
             return self._torch.rates(applied)
@@ -147,8 +159,10 @@ class OptimizerGroups:
         return rates(self._schedule, groups, applied)
 
     def tables_factor(self, applied: int) -> float:
-        """What the learning rates of embedding tables are multiplied by: the schedule's factor; with a user's optimizer
-        the lr of its first group as a part of its top (``max_lr``, else ``initial_lr``, else the lr that it came with).
+        """Return the factor of the learning rates of embedding tables.
+
+        It is the schedule's factor. With a user's optimizer it also contains the lr of its first group as a share of
+        its top (``max_lr``, else ``initial_lr``, else the lr at construction).
         """
         if self._torch is not None:
             return self._torch.factor(applied)
@@ -162,12 +176,12 @@ class OptimizerGroups:
         return part * float(first["lr"]) / top if top else part
 
     def note_step(self) -> None:
-        """A step was applied. torch's schedulers warn where they step first, by this mark of their own."""
+        """Record that a step was applied: torch's schedulers warn without this attribute."""
         if self.given is not None:
             self.given._opt_called = True  # type: ignore[attr-defined]
 
     def state(self) -> list[dict[str, Any]] | None:
-        """The numbers in the given optimizer's groups, as JSON; None without one."""
+        """Return the numbers in the given optimizer's groups, as JSON; None without an optimizer."""
         if self.given is None:
             return None
         return [
@@ -176,7 +190,11 @@ class OptimizerGroups:
         ]
 
     def check_state(self, state: Sequence[Mapping[str, Any]] | None) -> None:
-        """Errors: MismatchError where ``state`` was saved of other groups."""
+        """Check that ``state`` was saved from as many groups.
+
+        Raises:
+            MismatchError: if the number of groups differs.
+        """
         if self.given is None or state is None:
             return
         groups = self.given.param_groups
@@ -187,7 +205,7 @@ class OptimizerGroups:
             )
 
     def load_state(self, state: Sequence[Mapping[str, Any]] | None) -> None:
-        """Write saved numbers, which ``check_state`` has seen, into the given optimizer's groups."""
+        """Write saved numbers, which ``check_state`` has checked, into the given optimizer's groups."""
         if self.given is None or state is None:
             return
         groups = self.given.param_groups
@@ -200,7 +218,7 @@ class OptimizerGroups:
 
 
 def mark_of(rates_of_groups: Sequence[Mapping[str, Any]]) -> int:
-    """32 bits that tell whether ranks work with the same numbers: a scheduler fed with a rank's own loss parts them."""
+    """Return 32 bits that differ if ranks use different numbers, as with a scheduler that reads a rank's own loss."""
     numbers = [
         sorted((key, _plain(value)) for key, value in group.items() if _is_number(value))
         for group in rates_of_groups

@@ -1,11 +1,11 @@
-"""LAMB: Adam, with a step of every tensor in proportion to the tensor itself. For large batches.
+"""LAMB: Adam, with the step of every tensor in proportion to the tensor's norm. For large batches.
 
     m ← β1 m + (1 - β1) g                     v ← β2 v + (1 - β2) g²
     u = m̂ / (√v̂ + ε) + λ w                    m̂ = m / (1 - β1^t),  v̂ = v / (1 - β2^t)
-    w ← w - lr · clamp(‖w‖ / ‖u‖, low, high) · u           (ratio 1 where a norm is 0)
+    w ← w - lr · clamp(‖w‖ / ‖u‖, low, high) · u           (ratio 1 if a norm is 0)
 
-``correct`` says where Adam's bias is corrected. "moments" is the paper. "step" is DeepSpeed's kernel: moments stay as
-they are, so that ‖u‖ is another one, and the step is multiplied by √(1 - β2^t) / (1 - β1^t). "none" corrects nothing.
+``correct`` sets the place of Adam's bias correction. "moments" is the paper. "step" is DeepSpeed's kernel: moments stay
+as they are, so that ‖u‖ differs, and the step is multiplied by √(1 - β2^t) / (1 - β1^t). "none" corrects nothing.
 
 Paper: You et al. 2019, arXiv:1904.00962, algorithm 2; φ is the identity between the bounds.
 Cost:  two moments; two norms of every tensor between the halves of the update.
@@ -24,7 +24,21 @@ from shardwise.plan.registry import Needs
 
 
 class Lamb(TwoPass):
-    """See the module's docstring. ``trust`` False: a group without the ratio. Errors: ValueError."""
+    """LAMB optimizer: Adam with a trust ratio for every tensor.
+
+    Args:
+        params: parameters or groups of parameters.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: addend in the denominator.
+        weight_decay: weight decay λ, added to the direction.
+        trust: False makes steps without the ratio.
+        trust_bounds: smallest and largest ratio.
+        correct: place of the bias correction: the moments, the step, or none.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
 
     needs: ClassVar[Needs] = "norm"
     moments = ("exp_avg", "exp_avg_sq")
@@ -62,7 +76,7 @@ class Lamb(TwoPass):
     def direct_part(
         self, group: Mapping[str, Any], weights: Tensor, gradient: Tensor, state: dict[str, Any]
     ) -> None:
-        """u, in the memory of the gradient."""
+        """Update the moments and write the direction u into the memory of the gradient."""
         first, second = self._left_of_bias(group, state) if group["correct"] == "moments" else (1.0, 1.0)
         beta1, beta2 = group["betas"]
         m, v = state["exp_avg"], state["exp_avg_sq"]
@@ -74,7 +88,7 @@ class Lamb(TwoPass):
         gradient.addcdiv_(m, below, value=math.sqrt(second) / first)
 
     def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
-        """lr times the trust ratio."""
+        """Return lr times the trust ratio."""
         ratio = 1.0
         if group["trust"] and whole.weight_norm and whole.direction_norm:
             low, high = group["trust_bounds"]
@@ -84,12 +98,12 @@ class Lamb(TwoPass):
     def apply_part(
         self, group: Mapping[str, Any], weights: Tensor, direction: Tensor, state: dict[str, Any]
     ) -> None:
-        """w."""
+        """Update the weights."""
         first, second = self._left_of_bias(group, state) if group["correct"] == "step" else (1.0, 1.0)
         weights.sub_(direction, alpha=math.sqrt(second) / first)
 
     def _left_of_bias(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[float, float]:
-        """1 - β^t of both moments."""
+        """Return 1 - β^t of both moments."""
         beta1, beta2 = group["betas"]
         t = float(state["step"])
         return 1 - beta1**t, 1 - beta2**t

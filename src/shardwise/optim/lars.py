@@ -1,6 +1,6 @@
-"""LARS: SGD with momentum, with a step of every tensor in proportion to the tensor itself. For large batches.
+"""LARS: SGD with momentum, with the step of every tensor in proportion to the tensor's norm. For large batches.
 
-    ratio = η ‖w‖ / (‖g‖ + λ ‖w‖)             (1 where a norm is 0)
+    ratio = η ‖w‖ / (‖g‖ + λ ‖w‖)             (1 if a norm is 0)
     v ← μ v + lr · ratio · (g + λ w)
     w ← w - v
 
@@ -19,7 +19,19 @@ from shardwise.plan.registry import Needs
 
 
 class Lars(TwoPass):
-    """See the module's docstring. ``trust`` False: a group without the ratio. Errors: ValueError."""
+    """LARS optimizer: SGD with momentum and a trust ratio for every tensor.
+
+    Args:
+        params: parameters or groups of parameters.
+        lr: learning rate.
+        momentum: momentum factor μ.
+        weight_decay: weight decay λ.
+        trust: False makes steps without the ratio.
+        trust_coefficient: factor η of the ratio.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
 
     needs: ClassVar[Needs] = "norm"
     moments = ("momentum_buffer",)
@@ -52,10 +64,10 @@ class Lars(TwoPass):
     def direct_part(
         self, group: Mapping[str, Any], weights: Tensor, gradient: Tensor, state: dict[str, Any]
     ) -> None:
-        """The direction whose norm is asked for is the gradient itself."""
+        """Keep the gradient, which is the direction whose norm is needed."""
 
     def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
-        """lr times the ratio."""
+        """Return lr times the ratio."""
         ratio = 1.0
         if group["trust"] and whole.weight_norm and whole.direction_norm:
             below = whole.direction_norm + group["weight_decay"] * whole.weight_norm
@@ -63,13 +75,13 @@ class Lars(TwoPass):
         return float(group["lr"]) * ratio
 
     def scale(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor, factor: float) -> None:
-        """Weight decay is in proportion too."""
+        """Add the weight decay to the direction and multiply both by ``factor``."""
         direction.add_(weights, alpha=group["weight_decay"]).mul_(factor)
 
     def apply_part(
         self, group: Mapping[str, Any], weights: Tensor, direction: Tensor, state: dict[str, Any]
     ) -> None:
-        """v and w."""
+        """Update the momentum v and the weights."""
         momentum = state["momentum_buffer"]
         momentum.mul_(group["momentum"]).add_(direction)
         weights.sub_(momentum)

@@ -4,11 +4,11 @@
     w ← w - lr (u + λ w)
     m ← β2 m + (1 - β2) g
 
-One moment instead of Adam's two. Steps are larger than Adam's at the same rate: take a third to a tenth of it, and as
-many times its weight decay λ.
+One moment instead of Adam's two. Steps are larger than Adam's at the same rate: use a third to a tenth of the rate, and
+as many times the weight decay λ.
 
 Paper: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
-Cost:  one moment of P elements; elementwise, so any cut of the tensors does.
+Cost:  one moment of P elements; elementwise, so any cut of the tensors is allowed.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,17 @@ from torch.optim.optimizer import ParamsT
 
 
 class Lion(optim.Optimizer):
-    """See the module's docstring. Errors: ValueError for numbers that make no sense."""
+    """Lion optimizer: the sign of a momentum, with decoupled weight decay.
+
+    Args:
+        params: parameters or groups of parameters.
+        lr: learning rate.
+        betas: decay rates of the direction and of the momentum.
+        weight_decay: decoupled weight decay.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
 
     def __init__(
         self,
@@ -37,7 +47,7 @@ class Lion(optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _init_group(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(weights, gradient, momentum) of what has a gradient."""
+        """Return (weights, gradient, momentum) of every parameter that has a gradient; make missing momenta."""
         found = []
         for weights in group["params"]:
             if weights.grad is not None:
@@ -49,7 +59,14 @@ class Lion(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again; may be None.
+
+        Returns:
+            The result of ``closure``, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Muon: SGD with momentum, whose direction is the nearest matrix that only turns and mirrors. For hidden matrices.
+"""Muon: SGD with momentum, whose direction is replaced by the nearest semi-orthogonal matrix. For hidden matrices.
 
     b ← μ b + (1 - μ) g                       d = (1 - μ) g + μ b with ``nesterov``, else b
     o = NS(d)                                 five rounds of Newton-Schulz: singular values near 1, U and V kept
@@ -8,7 +8,7 @@
 
     NS: x = d / ‖d‖, then five times  x ← a x + (b s + c s²) x  with s = x xᵀ, on the side that is shorter
 
-Embeddings, the head and vectors have no such geometry: they take AdamW. Numbers are those of ``torch.optim.Muon``.
+Embeddings, the head and vectors have no such geometry and use AdamW. Numbers are those of ``torch.optim.Muon``.
 
 Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982.
 Cost:   one moment; NS is 10 · 2 · rows · columns · min(rows, columns) operations and some; whole matrices to one rank
@@ -31,9 +31,25 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Muon(TwoPass):
-    """See the module's docstring. Takes flat pieces of matrices too, whose whole is then dealt out from outside.
+    """Muon optimizer: SGD with momentum and orthogonalized directions, for matrices.
 
-    ``ns_dtype``: in which Newton-Schulz computes and directions travel. Errors: ValueError.
+    Parameters may also be flat pieces of matrices. Another component then gathers whole matrices between the two
+    halves.
+
+    Args:
+        params: parameters or groups of parameters.
+        lr: learning rate.
+        weight_decay: decoupled weight decay λ.
+        momentum: momentum factor μ.
+        nesterov: True uses Nesterov's form.
+        ns_coefficients: coefficients a, b, c of Newton-Schulz.
+        eps: smallest norm by which a direction is divided.
+        ns_steps: rounds of Newton-Schulz.
+        adjust_lr_fn: scale of the step by the shape; None is ``original``.
+        ns_dtype: dtype in which Newton-Schulz computes and directions travel.
+
+    Raises:
+        ValueError: if a number is out of range.
     """
 
     needs: ClassVar[Needs] = "matrix"
@@ -75,7 +91,7 @@ class Muon(TwoPass):
     def direct_part(
         self, group: Mapping[str, Any], weights: Tensor, gradient: Tensor, state: dict[str, Any]
     ) -> None:
-        """d, in the memory of the gradient."""
+        """Update the momentum and write the direction d into the memory of the gradient."""
         momentum = state["momentum_buffer"]
         momentum.lerp_(gradient, 1 - group["momentum"])
         if group["nesterov"]:
@@ -84,12 +100,12 @@ class Muon(TwoPass):
             gradient.copy_(momentum)
 
     def look(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor) -> Whole:
-        """NS of a whole matrix."""
+        """Replace the direction of a whole matrix by NS of it."""
         direction.copy_(orthogonal(direction.to(dtype_of(group)), group))
         return Whole(tuple(weights.shape))
 
     def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
-        """lr times a."""
+        """Return lr times a."""
         rows, columns = whole.shape
         if group["adjust_lr_fn"] == "match_rms_adamw":
             return float(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))
@@ -98,17 +114,17 @@ class Muon(TwoPass):
     def apply_part(
         self, group: Mapping[str, Any], weights: Tensor, direction: Tensor, state: dict[str, Any]
     ) -> None:
-        """w."""
+        """Update the weights."""
         weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction)
 
 
 def dtype_of(group: Mapping[str, Any]) -> torch.dtype:
-    """In which directions travel and Newton-Schulz computes."""
+    """Return the dtype in which directions travel and Newton-Schulz computes."""
     return _DTYPES[group.get("ns_dtype", "bf16")]
 
 
 def orthogonal(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """NS of a matrix of two dims, in its own dtype. ``matrix`` is spent."""
+    """Return NS of a matrix of two dims, in its own dtype. The content of ``matrix`` is overwritten."""
     coefficients: Sequence[float] = group["ns_coefficients"]
     a, b, c = coefficients
     rows, columns = matrix.shape

@@ -1,10 +1,10 @@
-"""An optimizer object whose groups name their rules: for ``initialize(optimizer=...)`` where no class of torch's does.
+"""An optimizer object whose groups name their rules: for ``initialize(optimizer=...)`` if no class of torch does.
 
     NamedRules([{"params": matrices, "type": "muon", "lr": 0.02}, {"params": rest, "type": "adamw", "lr": 1e-3}])
 
-``type``: as ``optimizer.type`` in a configuration; the other keys of a group are the keyword arguments of its class. As
-with every optimizer that the engine is given, its ``param_groups`` are read before each step, so schedulers work on it,
-and it never steps itself.
+``type`` is that of ``optimizer.type`` in a configuration; the other keys of a group are the keyword arguments of its
+class. As with every optimizer that the engine is given, its ``param_groups`` are read before each step, so schedulers
+work on it, and its own ``step`` is never run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,14 @@ from shardwise.plan.errors import UsageError
 
 
 class NamedRules(optim.Optimizer):
-    """See the module's docstring. ``groups``: each with ``params``, ``type`` and the numbers of its rule."""
+    """Optimizer object whose groups name their rules.
+
+    Args:
+        groups: groups of parameters, each with ``params``, ``type`` and the keyword arguments of its rule.
+
+    Raises:
+        UsageError: if there are no groups.
+    """
 
     def __init__(self, groups: Iterable[Mapping[str, Any]]):
         made = [dict(group) for group in groups]
@@ -24,8 +31,8 @@ class NamedRules(optim.Optimizer):
             raise UsageError("optimizer: it has no parameters that train")
         first = {key: value for key, value in made[0].items() if key not in ("params", "type")}
         super().__init__(made, {})
-        self.defaults.update(first)  # which torch's schedulers look at for betas or a momentum
+        self.defaults.update(first)  # torch's schedulers look here for betas or a momentum
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Refused: gradients are the engine's."""
+        """Raise UsageError, because only the engine has the gradients."""
         raise UsageError("optimizer.step(): the gradients are the engine's; call engine.step()")

@@ -1,4 +1,4 @@
-"""OptimizerPolicy: what updates the masters."""
+"""OptimizerPolicy: the optimizer of the masters, with exceptions by parameter name."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -11,7 +11,7 @@ from shardwise.plan.policy import Policy
 
 
 class GroupPolicy(Policy):
-    """One entry of ``optimizer.groups``: parameters by name, and what differs for them."""
+    """Entry of ``optimizer.groups``: parameters by name, with the options that differ for them."""
 
     match: str
     """Patterns of parameter names, separated by ``|``; ``*`` stands for anything. The first group that matches wins."""
@@ -20,13 +20,14 @@ class GroupPolicy(Policy):
     weight_decay: NonNegativeFloat | None = None
     """Weight decay of the group; left out, the optimizer's."""
     trust: bool | None = None
-    """LAMB and LARS: false steps without the trust ratio, as is usual for biases and norms; left out, true."""
+    """LAMB and LARS: false makes steps without the trust ratio, as is usual for biases and norms; left out, true."""
     matrices: bool | None = None
-    """Muon: whether it updates the group's parameters of two dims; left out, those inside repeated blocks that are no
-    embeddings."""
+    """Muon: true updates the group's parameters of two dims with Muon, false with AdamW; left out, Muon updates those
+    inside repeated blocks that are no embeddings.
+    """
 
     def matches(self, name: str) -> bool:
-        """True where the parameter ``name`` belongs to the group."""
+        """Return True if the parameter ``name`` belongs to the group."""
         return any(fnmatchcase(name, pattern.strip()) for pattern in self.match.split("|"))
 
 
@@ -59,10 +60,10 @@ READS: Mapping[str, Mapping[str, Any]] = {
         "eps": 1e-8,
     },
 }
-"""What each type reads beside ``lr``, and what it takes where the key is left out."""
+"""Keys that each type reads beside ``lr``, with the value of a key that is left out."""
 
 _OF_GROUPS = {"trust": ("lamb", "lars"), "matrices": ("muon",)}
-"""Keys of groups alone, and the types that read them."""
+"""Keys that only groups have, and the types that read them."""
 _OF_MATRICES = (
     "momentum",
     "nesterov",
@@ -77,7 +78,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerPolicy(Policy):
-    """Keys under ``optimizer:``. A key that the type does not read is refused; left out, a key is the type's own."""
+    """Optimizer of the masters: keys under ``optimizer:``.
+
+    A key that the type does not read is refused; a key that is left out takes the type's own value.
+    """
 
     type: Literal[
         "adam",
@@ -102,23 +106,25 @@ class OptimizerPolicy(Policy):
     lr: NonNegativeFloat = 1e-3
     """Learning rate at the top of the schedule."""
     betas: tuple[Decay, Decay] | None = None
-    """Decay of the two moments of Adam and its kin: [0.9, 0.999]. Lion's: of what it steps by, of what it keeps:
-    [0.9, 0.99]. Muon's: of AdamW for the rest."""
+    """Decay rates of the two moments of Adam and its relatives: [0.9, 0.999]. Lion: rates of the direction and of the
+    stored momentum: [0.9, 0.99]. Muon: rates of AdamW for the rest.
+    """
     eps: PositiveFloat | None = None
     """Addend in the denominator: 1e-8; 1e-10 for Adagrad, 1e-6 for Adadelta and LAMB."""
     weight_decay: NonNegativeFloat | None = None
-    """Decoupled for AdamW, Lion and Muon, added to LAMB's direction, and to the gradient for the others: 0. Rprop has
-    none."""
+    """Weight decay: decoupled for AdamW, Lion and Muon, added to LAMB's direction, and to the gradient for the others:
+    0. Rprop has none.
+    """
     momentum: NonNegativeFloat | None = None
-    """Of SGD and RMSprop: 0; of LARS: 0.9, of Muon: 0.95."""
+    """Momentum factor of SGD and RMSprop: 0; of LARS: 0.9; of Muon: 0.95."""
     nesterov: bool | None = None
     """Nesterov's form of the momentum: false for SGD, true for Muon."""
     dampening: NonNegativeFloat | None = None
-    """SGD: 1 minus the part of a gradient that enters the momentum: 0."""
+    """SGD: 1 minus the share of a gradient that enters the momentum: 0."""
     amsgrad: bool | None = None
     """Adam and AdamW divide by the largest second moment so far (arXiv:1904.09237): false."""
     alpha: NonNegativeFloat | None = None
-    """RMSprop's decay of the squares: 0.99; ASGD's power by which its step falls: 0.75."""
+    """RMSprop's decay of the squares: 0.99; exponent with which ASGD's step falls: 0.75."""
     centered: bool | None = None
     """RMSprop divides by the deviation from a mean gradient: false."""
     lr_decay: NonNegativeFloat | None = None
@@ -136,25 +142,27 @@ class OptimizerPolicy(Policy):
     t0: PositiveFloat | None = None
     """Steps after which ASGD begins to average: 1e6."""
     etas: tuple[PositiveFloat, PositiveFloat] | None = None
-    """Rprop's factors of a step that turns and of one that goes on: [0.5, 1.2]."""
+    """Rprop's factors of a step whose gradient changes its sign and of one whose gradient keeps it: [0.5, 1.2]."""
     step_sizes: tuple[PositiveFloat, PositiveFloat] | None = None
     """Rprop's smallest and largest step: [1e-6, 50]."""
     trust_bounds: tuple[NonNegativeFloat, PositiveFloat] | None = None
     """LAMB's smallest and largest ratio of a weight's norm to its direction's: [0.01, 10]."""
     correct: Literal["moments", "step", "none"] | None = None
-    """Where Adam, AdamW and LAMB correct the bias of young moments: ``moments`` is the paper, ``none`` is nowhere,
-    ``step`` of LAMB alone is DeepSpeed's kernel; left out, ``moments``."""
+    """Place at which Adam, AdamW and LAMB correct the bias of young moments: ``moments`` is the paper, ``none``
+    corrects nothing, ``step`` (LAMB only) is DeepSpeed's kernel; left out, ``moments``.
+    """
     trust_coefficient: PositiveFloat | None = None
-    """LARS's step as a part of the weight's norm, at lr 1: 0.001."""
+    """LARS's step as a share of the weight's norm, at lr 1: 0.001."""
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
-    """Muon's rounds of Newton-Schulz: 5."""
+    """Number of Muon's rounds of Newton-Schulz: 5."""
     ns_coefficients: tuple[float, float, float] | None = None
-    """Of Muon's polynomial a x + b x³ + c x⁵: [3.4445, -4.775, 2.0315]."""
+    """Coefficients of Muon's polynomial a x + b x³ + c x⁵: [3.4445, -4.775, 2.0315]."""
     ns_dtype: Literal["bf16", "fp32", "fp64"] | None = None
-    """In which Muon computes Newton-Schulz, and matrices travel to their owners and back: bf16."""
+    """Dtype in which Muon computes Newton-Schulz, and in which matrices travel to their owners and back: bf16."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
     """Muon's lr by shape: ``original`` times √max(1, rows/columns), ``match_rms_adamw`` times 0.2 √max(rows, columns),
-    so that one lr and weight decay serve matrices and the rest; left out, ``match_rms_adamw``."""
+    so that one lr and weight decay serve matrices and the rest; left out, ``match_rms_adamw``.
+    """
     rest_lr: NonNegativeFloat | None = None
     """Muon: learning rate of AdamW for the rest; left out, ``lr``."""
     groups: list[GroupPolicy] = Field(default_factory=list)
@@ -189,12 +197,17 @@ class OptimizerPolicy(Policy):
         return self
 
     def group_of(self, name: str) -> int:
-        """Index of the options for the parameter ``name``: 0 the optimizer's own, i+1 the i-th entry of ``groups``."""
+        """Return the group of the parameter ``name``: 0 is the optimizer's own, i+1 the i-th entry of ``groups``."""
         return next((i + 1 for i, group in enumerate(self.groups) if group.matches(name)), 0)
 
     def rule_of(self, name: str, is_hidden: bool | None) -> int:
-        """Index into ``rules`` for the parameter ``name``. ``is_hidden``: None where it has other than two dims, else
-        whether it is a hidden matrix."""
+        """Return the index into ``rules`` for the parameter ``name``.
+
+        Args:
+            name: name of the parameter.
+            is_hidden: True for a hidden matrix, False for another parameter of two dims, None for other numbers of
+                dims.
+        """
         group = self.group_of(name)
         if self.type != "muon":
             return group
@@ -203,8 +216,11 @@ class OptimizerPolicy(Policy):
         return group if is_matrix else group + 1 + len(self.groups)
 
     def rules(self) -> list[tuple[str, dict[str, Any]]]:
-        """(type, its keyword arguments) by optimizer group: 0 the optimizer's own, i+1 the i-th entry of ``groups``;
-        behind them as many of AdamW, for what is no matrix of Muon's."""
+        """Return (type, keyword arguments) of each optimizer group.
+
+        Index 0 is the optimizer's own group, i+1 the i-th entry of ``groups``. For Muon as many rules of AdamW follow,
+        for parameters that Muon does not update.
+        """
         own: dict[str, Any] = {"lr": self.lr}
         for key, default in READS[self.type].items():
             given = getattr(self, key)
@@ -226,7 +242,7 @@ class OptimizerPolicy(Policy):
         return [*(("muon", each) for each in matrices), *(("adamw", each) for each in others)]
 
     def options(self) -> list[dict[str, Any]]:
-        """Keyword arguments of the optimizer per group, as ``rules`` has them."""
+        """Return the keyword arguments of each optimizer group, as in ``rules``."""
         return [options for _, options in self.rules()]
 
 

@@ -1,10 +1,10 @@
-"""Random numbers for rounding moments, each a function of the element's place in the whole parameter.
+"""Random numbers for rounding moments, each a function of the element's position in the whole parameter.
 
     bits(e, k, t) = 16 bits, number e of Philox's substream (t, k, 0) under the parameter's key
-                    e: place in the whole parameter, k: which moment, t: optimizer steps before this one
+                    e: position in the whole parameter, k: index of the moment, t: optimizer steps before this one
 
-So an element is rounded alike on every layout, whichever rank holds it and wherever it lies there, and again alike in a
-run that was resumed.
+So an element is rounded alike on every layout, whichever rank holds it and at any position, and again alike in a run
+that was resumed.
 
 Cost:  a draw of 64 bits for four elements and moment, about 1 ns an element on a CPU; on a device the 410 integer
        operations of ``philox.words_at`` on a sixteenth of the elements. A parameter that is cut inside its rows (tp) is
@@ -24,20 +24,20 @@ from shardwise.kernels import philox
 from shardwise.plan.placement import Run
 
 _LANES = 4
-"""Elements that a 64-bit word serves."""
+"""Number of elements that a 64-bit word serves."""
 _NEAR = 1 << 12
-"""Elements between two runs that are drawn on a CPU for nothing rather than to begin anew."""
+"""Largest number of elements between two runs that a CPU draws and drops, because a new draw would cost more."""
 
 
 class RoundedPart(NamedTuple):
-    """Elements [start, stop) of a flat tensor that are one parameter's."""
+    """Elements [start, stop) of a flat tensor that belong to one parameter."""
 
     start: int
     stop: int
     key: int
-    """Of the parameter."""
+    """Key of the parameter's random numbers."""
     runs: Callable[[int, int], Iterable[Run]]
-    """How elements [a, b) of the part, counted from its begin, lie in the whole parameter."""
+    """Function that yields the runs of elements [a, b), counted from the part's start, in the whole parameter."""
 
 
 class _Draw(NamedTuple):
@@ -46,20 +46,32 @@ class _Draw(NamedTuple):
     key: int
     start: int
     stop: int
-    """Places in the whole parameter."""
+    """End of the positions in the whole parameter."""
     runs: Sequence[tuple[int, int, int]]
-    """(place in what is asked for, place in the whole parameter, elements)."""
+    """(position in the requested range, position in the whole parameter, elements) of each run."""
 
 
 class Rounding:
-    """Of one flat tensor. ``parts`` in the order in which they lie."""
+    """Random numbers for the elements of one flat tensor.
+
+    Args:
+        parts: parts of the tensor by parameter, in their order.
+    """
 
     def __init__(self, parts: Sequence[RoundedPart]):
         self._parts = parts
         self._starts = [part.start for part in parts]
 
     def bits(self, start: int, stop: int, step: int, kinds: int, device: torch.device) -> Tensor:
-        """For elements [start, stop) of the flat tensor: int16 [K, N]; 0 between parts."""
+        """Return random numbers for elements [start, stop) of the flat tensor: int16 [K, N]; 0 between parts.
+
+        Args:
+            start: first element.
+            stop: end of the elements.
+            step: optimizer steps before this one.
+            kinds: number of moments, K.
+            device: device of the result.
+        """
         on_device = device.type != "cpu"
         draws = [draw for part in self._within(start, stop) for draw in _draws(part, start, stop, on_device)]
         out = torch.zeros(kinds, stop - start, dtype=torch.int16, device=device)
@@ -80,7 +92,10 @@ class Rounding:
 
 
 def _draws(part: RoundedPart, start: int, stop: int, on_device: bool) -> Iterator[_Draw]:
-    """Of what of a part is in [start, stop). Runs that are near one another, on a device all, are drawn together."""
+    """Yield the draws for the elements of a part that are in [start, stop).
+
+    Runs that are near one another, on a device all runs, are drawn together.
+    """
     runs: list[tuple[int, int, int]] = []
     last = 0
     for run in part.runs(max(start - part.start, 0), min(stop, part.stop) - part.start):
@@ -95,7 +110,7 @@ def _draws(part: RoundedPart, start: int, stop: int, on_device: bool) -> Iterato
 
 
 def _drawn(draws: Iterable[_Draw], step: int, kinds: int) -> Iterator[Tensor]:
-    """int16 [K, elements] of each."""
+    """Yield int16 [K, elements] of each draw."""
     for key, start, stop, _ in draws:
         first, last = start // _LANES, -(-stop // _LANES)
         words = philox.words_of(key, first, last, [(step, kind, 0) for kind in range(kinds)])
@@ -103,7 +118,7 @@ def _drawn(draws: Iterable[_Draw], step: int, kinds: int) -> Iterator[Tensor]:
 
 
 def drawn_together(draws: Sequence[_Draw], step: int, kinds: int, device: torch.device) -> Iterator[Tensor]:
-    """The same on ``device``, in as many launches as for one."""
+    """Yield int16 [K, elements] of each draw, computed on ``device`` with as many launches as for a single draw."""
     each = 4 * _LANES
     spans = [(draw.start // each, -(-draw.stop // each)) for draw in draws]
     if not spans:

@@ -1,4 +1,4 @@
-"""What each group of an optimizer works with, as a pure function of the optimizer steps that were applied.
+"""Schedules: the numbers of each optimizer group as a pure function of the optimizer steps that were applied.
 
 With t the number of steps already applied (0 in the first step), w warm-up steps, T total steps, m the bottom ratio:
 
@@ -10,7 +10,7 @@ With t the number of steps already applied (0 in the first step), w warm-up step
             cosine          m + (1 - m) (1 + cos πp) / 2         (arXiv:1608.03983, one cycle)
             polynomial      m + (1 - m) (1 - p)^power
             exponential     m^p
-            wsd             1 - (1 - m) q,  q = how much of the last ``decay_steps`` is done
+            wsd             1 - (1 - m) q,  q = share of the last ``decay_steps`` that is done
 
     warmup, warmup_linear   i = t - 1, w at least 2; lr = min + (max - min) g
         i < 0               g = 0
@@ -21,10 +21,10 @@ With t the number of steps already applied (0 in the first step), w warm-up step
     one_cycle               place x in the cycle of a + b steps: up x / a, then down (a + b - x) / b; up to t = a + b
         lr                  min + (max - min) scale; after the cycle min / (1 + rate k), k = (t - a - b) / decay_steps
         momentum            max - (max - min) scale; after it max (1 + rate k); in the first step min
-    range_test              min (1 + rate t / n), or min (1 + rate)^(t / n); whole intervals alone with ``staircase``
+    range_test              min (1 + rate t / n), or min (1 + rate)^(t / n); whole intervals only with ``staircase``
 
 A step that is skipped (fp16 overflow) changed no weight, so it does not count. The middle three and range_test are
-DeepSpeed's curves to the last step; benchmarks/deepspeed/schedules.py holds them to it.
+DeepSpeed's curves to the last step; benchmarks/deepspeed/schedules.py compares them.
 """
 
 import math
@@ -42,11 +42,17 @@ from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import Policy
 
 Group = Mapping[str, Any]
-"""Numbers of one group of an optimizer."""
+"""Numbers of one group of an optimizer, by key."""
 
 
 def rates(policy: Policy, groups: Sequence[Group], applied: int) -> list[dict[str, Any]]:
-    """What each group works with when ``applied`` steps are applied: its numbers, lr and momentum by the schedule."""
+    """Return the numbers of each group after ``applied`` applied steps, with lr and momentum set by the schedule.
+
+    Args:
+        policy: the schedule.
+        groups: numbers of each group before the schedule.
+        applied: optimizer steps that were applied.
+    """
     curve = _CURVES[type(policy)]
     return [
         {
@@ -58,8 +64,15 @@ def rates(policy: Policy, groups: Sequence[Group], applied: int) -> list[dict[st
 
 
 def factor(policy: Policy, group: Group, applied: int) -> float:
-    """The first group's learning rate as a part of its top (of its start, in a range test): what rates of embedding
-    tables are multiplied by. ``group``: the first one, its lr before the schedule."""
+    """Return the first group's learning rate as a share of its top (of its start, in a range test).
+
+    Learning rates of embedding tables are multiplied by this factor.
+
+    Args:
+        policy: the schedule.
+        group: numbers of the first group before the schedule.
+        applied: optimizer steps that were applied.
+    """
     if isinstance(policy, SchedulePolicy):
         return _part(policy, applied)
     if isinstance(policy, WarmupCosinePolicy):
@@ -71,19 +84,23 @@ def factor(policy: Policy, group: Group, applied: int) -> float:
 
 
 def is_constant(policy: Policy) -> bool:
-    """True where every step works with the optimizer's own numbers."""
+    """Return True if every step uses the optimizer's own numbers."""
     return isinstance(policy, SchedulePolicy) and policy.type == "constant" and not policy.warmup_steps
 
 
 def sets_rates(policy: Policy) -> bool:
-    """True where learning rates come from the schedule and not from the optimizer."""
+    """Return True if learning rates come from the schedule and not from the optimizer."""
     has_top = isinstance(policy, WarmupPolicy) and policy.max_lr is not None
     return has_top or isinstance(policy, OneCyclePolicy | RangeTestPolicy)
 
 
 def check_groups(policy: Policy, groups: Sequence[Group]) -> None:
-    """Errors: ConfigError where a list has another length than ``groups``, or a momentum is to be cycled that a group
-    has not."""
+    """Check that a schedule fits the groups of an optimizer.
+
+    Raises:
+        ConfigError: if a list has another length than ``groups``, or if the momentum of a group that has none is to be
+            cycled.
+    """
     for name in policy.__class__.model_fields:
         value = getattr(policy, name)
         if isinstance(value, list) and len(value) != len(groups):
@@ -134,7 +151,7 @@ def _part(policy: SchedulePolicy, applied: int) -> float:
 
 
 def _risen(rise: str, since: int, steps: int) -> float:
-    """How much of the warm-up is done ``since`` the second step."""
+    """Return the share of the warm-up that is done ``since`` steps after the second step."""
     if rise == "log":
         return math.log(since + 1) / math.log(steps)
     part = since / steps
@@ -195,7 +212,10 @@ def _one_cycle(policy: OneCyclePolicy, group: Group, place: int, applied: int) -
 
 
 def _cycle_scale(policy: OneCyclePolicy, fall_steps: int, applied: int) -> float:
-    """How far up, 0 to 1. Stairs are counted in whole steps: a share of them may fall just below one."""
+    """Return the height in the cycle, 0 to 1.
+
+    Stairs are counted in whole numbers of steps, because a rounded share may fall just below a stair.
+    """
     rise_steps = policy.rise_steps
     place = applied % (rise_steps + fall_steps)
     rises = place <= rise_steps

@@ -1,13 +1,13 @@
-"""What stands under ``schedule:``: one of five forms, told apart by ``type``.
+"""Policies of ``schedule:``: one of six forms, distinguished by ``type``.
 
-    constant linear cosine polynomial exponential wsd    a part of each group's learning rate, over the steps
-    warmup warmup_linear warmup_cosine                    the same with a rise by the logarithm; DeepSpeed's curves
+    constant linear cosine polynomial exponential wsd    a share of each group's learning rate, over the steps
+    warmup warmup_linear warmup_cosine                    the same with a logarithmic rise; DeepSpeed's curves
     one_cycle                                             rates and momenta between two bounds; DeepSpeed's curve
     range_test                                            rates that grow until the training fails
     torch                                                 a scheduler of torch.optim.lr_scheduler, by its name
 
-The curves are in schedule.py. A learning rate that stands here is one number for all groups of the optimizer or a list,
-one a group: the optimizer's own, then ``optimizer.groups`` in their order.
+The curves are in schedule.py. A learning rate in these policies is one number for all groups of the optimizer or a list
+with one for each group: the optimizer's own, then ``optimizer.groups`` in their order.
 """
 
 from typing import Annotated, Any, Literal
@@ -27,27 +27,30 @@ from pydantic import (
 from shardwise.plan.policy import Policy, nearest
 
 PerGroup = NonNegativeFloat | Annotated[list[NonNegativeFloat], Field(min_length=1)]
-"""One number for all groups, or one a group."""
+"""One number for all groups, or a list with one for each group."""
 
 
 class SchedulePolicy(Policy):
-    """Keys under ``schedule:``; steps are optimizer steps that were applied, whatever the accumulation and the number
-    of ranks."""
+    """Learning rate over the steps: keys under ``schedule:``.
+
+    Steps are optimizer steps that were applied, whatever the accumulation and the number of ranks.
+    """
 
     type: Literal["constant", "linear", "cosine", "polynomial", "exponential", "wsd"] = "constant"
     """Shape after the warm-up; ``wsd`` (warm-up, stable, decay) stays at the top and falls linearly at the end. With
     other types (``warmup``, ``warmup_linear``, ``warmup_cosine``, ``one_cycle``, ``range_test``, ``torch``) the block
-    has other keys."""
+    has other keys.
+    """
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises linearly from near 0 to its top."""
     total_steps: PositiveInt | None = None
-    """Steps at whose end the bottom is reached; left out, ``train.steps``."""
+    """Number of steps after which the bottom is reached; left out, ``train.steps``."""
     min_ratio: NonNegativeFloat = 0.0
-    """Bottom of the learning rate, as a part of its top."""
+    """Bottom of the learning rate, as a share of its top."""
     power: PositiveFloat = 1.0
     """Exponent of ``polynomial``."""
     decay_steps: PositiveInt | None = None
-    """Steps of the fall of ``wsd``, at its end; left out, a tenth of ``total_steps``."""
+    """Steps of the fall at the end of ``wsd``; left out, a tenth of ``total_steps``."""
 
     @model_validator(mode="after")
     def _check(self) -> "SchedulePolicy":
@@ -63,21 +66,23 @@ class SchedulePolicy(Policy):
 
 
 class WarmupPolicy(Policy):
-    """A rise from ``min_lr`` to ``max_lr``, then ``warmup`` stays there and ``warmup_linear`` falls to 0. DeepSpeed's
-    WarmupLR and WarmupDecayLR: both the first and the second step are at the bottom."""
+    """Rise from ``min_lr`` to ``max_lr``; then ``warmup`` stays there and ``warmup_linear`` falls to 0.
+
+    DeepSpeed's WarmupLR and WarmupDecayLR: both the first and the second step are at the bottom.
+    """
 
     type: Literal["warmup", "warmup_linear"]
     """Shape after the warm-up."""
     min_lr: PerGroup = 0.0
-    """Learning rate at the start, of all groups or a list of one a group."""
+    """Learning rate at the start, of all groups or a list with one for each group."""
     max_lr: PerGroup | None = None
-    """Learning rate at the top, of all groups or a list of one a group; left out, the optimizer's."""
+    """Learning rate at the top, of all groups or a list with one for each group; left out, the optimizer's."""
     warmup_steps: PositiveInt = 1000
     """Steps of the rise; 1 counts as 2."""
     rise: Literal["log", "linear", "cosine"] = "log"
     """Shape of the rise: the logarithm of the step, the step, or half a cosine of it, which begins and ends flat."""
     total_steps: PositiveInt | None = None
-    """Steps at whose end ``warmup_linear`` reaches 0; left out, ``train.steps``."""
+    """Number of steps after which ``warmup_linear`` reaches 0; left out, ``train.steps``."""
 
     @model_validator(mode="after")
     def _check(self) -> "WarmupPolicy":
@@ -89,56 +94,60 @@ class WarmupPolicy(Policy):
 
 
 class WarmupCosinePolicy(Policy):
-    """A rise to each group's own learning rate and a fall by half a cosine, both as parts of it. DeepSpeed's
-    WarmupCosineLR: the first step is at 0, the second at ``start_ratio``."""
+    """Rise to each group's own learning rate and fall by half a cosine, both as shares of that rate.
+
+    DeepSpeed's WarmupCosineLR: the first step is at 0, the second at ``start_ratio``.
+    """
 
     type: Literal["warmup_cosine"]
-    """Shape."""
+    """Shape of the schedule."""
     warmup_steps: PositiveInt = 1000
     """Steps of the rise; 1 counts as 2."""
     rise: Literal["log", "linear", "cosine"] = "log"
     """Shape of the rise: the logarithm of the step, the step, or half a cosine of it, which begins and ends flat."""
     start_ratio: NonNegativeFloat = 0.0
-    """Start of the rise, as a part of the optimizer's learning rate."""
+    """Start of the rise, as a share of the optimizer's learning rate."""
     min_ratio: NonNegativeFloat = 1e-4
-    """Bottom, as a part of the optimizer's learning rate."""
+    """Bottom, as a share of the optimizer's learning rate."""
     total_steps: PositiveInt | None = None
-    """Steps at whose end the bottom is reached; left out, ``train.steps``."""
+    """Number of steps after which the bottom is reached; left out, ``train.steps``."""
 
 
 class OneCyclePolicy(Policy):
-    """Learning rates rise and fall between two bounds, once, while momenta fall and rise; then both may decay
-    (arXiv:1803.09820). DeepSpeed's OneCycle."""
+    """One cycle of learning rates between two bounds, up and down, with momenta down and up; then both may decay.
+
+    DeepSpeed's OneCycle (arXiv:1803.09820).
+    """
 
     type: Literal["one_cycle"]
-    """Shape."""
+    """Shape of the schedule."""
     min_lr: PerGroup
-    """Learning rate at both ends of the cycle, of all groups or a list of one a group."""
+    """Learning rate at both ends of the cycle, of all groups or a list with one for each group."""
     max_lr: PerGroup
-    """Learning rate at the top of the cycle, of all groups or a list of one a group."""
+    """Learning rate at the top of the cycle, of all groups or a list with one for each group."""
     rise_steps: PositiveInt = 2000
     """Steps of the first half."""
     fall_steps: NonNegativeInt | None = None
     """Steps of the second half; left out, ``rise_steps``."""
     rise_stairs: NonNegativeInt = 0
-    """Stairs that the first half is climbed in; 0: a little with each step."""
+    """Number of stairs in the first half; 0: a change with each step."""
     fall_stairs: NonNegativeInt | None = None
-    """Stairs of the second half; left out, ``rise_stairs``."""
+    """Number of stairs in the second half; left out, ``rise_stairs``."""
     decay_steps: NonNegativeInt = 0
-    """Steps after the cycle in which the decay counts one interval; 0: no decay."""
+    """Steps of one interval of the decay after the cycle; 0: no decay."""
     decay_lr_rate: NonNegativeFloat = 0.0
     """After i intervals the learning rate is ``min_lr / (1 + rate i)``."""
     cycle_momentum: bool = True
-    """Cycle the momentum of SGD and the first beta of Adam too."""
+    """Cycle the momentum of SGD or the first beta of Adam too."""
     min_momentum: PerGroup = 0.8
-    """Momentum at the top of the learning rate (and in the very first step, as DeepSpeed has it), of all groups or a
-    list."""
+    """Momentum at the top of the learning rate (and in the very first step, as in DeepSpeed), of all groups or a list.
+    """
     max_momentum: PerGroup = 0.9
     """Momentum at both ends of the cycle, of all groups or a list."""
     decay_momentum_rate: NonNegativeFloat = 0.0
     """After i intervals the momentum is ``max_momentum (1 + rate i)``."""
     second_beta: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Adam's second beta while the momentum is cycled (DeepSpeed has 0.99 for all); left out, the optimizer's."""
+    """Adam's second beta while the momentum is cycled (DeepSpeed uses 0.99 for all); left out, the optimizer's."""
 
     @model_validator(mode="after")
     def _check(self) -> "OneCyclePolicy":
@@ -151,32 +160,37 @@ class OneCyclePolicy(Policy):
 
 
 class RangeTestPolicy(Policy):
-    """Learning rates that grow from ``min_lr`` without end (arXiv:1803.09820): train with it for a few hundred steps
-    and read the highest rate that still trains off ``lr_range.png`` of the run folder."""
+    """Learning rates that grow from ``min_lr`` without end (arXiv:1803.09820).
+
+    Train with this schedule for a few hundred steps and read the highest rate that still trains off ``lr_range.png`` in
+    the run folder.
+    """
 
     type: Literal["range_test"]
-    """Shape."""
+    """Shape of the schedule."""
     min_lr: PerGroup = 1e-3
-    """Learning rate of the first step, of all groups or a list of one a group."""
+    """Learning rate of the first step, of all groups or a list with one for each group."""
     interval_steps: PositiveInt = 2000
     """Steps of one interval."""
     rate: PositiveFloat = 1.0
-    """Growth in an interval, as a part."""
+    """Growth in an interval, as a share."""
     growth: Literal["linear", "exponential"] = "linear"
-    """After i intervals ``min_lr (1 + rate i)``, or ``min_lr (1 + rate)^i``, which sees each decade alike."""
+    """Learning rate after i intervals: ``min_lr (1 + rate i)``, or ``min_lr (1 + rate)^i``, which spends as many steps
+    on each decade.
+    """
     staircase: bool = False
     """Grow at the end of each interval instead of with each step."""
 
 
 class TorchSchedulePolicy(Policy):
-    """A scheduler of ``torch.optim.lr_scheduler`` that is made of numbers alone and steps after each applied step."""
+    """Scheduler of ``torch.optim.lr_scheduler`` whose arguments are numbers and which steps after each applied step."""
 
     type: Literal["torch"]
-    """Of torch."""
+    """A scheduler of torch."""
     scheduler: str
-    """Its name there, as in ``CosineAnnealingLR``."""
+    """Name of the scheduler in torch, as in ``CosineAnnealingLR``."""
     arguments: dict[str, Any] = {}
-    """Its arguments, without the optimizer."""
+    """Arguments of the scheduler, without the optimizer."""
 
 
 _FORMS: dict[str, type[Policy]] = {
@@ -223,20 +237,20 @@ AnySchedulePolicy = Annotated[
 """The type of ``schedule:`` in a configuration."""
 
 EndingPolicy = SchedulePolicy | WarmupPolicy | WarmupCosinePolicy
-"""Those that may have a last step."""
+"""Policies that may have a last step."""
 
 
 def lacks_end(policy: Policy) -> bool:
-    """True where ``policy`` may end and does not say when."""
+    """Return True if ``policy`` may end and has no number of total steps."""
     return isinstance(policy, EndingPolicy) and policy.total_steps is None
 
 
 def needs_end(policy: Policy) -> bool:
-    """True where the curve of ``policy`` has no form without a last step."""
+    """Return True if the curve of ``policy`` has no form without a last step."""
     return isinstance(policy, EndingPolicy) and policy.type not in ("constant", "warmup")
 
 
 def ends_at(policy: Any, steps: int) -> Any:
-    """``policy`` with its end at ``steps``, where it may have one."""
+    """Return ``policy`` with its end at ``steps``, if the policy may have one."""
     may_end = isinstance(policy, EndingPolicy) and policy.type != "warmup"
     return policy.model_copy(update={"total_steps": steps}) if may_end else policy

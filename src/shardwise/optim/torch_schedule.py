@@ -1,7 +1,7 @@
-"""A scheduler of torch as a function of the applied steps: it steps on groups of its own, and what it wrote is read.
+"""A scheduler of torch as a function of the applied steps: the scheduler steps on separate groups, which are then read.
 
 torch's schedulers are state machines, so step t costs t steps the first time (microseconds each) and one after that; a
-checkpoint needs none of their state, for it holds the number of applied steps.
+checkpoint needs none of their state, because it contains the number of applied steps.
 """
 
 import inspect
@@ -29,7 +29,15 @@ _KNOWN = sorted(
 
 
 class TorchSchedule:
-    """See the module's docstring. Errors: ConfigError where torch has no such scheduler or refuses its arguments."""
+    """Scheduler of torch as a function of the applied steps.
+
+    Args:
+        policy: name and arguments of the scheduler.
+        groups: numbers of the optimizer's groups before the schedule.
+
+    Raises:
+        ConfigError: if torch has no such scheduler or refuses its arguments.
+    """
 
     def __init__(self, policy: TorchSchedulePolicy, groups: Sequence[Group]) -> None:
         self._policy = policy
@@ -45,13 +53,13 @@ class TorchSchedule:
         self._restart()
 
     def rates(self, applied: int) -> list[dict[str, Any]]:
-        """The groups' numbers when ``applied`` steps are applied."""
+        """Return the numbers of the groups after ``applied`` applied steps."""
         if applied < self._stepped:
             self._restart()
         while self._stepped < applied:
             self._stepped += 1
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that no optimizer stepped before
+                warnings.simplefilter("ignore")  # torch warns that no optimizer stepped before
                 self._scheduler.step()
         return [
             {key: value for key, value in group.items() if key != "params"}
@@ -59,14 +67,14 @@ class TorchSchedule:
         ]
 
     def factor(self, applied: int) -> float:
-        """As schedule.factor: the first group's rate as a part of the top that it names, else of its own."""
+        """Return the first group's rate as a share of its ``max_lr``, or of its initial rate."""
         first = self.rates(applied)[0]
         top = float(first.get("max_lr", first["initial_lr"]))
         return float(first["lr"]) / top if top else 0.0
 
     def _restart(self) -> None:
         self._stepped = 0
-        # Each with a parameter of its own, which nothing steps.
+        # Each group gets a parameter of its own, which nothing steps: torch rejects one that is in two groups.
         made = [{"params": [nn.Parameter(torch.zeros(()))], **group} for group in self._groups]
         self._optimizer = optim.Optimizer(made, dict(self._groups[0]))
         make = getattr(lr_scheduler, self._policy.scheduler)

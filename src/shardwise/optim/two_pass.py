@@ -1,11 +1,12 @@
-"""Optimizers whose update of an element looks at the whole tensor: in two halves, with a look in between.
+"""Optimizers whose update of an element depends on the whole tensor: in two halves, with a look in between.
 
-    direct    moments and directions, element by element, wherever the elements lie
+    direct    moments and directions, element by element, on the rank that holds the elements
     look      at the whole tensor: its norms, or the whole matrix                 (TwoPass.needs)
     apply     weights ← weights - factor · direction, element by element
 
-Between the halves the direction stands where the gradient stood. On shards the halves run on flat pieces and ranks look
-together (engine/whole_tensors.py); ``step`` does all three on whole tensors of one process, as any optimizer of torch.
+Between the halves the direction occupies the memory of the gradient. On shards the halves run on flat pieces and ranks
+look together (engine/whole_tensors.py); ``step`` does all three on whole tensors of one process, as any optimizer of
+torch.
 
 Cost: no memory beyond the moments.
 """
@@ -20,11 +21,11 @@ from torch import Tensor, optim
 from shardwise.plan.registry import Needs
 
 _CHUNK = 1 << 17
-"""Elements that stay in a core's cache through the passes over them."""
+"""Number of elements that stay in a core's cache through the passes over them."""
 
 
 class Whole(NamedTuple):
-    """What a rank knows of a whole tensor between the two halves."""
+    """Facts about a whole tensor that ``factor`` needs between the two halves."""
 
     shape: tuple[int, ...]
     weight_norm: float = 0.0
@@ -32,40 +33,43 @@ class Whole(NamedTuple):
 
 
 class TwoPass(optim.Optimizer):
-    """See the module's docstring."""
+    """Base of optimizers whose update of an element depends on the whole tensor."""
 
     needs: ClassVar[Needs]
     moments: ClassVar[tuple[str, ...]]
-    """What it keeps for every element, from zero on."""
+    """Names of the state that is kept for every element, starting at zero."""
     counts: ClassVar[bool] = False
-    """Whether it counts a parameter's steps."""
+    """True if the optimizer counts a parameter's steps."""
 
     @abstractmethod
     def direct_part(
         self, group: Mapping[str, Any], weights: Tensor, gradient: Tensor, state: dict[str, Any]
     ) -> None:
-        """``gradient`` becomes the direction, and the moments grow by it."""
+        """Replace ``gradient`` by the direction, in place, and update the moments."""
 
     @abstractmethod
     def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
-        """By what the direction of a tensor is multiplied."""
+        """Return the factor of a tensor's direction."""
 
     def scale(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor, factor: float) -> None:
-        """Multiply a tensor's direction, or a piece of it."""
+        """Multiply the direction of a tensor, or of a piece of it, by ``factor``."""
         direction.mul_(factor)
 
     @abstractmethod
     def apply_part(
         self, group: Mapping[str, Any], weights: Tensor, direction: Tensor, state: dict[str, Any]
     ) -> None:
-        """Move the weights by the direction, which is multiplied already."""
+        """Move the weights by the direction, which has been scaled."""
 
     def look(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor) -> Whole:
-        """What ``step`` finds of a whole tensor; a matrix's direction becomes what it is dealt out as."""
+        """Return the facts about a whole tensor for ``step``.
+
+        A matrix's direction is replaced by its orthogonal form.
+        """
         return Whole(tuple(weights.shape), float(weights.norm()), float(direction.norm()))
 
     def _init_group(self, group: Mapping[str, Any]) -> None:
-        """State of what has a gradient."""
+        """Make the state of every parameter that has a gradient."""
         for weights in group["params"]:
             state = self.state[weights]
             if weights.grad is None or state:
@@ -76,7 +80,7 @@ class TwoPass(optim.Optimizer):
                 state[moment] = torch.zeros_like(weights, memory_format=torch.preserve_format)
 
     def _each(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
-        """(group, weights, gradient or direction) of what has one."""
+        """Yield (group, weights, gradient or direction) of every parameter that has one."""
         for group in self.param_groups:
             for weights in group["params"]:
                 if weights.grad is not None:
@@ -84,7 +88,7 @@ class TwoPass(optim.Optimizer):
 
     @torch.no_grad()
     def direct(self) -> None:
-        """The first half, of every parameter that has a gradient."""
+        """Run the first half for every parameter that has a gradient."""
         for group in self.param_groups:
             self._init_group(group)
         for group, weights, gradient in self._each():
@@ -94,7 +98,7 @@ class TwoPass(optim.Optimizer):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """The second half."""
+        """Run the second half for every parameter that has a direction."""
         for group, weights, direction in self._each():
             self.apply_part(group, weights, direction, self.state[weights])
 
@@ -110,7 +114,14 @@ class TwoPass(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A whole step on whole tensors. Gradients are spent: they hold directions afterwards."""
+        """Run a whole step on whole tensors. Gradients contain directions afterwards.
+
+        Args:
+            closure: computes the loss again; may be None.
+
+        Returns:
+            The result of ``closure``, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -3,12 +3,12 @@
     m ← β1 m + (1 - β1) g         v ← β2 v + (1 - β2) g²
     w ← w - lr · m / (√v + ε)
 
-The moments begin at 0 and are too small at first: steps are larger than Adam's in the beginning (by √(1 - β2^t) /
-(1 - β1^t), upside down), so these rules want a warmup. Weight decay is decoupled (``UncorrectedAdamW``) or part of the
+The moments begin at 0 and are too small at first. In the beginning steps are larger than Adam's by
+(1 - β1^t) / √(1 - β2^t), so these rules need a warmup. Weight decay is decoupled (``UncorrectedAdamW``) or part of the
 gradient (``UncorrectedAdam``).
 
-Paper: Devlin et al. 2018, arXiv:1810.04805 (its code); Mosbach et al. 2020, arXiv:2006.04884, on what it does.
-Cost:  two moments of P elements; elementwise, so any cut of the tensors does.
+Paper: Devlin et al. 2018, arXiv:1810.04805 (its code); Mosbach et al. 2020, arXiv:2006.04884, on the effect.
+Cost:  two moments of P elements; elementwise, so any cut of the tensors is allowed.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,15 @@ from torch.optim.optimizer import ParamsT
 class UncorrectedAdam(optim.Optimizer):
     """Adam without bias correction; weight decay is part of the gradient.
 
+    Args:
+        params: parameters or groups of parameters.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: addend in the denominator.
+        weight_decay: weight decay.
+
     Raises:
-        ValueError: if a number is outside of its range.
+        ValueError: if a number is out of range.
     """
 
     decouples: ClassVar[bool] = False

@@ -73,7 +73,7 @@ class ClickCorpus:
         return source.best if isinstance(source, SyntheticClicks) else None
 
     def best_on_validation(self, samples: int | None = None) -> ClickScore | None:
-        """Return the score of the teacher on the held-out rows, or on those that an evaluation of ``samples`` rows uses.
+        """Return the teacher's score on the held-out rows, or on those that an evaluation of ``samples`` rows uses.
 
         The labels of these rows are drawn, which changes every model's AUC alike (by 0.001 at 200,000 rows).
 

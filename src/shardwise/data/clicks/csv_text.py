@@ -132,7 +132,7 @@ def read_csv(
 
 
 def _header(path: Path, separator: str) -> list[str]:
-    """Names of the columns. Errors: DataError where the first line names none."""
+    """Return the names of the columns, or raise DataError if the first line names none."""
     try:
         with opened_text(path) as file:
             line = file.readline(_PIECE_BYTES)
@@ -192,7 +192,7 @@ def _batches(
 
 
 def _as_numbers(column: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
-    """fp64, null where empty or no number, and where that is so."""
+    """Return a column as fp64, null for fields that are empty or no number, and a mask of the latter."""
     api = arrow()
     fits = api.compute.match_substring_regex(column, _NUMBER)
     bad = api.compute.invert(fits.fill_null(True)).to_numpy(zero_copy_only=False)
@@ -202,7 +202,7 @@ def _as_numbers(column: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
 
 
 def _as_keys(column: Any) -> Any:
-    """int64, null where empty."""
+    """Return a column of texts as int64 keys, null for empty fields."""
     api = arrow()
     encoded = column.dictionary_encode()
     keys = np.asarray([_key(text) for text in encoded.dictionary.to_pylist()], np.int64)
@@ -219,12 +219,12 @@ def _is_whole(text: str) -> bool:
 
 
 def _typed(column: Any) -> Any:
-    """A column of texts as what all of them are: whole numbers, numbers, or texts."""
+    """Return a column of texts with the type of all of them: whole numbers, numbers, or texts."""
     api = arrow()
     texts = column.drop_null().to_pylist()
     if texts and all(map(_is_whole, texts)):
         return column.cast(api.int64())
     numbers, bad = _as_numbers(column)
-    # Whole numbers in another form, 007 say, are codes.
+    # Whole numbers in another form, such as 007, are codes.
     is_number = texts and not bad.any() and any(not text.lstrip("+-").isdigit() for text in texts)
     return numbers if is_number else column

@@ -137,7 +137,7 @@ class PackedWriter:
         return self
 
     def append(self, rows: ClickRows) -> None:
-        """Append rows.
+        """Append rows to the file.
 
         Raises:
             DataError: if labels, numbers or keys do not fit the schema, or if the file cannot be written.

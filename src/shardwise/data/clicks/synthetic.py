@@ -126,12 +126,12 @@ class SyntheticClicks:
         return ClickRows(labels.astype(np.float32), dense, [Keys.of_ones(column) for column in keys])
 
     def logits(self, samples: npt.NDArray[np.int64]) -> _F64:
-        """What the teacher knows: [b]."""
+        """Return the teacher's logits of these samples: [b]."""
         return self._logits(samples, self._ranks(samples))
 
     @cached_property
     def best(self) -> Best:
-        """The best score that any model can have on new samples, from a million of them."""
+        """Best score that any model can have on new samples, estimated from a million of them."""
         return self.best_of(1 << 20)
 
     def best_of(self, count: int) -> Best:

@@ -74,7 +74,7 @@ class WholeRows(io.RawIOBase):
         self._is_at_end = False
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True, as a raw stream that can be read must."""
         return True
 
     def read(self, size: int = -1) -> bytes:
