@@ -1,1 +1,1 @@
-"""Arithmetic that is written once for speed, each piece beside a plain reference in its test."""
+"""Kernels: arithmetic that is written once for speed, each piece with a plain reference that tests compare."""

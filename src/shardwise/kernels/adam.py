@@ -6,9 +6,9 @@
     w -= lr/(1 - beta1^t) · m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     cast = w, rounded
 
-torch's fused Adam wants the gradient in the master's dtype and leaves the rounding to another pass: with 16-bit
-gradients and weights 40 bytes an element go through memory, here 28. Masters and moments are fp32, gradients of any
-dtype; ``t`` lies on the device and is read there.
+torch's fused Adam needs the gradient in the master's dtype and leaves the rounding to another pass: with 16-bit
+gradients and weights 40 bytes an element go through memory, with this kernel 28. Masters and moments are fp32,
+gradients of any dtype; ``t`` lies on the device and is read there.
 
 The plain form is the reference, and equal to ``torch.optim`` up to the last bits of fp32. Triton's form computes what
 depends on t in fp64 and the rest in fp32 without contraction; roots and quotients are rounded correctly.
@@ -26,7 +26,7 @@ from shardwise.kernels.operation import device_operation
 
 
 class AdamRule(NamedTuple):
-    """What a step works with."""
+    """Numbers of a step."""
 
     lr: float
     beta1: float
@@ -34,7 +34,7 @@ class AdamRule(NamedTuple):
     eps: float
     weight_decay: float
     decoupled: bool
-    """AdamW."""
+    """True for AdamW, whose weight decay is decoupled."""
 
 
 def adam_step(
@@ -47,8 +47,21 @@ def adam_step(
     divisor: float = 1.0,
     cast: Tensor | None = None,
 ) -> None:
-    """Changes ``w``, ``m`` and ``v`` [N] by ``grad`` [N], counts ``step`` [] up, and writes the new ``w`` to ``cast``
-    [N] too. All dense."""
+    """Update ``w``, ``m`` and ``v`` [N] from ``grad`` [N], in place, and add 1 to ``step`` [].
+
+    Args:
+        rule: numbers of the step.
+        w: master.
+        grad: gradient, of any dtype.
+        m: first moment.
+        v: second moment.
+        step: number of steps before this one.
+        divisor: divisor of the gradient.
+        cast: receives the new ``w``, rounded; may be None.
+
+    Raises:
+        ValueError: if the tensors differ in size or are not contiguous.
+    """
     given = [each for each in (w, grad, m, v, cast) if each is not None]
     if any(each.shape != w.shape or not each.is_contiguous() for each in given):
         sizes = [list(each.shape) for each in given]
@@ -75,7 +88,7 @@ def plain_adam_step(
     weight_decay: float,
     decoupled: bool,
 ) -> None:
-    """The formula as it stands, for a step that is counted already: the reference."""
+    """Run the step in plain torch operations, with ``step`` already counted: the reference."""
     count = step.double()
     size, root = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
     g = grad.to(w.dtype) * (1 / divisor)

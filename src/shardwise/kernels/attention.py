@@ -5,14 +5,14 @@
         out[a:e] = P V[:e]
 
 torch's fused kernel computes the whole square of a short sequence on the CPU and does not use 16-bit matrix
-instructions. Half the work and large matrix products: at 256 places, forward and backward took 0.7 of its time in
+instructions. Half the work and large matrix products: at 256 positions, forward and backward took 0.7 of its time in
 fp32 and 0.3 in bf16 (one thread of a Zen 5 core). In bf16 the scores are rounded before the softmax, as in a model
 written with plain matrix products: the error against fp64 is 1 to 2 times that of the fused kernel. Heads that share
 their keys and values (N < H) are stacked as rows of the same product: nothing is repeated.
 
 Short sequences keep P for the backward pass; longer ones compute it again, at one product in seven.
 
-Cost:  B·H·T²/2 elements kept where T <= ``_KEEP_UP_TO``, else Q, K, V alone.
+Cost:  B·H·T²/2 elements kept if T <= ``_KEEP_UP_TO``, else only Q, K, V.
 Shapes: B batch, H heads, N key and value heads, G = H/N, T queries, S keys, K head size.
 """
 
@@ -24,19 +24,28 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardwise.kernels.operation import operation
 
 _KEEP_UP_TO = 512
-"""Longest sequence whose attention weights are kept: there they are a fifth of a block's activations."""
+"""Length of the longest sequence whose attention weights are kept: they are then a fifth of a block's activations."""
 
 _BLOCKED_UP_TO = {torch.float64: 1024, torch.float32: 1024, torch.bfloat16: 1 << 20}
-"""Longest sequence, by dtype, at which blocks beat torch's kernel, which skips parts of the triangle only when it is
-long. fp16 is left to torch: its matrix product on the CPU has no fast kernel."""
+"""Length of the longest sequence, by dtype, at which blocks beat torch's kernel, which skips parts of the triangle
+only for long sequences. fp16 is left to torch: its matrix product on the CPU has no fast kernel.
+"""
 
 
 @operation("product")
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of each query to the keys up to its own place, the T queries being the last of the S places.
+    """Return the attention of each query to the keys up to its own position.
 
-    ``q`` [B, H, T, K], ``k`` and ``v`` [B, N, S, K] -> [B, H, T, K], whose transpose [B, T, H, K] is contiguous
-    on the CPU. This is the contract of every attention function that a model can be given.
+    The T queries are the last of the S positions.
+    This is the contract of every attention function that a model can be given.
+
+    Args:
+        q: queries, [B, H, T, K].
+        k: keys, [B, N, S, K].
+        v: values, [B, N, S, K].
+
+    Returns:
+        [B, H, T, K], whose transpose [B, T, H, K] is contiguous on the CPU.
     """
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys <= _BLOCKED_UP_TO.get(q.dtype, 0) and q.device.type == "cpu":
@@ -48,14 +57,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def score_elements(t: int, kept: bool = False) -> int:
-    """Attention weights per head that the blocked kernel computes over ``t`` places, or keeps for its backward."""
+    """Return the attention weights per head that the blocked kernel computes over ``t`` positions, or keeps.
+
+    Args:
+        t: number of positions.
+        kept: True counts the weights that are kept for the backward pass, False those that are computed.
+    """
     if kept and t > _KEEP_UP_TO:
         return 0
     return sum((stop - start) * stop for start, stop in _blocks(t))
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The formula as it stands, scores in fp32 at least: the reference."""
+    """Return the attention in plain torch operations, with scores in fp32 at least: the reference."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
@@ -66,13 +80,13 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _visible(q: Tensor, k: Tensor) -> Tensor:
-    """Which keys [S] each of the last T places may see: bool [T, S]."""
+    """Return the mask of the keys [S] that each of the last T positions may see: bool [T, S]."""
     queries, keys = q.shape[2], k.shape[2]
     return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 class _Blocked(torch.autograd.Function):
-    """[B, H, T, K] and twice [B, N, T, K] -> [B, T, H, K]."""
+    """Attention in blocks of queries: [B, H, T, K] and twice [B, N, T, K] -> [B, T, H, K]."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -99,7 +113,7 @@ class _Blocked(torch.autograd.Function):
         b = grad.shape[0]
         grad = grad.view(b, t, rows // b, group, size).permute(0, 2, 3, 1, 4)  # [B, N, G, T, K]
         d_q = torch.empty_like(q)
-        # Every block adds to the keys before it: in 16 bits the sum would lose what later blocks add.
+        # Every block adds to the gradients of earlier keys: in 16 bits the sum would lose the later addends.
         d_k = torch.zeros(k.shape, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
         d_v = torch.zeros_like(d_k)
         for i, (start, stop) in enumerate(_blocks(t)):
@@ -117,13 +131,13 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(t: int) -> list[tuple[int, int]]:
-    """Queries [start, stop) taken at once: small enough to skip the triangle, large enough for the product."""
+    """Return the ranges of queries taken at once: short enough to skip the triangle, long enough for a fast product."""
     size = 64 if t <= 256 else 128
     return [(start, min(start + size, t)) for start in range(0, t, size)]
 
 
 def _weights(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
-    """Attention weights of queries [start, stop), groups stacked: [BN, G·Q, K] -> [BN, G·Q, stop]."""
+    """Return the attention weights of queries [start, stop), groups stacked: [BN, G·Q, K] -> [BN, G·Q, stop]."""
     scores = torch.bmm(q, k[:, :stop].mT).mul_(q.shape[-1] ** -0.5)
     queries = stop - start
     later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu(1)

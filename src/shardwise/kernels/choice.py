@@ -1,14 +1,14 @@
-"""Which form of a kernel runs: Triton's where a tensor lies on an accelerator that it serves, else the plain one.
+"""Choice between the two forms of a kernel: Triton's on an accelerator that it serves, else the plain one.
 
-A kernel has a plain form, in torch operations, which is the reference and runs everywhere; some have a second one
-beside it, one launch on a device (``fused/``). Whether that one runs is said here and nowhere else:
+A kernel has a plain form, in torch operations, which is the reference and runs everywhere; some have a second form,
+one launch on a device (``fused/``). This file alone decides which form runs:
 
     on the CPU           the plain form
-    fp64                 the plain form, on every device: what is checked in fp64 is the reference itself
+    fp64                 the plain form, on every device: checks in fp64 check the reference itself
     Triton is missing    the plain form: pip install triton
-    a compiler traces    the plain form, which it fuses by itself; dropout alone stays one operation
+    a compiler traces    the plain form, which the compiler fuses; only dropout stays one operation
 
-``DEVICES`` without a name in it is the plain form everywhere, to find out whether a kernel is at fault.
+Without any name in ``DEVICES`` the plain form runs everywhere, which shows whether a kernel is at fault.
 """
 
 import importlib.util
@@ -21,5 +21,5 @@ DEVICES: frozenset[str] = frozenset({"cuda"} if importlib.util.find_spec("triton
 
 
 def fused(*tensors: Tensor) -> bool:
-    """Whether Triton's form serves these tensors."""
+    """Return whether Triton's form serves these tensors."""
     return all(tensor.device.type in DEVICES and tensor.dtype != torch.float64 for tensor in tensors)

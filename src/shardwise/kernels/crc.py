@@ -1,20 +1,20 @@
-"""CRC-32: of bytes, and of a whole from those of its parts, without the bytes.
+"""CRC-32 of bytes, and of a whole from those of its parts, without the bytes.
 
 A CRC is the remainder of the message, read as a polynomial over GF(2), modulo P. Appending n bytes multiplies the
 message by x^(8n), which is a linear map on the 32 bits of the remainder:
 
     crc(A + B) = crc(A) * x^(8 len(B)) mod P  xor  crc(B)
 
-The map is kept as one polynomial instead of a 32 x 32 bit matrix and applied by multiplication modulo P; it depends
-on the length alone and is cached, since a checkpoint has few distinct lengths. Each rank sums only the ranges that it
-wrote, and still the manifest holds one CRC per block and per tensor.
+The map is stored as one polynomial instead of a 32 x 32 bit matrix and applied by multiplication modulo P. It depends
+on the length only and is cached, because a checkpoint has few distinct lengths. Each rank sums only the ranges that it
+wrote, and the manifest still has one CRC per block and per tensor.
 
 The same map folds a long message onto its last 64 bytes, of which zlib takes the remainder: 64 bytes are multiplied by
-x^512 mod P, in four lanes of two words, and added to the next 64. The remainder stays what it was. Processors multiply
+x^512 mod P, in four lanes of two words, and added to the next 64. The remainder does not change. Processors multiply
 two words of polynomials in one instruction.
 
 Paper: Gopal et al. 2009, Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction, Intel.
-Cost:  32 shifts per part once the length is known. Of 8 MiB on one Zen 5 core: zlib 3 GB/s, folded 11 GB/s where numba
+Cost:  32 shifts per part once the length is known. Of 8 MiB on one Zen 5 core: zlib 3 GB/s, folded 11 GB/s if numba
        is installed and the processor has the instruction; a second or two to compile, once a machine.
 Detects every single flipped bit and every burst up to 32 bits.
 """
@@ -39,7 +39,7 @@ _X_TO_8 = _ONE >> 8
 
 
 def _multiply(a: int, b: int) -> int:
-    """a * b mod P."""
+    """Return a * b mod P."""
     product = 0
     while a:
         if a & _ONE:
@@ -51,7 +51,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _shift(length_bytes: int) -> int:
-    """x^(8 length) mod P by repeated squaring."""
+    """Return x^(8 length) mod P by repeated squaring."""
     result, power = _ONE, _X_TO_8
     while length_bytes:
         if length_bytes & 1:
@@ -62,7 +62,7 @@ def _shift(length_bytes: int) -> int:
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of A + B from those of A and of B, and B's length."""
+    """Return the CRC-32 of A + B from the CRC-32 of A, that of B, and B's length."""
     return _multiply(first, _shift(second_bytes)) ^ second
 
 
@@ -70,11 +70,11 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
 
 _FOLD_BYTES = 64
 _WORTH_BYTES = 4096
-"""Below that zlib is as fast."""
+"""Number of bytes below which zlib is as fast."""
 
 
 class _Fold(Loop):
-    """Folds bytes, from one address to another and 64 at a time, onto the 64 before them, which are at ``lanes``."""
+    """Loop that folds bytes, from one address to another and 64 at a time, onto 64 bytes at ``lanes``."""
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -126,7 +126,7 @@ def _folded(lanes: int, begin: int, end: int, low: int, high: int) -> None:
 
 @functools.cache
 def _folds() -> bool:
-    """Whether numba is there, and compiles for a processor that multiplies polynomials."""
+    """Return whether numba is installed and compiles for a processor that multiplies polynomials."""
     if importlib.util.find_spec("numba") is None:
         return False
     import numba
@@ -143,13 +143,15 @@ def _folds() -> bool:
 
 @functools.cache
 def _factors() -> tuple[np.uint64, np.uint64]:
-    """x^(512 + 32) and x^(512 - 32) mod P, for the half of a lane that comes first and the other; one place up, because
-    a product of polynomials in this order of bits comes out one place down."""
+    """Return x^(512 + 32) and x^(512 - 32) mod P, for the first half of a lane and the second, shifted by one bit.
+
+    A product of polynomials in this order of bits is one bit lower than the product of numbers, hence the shift.
+    """
     return np.uint64(_shift(_FOLD_BYTES + 4) << 1), np.uint64(_shift(_FOLD_BYTES - 4) << 1)
 
 
 def crc32(data: npt.NDArray[np.uint8]) -> int:
-    """As ``zlib.crc32``. ``data``: contiguous. Runs without the interpreter's lock."""
+    """Return ``zlib.crc32`` of contiguous data. Runs without the interpreter's lock."""
     if data.nbytes < _WORTH_BYTES or not _folds():
         return zlib.crc32(data.data)
     whole = data.nbytes // _FOLD_BYTES * _FOLD_BYTES
@@ -159,17 +161,17 @@ def crc32(data: npt.NDArray[np.uint8]) -> int:
     _folded(lanes.ctypes.data, begin + _FOLD_BYTES, begin + whole, *_factors())
     return zlib.crc32(
         data[whole:].data, zlib.crc32(lanes.data, 0xFFFFFFFF)
-    )  # ... which are in ``lanes`` already
+    )  # 0xFFFFFFFF cancels zlib's own first ones, which are in ``lanes`` already
 
 
 Sum = Callable[[memoryview | bytes | bytearray], int]
-"""The CRC-32 of bytes."""
+"""Function that returns the CRC-32 of bytes."""
 _WORTH_COMPILING_BYTES = 4 << 30
-"""What zlib sums in the second or two that numba takes to come and to compile, with as much again to spare."""
+"""Number of bytes that zlib sums in the second or two that numba takes to import and to compile, doubled."""
 
 
 def sum_for(total_bytes: int) -> Sum:
-    """The faster one for so many bytes in all: folded where that is compiled already, or worth it."""
+    """Return the faster function to sum ``total_bytes`` bytes: the folded one if it is compiled or worth compiling."""
     if "compiled" in vars(_folded) or (total_bytes >= _WORTH_COMPILING_BYTES and _folds()):
         return lambda data: crc32(np.frombuffer(data, np.uint8))
     return zlib.crc32

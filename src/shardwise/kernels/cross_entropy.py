@@ -3,15 +3,14 @@
     loss     = -1/n · sum over the n rows with a target of log softmax(z)[target]
     d loss/dz = (softmax(z) - onehot(target)) / n
 
-Casting all logits to fp32 and keeping their log-softmax takes 20 bytes a logit at the peak in bf16; here the logits
-themselves are all that is saved, and the gradient is computed straight into its buffer: 4 bytes. Rows are cast as
-many at a time as stay in the cache. No target at all is a loss of 0 with a gradient of 0, not 0/0: a rank without
-data can run.
+Casting all logits to fp32 and keeping their log-softmax takes 20 bytes a logit at the peak in bf16. This function only
+saves the logits themselves, and computes the gradient straight into its buffer: 4 bytes. As many rows are cast at a
+time as stay in the cache. Without any target the loss is 0 with a gradient of 0, not 0/0: a rank without data can run.
 
-A row's numbers and the gradient that follows from them stand alone, for a vocabulary that is cut needs them by parts
-(parallel/tensor/loss.py). On a device with Triton each is one kernel: exponentials and sums in fp32, over blocks of a
-row in their order, and one rounding of the gradient. There a target outside the vocabulary makes the loss NaN; the
-plain form raises.
+A row's numbers and the gradient that follows from them are separate functions, because a vocabulary that is cut needs
+them by parts (parallel/tensor/loss.py). On a device with Triton each is one kernel: exponentials and sums in fp32, over
+blocks of a row in their order, and one rounding of the gradient. There a target outside the vocabulary makes the loss
+NaN; the plain form raises.
 
 Cost:  one exponential a logit in each direction, as usual.
 Shapes: N rows, V vocabulary.
@@ -28,27 +27,33 @@ from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation
 
 IGNORE = -100
-"""A target that counts for nothing: torch's convention."""
+"""Target that does not count: torch's convention."""
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
-"""Logits cast to fp32 at once: a core's cache, or what keeps an accelerator busy."""
+"""Number of logits that are cast to fp32 at once: what fits into a core's cache, or keeps an accelerator busy."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the targets that are not ``IGNORE``; fp32 (fp64 for fp64 logits): [..., V], [...] -> []."""
+    """Return the mean over the targets that are not ``IGNORE``: [..., V], [...] -> [].
+
+    The result is fp32 (fp64 for fp64 logits).
+    """
     return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
 def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log softmax(logits)[target], 0 for ``IGNORE``; fp32 (fp64 for fp64 logits): [..., V], [...] -> [...]."""
+    """Return log softmax(logits)[target], 0 for ``IGNORE``: [..., V], [...] -> [...].
+
+    The result is fp32 (fp64 for fp64 logits).
+    """
     rows = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
     losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=IGNORE, reduction="none")
     return -losses.view(targets.shape)
 
 
 def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``cross_entropy`` in plain torch operations: the reference."""
     wide = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
     total = F.cross_entropy(wide, targets.reshape(-1), ignore_index=IGNORE, reduction="sum")
     return total / (targets != IGNORE).sum().clamp_min(1)
@@ -59,7 +64,7 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows of ``logits`` [N, V] that are cast to fp32 at once."""
+    """Yield the rows of ``logits`` [N, V] that are cast to fp32 at once."""
     elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
     rows = max(1, elements // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
@@ -79,20 +84,23 @@ def _row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
-    """Of each row m = max z, sum exp(z - m), and z at the column: [N, V], int64 [N, 1] -> fp32 or fp64 [3, N]."""
+    """Return m = max z, sum exp(z - m), and z at the column of each row.
+
+    [N, V], int64 [N, 1] -> fp32 or fp64 [3, N].
+    """
     out: Tensor = (_row_numbers if fused(logits) else plain_row_numbers)(logits, columns)
     return out
 
 
 def plain_row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``row_numbers`` in plain torch operations: the reference."""
     wide = _wide(logits)
     numbers = logits.new_empty(3, len(logits), dtype=wide)
     for rows in row_chunks(logits):
         chunk = logits[rows].to(wide)
         numbers[0, rows], _ = chunk.max(-1)
         numbers[2, rows] = chunk.gather(1, columns[rows])[:, 0]
-        # ``chunk`` may be the logits themselves where they are wide already.
+        # Not in place: ``chunk`` is a view of the logits if these are wide already.
         numbers[1, rows] = (chunk - numbers[0, rows, None]).exp_().sum(-1)
     return numbers
 
@@ -111,7 +119,10 @@ def _row_gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, 
 
 
 def row_gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_target: Tensor) -> Tensor:
-    """exp(z - lse) · of_all, with of_target added at the column: [N, V], [N, 1], [N], [N, 1], [N, 1] -> [N, V]."""
+    """Return exp(z - lse) · of_all, with of_target added at the column.
+
+    [N, V], [N, 1], [N], [N, 1], [N, 1] -> [N, V].
+    """
     form = _row_gradient if fused(logits) else plain_row_gradient
     out: Tensor = form(logits, columns, lse, of_all, of_target)
     return out
@@ -120,7 +131,7 @@ def row_gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, o
 def plain_row_gradient(
     logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_target: Tensor
 ) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``row_gradient`` in plain torch operations: the reference."""
     d_logits = torch.empty_like(logits)
     for rows in row_chunks(logits):
         d_rows = torch.sub(logits[rows], lse[rows, None]).exp_().mul_(of_all[rows])
@@ -149,7 +160,7 @@ class _CrossEntropy(torch.autograd.Function):
                 log_softmax = logits[rows].log_softmax(-1, dtype=share.dtype)
                 losses[rows] = log_softmax.gather(1, columns[rows])[:, 0]
         ctx.save_for_backward(logits, columns, share, *saved)
-        ctx.counted_labels = counts.sum()  # type: ignore[attr-defined]  # what the mean is over, for who weighs it
+        ctx.counted_labels = counts.sum()  # type: ignore[attr-defined]  # the engine weighs the mean by this number
         return -torch.dot(losses.masked_fill_(~counts, 0), share)
 
     @staticmethod

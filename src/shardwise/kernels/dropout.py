@@ -1,19 +1,19 @@
-"""Dropout whose mask is a function of the element's place in the global batch: the same on every layout.
+"""Dropout whose mask is a function of the element's position in the global batch: the same on every layout.
 
     bits(e)  = 16 bits, number e of Philox's substream (call, sample, step) under the layer's key
     keep(e)  = bits(e) >= round(2^16 p) - 2^15                              as a signed number
     y        = x · keep / (1 - p')                  p' = round(2^16 p) / 2^16, so that the mean is exact
 
 ``e`` counts the elements of one sample of the uncut tensor in row-major order. A rank that holds some samples, some
-tokens or some features draws the bits of those: the mask does not depend on how batch, sequence or features are cut,
-nor on the device. Rules for what is a sample:
+tokens or some features draws only their bits: the mask does not depend on how batch, sequence or features are cut, nor
+on the device. Rules for what is a sample:
 
     x [B, ...]          row b is sample ``first_sample + b``
     x [B·m, ...]        with ``samples`` = B given, m rows in turn belong to one sample ([B·T, D], say)
     x [B, D], x [B]     sample b is elements [b·D, (b + 1)·D) of one substream: a substream takes microseconds to set up
     anything else       (a first dim that B does not divide) is one sample: the first one's bits
 
-A model that counts tokens in the first dim gets a good mask too, but another one when its batch is cut.
+A model that counts tokens in the first dim gets a good mask too, but a different one when its batch is cut.
 
 Cost:  the mask, 1 byte an element, is kept for backward. Nanoseconds an element of fp32 [8, 256, 384], one Zen 5 core:
        forward 1.8 (1.0 of them the bits), with backward 3.1; torch's own 6.5 and 7.1. Each sample of a tensor of
@@ -21,7 +21,7 @@ Cost:  the mask, 1 byte an element, is kept for backward. Nanoseconds an element
        again in backward and keeps nothing; without, 60 integer operations an element in 410 kernels (neither is
        measured yet).
        A cut of any but the leading dim of a sample draws the bits of the whole dim.
-Shapes: B samples here, T sequence, D width; x any shape with a first dim.
+Shapes: B samples of this rank, T sequence, D width; x any shape with a first dim.
 """
 
 import math
@@ -39,16 +39,16 @@ from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation
 
 _LANES = 4
-"""Elements that one 64-bit word serves."""
+"""Number of elements that one 64-bit word serves."""
 
 _LEVELS = 1 << 16
 
 _ROWS = (1 << 64) - 1
-"""In the place of the sample, where all samples share a substream."""
+"""Value in place of the sample if all samples share a substream."""
 
 
 class EqualPart(NamedTuple):
-    """The tensor here is equal part ``part`` of ``parts`` along ``dim``."""
+    """Position of a rank's tensor in the whole: equal part ``part`` of ``parts`` along ``dim``."""
 
     dim: int
     parts: int
@@ -56,33 +56,42 @@ class EqualPart(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Names the mask of one call of one layer on one microbatch."""
+    """Name of the mask of one call of one layer on one microbatch."""
 
     key: int
-    """Of seed and layer: ``philox.key_of``."""
+    """Key of seed and layer: ``philox.key_of``."""
     step: int
     first_sample: int
-    """Index of the first row here in the global batch."""
+    """Index of this rank's first row in the global batch."""
     samples: int | None = None
-    """Samples here; None where there are as many as rows."""
+    """Number of samples of this rank; None if there are as many as rows."""
     call: int = 0
-    """How often the layer ran before in the same pass."""
+    """Number of calls of the layer before this one in the same pass."""
 
 
 class TileRows(NamedTuple):
-    """Rows [C, F] of a larger tensor [..., F], all of whose dims but the last count rows."""
+    """Rows [C, F] of a larger tensor [..., F], in which all dims but the last count rows."""
 
     first: int
     lead: tuple[int, ...]
-    """Those dims."""
+    """Sizes of all dims but the last of the larger tensor."""
 
 
 def keyed_dropout(
     x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None, rows: TileRows | None = None
 ) -> Tensor:
-    """``x`` with a share ``p`` of its elements zeroed and the others scaled up: [...] -> [...].
+    """Return ``x`` with a share ``p`` of its elements zeroed and the others scaled up: [...] -> [...].
 
-    ``rows``: of which ``x`` [C, F] is a tile, with the mask that the whole gives it; ``cut`` of the last dim then.
+    Args:
+        x: input.
+        p: share of zeroed elements.
+        draw: name of the mask.
+        cut: position of ``x`` in the whole tensor; None if ``x`` is whole.
+        rows: rows of a larger tensor of which ``x`` [C, F] is a tile, with the mask that the larger tensor gives them;
+            a ``cut`` must then be along the last dim.
+
+    Raises:
+        ValueError: if ``p`` is not between 0 and 1.
     """
     if type(x) is not Tensor and has_torch_function_unary(x):
         noted: Tensor = handle_torch_function(keyed_dropout, (x,), x, p, draw, cut)
@@ -105,13 +114,13 @@ def keyed_dropout(
 
 
 def dropped_by(x: Tensor, kept: Tensor, scale: float) -> Tensor:
-    """``x`` where ``kept`` (uint8, of its shape) is 1, times ``scale``, and 0 elsewhere."""
+    """Return ``x`` times ``scale`` where ``kept`` (uint8, of its shape) is 1, and 0 elsewhere."""
     out: Tensor = _Dropout.apply(x, kept, scale)
     return out
 
 
 def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None) -> Tensor:
-    """The rule as it stands, one element after the other: the reference."""
+    """Return ``keyed_dropout`` element by element: the reference."""
     dropped = round(p * _LEVELS)
     here = _Sample.of(x.shape, draw, cut)
     out = torch.zeros_like(x)
@@ -130,14 +139,14 @@ def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None =
 
 
 class _Sample(NamedTuple):
-    """What one sample has of a tensor here."""
+    """Part of each sample that a tensor of this rank has."""
 
     samples: int
     shape: tuple[int, ...]
-    """Of the piece here, the first dim being the rows of one sample."""
+    """Shape of a sample's part; the first dim counts the rows of one sample."""
     cut: EqualPart
     is_row: bool
-    """One row of features: all samples share a substream."""
+    """True if a sample is one row of features, so that all samples share a substream."""
 
     @classmethod
     def of(cls, shape: Sequence[int], draw: Draw, cut: EqualPart | None) -> "_Sample":
@@ -154,7 +163,15 @@ class _Sample(NamedTuple):
 def keep(
     shape: Sequence[int], dropped: int, draw: Draw, cut: EqualPart | None, device: torch.device
 ) -> Tensor:
-    """1 where an element stays, else 0; ``dropped`` of 2^16 are 0: uint8 ``shape``."""
+    """Return the mask of the elements that stay, with ``dropped`` of 2^16 elements 0: uint8 ``shape``.
+
+    Args:
+        shape: shape of the tensor.
+        dropped: share of the zeros, in 2^-16.
+        draw: name of the mask.
+        cut: position of the tensor in the whole; None if the tensor is whole.
+        device: device of the mask.
+    """
     if math.prod(shape) == 0:
         return torch.empty(tuple(shape), dtype=torch.uint8, device=device)
     samples, local, (dim, parts, part), is_row = _Sample.of(shape, draw, cut)
@@ -174,7 +191,7 @@ def keep(
 
 
 def _keep_rows(x: Tensor, dropped: int, draw: Draw, cut: EqualPart | None, rows: TileRows) -> Tensor:
-    """Those of ``keep`` of the whole that are ``x``'s [C, F]: uint8 [C, F]."""
+    """Return the part of the larger tensor's mask that belongs to the tile ``x`` [C, F]: uint8 [C, F]."""
     count, features = x.shape
     _, local, (dim, parts, part), is_row = _Sample.of((*rows.lead, features), draw, cut)
     assert parts == 1 or dim == len(rows.lead), "a tile of rows is cut along features alone"
@@ -193,8 +210,11 @@ def _keep_rows(x: Tensor, dropped: int, draw: Draw, cut: EqualPart | None, rows:
 
 
 def _rows(shape: Sequence[int], draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int, int]:
-    """A tensor as rows of consecutive elements of substreams: (rows, elements of a row, rows that share a substream,
-    from one row's first element to that of the next, where the first row begins, its substream's second word)."""
+    """Describe a tensor as rows of consecutive elements of substreams; see ``fused.dropout.DrawnRows``.
+
+    Returns (rows, elements of a row, rows that share a substream, distance of the first elements of two rows, start of
+    the first row, second word of its substream).
+    """
     samples, local, (dim, parts, part), is_row = _Sample.of(shape, draw, cut)
     before, inside = math.prod(local[:dim]), math.prod(local[dim:])
     if is_row:
@@ -212,7 +232,7 @@ def _kept(
     threshold: int,
     device: torch.device,
 ) -> Tensor:
-    """Elements [start, stop) of ``count`` samples' substreams, the first given: uint8 [count, stop - start]."""
+    """Return the mask of elements [start, stop) of ``count`` samples' substreams: uint8 [count, stop - start]."""
     first, last = start // _LANES, -(-stop // _LANES)
     lanes = slice(start - first * _LANES, stop - first * _LANES)
     if device.type == "cpu":
@@ -239,7 +259,7 @@ class _Dropout(torch.autograd.Function):
 
 
 class _Dropped(torch.autograd.Function):
-    """On a device: the gradient is dropped as the input was, by the same kernel."""
+    """Dropout on a device: the backward pass drops the gradient by the same kernel."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, dropped: int, *numbers: int) -> Tensor:
@@ -258,7 +278,7 @@ class _Dropped(torch.autograd.Function):
 
 
 def _numbers(draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int, int, int, int]:
-    key = draw.key - (1 << 64) if draw.key >> 63 else draw.key  # an operation's integers are signed
+    key = draw.key - (1 << 64) if draw.key >> 63 else draw.key  # integers of operations are signed
     dim, parts, part = cut or (0, 1, 0)
     return key, draw.step, draw.first_sample, draw.samples or 0, draw.call, dim, parts, part
 

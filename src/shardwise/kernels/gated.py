@@ -4,9 +4,9 @@
     dgate   = g · up · σ(gate) (1 + gate (1 - σ(gate)))
     dup     = g · silu(gate)
 
-The plain form is torch's two operations. On a device with Triton it is one kernel each way, which keeps the product
-alone, where autograd keeps silu(gate) beside it, and writes both gradients into one tensor; it computes in fp32 and
-rounds once where the plain form rounds twice.
+The plain form is torch's two operations. On a device with Triton it is one kernel each way, which keeps only the
+product, while autograd also keeps silu(gate), and writes both gradients into one tensor; the kernel computes in fp32
+and rounds once where the plain form rounds twice.
 
 Paper: Shazeer 2020, arXiv:2002.05202.
 Cost:  reads 2F and writes F elements a row; backward reads 3F and writes 2F.
@@ -24,7 +24,7 @@ from shardwise.kernels.operation import device_operation
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up of the halves of the last dim: [..., 2F] -> [..., F]."""
+    """Return silu(gate) · up of the halves of the last dim: [..., 2F] -> [..., F]."""
     if type(gate_up) is not Tensor and has_torch_function_unary(gate_up):
         noted: Tensor = handle_torch_function(gated, (gate_up,), gate_up)
         return noted
@@ -34,7 +34,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def plain_gated(gate_up: Tensor) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``gated`` in plain torch operations: the reference."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -1,15 +1,15 @@
-"""Grouped product: rows sorted by group, each group with a matrix of its own.
+"""Grouped product: rows sorted by group, with a separate matrix for each group.
 
     out[r]  = rows[r] W_gᵀ              r in group g
     drows   = dout[r] W_g
-    dW_g    = dout_gᵀ rows_g            zero where the group has no row
+    dW_g    = dout_gᵀ rows_g            zero if the group has no row
 
-One operation of autograd, whatever the counts: a rank without a row keeps as many tensors as the others, and a
-checkpoint stops at the same place on all of them. Products go straight into the result. No faster than this loop on a
-CPU is ``torch.nn.functional.grouped_mm``, which refuses fp64 too.
+It is one operation of autograd, whatever the counts: a rank without a row keeps as many tensors as the others, and a
+checkpoint stops at the same place on all of them. Products go straight into the result.
+``torch.nn.functional.grouped_mm`` is no faster than this loop on a CPU, and refuses fp64.
 
-Two products with silu(gate) · up between them are one operation too: what lies between is as large as a group, not as
-all rows, so that it is still in a cache, and its memory was touched before. Fresh memory is what costs time on a CPU.
+Two products with silu(gate) · up between them are one operation too: the intermediate is as large as a group, not as
+all rows, so that it stays in a cache and in memory that was touched before. On a CPU, fresh memory is what costs time.
 
 Cost:   2·R·K·N operations forward, twice that backward.
 Shapes: rows [R, K], weights [G, N, K], counts G numbers whose sum is R, out [R, N].
@@ -30,23 +30,29 @@ _STRETCH_ELEMENTS = 1 << 17
 
 @operation("product")
 def grouped_product(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each row times the matrix of its group: [R, N]. The first ``counts[0]`` rows are of group 0, and so on."""
+    """Multiply each row by the matrix of its group: [R, N]. The first ``counts[0]`` rows are of group 0, and so on."""
     product: Tensor = _GroupedProduct.apply(*_autocast(rows, weights), tuple(counts))
     return product
 
 
 def plain_grouped_product(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``grouped_product`` in plain torch operations: the reference."""
     parts = rows.split(list(counts))
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
 @operation("product")
 def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each row through the gated net of its group: ``gate_up`` [G, 2F, D], gate first, ``down`` [G, D, F]: [R, D].
+    """Compute each row with the gated net of its group: [R, D].
 
-    Keeps what gate and up are of each row; their product is made again in backward, group by group, in memory that is
-    still in a cache.
+    The outputs of gate and up are kept for each row. Their product is computed again in backward, group by group, in
+    memory that is still in a cache.
+
+    Args:
+        rows: rows sorted by group, [R, D].
+        gate_up: weights of gate, then up, [G, 2F, D].
+        down: weights of the second layer, [G, D, F].
+        counts: number of rows of each group.
     """
     cast = _autocast(rows, gate_up, down)
     out: Tensor = _GatedExperts.apply(*cast, tuple(counts), torch.is_grad_enabled())
@@ -54,13 +60,13 @@ def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[
 
 
 def plain_gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``gated_experts`` in plain torch operations: the reference."""
     gate, up = plain_grouped_product(rows, gate_up, counts).chunk(2, -1)
     return plain_grouped_product(F.silu(gate) * up, down, counts)
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """As torch's own products take them under autocast."""
+    """Return the tensors in the dtypes in which torch's own products take them under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -69,9 +75,10 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def stretches(rows: Tensor) -> Iterator[slice]:
-    """``rows`` [n, D] in stretches that stay in a core's cache from one operation to the next; on a device in one.
+    """Yield ranges of ``rows`` [n, D] that stay in a core's cache from one operation to the next.
 
-    Large results are written once instead of going to memory and back for each operation.
+    On a device a single range.
+    Large results are then written once instead of going to memory and back for each operation.
     """
     step = max(_STRETCH_ELEMENTS // max(rows.shape[1], 1), 1) if rows.device.type == "cpu" else len(rows) or 1
     for start in range(0, len(rows), step):
@@ -79,7 +86,7 @@ def stretches(rows: Tensor) -> Iterator[slice]:
 
 
 def _places(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Groups that have rows, with where these lie."""
+    """Yield the groups that have rows, with the ranges of these rows."""
     start = 0
     for group, count in enumerate(counts):
         if count:
@@ -159,7 +166,7 @@ class _GatedExperts(torch.autograd.Function):
 
 
 def _silu_backward(both: Tensor, d_hidden: Tensor, hidden: Tensor, d_both: Tensor) -> None:
-    """Writes ``hidden`` = silu(gate) · up again, and the gradient of ``both``; ``d_hidden`` is used up."""
+    """Write ``hidden`` = silu(gate) · up again, and the gradient of ``both``; ``d_hidden`` is overwritten."""
     gate, up = both.chunk(2, -1)
     d_gate, d_up = d_both.chunk(2, -1)
     torch.ops.aten.silu.out(gate, out=hidden)

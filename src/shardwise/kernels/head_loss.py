@@ -1,30 +1,30 @@
-"""Head and mean cross entropy as one, a tile of tokens at a time: no whole logits, and no gradient of them.
+"""Head and mean cross entropy as one operation, a tile of tokens at a time: no whole logits, and no gradient of them.
 
     z  = x Wᵀ + b                                  for the tokens of one tile
     L  = Σ share · (lse - z[target])               lse = log Σ exp z;  share: 1/n for the n tokens with a target, else 0
     dz = share · (exp(z - lse) - onehot(target))
     dx = dz W        dW = Σ over tiles dzᵀ x        db = Σ dz
 
-A tile's gradient is made in one of two places:
+A tile's gradient is computed in one of two passes:
 
-    at once       behind its logits, in the forward pass: three products, as without tiles. dx and the sums of dW and db
+    at once       after its logits, in the forward pass: three products, as without tiles. dx and the sums of dW and db
                   wait for the backward pass, which multiplies them by the gradient of the loss
-    in backward   the forward pass keeps lse alone, the backward pass makes each tile's logits again: four products.
-                  Under fp16, whose gradients are zero without the scale of the loss; where many passes wait for their
-                  backward pass, each with a sum of the size of W
+    in backward   the forward pass only keeps lse, the backward pass computes each tile's logits again: four products.
+                  Used under fp16, whose gradients are zero without the scale of the loss, and if many passes wait for
+                  their backward pass, each with a sum of the size of W
 
-Where the vocabulary is cut, lse takes numbers of each row from all ranks (``combine``). In backward, and without
-gradients, those of all tiles travel in one exchange; at once a tile's travel while the logits of the next one are made,
-and its gradient begins then: ranks that are not abreast wait for nobody but by more than a tile. One exchange for all
-would cost the fourth product there too, for dW sums rows that it would have to scale first.
+If the vocabulary is cut, lse needs numbers of each row from all ranks (``combine``). In backward, and without
+gradients, the numbers of all tiles travel in one exchange. At once, a tile's numbers travel while the logits of the
+next tile are computed, and its gradient starts after that: ranks that are not in step wait for at most a tile. One
+exchange for all tiles would cost the fourth product there too, because dW sums rows that would have to be scaled first.
 
-Sums of dW and db are kept in fp32 (fp64 for fp64) and leave once, so that a hook on the parameter sees one gradient.
-Without gradients there is no gradient work; a frozen weight costs none for it. Rows of a tile go through the kernels of
+Sums of dW and db are kept in fp32 (fp64 for fp64) and returned once, so that a hook on the parameter gets one gradient.
+Without gradients there is no gradient work; a frozen weight costs none. Rows of a tile go through the kernels of
 ``kernels/cross_entropy.py``.
 
 Paper: Wijmans et al. 2024, arXiv:2411.09009 (there in one kernel); Hsu et al. 2024, arXiv:2410.10989 (at once).
-Cost:  2·C·V elements beside x, dx, W and its sum (3·C·V while numbers travel), where all at once takes 2·N·V.
-Shapes: N tokens, C of a tile, D width, V vocabulary (a rank's part of it, where it is cut).
+Cost:  2·C·V elements beside x, dx, W and its sum (3·C·V while numbers travel); without tiles 2·N·V.
+Shapes: N tokens, C tokens of a tile, D width, V vocabulary (a rank's part of it, if it is cut).
 """
 
 from collections.abc import Callable, Iterator
@@ -42,34 +42,40 @@ from shardwise.plan.errors import UsageError
 
 _TILE_BYTES = {"cpu": 64 << 20}
 _TILE_BYTES_ELSEWHERE = 512 << 20
-"""A tile's logits under ``auto``: what a host's or a device's memory does not notice, and hundreds of tokens for a
-product that reads the whole weight."""
+"""Bytes of a tile's logits under ``auto``: little of a host's or a device's memory, and hundreds of tokens for a
+product that reads the whole weight.
+"""
 _LEAST_TOKENS = 128
-"""Under ``auto``, however large the vocabulary."""
+"""Smallest number of tokens of a tile under ``auto``, however large the vocabulary."""
 _BLOCK_ROWS = 16384
-"""Rows of dW that a product in 16 bits makes at once, before they are added to the sum."""
+"""Rows of dW that a product in 16 bits computes at once, before they are added to the sum."""
 
 RowTotals = tuple[Tensor, Tensor]
-"""Of each row over the whole vocabulary: lse, z[target]; [N], [N]."""
+"""(lse, z[target]) of each row over the whole vocabulary; [N], [N]."""
 Combine = Callable[[Tensor], Callable[[], RowTotals]]
-"""Begins to exchange rows' numbers over this part of the vocabulary (``numbers_of``, [3, N]); what it returns ends."""
+"""Function that starts to exchange rows' numbers over this part of the vocabulary (``numbers_of``, [3, N]) and returns
+a function that waits for the totals.
+"""
 
 
 Change = Callable[[Tensor], Tensor]
-"""What a model does to each logit on its way to the loss (a factor, a cap): [C, V] -> [C, V]."""
+"""Function that a model applies to the logits before the loss (a factor, a cap): [C, V] -> [C, V]."""
 
 
 class Tile(NamedTuple):
-    """How many tokens a tile has, and where its gradient is made."""
+    """Size of a tile, and the pass that computes its gradient."""
 
     tokens: int | None = None
-    """None: as many as ``auto`` gives."""
+    """Number of tokens of a tile; None chooses it (``auto``)."""
     at_once: bool = True
-    """Whether gradients are made in the forward pass, where they can be."""
+    """True if gradients are computed in the forward pass where that is possible."""
 
     def of(self, tokens: int, columns: int, x: Tensor) -> int:
-        """Tokens of a tile where ``tokens`` of the kind of ``x`` [..., D] meet so many columns; 0 where one would hold
-        all, and under ``auto`` where logits and their gradient are smaller than the sum of dW that tiles keep."""
+        """Return the tokens of a tile for ``tokens`` rows like ``x`` [..., D] and ``columns`` columns; 0 for no tiles.
+
+        There are no tiles if one would hold all tokens, or, under ``auto``, if logits and their gradient are smaller
+        than the sum of dW that tiles keep.
+        """
         size = self.tokens
         if size is None:
             if tokens * x.element_size() <= 2 * x.shape[-1]:
@@ -80,26 +86,34 @@ class Tile(NamedTuple):
 
 
 class TargetRows(NamedTuple):
-    """What is known of the rows of x beside x itself."""
+    """Targets of the rows of x, with the divisor of the loss."""
 
     columns: Tensor
-    """Those of the targets: int64 [N]."""
+    """Columns of the targets: int64 [N]."""
     counts: Tensor
-    """Rows with a target: bool [N]."""
+    """True for rows with a target: bool [N]."""
     owned: Tensor
-    """Those of them whose target is among the columns that are here: bool [N]."""
+    """True for rows whose target is among the columns of this rank: bool [N]."""
     divisor: Tensor
-    """What the sum of the losses is divided by: []."""
+    """Divisor of the sum of the losses: []."""
     counted: Tensor
-    """The weight of the loss among others, for who averages them: []."""
+    """Weight of the loss in a mean over several losses: []."""
 
 
 def head_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, tokens: int, at_once: bool = True
 ) -> Tensor:
-    """Mean over the targets that are not ``IGNORE``; fp32 (fp64 for fp64): [..., D], [V, D], [V], [...] -> [].
+    """Return the mean over the targets that are not ``IGNORE``: [..., D], [V, D], [V], [...] -> [].
 
-    ``tokens``: of a tile.
+    The result is fp32 (fp64 for fp64).
+
+    Args:
+        x: input of the head.
+        weight: weight of the head.
+        bias: bias of the head; may be None.
+        targets: targets, or ``IGNORE``.
+        tokens: tokens of a tile.
+        at_once: True computes gradients in the forward pass.
     """
     targets = targets.reshape(-1)
     counts = targets != IGNORE
@@ -121,12 +135,21 @@ def summed_loss(
     combine: Combine | None = None,
     change: Change | None = None,
 ) -> Tensor:
-    """Sum of the losses of the rows that count, over ``rows.divisor``: [..., D], [V, D], [V] -> [].
+    """Return the sum of the losses of the rows that count, over ``rows.divisor``: [..., D], [V, D], [V] -> [].
 
-    ``combine``: exchanges the numbers of rows with the other parts of the vocabulary; left out, this is all of it.
-    ``change``: of logits before the loss; what it makes on its way lies beside a tile's logits.
+    Args:
+        x: input of the head.
+        weight: weight of the head, or this rank's part of it.
+        bias: bias of the head; may be None.
+        rows: targets of the rows.
+        tokens: tokens of a tile.
+        at_once: True computes gradients in the forward pass.
+        combine: exchanges the numbers of rows with the other parts of the vocabulary; None if this part is all of it.
+        change: applied to logits before the loss; its intermediate tensors are kept beside a tile's logits.
     """
-    if torch.is_autocast_enabled(x.device.type):  # It does not reach into a function of our own.
+    if torch.is_autocast_enabled(
+        x.device.type
+    ):  # Autocast skips products with ``out=`` and the backward pass.
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -156,7 +179,7 @@ class _HeadLoss(torch.autograd.Function):
             sums = _Gradients(x, weight, bias, ctx.needs_input_grad)
         share = 1 / rows.divisor.to(_wide(x))
         waiting: list[tuple[slice, _Logits, Callable[[], RowTotals]]] = []
-        """Tiles without their gradients: that whose numbers travel."""
+        """Tiles without their gradients, whose numbers travel."""
 
         def end() -> None:
             tile, logits, totals = waiting.pop(0)
@@ -169,7 +192,7 @@ class _HeadLoss(torch.autograd.Function):
             numbers.append(numbers_of(logits.z, rows.columns[tile], rows.owned[tile]))
             if sums is not None:
                 waiting.append((tile, logits, combine(numbers.pop())))
-            del logits  # or the next tile's would live beside it
+            del logits  # otherwise two tiles' logits would be in memory at once
             while len(waiting) > (combine is not _alone):
                 end()
         while waiting:
@@ -193,7 +216,7 @@ class _HeadLoss(torch.autograd.Function):
                 "backward: an earlier backward pass took the gradients of this loss along; give that one "
                 "retain_graph=True"
             )
-        # They lie in the node, which lives as long as somebody holds the loss.
+        # The sums belong to the node, so they stay in memory as long as the loss is referenced.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         return *ctx.sums.scaled(grad, keeps), None, None, None, None, None
 
@@ -217,7 +240,10 @@ def _tiles(x: Tensor, tokens: int) -> Iterator[slice]:
 
 
 def numbers_of(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
-    """Of each row the largest, the sum of exponentials over it, and z[target], 0 where that is not here: [3, C]."""
+    """Return the largest, the sum of exponentials over it, and z[target] of each row: [3, C].
+
+    z[target] is 0 if the target is not among this rank's columns.
+    """
     if logits.shape[1]:
         found = row_numbers(logits, columns[:, None])
         found[2].masked_fill_(~owned, 0)
@@ -232,7 +258,7 @@ def _alone(numbers: Tensor) -> Callable[[], RowTotals]:
 
 
 class _Logits:
-    """Of a tile, as the loss has them: ``z`` [C, V]."""
+    """Logits of a tile, as the loss takes them: ``z`` [C, V]."""
 
     def __init__(self, product: Tensor, change: Change | None) -> None:
         self.z, self._product, self._changed = product, product, product
@@ -243,14 +269,14 @@ class _Logits:
             self.z = self._changed.detach()
 
     def gradient(self, d_z: Tensor) -> Tensor:
-        """Of what the head computed: [C, V]."""
+        """Return the gradient of the head's output: [C, V]."""
         if self._changed is self._product:
             return d_z
         return torch.autograd.grad(self._changed, self._product, d_z.to(self._changed.dtype))[0]
 
 
 def _gradient(logits: _Logits, rows: TargetRows, tile: slice, lse: Tensor, scale: Tensor) -> Tensor:
-    """Of the tile's product: [C, V]."""
+    """Return the gradient of the tile's product: [C, V]."""
     if not logits.z.shape[1]:
         return logits.z
     of_all, of_target = (scale.to(lse.dtype) * each[tile, None] for each in (rows.counts, rows.owned))
@@ -258,7 +284,7 @@ def _gradient(logits: _Logits, rows: TargetRows, tile: slice, lse: Tensor, scale
 
 
 class _Gradients:
-    """dx, and the sums of dW and db, of those that are asked for."""
+    """dx, and the sums of dW and db, as far as they are needed."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Any) -> None:
         self.d_x = x.new_empty(x.shape) if needs[0] else None
@@ -268,7 +294,7 @@ class _Gradients:
         self._dtypes = x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
 
     def add(self, tile: slice, d_logits: Tensor, x: Tensor, weight: Tensor) -> None:
-        """What the gradient of a tile's logits gives."""
+        """Add what the gradient of a tile's logits contributes."""
         if self.d_x is not None:
             torch.mm(d_logits, weight, out=self.d_x[tile])
         if self.d_weight is not None:
@@ -277,7 +303,7 @@ class _Gradients:
             self.d_bias += d_logits.sum(0, dtype=self.d_bias.dtype)
 
     def scaled(self, grad: Tensor | None, keeps: bool = False) -> Iterator[Tensor | None]:
-        """All of them times ``grad``, in the dtypes of what they are of; in place unless it ``keeps`` them."""
+        """Yield the gradients times ``grad``, in the dtypes of their tensors; in place unless ``keeps``."""
         sums = self.d_x, self.d_weight, self.d_bias
         if not keeps:
             self.d_x = self.d_weight = self.d_bias = None
@@ -292,7 +318,7 @@ class _Gradients:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += leftᵀ right, ``total`` perhaps wider than they are: [V, D], [C, V], [C, D]."""
+    """Add leftᵀ right to ``total``, whose dtype may be wider: [V, D], [C, V], [C, D]."""
     if total.dtype == right.dtype:
         total.addmm_(left.mT, right)
         return

@@ -1,4 +1,4 @@
-"""Initializers: the distributions that start weights are drawn from, of parameters as of rows of tables.
+"""Initializers: the distributions that start weights are drawn from, for parameters and for rows of tables.
 
     Normal(0.02)    Uniform(-0.1, 0.1)    Constant(1.0)
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Normal:
-    """About ``mean``, with standard deviation ``std``."""
+    """Normal distribution with mean ``mean`` and standard deviation ``std``."""
 
     std: float
     mean: float = 0.0
@@ -21,7 +21,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Between ``low`` and ``high``."""
+    """Uniform distribution between ``low`` and ``high``."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element the same."""
+    """Constant value of every element."""
 
     value: float
 
@@ -38,7 +38,10 @@ Initializer = Normal | Uniform | Constant
 
 
 def of_torch(module: nn.Module, local: str) -> Initializer | None:
-    """What torch's own ``reset_parameters`` draws the parameter ``local`` of a common module from; None of another."""
+    """Return the distribution of the parameter ``local`` in torch's own ``reset_parameters`` of a common module.
+
+    None for other modules.
+    """
     if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         inputs = module.weight[0].numel()
         return of_linear(inputs) if inputs else Constant(0.0)
@@ -50,6 +53,6 @@ def of_torch(module: nn.Module, local: str) -> Initializer | None:
 
 
 def of_linear(inputs: int) -> Uniform:
-    """Of the weight and of the bias of a linear layer with so many inputs."""
+    """Return the distribution of the weight and the bias of a linear layer with ``inputs`` inputs."""
     bound = 1 / math.sqrt(inputs)
     return Uniform(-bound, bound)

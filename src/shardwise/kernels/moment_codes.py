@@ -2,7 +2,7 @@
 
     bf16             the 16 bits of fp32 that do not fit are added to 16 random ones: a carry rounds away from 0
     int8, signed     x = ±q² · 4^e           q = 0 .. 127
-    int8, squares    x =  q⁴ · 16^e          q = 0 .. 255, not 0 where x is not
+    int8, squares    x =  q⁴ · 16^e          q = 0 .. 255, not 0 unless x is 0
 
 e is the smallest with which the largest of a block of 16 has a q; it takes 8 bits. All steps but one quotient are exact
 in fp32, and roots are rounded correctly: every form on every device has the same bits.
@@ -24,17 +24,17 @@ from shardwise.kernels.threads import in_threads
 from shardwise.plan.state_form import BLOCK
 
 _NAN_BLOCK = 127
-"""In the place of e: a block with an infinite or NaN element, which decodes to NaN."""
+"""Value of e of a block with an infinite or NaN element, which decodes to NaN."""
 _SIGNED, _SQUARES = (2, 13, 127.0**2, -63), (4, 31, 255.0**4, -31)
 """(log2 of the base, floor of log2 of the largest power of q, that power, the lowest exponent)."""
 _LEAST = 1 << 14
-"""Elements that are worth a thread."""
+"""Number of elements that are worth a thread."""
 _POWERS = np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)
-"""2^-126 to 2^127."""
+"""Powers of two from 2^-126 to 2^127."""
 
 
 def to_bf16(x: Tensor, bits: Tensor | None) -> Tensor:
-    """fp32 [N] rounded by ``bits`` (int16 [N]), or to the nearest: bf16 [N]."""
+    """Round fp32 [N] by ``bits`` (int16 [N]), or to the nearest: bf16 [N]."""
     if bits is None:
         return x.to(torch.bfloat16)
     if not _compiled(x, bits):
@@ -46,13 +46,13 @@ def to_bf16(x: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def plain_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """The rule as it stands: the reference."""
+    """Return ``to_bf16`` in plain torch operations: the reference."""
     carried = (x.view(torch.int32) + bits).add_(1 << 15) >> 16
     return torch.where(x.isfinite(), carried.to(torch.int16).view(torch.bfloat16), x.to(torch.bfloat16))
 
 
 def from_int8(q: Tensor, exponents: Tensor, squares: bool) -> Tensor:
-    """fp32 [N] of ``q`` (uint8 [N]; signed ones as their bits) and the exponents of its blocks (int8 [B])."""
+    """Decode ``q`` (uint8 [N]; signed numbers as their bits) with the exponents of its blocks (int8 [B]): fp32 [N]."""
     if q.numel() % BLOCK or not _compiled(q, exponents):
         return plain_from_int8(q, exponents, squares)
     out = torch.empty(q.shape, dtype=torch.float32)
@@ -72,7 +72,7 @@ def from_int8(q: Tensor, exponents: Tensor, squares: bool) -> Tensor:
 
 
 def plain_from_int8(q: Tensor, exponents: Tensor, squares: bool) -> Tensor:
-    """The rule as it stands: the reference."""
+    """Return ``from_int8`` in plain torch operations: the reference."""
     is_finite = exponents != _NAN_BLOCK
     scale = _power(torch.where(is_finite, exponents.int(), 0) * (4 if squares else 2))
     scale = torch.where(is_finite, scale, torch.nan)
@@ -82,7 +82,7 @@ def plain_from_int8(q: Tensor, exponents: Tensor, squares: bool) -> Tensor:
 
 
 def to_int8(x: Tensor, bits: Tensor | None, squares: bool) -> tuple[Tensor, Tensor]:
-    """(q: uint8 [N], exponents: int8 [B]) of fp32 ``x`` [N], rounded by ``bits`` (int16 [N]), or to the nearest."""
+    """Encode fp32 ``x`` [N], rounded by ``bits`` (int16 [N]) or to the nearest: (uint8 [N], exponents int8 [B])."""
     if bits is None or x.numel() % BLOCK or not _compiled(x, bits):
         return plain_to_int8(x, bits, squares)
     q = torch.empty(x.shape, dtype=torch.uint8)
@@ -99,9 +99,9 @@ def to_int8(x: Tensor, bits: Tensor | None, squares: bool) -> tuple[Tensor, Tens
 
 
 def plain_to_int8(x: Tensor, bits: Tensor | None, squares: bool) -> tuple[Tensor, Tensor]:
-    """The rule as it stands: the reference."""
+    """Return ``to_int8`` in plain torch operations: the reference."""
     base, whole, most_of_q, lowest = _SQUARES if squares else _SIGNED
-    # A sum of squares that is below 0 is a rounding error of nobody's: 0.
+    # A sum of squares cannot be below 0, so a negative number counts as 0.
     size = _in_blocks(x.clamp(min=0) if squares else x.abs())
     most = size.amax(1)
     e = ((most.view(torch.int32) >> 23) - 127 - whole + base - 1) // base
@@ -124,12 +124,12 @@ def plain_to_int8(x: Tensor, bits: Tensor | None, squares: bool) -> tuple[Tensor
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2^exponent in fp32, exactly, for -126 to 127."""
+    """Return 2^exponent in fp32, exactly, for -126 to 127."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _in_blocks(x: Tensor) -> Tensor:
-    """[B, 16], zeros behind the end."""
+    """Return ``x`` as [B, 16], with zeros behind the end."""
     missing = -x.numel() % BLOCK
     return (pad(x, (0, missing)) if missing else x).view(-1, BLOCK)
 
@@ -139,10 +139,10 @@ def _in_blocks(x: Tensor) -> Tensor:
 _HALF, _ONE, _TWO, _SCALE = np.float32(2**15 + 0.5), np.float32(1), np.float32(2), np.float32(2.0**-16)
 _ZERO = np.float32(0)
 _INFINITE = 0x7F800000
-"""Its bits, and those of an exponent."""
+"""Bits of infinity in fp32, which are also the mask of the exponent."""
 _TOP_SIGNED = int(np.float32(127.0**2).view(np.int32)) - (13 << 23)
 _TOP_SQUARES = int(np.float32(255.0**4).view(np.int32)) - (31 << 23)
-"""Bits of the largest power of q, as if it were in [1, 2)."""
+"""Bits of the largest power of q, scaled into [1, 2), as those of ``_TOP_SIGNED``."""
 
 
 def _compiled(*tensors: Tensor) -> bool:
@@ -180,7 +180,7 @@ def _decode_squares(q: np.ndarray, exponents: np.ndarray, powers: np.ndarray, ou
 
 @loop
 def _exponent(most: int, base: int, whole: int, top: int, lowest: int) -> int:
-    """Of a block whose largest number has the bits ``most``."""
+    """Return e of a block whose largest number has the bits ``most``."""
     if most >= _INFINITE:
         return _NAN_BLOCK
     shift = 1 if base == 2 else 2
@@ -228,7 +228,7 @@ def _encode_squares(
     for block in range(exponents.size):
         first, most = BLOCK * block, 0
         for i in range(first, first + BLOCK):
-            # Below 0 the bits are a negative number, but a NaN is one whatever its sign.
+            # A negative number has negative bits and never is the largest; a NaN counts whatever its sign.
             word = words[i] & 0x7FFFFFFF
             most = max(most, word if word > _INFINITE else words[i])
         e = _exponent(most, 4, 31, _TOP_SQUARES, -31)

@@ -1,16 +1,16 @@
-"""A function of ours as one operation, seen whole by torch's function modes, as torch's own are.
+"""A function of this package as one operation, which torch's function modes see as a whole, as they see torch's own.
 
-    @operation("product")                what ``precision.operations`` makes of it: "product" or "fp32"
+    @operation("product")                the treatment in ``precision.operations``: "product" or "fp32"
     def attention(q, k, v): ...
 
-A mode that chooses dtypes operation by operation would otherwise look into the function, and mix the dtypes of tensors
+A mode that chooses dtypes operation by operation would otherwise act inside the function, and mix the dtypes of tensors
 that belong together. Without a mode a call costs a fifth of a microsecond more.
 
     @device_operation("turned(Tensor x, Tensor cos, Tensor sin) -> Tensor", of_inputs)
 
-makes one operation of torch's dispatcher of a function that is one launch on a device: what counts operations counts
-one, and a compiler that traces it asks ``of_inputs`` for the results' shapes. It has no gradient: the caller is an
-``autograd.Function``. A call costs 4 microseconds, where ``torch.library.custom_op`` takes 15.
+makes one operation of torch's dispatcher from a function that is one launch on a device: tools that count operations
+count one, and a compiler that traces it gets the results' shapes from ``of_inputs``. It has no gradient: the caller is
+an ``autograd.Function``. A call costs 4 microseconds, where ``torch.library.custom_op`` takes 15.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,17 @@ from torch.overrides import handle_torch_function, has_torch_function
 P = ParamSpec("P")
 R = TypeVar("R")
 KIND = "_operation"
-"""The attribute that says what an operation is."""
+"""Name of the attribute that has the kind of an operation."""
 
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 
 
 def operation(kind: Literal["product", "fp32"]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a function that takes its tensors by position."""
+    """Return a decorator for a function that takes its tensors by position.
+
+    Args:
+        kind: treatment under autocast: "product" or "fp32".
+    """
 
     def made(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -49,14 +53,18 @@ def operation(kind: Literal["product", "fp32"]) -> Callable[[Callable[P, R]], Ca
 def device_operation(
     schema: str, of_inputs: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of a function that is one operation on a device; ``of_inputs`` makes empty results of its arguments,
-    of which the first is a tensor."""
+    """Return a decorator for a function that is one operation on a device.
+
+    Args:
+        schema: name and signature, in the language of torch.library.
+        of_inputs: makes empty results from the arguments, of which the first is a tensor.
+    """
 
     def made(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(first: Tensor, *rest: Any) -> Any:
             if first.device.type == "cpu":
                 return function(first, *rest)
-            with torch.accelerator.device_index(first.device.index):  # Triton launches on the current one
+            with torch.accelerator.device_index(first.device.index):  # Triton launches on the current device
                 return function(first, *rest)
 
         name = schema.partition("(")[0]

@@ -1,19 +1,19 @@
-"""Random numbers that are a function of their place: element i of a stream can be drawn alone, by anyone.
+"""Random numbers that are a function of their position: any rank can draw element i of a stream by itself.
 
 A counter-based generator has no state to carry along: word i is a keyed bijection of the counter i.
 
     word(key, i)    = Philox4x64-10(key, counter = i // 4 + 1)[i % 4]            64 random bits
     word(key, s, i) = Philox4x64-10(key, counter = (i // 4 + 1, s0, s1, s2))[i % 4]       ... of substream s
-    uniform(key, i) = (word >> 12 + 1/2) / 2^52                                  in (0, 1), both ends left out
+    uniform(key, i) = (word >> 12 + 1/2) / 2^52                                  in (0, 1), without both ends
     normal(key, i)  = ndtri(uniform)                                             inverse of the normal's CDF, fp64
 
 So every rank draws exactly the elements it keeps, and the same model starts on every mesh. A normal takes one word
 (Box-Muller takes pairs, rejection takes an unknown number: with both, a cut in the wrong place changes the bits).
 
-Floating-point draws are always on the CPU: the bits must not depend on the device. The 64-bit variant, because numpy
-carries it in compiled code under a promise of a stable stream. The uniform is bit-equal everywhere; the normal as far
-as the machine's ``log`` and fused multiply-add agree in the last bit of fp64, which rounding to fp32 hides but for one
-draw in 2^29.
+Floating-point draws are always on the CPU: the bits must not depend on the device. The 64-bit variant is used because
+numpy has it in compiled code with a guarantee of a stable stream. The uniform is bit-equal everywhere; the normal as
+far as the machine's ``log`` and fused multiply-add agree in the last bit of fp64, which rounding to fp32 hides in all
+but one draw in 2^29.
 
 Paper: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 Cost:  one chunk of memory beside the result; 75 million normals a second on one core (AMD Zen 5).
@@ -36,13 +36,13 @@ Substream = tuple[int, int, int]
 """Three words that name one of 2^192 streams under the same key."""
 
 _WORDS = 4
-"""Words that one step of Philox's counter yields."""
+"""Number of words that one step of Philox's counter yields."""
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Elements drawn at once: 512 KiB of fp64, which stays in a core's cache from the words to the result."""
+"""Number of elements drawn at once: 512 KiB of fp64, which stays in a core's cache from the words to the result."""
 
 _SEED = np.random.SeedSequence(0)
-"""Instead of entropy from the system, which takes longer to get than the state that replaces it."""
+"""Seed of the generator, given because entropy from the system takes longer to get than the state that replaces it."""
 
 _NOTHING = np.zeros(_WORDS, np.uint64)
 
@@ -50,30 +50,30 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2E7_470E_E14C_6C93, 0xCA5A_8263_9512_1157)
 _KEY_STEPS = (0x9E37_79B9_7F4A_7C15, 0xBB67_AE85_84CA_A73B)
 _MASK = (1 << 64) - 1
-"""The constants of Philox4x64."""
+"""Mask of 64 bits; the names above are the constants of Philox4x64."""
 
 _FACTOR_0, _FACTOR_2 = (np.uint64(word) for word in _MULTIPLIERS)
 _STEP_0, _STEP_1 = (np.uint64(word) for word in _KEY_STEPS)
 _WORTH_COMPILING = 1 << 13
-"""Words from which on a compiled loop draws them, without the interpreter's lock and in half the time."""
+"""Number of words above which a compiled loop draws them, without the interpreter's lock and in half the time."""
 
 _ONE = np.uint64(0x3FF0_0000_0000_0000)
 """Exponent bits of the doubles in [1, 2)."""
 
 
 def key_of(seed: int, name: str) -> int:
-    """The 64-bit key of one named stream. Distinct (seed, name) collide with probability 2^-64."""
+    """Return the 64-bit key of a named stream. Distinct (seed, name) collide with probability 2^-64."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def words(key: int, start: int, stop: int) -> np.ndarray:
-    """Words [start, stop) of the stream ``key``: uint64 [stop - start]."""
+    """Return words [start, stop) of the stream ``key``: uint64 [stop - start]."""
     return words_of(key, start, stop, [(0, 0, 0)])[0]
 
 
 def words_of(key: int, start: int, stop: int, substreams: Sequence[Substream]) -> np.ndarray:
-    """Words [start, stop) of each of some substreams of the stream ``key``: uint64 [substreams, stop - start]."""
+    """Return words [start, stop) of each of some substreams of the stream: uint64 [substreams, stop - start]."""
     skip = start % _WORDS
     if stop - start >= _WORTH_COMPILING and has_numba():
         return _compiled_words(key, start // _WORDS, -(-stop // _WORDS), substreams)[
@@ -98,7 +98,7 @@ def words_of(key: int, start: int, stop: int, substreams: Sequence[Substream]) -
 
 
 def _compiled_words(key: int, first: int, last: int, substreams: Sequence[Substream]) -> np.ndarray:
-    """Of whole steps of the counter: uint64 [substreams, 4 (last - first)]."""
+    """Return the words of whole steps of the counter: uint64 [substreams, 4 (last - first)]."""
     out = np.empty((len(substreams), last - first, _WORDS), np.uint64)
     for row, substream in zip(out, substreams, strict=True):
         named = [np.uint64(word) for word in (key, *substream)]
@@ -111,7 +111,7 @@ def _compiled_words(key: int, first: int, last: int, substreams: Sequence[Substr
 
 
 class _HighProduct(Loop):
-    """Upper 64 bits of the product of two words."""
+    """Loop that returns the upper 64 bits of the product of two words."""
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -152,11 +152,18 @@ def _fill_words(
 def words_on(
     device: torch.device, key: int, start: int, stop: int, substream: Substream = (0, 0, 0), count: int = 1
 ) -> Tensor:
-    """The same words as int64 [count, stop - start], computed on ``device``: integers are exact everywhere.
+    """Return the words of ``words_of`` as int64 [count, stop - start], computed on ``device``.
 
-    Of ``count`` substreams, whose second word counts up from that of ``substream``. About 410 elementwise operations,
-    however many there are, on a quarter of the words: for accelerators, where they cost less than the way from the
-    processor.
+    Integers are exact on every device. The computation takes about 410 elementwise operations, whatever the number of
+    words, each on a quarter of the words. On accelerators these cost less than a copy from the host.
+
+    Args:
+        device: device of the words.
+        key: key of the stream.
+        start: first word.
+        stop: end of the words.
+        substream: first substream.
+        count: number of substreams, whose second words count up from that of ``substream``.
     """
     first, last = start // _WORDS, -(-stop // _WORDS)
     found = words_at(torch.arange(first, last, device=device), key, substream, count)
@@ -164,8 +171,14 @@ def words_on(
 
 
 def words_at(blocks: Tensor, key: int | Tensor, substream: Substream = (0, 0, 0), count: int = 1) -> Tensor:
-    """Words 4 b to 4 b + 3 of the stream for each b of ``blocks``, int64 [blocks], where they lie: int64 [count,
-    blocks, 4]. ``key``: of all, or int64 [blocks], as signed numbers."""
+    """Return words 4 b to 4 b + 3 of the stream for each b of ``blocks``, on their device: int64 [count, blocks, 4].
+
+    Args:
+        blocks: steps of the counter, int64 [blocks].
+        key: key of the stream, or a key for each block as signed numbers, int64 [blocks].
+        substream: first substream.
+        count: number of substreams, whose second words count up from that of ``substream``.
+    """
     one, two, three = (signed(word) for word in substream)
     names = torch.arange(two, two + count, device=blocks.device)[:, None]
     c: list[Any] = [blocks[None] + 1, one, names, three]
@@ -174,14 +187,14 @@ def words_at(blocks: Tensor, key: int | Tensor, substream: Substream = (0, 0, 0)
         low_0, high_0 = c[0] * signed(_MULTIPLIERS[0]), _high_product(c[0], _MULTIPLIERS[0])
         low_2, high_2 = c[2] * signed(_MULTIPLIERS[1]), _high_product(c[2], _MULTIPLIERS[1])
         c = [high_2 ^ c[1] ^ k[0], low_2, high_0 ^ c[3] ^ k[1], low_0]
-        # Sums of tensors wrap around, those of Python's numbers are cut.
+        # Sums of tensors wrap around by themselves; sums of Python's numbers must be cut to 64 bits.
         sums = [word + signed(step) for word, step in zip(k, _KEY_STEPS, strict=True)]
         k = [signed(word & _MASK) if isinstance(word, int) else word for word in sums]
     return torch.stack(c, -1)
 
 
 def uniform(key: int, start: int, stop: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Elements [start, stop) of the stream ``key``, uniform in (0, 1), drawn in fp64 and cast: [stop - start].
+    """Return elements [start, stop) of the stream ``key``, uniform in (0, 1), drawn in fp64 and cast: [stop - start].
 
     The cast rounds, so in a narrower dtype the largest draws become 1.
     """
@@ -189,22 +202,25 @@ def uniform(key: int, start: int, stop: int, dtype: torch.dtype = torch.float64)
 
 
 def uniform_of(key: int, start: int, stop: int, substreams: Sequence[Substream]) -> Tensor:
-    """The same of each of some substreams, in fp64: [substreams, stop - start]."""
+    """Return elements of ``uniform`` for each of some substreams, in fp64: [substreams, stop - start]."""
     return torch.from_numpy(_to_unit_interval(words_of(key, start, stop, substreams)))
 
 
 def normal(key: int, start: int, stop: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Elements [start, stop) of the stream ``key``, mean 0 and standard deviation 1, |x| < 8.3: [stop - start]."""
+    """Return elements [start, stop) of the stream ``key``, mean 0 and standard deviation 1: [stop - start].
+
+    |x| < 8.3.
+    """
     return _fill(key, start, stop, dtype, inverse_cdf=True)
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """Return the int64 with the bits of a uint64."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _high_product(x: Tensor, factor: int) -> Tensor:
-    """Upper 64 bits of the unsigned product of 64-bit words, from products of their halves."""
+    """Return the upper 64 bits of the unsigned product of 64-bit words, from products of their halves."""
     half = 0xFFFF_FFFF
     x_low, x_high = x & half, (x >> 32) & half
     f_low, f_high = factor & half, factor >> 32
@@ -227,10 +243,10 @@ def _fill(key: int, start: int, stop: int, dtype: torch.dtype, inverse_cdf: bool
 
 
 def _to_unit_interval(raw: np.ndarray) -> np.ndarray:
-    """The odd multiples of 2^-53, each with equal probability. Overwrites ``raw``.
+    """Return odd multiples of 2^-53, each with equal probability. Overwrites ``raw``.
 
-    52 bits under the exponent of 1 make 1 + k / 2^52; the subtraction of 1 - 2^-53 is exact, and neither 0 nor 1
-    can come out, where the inverse CDF would be infinite.
+    52 bits under the exponent of 1 make 1 + k / 2^52; the subtraction of 1 - 2^-53 is exact, and the result is neither
+    0 nor 1, where the inverse CDF would be infinite.
     """
     raw >>= np.uint64(12)
     raw |= _ONE

@@ -6,7 +6,7 @@
 
 Autograd's version of the plain formula writes every intermediate; here the two reductions are BLAS calls on one
 product. 16-bit input is computed in fp32 and rounded once. On a device with Triton it is one kernel forward and two
-backward, with the same roundings and sums in another order; without, torch's own kernel, where the dtypes are one.
+backward, with the same roundings and sums in another order; without Triton, torch's own kernel if the dtypes are equal.
 
 Paper: Zhang and Sennrich 2019, arXiv:1910.07467.
 Cost:  saves x and r; backward makes two temporaries of x's size in fp32.
@@ -22,12 +22,12 @@ from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation, operation
 
 _WIDEST = 1 << 14
-"""The longest row that Triton's form holds at once."""
+"""Length of the longest row that Triton's form holds at once."""
 
 
 @operation("fp32")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over its root mean square along the last dim, times ``weight``, in x's dtype: [..., D]."""
+    """Return x over its root mean square along the last dim, times ``weight``, in x's dtype: [..., D]."""
     if torch.compiler.is_compiling():
         return plain_rms_norm(x, weight, eps)  # The compiler fuses the formula.
     if _is_fused(x, weight):
@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``rms_norm`` in plain torch operations: the reference."""
     wide = _at_least_fp32(x)
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 

@@ -4,14 +4,14 @@
     out[j]       = x[j] cos - x[j + K/2] sin
     out[j + K/2] = x[j + K/2] cos + x[j] sin
 
-so that query · key depends on the distance alone. The pairs are (j, j + K/2), as in the weights people publish.
+so that query · key depends on the distance only. The pairs are (j, j + K/2), as in published weights.
 The backward pass is the rotation by the opposite angle: nothing of the input is saved. Cosine and sine are rounded to
 the input's dtype. On a device with Triton it is one kernel, which adds in fp32 and rounds once; the plain form rounds
 each product.
 
 ``scaling`` is LLaMA 3.1's change of the angles for contexts beyond the one trained on: frequencies that turn less
-than ``low`` times over the original context slow down by ``factor``, those above ``high`` stay, between them it
-is linear.
+than ``low`` times over the original context slow down by ``factor``, those above ``high`` stay, and the change is
+linear between them.
 
 Papers: Su et al. 2021, arXiv:2104.09864; Dubey et al. 2024, arXiv:2407.21783.
 Shapes: B batch, H heads, T sequence, K head size.
@@ -29,7 +29,7 @@ from shardwise.kernels.operation import device_operation
 
 
 class FrequencyScaling(NamedTuple):
-    """How far the angles are slowed down for long contexts."""
+    """Numbers by which frequencies are slowed down for long contexts."""
 
     factor: float
     low: float
@@ -52,11 +52,20 @@ def angles(
     device: torch.device,
     scaling: FrequencyScaling | None = None,
 ) -> Angles:
-    """The angles of positions [start, stop) for heads of ``size`` features.
+    """Return the angles of positions [start, stop) for heads of ``size`` features.
 
-    A function of the position and not a buffer: nothing to save, to move, or to forget on the meta device.
+    Angles are a function of the position instead of a buffer, so there is nothing to save, to move, or to forget on the
+    meta device.
+
+    Args:
+        start: first position.
+        stop: end of the positions.
+        size: features of a head, K.
+        theta: base of the frequencies.
+        device: device of the angles.
+        scaling: change for long contexts; None leaves the frequencies.
     """
-    # Rounded in this order everywhere: another order moves the far positions of published models by 1e-4.
+    # The order of these operations matters: another order moves the far positions of published models by 1e-4.
     frequency = 1 / theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     if scaling is not None:
         turns = scaling.original_context * frequency / (2 * math.pi)
@@ -67,7 +76,7 @@ def angles(
 
 
 def rotate(x: Tensor, at: Angles) -> Tensor:
-    """x [B, H, T, K] turned by the angles of its T positions, contiguous."""
+    """Return x [B, H, T, K] turned by the angles of its T positions, contiguous."""
     if torch.compiler.is_compiling():
         return plain_rotate(
             x, at
@@ -78,7 +87,7 @@ def rotate(x: Tensor, at: Angles) -> Tensor:
 
 
 def plain_rotate(x: Tensor, at: Angles) -> Tensor:
-    """The formula as it stands: the reference."""
+    """Return ``rotate`` in plain torch operations: the reference."""
     a, b = x.chunk(2, -1)
     cos, sin = at.cos.to(x.dtype), at.sin.to(x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -107,7 +116,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _Turn(torch.autograd.Function):
-    """On a device."""
+    """Rotation on a device, by the fused kernel."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

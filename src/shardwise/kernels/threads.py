@@ -1,7 +1,7 @@
-"""Compiled loops on as many threads as torch may use here.
+"""Compiled loops on as many threads as torch may use in this process.
 
-A loop runs without the interpreter's lock, on one thread. torch's own threads are not to be had from Python, so there
-are others, which sleep between calls.
+A loop runs without the interpreter's lock, on one thread. torch's own threads cannot be used from Python, so this
+module has other threads, which sleep between calls.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,14 @@ import torch
 
 
 def in_threads(run: Callable[[int, int], object], count: int, least: int, step: int = 1) -> None:
-    """``run(start, stop)`` for ranges that make up [0, count), beside one another: of about ``least`` or more each, and
-    cut at multiples of ``step``. The first error is raised."""
+    """Call ``run(start, stop)`` in threads for ranges that make up [0, count), and raise the first error.
+
+    Args:
+        run: called with the start and the end of a range.
+        count: end of the last range.
+        least: smallest length of a range, approximately.
+        step: ranges are cut at multiples of this number.
+    """
     threads = min(torch.get_num_threads(), count // least)
     if threads <= 1:
         run(0, count)

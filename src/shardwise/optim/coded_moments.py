@@ -110,7 +110,7 @@ class CodedMoments:
         return decoded[start - first * BLOCK : stop - first * BLOCK]
 
     def write(self, label: str, start: int, values: Tensor, bits: Tensor | None = None) -> None:
-        """Store ``values`` [N] from element ``start`` on, rounded by ``bits`` (int16 [N]) or, without, to the nearest."""
+        """Store ``values`` [N] from element ``start`` on, rounded by ``bits`` (int16 [N]) or to the nearest."""
         stored = self.tensors[label]
         values, stop = values.to(stored.device, torch.float32), start + values.numel()
         if self._form == "bf16":

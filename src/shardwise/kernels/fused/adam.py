@@ -1,4 +1,4 @@
-"""Adam on a flat shard in one launch; the count of steps is read where it lies."""
+"""Adam on a flat shard in one launch; the kernel reads the count of steps on the device."""
 
 import math
 
@@ -24,7 +24,7 @@ def adam_step(
     weight_decay: float,
     decoupled: bool,
 ) -> None:
-    """As the plain form; all in fp32, whatever the gradient's dtype."""
+    """Run the step of ``kernels.adam.plain_adam_step``, all in fp32, whatever the gradient's dtype."""
     if w.numel():
         _adam[(triton.cdiv(w.numel(), _BLOCK),)](
             w,
@@ -51,7 +51,10 @@ def adam_step(
 
 
 def _log2(beta: float) -> float:
-    """2 to the power of t times it is beta^t; an exponent of -10,000 is 0, also in fp32."""
+    """Return log2 of beta, so that 2 to the power of t times the result is beta^t.
+
+    For beta 0 the result is -10,000, whose power is 0, also in fp32.
+    """
     return math.log2(beta) if beta > 0 else -1e4
 
 

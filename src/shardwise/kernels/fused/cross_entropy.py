@@ -1,7 +1,7 @@
 """Cross entropy in two kernels: numbers of each row of logits, and their gradient.
 
-The first reads a row once, a block at a time, and keeps the largest so far and the sum of exponentials over it; a block
-that has a larger one scales the sum down.
+The first reads a row once, a block at a time, and keeps the largest number so far and the sum of exponentials over it;
+a block with a larger number scales the sum down.
 """
 
 import torch
@@ -13,7 +13,7 @@ _BLOCK = 4096
 
 
 def row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
-    """(largest, sum of exponentials over it, logit at the column) of rows of [N, V]: fp32 [3, N]."""
+    """Return (largest, sum of exponentials over it, logit at the column) of rows of [N, V]: fp32 [3, N]."""
     out = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         block = min(_BLOCK, triton.next_power_of_2(logits.shape[1]))
@@ -31,7 +31,7 @@ def row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_target: Tensor) -> Tensor:
-    """exp(logits - lse) · of_all, and of_target added at the column: [N, V]."""
+    """Return exp(logits - lse) · of_all, with of_target added at the column: [N, V]."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(logits.shape[1]))

@@ -1,7 +1,8 @@
-"""Keyed dropout in one launch: the bits are drawn where they are used.
+"""Keyed dropout in one launch: the kernel draws the bits where it uses them.
 
 One step of Philox serves 16 consecutive elements, so a program takes steps of the counter and not elements; a row that
-begins in the middle of a step leaves its first draws unused. ``kernels/dropout.py`` says which element has which bits.
+begins in the middle of a step leaves its first draws unused. ``kernels/dropout.py`` defines which element has which
+bits.
 """
 
 from typing import NamedTuple
@@ -15,34 +16,34 @@ _M0, _M1 = tl.constexpr(0xD2E7_470E_E14C_6C93), tl.constexpr(0xCA5A_8263_9512_11
 _K0, _K1 = tl.constexpr(0x9E37_79B9_7F4A_7C15), tl.constexpr(0xBB67_AE85_84CA_A73B)
 
 _ELEMENTS = 16
-"""That one step of the counter serves."""
+"""Number of elements that one step of the counter serves."""
 _BLOCK = 128
 
 
 class DrawnRows(NamedTuple):
-    """A tensor as rows of consecutive elements of substreams."""
+    """Description of a tensor as rows of consecutive elements of substreams."""
 
     rows: int
     inside: int
-    """Elements of a row."""
+    """Number of elements of a row."""
     before: int
-    """Rows that share a substream."""
+    """Number of rows that share a substream."""
     whole: int
-    """From one row's first element to that of the next, in the substream."""
+    """Distance in the substream from one row's first element to that of the next."""
     start: int
-    """Where the first row begins."""
+    """Position of the first row in its substream."""
     sample: int
-    """The second word of the first row's substream; it counts up by one every ``before`` rows."""
+    """Second word of the first row's substream, which counts up by one every ``before`` rows."""
 
 
 def dropped(
     x: Tensor, rows: DrawnRows, key: int, call: int, step: int, threshold: int, scale: float
 ) -> Tensor:
-    """``x``, contiguous, times ``scale`` where an element's bits reach ``threshold``, else times 0."""
+    """Return ``x``, contiguous, times ``scale`` if an element's bits reach ``threshold``, else times 0."""
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
-    if rows.whole == rows.inside:  # nothing is cut: a substream's rows are one
+    if rows.whole == rows.inside:  # nothing is cut, so the rows of a substream join to one
         count = rows.rows // rows.before
         rows = rows._replace(rows=count, inside=rows.inside * rows.before, before=1, whole=0)
     skipped = _ELEMENTS - 1 if rows.start % _ELEMENTS or rows.whole % _ELEMENTS else 0
@@ -70,7 +71,7 @@ def _word(x):
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0):
-    """Philox4x64-10 of [N] counters under the key (k0, 0)."""
+    """Return Philox4x64-10 of [N] counters under the key (k0, 0)."""
     m0, m1 = tl.full(c0.shape, _M0, tl.uint64), tl.full(c0.shape, _M1, tl.uint64)
     k1 = tl.full([], 0, tl.uint64)
     for _ in tl.static_range(10):

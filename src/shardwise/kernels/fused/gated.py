@@ -1,4 +1,4 @@
-"""silu(gate) · up in one launch each way; the gradients of both halves are written where they lie."""
+"""The gate silu(gate) · up in one launch each way; both halves' gradients are written into one tensor."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ _BLOCK = 1024
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """silu of the first half of each row times the second: [N, 2F] contiguous -> [N, F]."""
+    """Return silu of the first half of each row times the second: [N, 2F] contiguous -> [N, F]."""
     rows, hidden = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(rows, hidden, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
@@ -18,7 +18,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """That of both halves: [N, F], [N, 2F] contiguous -> [N, 2F]."""
+    """Return the gradient of both halves: [N, F], [N, 2F] contiguous -> [N, 2F]."""
     out = torch.empty_like(gate_up)
     rows, hidden = grad.shape
     if out.numel():

@@ -1,7 +1,7 @@
 """RMSNorm in one launch forward; backward one for the input's gradient and parts of the weight's, and their sum.
 
 A program of the backward pass takes every ``_PROGRAMS``-th group of rows and sums the weight's gradient over them;
-the programs' sums are added by one more kernel. Their number depends on shapes alone: the same bits in every run.
+one more kernel adds the programs' sums. Their number depends on shapes only: the same bits in every run.
 """
 
 import torch
@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 MOST = 1 << 14
-"""The widest row: it is held in registers."""
+"""Width of the widest row, because a row is held in registers."""
 _TILE = 2048
 _PROGRAMS = 256
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x`` [N, D] over its root mean square times ``weight``, and 1 / that root, fp32 [N]."""
+    """Return ``x`` [N, D] over its root mean square times ``weight``, and 1 / that root, fp32 [N]."""
     out, r = torch.empty_like(x), torch.empty(len(x), dtype=torch.float32, device=x.device)
     if x.numel():
         block, rows, warps = _tile(x.shape[1])
@@ -37,7 +37,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def gradients(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of ``x`` and ``weight``."""
+    """Return the gradients of ``x`` and ``weight``."""
     d_x = torch.empty_like(x)
     if not x.numel():
         return d_x, torch.zeros_like(weight)

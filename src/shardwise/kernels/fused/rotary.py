@@ -1,4 +1,4 @@
-"""Rotary positions in one launch: reads a tensor of any strides, as heads cut out of a fused product have, once."""
+"""Rotary positions in one launch, which reads a tensor of any strides, such as heads cut out of a fused product."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ _TILE = 1024
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """``x`` [B, H, T, K], whose last dim is dense, turned by [T, K/2] angles in fp32, or back; contiguous."""
+    """Return ``x`` [B, H, T, K], whose last dim is dense, turned by [T, K/2] angles in fp32, or back; contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         batch, heads, places, size = x.shape

@@ -1,4 +1,4 @@
-"""Rows of tables: pooled by bags, merged by segments, and stepped, each in one launch and without an atomic.
+"""Rows of tables: pooled by bags, merged by segments, and updated, each in one launch and without an atomic.
 
 ``merge`` sorts the places by the row that they name, keeping their order within a row, and one program adds up one
 row's places in that order: the order of the loop on a CPU, so its bits, in every run. A row that most of a batch names
@@ -26,7 +26,7 @@ _WIDEST_BLOCK = 1024
 def pool(
     source: Tensor, index: Tensor, offsets: Tensor, pooling: str, weights: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``pooling.plain_pool``; sums of 16-bit rows in fp32, rounded once."""
+    """Run ``pooling.plain_pool``, with sums of 16-bit rows in fp32, rounded once."""
     bags = len(offsets) - 1
     out = torch.empty(bags, width, dtype=source.dtype, device=source.device)
     found = torch.empty(out.shape, dtype=torch.int64, device=source.device) if pooling == "max" else None
@@ -60,7 +60,7 @@ def merge(
     places: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As ``pooling.plain_merge``, into ``out``."""
+    """Run ``pooling.plain_merge`` and write the result to ``out``."""
     if not out.numel():
         return
     rows, width = out.shape
@@ -99,7 +99,7 @@ def update(
     scale: float,
     mean_squares: Tensor | None,
 ) -> None:
-    """As ``row_optimizers.plain_update``, of an fp32 slab; row-wise Adagrad's mean in another order."""
+    """Run ``row_optimizers.plain_update`` on an fp32 slab, with row-wise Adagrad's mean summed in another order."""
     if not grads.numel():
         return
     kind, numbers = _numbers(optimizer, lr, step)

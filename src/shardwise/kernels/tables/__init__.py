@@ -1,4 +1,4 @@
-"""What an embedding table does to its rows, each piece as a compiled loop beside a plain-torch reference.
+"""Operations of an embedding table on its rows, each as a compiled loop beside a plain-torch reference.
 
     keys.py            a 64-bit mix of keys, and the logical bucket that owns a key
     one_each.py        keys of features that have one in every sample, joined
@@ -10,13 +10,12 @@
     row_rules.py       optimizers of rows as data: formulas, numbers, state
     row_optimizers.py  their step on the rows that a batch touched
     row_replay.py      the steps that a row of an exact Adam missed
-    compiled.py        how a loop is compiled, and where the machine code is kept
+    compiled.py        compilation of the loops, and the folder of the machine code
 
 A row of a table is one line of a slab: its ``width`` weights, then the state of its optimizer. Every call runs on the
-thread that made it and lets other threads run; nothing here is shared between calls but what the caller passes, so
-one table belongs to one thread at a time. Without numba, on other devices and in other dtypes than fp32 and fp64 the
-references run.
+thread that made it and lets other threads run. Calls share nothing but what the caller passes, so one table belongs to
+one thread at a time. Without numba, on other devices and in other dtypes than fp32 and fp64 the references run.
 
-The order of every sum is fixed, so the loops give the references' bits. A loop that is handed an index outside its
-table raises; it never reads beside it.
+The order of every sum is fixed, so the loops give the references' bits. A loop that gets an index outside its table
+raises; it never reads beside the table.
 """

@@ -1,15 +1,15 @@
-"""Loops that numba compiles at their first call, if it is installed; nothing is imported before.
+"""Loops that numba compiles at their first call, if it is installed; numba is not imported before.
 
     @loop
     def _add(x, y): ...              # compiled without the interpreter's lock when _add(...) is called
 
-A loop may call other loops, and ``prefetch``: a table is far larger than any cache, and its lines, asked for a few
-rows ahead (``ahead``), arrive while earlier rows are worked on. How far ahead counts: gathering 106,000 rows of width
-16 from a table of 10 M, on one Zen 5 core, takes 1.5 ms with 8 rows between request and use, 0.7 with 32, 0.55 with 64.
+A loop may call other loops, and ``prefetch``: a table is far larger than any cache, and its lines, requested a few rows
+ahead (``ahead``), arrive while earlier rows are worked on. The distance matters: gathering 106,000 rows of width 16
+from a table of 10 M, on one Zen 5 core, takes 1.5 ms with 8 rows between request and use, 0.7 with 32, 0.55 with 64.
 
-Machine code is kept in ``~/.cache/shardwise``, in a folder that is the user's own with mode 0700, because numba reads
-it back with pickle; where there is no such folder, each process compiles anew. Its name carries a digest of this
-package: numba alone would not see that a loop in another file changed.
+Machine code is kept in ``~/.cache/shardwise``, in a folder that belongs to the user with mode 0700, because numba reads
+the code back with pickle. If there is no such folder, each process compiles anew. Its name contains a digest of this
+package, because numba does not notice a change of a loop in another file.
 
 Cost: about a second for a loop's first call with new dtypes, milliseconds from the folder.
 """
@@ -42,16 +42,18 @@ _declaring = threading.Lock()
 
 
 class Loop:
-    """A function in the part of Python that numba compiles; ``python`` is the function itself."""
+    """Function in the part of Python that numba compiles; ``python`` is the function itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.python = function
 
     def __call__(self, *arguments: Any) -> Any:
+        """Run the compiled function."""
         return self.compiled(*arguments)
 
     @functools.cached_property
     def compiled(self) -> Callable[..., Any]:
+        """Compiled function, compiled at its first use."""
         import numba
 
         source = self.python
@@ -68,10 +70,10 @@ class Loop:
 
 
 class _Prefetch(Loop):
-    """Asks for the lines of ``array[row, :width]``; as Python it does nothing.
+    """Loop that requests the lines of ``array[row, :width]``; as Python it does nothing.
 
-    An intrinsic, because a compiled function that is handed an array counts its references, atomically, and that
-    costs more than the row.
+    It is an intrinsic, because a compiled function that gets an array counts its references, atomically, and that costs
+    more than the row.
     """
 
     @functools.cached_property
@@ -107,7 +109,7 @@ class _Prefetch(Loop):
 
 
 def loop(function: Callable[..., Any]) -> Loop:
-    """Marks a function that is compiled at its first call."""
+    """Return a loop that is compiled at its first call."""
     return Loop(function)
 
 
@@ -116,17 +118,17 @@ prefetch = _Prefetch(lambda array, row, width: None)
 
 @loop
 def ahead(row_bytes: int) -> int:
-    """Rows between the request for a row's lines and their use: about 8 KiB, but never too few to hide anything."""
+    """Return the number of rows between the request for a row's lines and their use: about 8 KiB, at least 8 rows."""
     return min(_MOST_AHEAD, max(_LEAST_AHEAD, _AHEAD_BYTES // row_bytes))
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """The memory of a tensor that is only read, or a copy in one piece: a loop knows no strides."""
+    """Return the memory of a tensor that is only read, or a contiguous copy, because loops have no strides."""
     return tensor.detach().contiguous().numpy()
 
 
 def runs_compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled loop serves these tensors: on the CPU, integers or fp32 or fp64, and numba is there."""
+    """Return whether the compiled loop serves these tensors: integers, fp32 or fp64 on the CPU, with numba."""
     return is_installed() and all(
         tensor.device.type == "cpu" and (not tensor.dtype.is_floating_point or tensor.dtype in _DTYPES)
         for tensor in tensors
@@ -135,13 +137,13 @@ def runs_compiled(*tensors: Tensor) -> bool:
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether numba is installed."""
+    """Return whether numba is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether numba is; if not, says once what that costs."""
+    """Return whether numba is installed; if not, log the consequence once."""
     if has_numba():
         return True
     _log.warning(
@@ -153,7 +155,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """The folder for machine code: the user's own, closed to everybody else; None where that cannot be had."""
+    """Return the folder for machine code, which only the user can access; None if there is none."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -166,7 +168,10 @@ def cache_folder() -> Path | None:
 
 
 def own_folder(folder: Path) -> bool:
-    """Makes ``folder`` with mode 0700; whether it belongs to this user, is no link, and admits nobody else."""
+    """Make ``folder`` with mode 0700 and return whether it is safe.
+
+    A safe folder belongs to this user, is no link, and is closed to all others.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
@@ -180,10 +185,11 @@ def own_folder(folder: Path) -> bool:
 
 @contextmanager
 def _cached_in(folder: Path | None) -> Iterator[None]:
-    """numba reads the folder from its settings when a function is declared, so that those of others stay.
+    """Set numba's cache folder inside the context and restore it after.
 
-    The settings are the whole process's. Of two threads in here at once, the second would take the first's folder for
-    what was there before, and leave it behind.
+    numba reads the folder from its settings when a function is declared; without the restore, other packages' loops
+    would be cached there too. The settings are those of the whole process: of two threads without the lock, the second
+    would restore the first's folder and leave it set.
     """
     import numba
 

@@ -3,18 +3,18 @@
     slot of a key = lower bits of mix(key ^ seed); the pair lies there or in the slots after it, before the first free
     remove        moves later pairs back over the gap, so that there are no tombstones and no clean-up
 
-Rows are handed out in the order in which keys first occur: those that were freed last, first, then rows never used
-before. A row keeps its number until its key is removed; growth rebuilds the pairs alone. Any int64 is a key. An index
-that has reached its ``limit`` refuses the whole call and stays as it was.
+Rows are handed out in the order in which keys first occur: rows that were freed, the last freed first, then rows never
+used before. A row keeps its number until its key is removed; growth only rebuilds the pairs. Any int64 is a key. An
+index that has reached its ``limit`` refuses the whole call and does not change.
 
-Each row has a score, an int64 of the caller's meaning (the step of the last use, a count, the step of insertion), and
-may be pinned. ``lowest`` finds the rows to evict: by score, then by key, so the choice does not depend on which row a
-key got or when it came.
+Each row has a score, an int64 whose meaning the caller chooses (the step of the last use, a count, the step of
+insertion), and may be pinned. ``lowest`` finds the rows to evict: by score, then by key, so the choice does not depend
+on the row that a key got or on the time at which it came.
 
-Each index draws a seed of its own, so that nobody can send keys that all fall into one slot, where time would grow with
-their square. It decides places of pairs alone: rows, and so all results, are the same with any.
+Each index draws its own seed, so that no sender can choose keys that all fall into one slot, where time would grow with
+their square. The seed only decides the slots of pairs: rows, and so all results, are the same with any seed.
 
-Without numba a dictionary takes the place of the pairs, with the same rows and several times slower.
+Without numba a dictionary replaces the pairs, with the same rows and several times slower.
 
 Cost:  16 bytes a slot, at most 5 slots in 8 taken; 17 bytes a row.
 Shapes: N keys of one call, R rows.
@@ -34,22 +34,30 @@ from shardwise.plan.errors import TableFullError
 
 _ONE = np.uint64(1)
 _AHEAD = 16
-"""Keys between the request for a slot's line and its use."""
+"""Number of keys between the request for a slot's line and its use."""
 
 _TAKEN, _OF = 5, 8
-"""Share of the slots that may be taken."""
+"""Share of the slots that may be taken, as numerator and denominator."""
 
 _FEWEST_SLOTS = 64
 
 _FEW = 16
-"""Rows for one that is evicted, from which on a heap of those found so far beats sorting out all."""
+"""Number of rows for each evicted one above which a heap of the lowest so far is faster than a partition."""
 
 _LIVE, _PINNED = np.uint8(1), np.uint8(2)
-"""State of a row; 0 for one without a key."""
+"""Bits of a row's state, which is 0 for a row without a key."""
 
 
 class HashIndex:
-    """Rows of a table by key, on the CPU."""
+    """Rows of a table by key, on the CPU.
+
+    Args:
+        limit: largest number of rows; None is without limit.
+        expected: number of rows for which memory is allocated.
+
+    Raises:
+        ValueError: if ``limit`` is not positive.
+    """
 
     def __init__(self, limit: int | None = None, expected: int = 0) -> None:
         if limit is not None and limit < 1:
@@ -69,24 +77,27 @@ class HashIndex:
 
     @property
     def rows(self) -> int:
-        """Rows ever in use: the length that the table's slab must have."""
+        """Number of rows ever in use: the length that the table's slab must have."""
         return self._rows
 
     @property
     def nbytes(self) -> int:
-        """Memory of the index itself; without numba an estimate for the dictionary."""
+        """Bytes of the index itself; without numba an estimate for the dictionary."""
         arrays = (self._keys, self._scores, self._state, self._freed)
         return self._places.nbytes + sum(array.nbytes for array in arrays)
 
     def find(self, keys: Tensor) -> Tensor:
-        """Row of each key, -1 where there is none: int64 [N] -> [N]."""
+        """Return the row of each key, -1 if there is none: int64 [N] -> [N]."""
         return torch.from_numpy(self._places.find(_as_keys(keys)))
 
     def find_or_insert(self, keys: Tensor, score: int = 0) -> tuple[Tensor, Tensor]:
-        """Row of each key, and the rows that are new, in the order of their keys: int64 [N] -> [N], [new].
+        """Return the row of each key, and the rows that are new, in the order of their keys: int64 [N] -> [N], [new].
 
-        New rows have ``score`` and are not pinned; what their freed predecessors left in the table is the caller's
-        to overwrite. Raises ``TableFullError`` and inserts nothing where the limit leaves too few rows.
+        New rows have ``score`` and are not pinned. The caller must overwrite the content of the table's new rows, which
+        may be that of freed ones.
+
+        Raises:
+            TableFullError: if the limit leaves too few rows; nothing is inserted then.
         """
         wanted = _as_keys(keys)
         out = self._places.find(wanted)
@@ -106,7 +117,7 @@ class HashIndex:
         return torch.from_numpy(out), torch.from_numpy(rows)
 
     def remove(self, keys: Tensor) -> Tensor:
-        """Forgets keys and frees their rows, pinned or not; absent keys are passed over: [N] -> [removed]."""
+        """Remove keys and free their rows, pinned or not; absent keys are ignored: [N] -> [removed]."""
         rows = self._places.remove(_as_keys(keys))
         rows = rows[rows >= 0]
         self._state[rows] = 0
@@ -117,36 +128,36 @@ class HashIndex:
         return torch.from_numpy(rows)
 
     def items(self) -> tuple[Tensor, Tensor]:
-        """All keys and their rows, by row: int64 [len], [len]."""
+        """Return all keys and their rows, by row: int64 [len], [len]."""
         rows = np.flatnonzero(self._state[: self._rows])
         return torch.from_numpy(self._keys[rows]), torch.from_numpy(rows)
 
     def keys_of(self, rows: Tensor) -> Tensor:
-        """The key of each row: [N] -> [N]."""
+        """Return the key of each row: [N] -> [N]."""
         return torch.from_numpy(self._keys[self._checked(rows)])
 
     def scores_of(self, rows: Tensor) -> Tensor:
-        """The score of each row: [N] -> [N]."""
+        """Return the score of each row: [N] -> [N]."""
         return torch.from_numpy(self._scores[self._checked(rows)])
 
     def set_scores(self, rows: Tensor, scores: Tensor | int) -> None:
-        """Overwrites the scores of rows: by the step of the last use, say."""
+        """Overwrite the scores of rows, for example by the step of the last use."""
         self._scores[self._checked(rows)] = scores.numpy() if isinstance(scores, Tensor) else scores
 
     def add_scores(self, rows: Tensor, amounts: Tensor | int = 1) -> None:
-        """Adds to the scores of rows, each named once: how often a batch has a key, say."""
+        """Add to the scores of rows, each named once, for example the number of times that a batch has a key."""
         self._scores[self._checked(rows)] += amounts.numpy() if isinstance(amounts, Tensor) else amounts
 
     def pin(self, rows: Tensor, pinned: bool = True) -> None:
-        """Keeps rows out of ``lowest`` and ``below``, or no longer."""
+        """Exclude rows from ``lowest`` and ``below``, or include them again."""
         self._state[self._checked(rows)] = _LIVE | _PINNED if pinned else _LIVE
 
     def pinned(self) -> Tensor:
-        """Rows that are: [n]."""
+        """Return the rows that are pinned: [n]."""
         return torch.from_numpy(np.flatnonzero(self._state[: self._rows] & _PINNED))
 
     def lowest(self, count: int) -> Tensor:
-        """Rows to evict, lowest (score, key) first: ``count``, or all that are not pinned: [n]."""
+        """Return the ``count`` rows to evict, lowest (score, key) first, or all that are not pinned: [n]."""
         state, keys, scores = (array[: self._rows] for array in (self._state, self._keys, self._scores))
         if is_installed() and _FEW * count <= len(self):
             heap = np.empty(max(count, 0), np.int64)
@@ -156,12 +167,12 @@ class HashIndex:
         return torch.from_numpy(rows[np.lexsort((keys[rows], scores[rows]))][: max(count, 0)])
 
     def below(self, score: int) -> Tensor:
-        """Rows that are not pinned and have less than ``score``, by row: those too old, say: [n]."""
+        """Return the rows that are not pinned and have less than ``score``, by row: [n]."""
         state, scores = self._state[: self._rows], self._scores[: self._rows]
         return torch.from_numpy(np.flatnonzero((state == _LIVE) & (scores < score)))
 
     def _take(self, count: int) -> np.ndarray:
-        """Rows without a key, marked as in use: [count]."""
+        """Return rows without a key, which then count as in use: [count]."""
         again = min(count, self._freed_count)
         fresh = count - again
         rows = np.empty(count, np.int64)
@@ -186,23 +197,23 @@ class HashIndex:
 
 
 class _Places(Protocol):
-    """The row of each key."""
+    """Interface of a map from keys to rows."""
 
     @property
     def nbytes(self) -> int: ...
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Rows, -1 for keys that are absent."""
+        """Return rows, -1 for keys that are absent."""
 
     def insert(self, keys: np.ndarray, rows: np.ndarray) -> None:
-        """Keys that are absent, each once."""
+        """Insert keys that are absent, each once."""
 
     def remove(self, keys: np.ndarray) -> np.ndarray:
-        """The rows that the keys had, -1 for keys that are absent."""
+        """Remove keys and return the rows that they had, -1 for keys that are absent."""
 
 
 class _Dictionary:
-    """As the interpreter has it: where numba is missing, and the reference of the tests."""
+    """Map from keys to rows as a dictionary, if numba is missing, and as the reference of the tests."""
 
     def __init__(self) -> None:
         self._row_of: dict[int, int] = {}
@@ -223,7 +234,7 @@ class _Dictionary:
 
 
 class _Pairs:
-    """(key, row) by open addressing; a row of -1 marks a free slot."""
+    """Map from keys to rows as (key, row) pairs by open addressing; a row of -1 marks a free slot."""
 
     def __init__(self, expected: int) -> None:
         self._pairs = _free_pairs(expected)
@@ -262,13 +273,13 @@ def _as_keys(keys: Tensor) -> np.ndarray:
 
 
 def _free_pairs(keys: int) -> np.ndarray:
-    """Slots for so many keys."""
+    """Return free slots for this number of keys."""
     slots = max(_FEWEST_SLOTS, 1 << (-(-keys * _OF // _TAKEN) - 1).bit_length())
     return np.full((slots, 2), -1, np.int64)
 
 
 def _longer(array: np.ndarray, size: int) -> np.ndarray:
-    """The array, or a copy longer by half at least, followed by zeros."""
+    """Return the array, or a copy longer by half at least, followed by zeros."""
     if size <= array.size:
         return array
     out = np.zeros(max(size, array.size * 3 // 2), array.dtype)
@@ -277,7 +288,7 @@ def _longer(array: np.ndarray, size: int) -> np.ndarray:
 
 
 def _lowest_by_partition(state: np.ndarray, scores: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
-    """The ``count`` lowest rows, or all; in any order."""
+    """Return the ``count`` lowest rows, or all; in any order."""
     rows = np.flatnonzero(state == _LIVE)
     if not 0 < count < rows.size:
         return rows
@@ -356,7 +367,7 @@ def _remove(pairs: np.ndarray, seed: int, keys: np.ndarray, out: np.ndarray) -> 
 
 @loop
 def _lowest(state: np.ndarray, scores: np.ndarray, keys: np.ndarray, heap: np.ndarray) -> int:
-    """Fills ``heap`` with the lowest rows, the highest of them at its root; how many there are."""
+    """Fill ``heap`` with the lowest rows, the highest of them at its root, and return their number."""
     count = 0
     for row in range(state.size):
         if state[row] != _LIVE:

@@ -1,8 +1,8 @@
-"""A 64-bit mix of keys, and the logical bucket that a key belongs to for good.
+"""A 64-bit mix of keys, and the logical bucket of a key, which never changes.
 
     mix(key)              the finalizer of MurmurHash3: a bijection whose every output bit depends on every input bit
     bucket(key, buckets)  (mix(key) >> 33) · buckets >> 31
-    in_turn               of a static table: the key q·buckets + b lies on rank b mod N, there in row q·n + b div N,
+    in_turn               for a static table: the key q·buckets + b lies on rank b mod N, in row q·n + b div N,
                           n: buckets of that rank
 
 A table's buckets are dealt to ranks and to a checkpoint's files; a key's bucket depends on nothing else. Buckets read
@@ -30,7 +30,7 @@ MOST_BUCKETS = 1 << 31
 
 
 def mix(keys: Tensor) -> Tensor:
-    """The mix of each key, as the int64 with its bits: [N] -> [N]."""
+    """Return the mix of each key, as the int64 with its bits: [N] -> [N]."""
     if not runs_compiled(keys):
         return plain_mix(keys)
     out = torch.empty(keys.shape, dtype=torch.int64)
@@ -39,30 +39,34 @@ def mix(keys: Tensor) -> Tensor:
 
 
 def plain_mix(keys: Tensor) -> Tensor:
-    """The same in torch operations, on any device; products wrap around."""
+    """Run ``mix`` in torch operations, on any device; products wrap around."""
     for factor in _FACTORS:
         keys = (keys ^ _logical_shift(keys)) * (factor - (1 << 64))
     return keys ^ _logical_shift(keys)
 
 
 def bucket(keys: Tensor, buckets: int) -> Tensor:
-    """The logical bucket of each key, of ``buckets`` in all: [N] -> [N]."""
+    """Return the logical bucket of each key, of ``buckets`` in all: [N] -> [N].
+
+    Raises:
+        ValueError: if ``buckets`` is out of range.
+    """
     if not 1 <= buckets <= MOST_BUCKETS:
         raise ValueError(f"{buckets} buckets for a table's keys; expected 1 to {MOST_BUCKETS}")
     return _logical_shift(mix(keys)) * buckets >> 31
 
 
 class InTurn(NamedTuple):
-    """Where rows of a static table are that is dealt out by buckets in turn."""
+    """Owners and rows of keys of a static table whose buckets are dealt out in turn."""
 
     owners: Tensor
-    """int64 [N]."""
+    """Rank that owns each key: int64 [N]."""
     rows: Tensor
-    """Of the owner: int64 [N]."""
+    """Row of each key on its owner: int64 [N]."""
 
 
 def in_turn(keys: Tensor, buckets: int, ranks: int) -> InTurn:
-    """Owner and row of keys from 0 on: int64 [N]."""
+    """Return owner and row of keys from 0 on: int64 [N]."""
     if not runs_compiled(keys):
         return plain_in_turn(keys, buckets, ranks)
     found = InTurn(torch.empty(keys.shape, dtype=torch.int64), torch.empty(keys.shape, dtype=torch.int64))
@@ -71,7 +75,7 @@ def in_turn(keys: Tensor, buckets: int, ranks: int) -> InTurn:
 
 
 def plain_in_turn(keys: Tensor, buckets: int, ranks: int) -> InTurn:
-    """The same in torch operations, on any device."""
+    """Run ``in_turn`` in torch operations, on any device."""
     place = keys % buckets
     owners = place % ranks
     return InTurn(owners, keys // buckets * ((buckets - 1 - owners) // ranks + 1) + place // ranks)
@@ -83,7 +87,7 @@ def _logical_shift(x: Tensor) -> Tensor:
 
 @loop
 def mixed(key: int) -> np.uint64:
-    """The mix of one key as uint64."""
+    """Return the mix of one key as uint64."""
     x = np.uint64(key)
     x = (x ^ (x >> _S)) * _A
     x = (x ^ (x >> _S)) * _B
@@ -98,7 +102,7 @@ def _mix_all(keys: np.ndarray, out: np.ndarray) -> None:
 
 @loop
 def _in_turn(keys: np.ndarray, buckets: int, ranks: int, owners: np.ndarray, rows: np.ndarray) -> None:
-    # Divisions by numbers that the compiler does not know cost more than all else: one of them a bucket, not a key.
+    # Divisions by variables cost more than all else, so there is one for each bucket instead of each key.
     owner_of, row_of, held = (
         np.empty(buckets, np.int64),
         np.empty(buckets, np.int64),

@@ -3,8 +3,8 @@
     values [F, B]   f0: s0 s1 ...       ->   s0: f0 f1 ... | s1: f0 f1 ...        + bases of the features' tables
                     f1: s0 s1 ...
 
-So that the vectors of all features of a sample are neighbours in memory, [B, F, D], as interactions of features read
-them. It is what most click models are given, and worth a form of its own: no bags, no lengths.
+So the vectors of all features of a sample are neighbours in memory, [B, F, D], in the order in which interactions of
+features read them. Most click models have such features, so they get a separate form: no bags, no lengths.
 
 Shapes: F features, B samples.
 """
@@ -19,10 +19,17 @@ from shardwise.kernels.tables.compiled import array, loop, runs_compiled
 def one_each(
     values: Tensor, offsets: Tensor, bases: Tensor, limits: Tensor, by_sample: bool = True
 ) -> Tensor | None:
-    """Keys of the group, or None where a sample has not one key, or a key is not 0 to its limit - 1.
+    """Return the keys of the group, or None if a sample has not one key, or if a key is not 0 to its limit - 1.
 
-    int64 [F, B], [F, B + 1], [F], [F] -> [F·B], sample after sample, or feature after feature. A limit below 0 is
-    none: any key will do.
+    Args:
+        values: keys by feature, int64 [F, B].
+        offsets: offsets by feature, int64 [F, B + 1].
+        bases: key of the group at which each feature's table begins, int64 [F].
+        limits: number of keys of each feature's table, int64 [F]; below 0 any key is allowed.
+        by_sample: True orders the keys sample after sample, False feature after feature.
+
+    Returns:
+        int64 [F·B].
     """
     if not runs_compiled(values, offsets, bases, limits):
         return plain_one_each(values, offsets, bases, limits, by_sample)
@@ -36,7 +43,7 @@ def one_each(
 def plain_one_each(
     values: Tensor, offsets: Tensor, bases: Tensor, limits: Tensor, by_sample: bool = True
 ) -> Tensor | None:
-    """The same in torch operations, on any device."""
+    """Run ``one_each`` in torch operations, on any device."""
     inside = (limits[:, None] < 0) | ((values >= 0) & (values < limits[:, None]))
     if not bool(inside.all()) or not bool((offsets == torch.arange(offsets.shape[1]).to(offsets)).all()):
         return None
@@ -55,7 +62,7 @@ def _one_each(
             fits &= offsets[feature, sample] == sample
     if not fits:
         return False
-    # A few samples at a time: what is written then stays near, whichever way it lies.
+    # A few samples at a time, so that the lines that are written stay in the cache in either order.
     for begin in range(0, samples, 64):
         end = min(samples, begin + 64)
         for feature in range(features):

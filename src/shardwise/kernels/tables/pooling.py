@@ -1,18 +1,19 @@
-"""Rows to one vector a bag, and the gradients of bags back to one gradient a row.
+"""Pooling of rows to one vector a bag, and merging of the gradients of bags to one gradient a row.
 
 Bag b is the places [offsets[b], offsets[b + 1]) of ``index``, which names rows of ``source``:
 
     sum     y[b] = sum over its places i of w[i] · source[index[i]]          w = 1 without weights
     mean    y[b] = sum / places
-    max     y[b, d] = the largest; ``places[b, d]`` says where it stood first
+    max     y[b, d] = the largest; ``places[b, d]`` is its first place
     merge   g[r] = sum over the places i with index[i] = r of dy[bag of i]   times w[i], or over places, or at the max
 
-An empty bag is zero. Sums run in the order of the places, so a merged gradient does not depend on how the loop was
-compiled; a rank that owns rows merges what the others sent in the order of their ranks by the same call, with bags of
+An empty bag is zero. Sums run in the order of the places, so a merged gradient does not depend on the compilation of
+the loop. A rank that owns rows merges the others' gradients in the order of their ranks by the same call, with bags of
 one place (``offsets`` left out).
 
 On a device with Triton each is one kernel, after a sort for ``merge``: sums run in the same order there, in fp32, so
-fp32 has the same bits; indexes outside a table pool to NaN and are left out of a merge, and no host waits to find them.
+fp32 has the same bits; indexes outside a table pool to NaN and are left out of a merge, and the host does not wait for
+a check.
 
 The gradient of a batch never exists once per id: ``merge`` reads dy [B, D] and writes [U, D], U <= N distinct rows.
 
@@ -37,9 +38,9 @@ class Pooled(NamedTuple):
     """One vector for each bag."""
 
     values: Tensor
-    """[B, D]."""
+    """Vectors of the bags: [B, D]."""
     places: Tensor | None
-    """int64 [B, D], with ``max``: which place of ``index`` gave the element, -1 in an empty bag."""
+    """Place of ``index`` that gave each element with ``max``, -1 in an empty bag: int64 [B, D]; else None."""
 
 
 def pool(
@@ -50,9 +51,19 @@ def pool(
     weights: Tensor | None = None,
     width: int | None = None,
 ) -> Pooled:
-    """Pools the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D].
+    """Pool the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D].
 
-    Without ``offsets`` bag i is place i.
+    Args:
+        source: rows.
+        index: rows of all bags.
+        offsets: start of each bag in ``index``, and the end; None makes bag i of place i.
+        pooling: sum, mean or max.
+        weights: weight of each place, with sum only; None is 1.
+        width: number of columns; None takes all.
+
+    Raises:
+        IndexError: if a row or a bag on the CPU is out of range.
+        ValueError: if ``weights`` do not fit, or if ``width`` is out of range.
     """
     width = _width(source, width)
     _check(pooling, weights, index)
@@ -89,9 +100,9 @@ def plain_pool(
     weights: Tensor | None = None,
     width: int | None = None,
 ) -> Pooled:
-    """The same in torch operations, on any device: sums over stretches of the gathered rows, in the loops' order.
+    """Run ``pool`` in torch operations, on any device: sums over segments of the gathered rows, in the loops' order.
 
-    No host waits for it: where an index lies outside on an accelerator, torch says so there, at its next sync.
+    The host does not wait: torch reports an index out of range on an accelerator at its next synchronization.
     """
     _check_places(source, index, offsets)
     rows = source[:, : _width(source, width)].index_select(0, index)
@@ -106,7 +117,7 @@ def plain_pool(
 
 
 def _plain_max(rows: Tensor, offsets: Tensor) -> Pooled:
-    """The largest element of each bag, and the first place that has it."""
+    """Return the largest element of each bag, and the first place that has it."""
     count, bags = len(rows), len(offsets) - 1
     out = rows.new_zeros(bags, rows.shape[1])
     found = torch.full(out.shape, -1, dtype=torch.int64, device=rows.device)
@@ -124,14 +135,14 @@ def _plain_max(rows: Tensor, offsets: Tensor) -> Pooled:
 
 
 def _segment_sums(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Sums over rows [offsets[i], offsets[i + 1]), one after another and without atomics: [N, D], [S + 1] -> [S, D]."""
+    """Return sums over rows [offsets[i], offsets[i + 1]), in order and without atomics: [N, D], [S + 1] -> [S, D]."""
     if not rows.numel() or len(offsets) < 2:
         return rows.new_zeros(len(offsets) - 1, rows.shape[1])
     return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 
 def _bags(offsets: Tensor, places: Tensor) -> Tensor:
-    """The bag of each place; -1 or the number of bags where it lies in none."""
+    """Return the bag of each place; -1 or the number of bags if the place lies in none."""
     return torch.searchsorted(offsets, places, right=True) - 1
 
 
@@ -145,10 +156,21 @@ def merge(
     places: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One gradient for each of ``rows`` rows: [B, D], int64 [N], int64 [B + 1] -> [rows, D].
+    """Return one gradient for each of ``rows`` rows: [B, D], int64 [N], int64 [B + 1] -> [rows, D].
 
-    Without ``offsets`` bag i is place i. ``places`` are those that ``pool`` returned for "max". ``out`` is memory for
-    the result, with any content.
+    Args:
+        grad: gradients of the bags.
+        index: rows of all bags.
+        offsets: start of each bag in ``index``, and the end; None makes bag i of place i.
+        rows: number of rows.
+        pooling: sum, mean or max.
+        weights: weight of each place, with sum only; None is 1.
+        places: the places that ``pool`` returned, for max only.
+        out: memory for the result, with any content; None allocates memory.
+
+    Raises:
+        IndexError: if a row or a bag on the CPU is out of range.
+        ValueError: if shapes or arguments do not fit.
     """
     _check(pooling, weights, index)
     if out is None:
@@ -193,7 +215,7 @@ def plain_merge(
     weights: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """The same in torch operations, on any device: places sorted by their rows, then sums over stretches."""
+    """Run ``merge`` in torch operations, on any device: places sorted by their rows, then sums over segments."""
     out = grad.new_zeros(rows, grad.shape[1])
     return _plain_merge(grad, index, offsets, pooling, weights, places, out)
 
@@ -211,7 +233,9 @@ def _plain_merge(
     rows, ids = len(out), index
     if offsets is not None:
         bag = _bags(offsets, torch.arange(len(index), device=index.device))
-        ids = torch.where((bag >= 0) & (bag < len(grad)), index, rows)  # those of no bag behind all others
+        ids = torch.where(
+            (bag >= 0) & (bag < len(grad)), index, rows
+        )  # places in no bag sort behind all others
     ordered, order = torch.sort(ids, stable=True)
     ends = torch.searchsorted(ordered, torch.arange(rows + 1, device=index.device))
     if offsets is None:
@@ -271,7 +295,11 @@ def _merge_on_device(
 
 
 def gather(source: Tensor, rows: Tensor, width: int | None = None) -> Tensor:
-    """The first ``width`` columns of rows: [R, >= D], int64 [N] -> [N, D]."""
+    """Return the first ``width`` columns of rows: [R, >= D], int64 [N] -> [N, D].
+
+    Raises:
+        IndexError: if a row on the CPU is out of range.
+    """
     width = _width(source, width)
     if not runs_compiled(source, rows):
         return source[:, :width].index_select(0, rows)
@@ -298,7 +326,7 @@ def _check(pooling: Pooling, weights: Tensor | None, index: Tensor) -> None:
 
 
 def _check_places(source: Tensor, index: Tensor, offsets: Tensor | None) -> None:
-    """Raises where a bag or a row on the CPU lies outside; what goes to an accelerator is checked before."""
+    """Raise IndexError if a bag or a row on the CPU is out of range; those on an accelerator were checked before."""
     if index.device.type != "cpu":
         return
     if offsets is None:

@@ -1,7 +1,7 @@
 """The optimizer's step for the rows that a batch touched, on gradients merged to one a row.
 
     row_rules.py   the optimizers as data, with their formulas
-    here           one step: compiled loops, the same in torch operations, and on a device with Triton one kernel
+    this file      one step: compiled loops, the same in torch operations, and on a device with Triton one kernel
     row_replay.py  the steps without a gradient, for an exact Adam
 
 Cost:   a row's line is read and written once; figures in benchmarks/embedding.
@@ -42,10 +42,22 @@ def update(
     scale: float = 1.0,
     mean_squares: Tensor | None = None,
 ) -> None:
-    """One step of some rows, each named once: changes slab [R, D + columns] by int64 [U] and [U, D].
+    """Run one step of some rows, each named once: changes slab [R, D + columns] by int64 [U] and [U, D].
 
-    ``step`` counts from 1. ``scale`` multiplies the gradients first. Where the columns of a table lie on several
-    ranks, ``mean_squares`` [U] are the means of (scale · gradient)² over the whole rows, for row-wise Adagrad.
+    Args:
+        optimizer: rule of the step.
+        slab: lines of the table.
+        rows: rows to update.
+        grads: gradient of each row.
+        lr: learning rate.
+        step: number of this step, from 1.
+        scale: factor of the gradients.
+        mean_squares: means of (scale · gradient)² over the whole rows, [U], for row-wise Adagrad if the columns of a
+            table lie on several ranks; None computes them from ``grads``.
+
+    Raises:
+        ValueError: if shapes, dtypes or ``step`` do not fit.
+        IndexError: if a row on the CPU is outside the slab.
     """
     _check(optimizer, slab, rows, grads, step)
     if fused(slab, rows, grads) and slab.dtype == torch.float32 and slab.is_contiguous():
@@ -81,7 +93,7 @@ def plain_update(
     scale: float = 1.0,
     mean_squares: Tensor | None = None,
 ) -> None:
-    """The same in torch operations, on any device, with the bits of the loops on the CPU."""
+    """Run ``update`` in torch operations, on any device, with the bits of the loops on the CPU."""
     _check(optimizer, slab, rows, grads, step)
     check_rows(slab, rows)
     if _stands_still(optimizer, lr, slab.dtype):
@@ -154,7 +166,10 @@ def _update_on_device(
 
 
 def row_mean_squares(g: Tensor) -> Tensor:
-    """Means of g² over each row, in the order of the loop: element j in lane j % 4, a rest in lane 0: [U, D] -> [U]."""
+    """Return means of g² over each row: [U, D] -> [U].
+
+    Sums run in the order of the loop: element j in lane j % 4, a rest in lane 0.
+    """
     squares = g * g
     width = g.shape[1]
     even = width - width % 4
@@ -183,22 +198,25 @@ def _check(optimizer: RowOptimizer, slab: Tensor, rows: Tensor, grads: Tensor, s
 
 
 def _stands_still(optimizer: RowOptimizer, lr: float, dtype: torch.dtype) -> bool:
-    """FTRL at a rate that is 0 to the slab: z is a sum of parts over lr, and one such step would leave NaN for ever."""
+    """Return whether FTRL has a rate that is 0 in the slab's dtype.
+
+    z is a sum of parts divided by lr, and one such step would leave NaN for good.
+    """
     return isinstance(optimizer, Ftrl) and float(torch.tensor(lr, dtype=dtype)) == 0
 
 
 def _root(x: Tensor) -> Tensor:
-    """Square roots rounded correctly; torch's on the CPU, from MKL, are off by a bit in one of five."""
+    """Return square roots rounded correctly; torch's on the CPU, from MKL, differ in the last bit in one of five."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 def _divided(x: float, by: Tensor) -> Tensor:
-    """x / by with x in the tensor's dtype; torch would multiply by a reciprocal."""
+    """Return x / by with x in the tensor's dtype; torch would multiply by a reciprocal."""
     return torch.full_like(by, x) / by
 
 
 def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[Loop, tuple[Any, ...]]:
-    """The loop of an optimizer and its numbers for one step."""
+    """Return the loop of an optimizer and its numbers for one step."""
     if isinstance(optimizer, Sgd):
         return _sgd, (lr, optimizer.weight_decay)
     if isinstance(optimizer, Momentum):
@@ -213,9 +231,9 @@ def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[Loop, tuple
     return _ftrl, (lr, optimizer.l1, optimizer.l2, optimizer.beta)
 
 
-# Numbers come in the slab's dtype: a literal of Python would lift fp32 arithmetic to fp64. The parts of a line are
-# views of their own, and one pass writes to one of them: so the compiler sees that they do not overlap and takes 8 or
-# 16 columns at a time, where one pass over everything went column by column, four times slower at width 64.
+# Numbers come in the slab's dtype: a literal of Python would promote fp32 arithmetic to fp64. The parts of a line are
+# separate views, and each pass writes to one of them: so the compiler sees that they do not overlap and takes 8 or 16
+# columns at a time. One pass over everything went column by column, four times slower at width 64.
 
 
 @loop

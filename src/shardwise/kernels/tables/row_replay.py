@@ -1,16 +1,16 @@
-"""Steps that rows missed, replayed before they are read: so an Adam on touched rows is Adam on the dense table.
+"""Replay of the steps that rows missed before the rows are read: so an Adam on touched rows is Adam on the whole table.
 
-A row of an ``exact`` Adam remembers the step that it stands at. In a step without gradient m and v only decay:
+A row of an ``exact`` Adam stores the step up to which it is updated. In a step without gradient m and v only decay:
 
     m = beta1 m;  v = beta2 v;  w = keep w - lr / (1 - beta1^t) · m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 so |m| / sqrt(v) falls by beta1 / sqrt(beta2) a step; when that is under 2^-60 of its start (``Adam.horizon``), the rest
 is closed form. keep is the share of a weight that decay leaves in a step.
 
-On a device the host is to know where rows stand (``stood``), for it gives out each step as operations of its own:
-else it must ask.
+For a slab on a device the host needs the rows' steps (``stood``), because it launches each replayed step as separate
+operations; without them it must copy the steps from the device.
 
-Cost:   a look for a row that stands at the last step, else D times the missed steps, the horizon's at most.
+Cost:   a look for a row that is up to date, else D times the missed steps, at most the horizon's.
 Shapes: R rows of the slab, U rows to be read, D width.
 """
 
@@ -27,9 +27,13 @@ from shardwise.kernels.tables.slab import check_rows
 
 
 class StepHistory:
-    """What exact Adam must know of past steps to replay them: their learning rates.
+    """Learning rates of past steps, which exact Adam needs to replay them.
 
-    Only ``lrs`` needs to be saved; a history made from them is the same.
+    Only ``lrs`` needs to be saved; a history made from it is the same.
+
+    Args:
+        optimizer: the optimizer.
+        lrs: learning rates of the steps so far.
     """
 
     def __init__(self, optimizer: Adam, lrs: Sequence[float] = ()) -> None:
@@ -43,7 +47,7 @@ class StepHistory:
         return self._count
 
     def append(self, lr: float) -> None:
-        """Step ``len + 1`` was taken with this rate."""
+        """Record step ``len + 1`` with this learning rate."""
         if self._count + 1 == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
         self._count += 1
@@ -53,16 +57,17 @@ class StepHistory:
 
     @property
     def lrs(self) -> list[float]:
+        """Learning rate of each step."""
         return self._columns[0, 1 : self._count + 1].tolist()
 
     @property
     def sizes(self) -> np.ndarray:
-        """lr / (1 - beta1^t) by step t; place 0 is empty."""
+        """Step size lr / (1 - beta1^t) by step t; index 0 is empty."""
         return self._columns[1, : self._count + 1]
 
     @property
     def roots(self) -> np.ndarray:
-        """sqrt(1 - beta2^t) by step t."""
+        """Root of the second moment's correction, sqrt(1 - beta2^t), by step t."""
         return self._columns[2, : self._count + 1]
 
     @property
@@ -72,7 +77,7 @@ class StepHistory:
 
     @property
     def kept(self) -> np.ndarray:
-        """log of the share of a weight that decay has left since step 0, by step t."""
+        """Logarithm of the share of a weight that decay has left since step 0, by step t."""
         return self._columns[4, : self._count + 1]
 
 
@@ -84,10 +89,22 @@ def catch_up(
     width: int,
     stood: Tensor | None = None,
 ) -> None:
-    """Replays the steps that rows missed, up to the last of ``history``: before they are read.
+    """Replay the steps that rows missed, up to the last of ``history``. Call this function before rows are read.
 
-    slab [R, 3 D + 1], int64 [U]. Rows that stand at the last step cost a look. A checkpoint needs no replay: the state
-    and ``lrs`` say where each row stands. ``stood``: the same on the host, int [U], where the slab is on a device.
+    A row that is up to date costs a look. A checkpoint needs no replay: the state and ``lrs`` are enough to replay
+    later.
+
+    Args:
+        history: learning rates of the steps.
+        optimizer: an exact Adam.
+        slab: lines of the table, [R, 3 D + 1].
+        rows: rows to update, int64 [U].
+        width: columns of weights, D.
+        stood: step up to which each row is updated, on the host, int [U]; needed for speed if the slab is on a device.
+
+    Raises:
+        ValueError: if ``optimizer`` is not exact.
+        IndexError: if a row is outside the slab.
     """
     if not optimizer.exact:
         raise ValueError("a lazy Adam has no steps to catch up with; Adam(exact=True) has")
@@ -106,7 +123,7 @@ def catch_up(
 
 
 def plain_catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
-    """The same in torch operations, every step replayed: the reference."""
+    """Run ``catch_up`` in torch operations, every step replayed: the reference."""
     numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
     stood = slab[rows, 3 * width].cpu()
     _plain_catch_up(history, slab, rows, width, len(history), stood, *numbers)
@@ -145,7 +162,7 @@ def _plain_catch_up(
 
 
 def _missed(stood: Tensor, last: int, horizon: int) -> list[int]:
-    """The steps that some row must replay, in their order."""
+    """Return the steps that some row must replay, in their order."""
     found: list[int] = []
     for first in stood.unique().tolist():
         begin = max(int(first), found[-1] if found else 0)

@@ -1,9 +1,9 @@
-"""Memory of a table that grows without moving: address space is taken at once, pages as rows are first written.
+"""Memory of a table that grows without moving: address space is reserved at once, pages when rows are first written.
 
 A table that doubles by copying holds three times its size for a moment and stops the step for as long as the copy
-takes. Here the whole table is mapped with all the rows that it may ever have; the system hands out zeroed pages on
-the first touch, and an untouched row costs nothing. Large pages are asked for: with 4 KiB ones nearly every row of a
-large table misses the address cache of the processor too.
+takes. Here the whole table is mapped with all the rows that it may ever have; the system provides zeroed pages on the
+first write, and an untouched row costs nothing. Large pages are requested: with 4 KiB pages nearly every row of a large
+table misses the address cache of the processor too.
 
 Shapes: [rows, columns], columns = width + those of the row optimizer.
 """
@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 _NEVER_COUNTED = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Linux's flag for address space that is not charged as memory before it is touched."""
+"""Linux's flag for address space that is not charged as memory before the first write."""
 
 
 def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros [rows, columns] that take memory as they are written."""
+    """Return zeros [rows, columns] that take memory when they are written.
+
+    Raises:
+        ValueError: if a size is out of range.
+        MemoryError: if there is no address space.
+    """
     if rows < 0 or columns < 1:
         raise ValueError(f"a slab of {rows} rows by {columns} columns; expected at least 0 by 1")
     elements = rows * columns
@@ -42,9 +47,13 @@ def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def check_rows(slab: Tensor, rows: Tensor) -> None:
-    """IndexError where int64 rows [U] on the CPU name one that the slab [R, columns] has not.
+    """Check that int64 rows [U] on the CPU exist in the slab [R, columns].
 
-    A look at rows on an accelerator would stop the host; they come from keys that were checked on their way there.
+    Rows on an accelerator are not checked: reading them would make the host wait, and they come from keys that were
+    checked before.
+
+    Raises:
+        IndexError: if a row is outside the slab.
     """
     if len(rows) and rows.device.type == "cpu":
         low, high = rows.aminmax()

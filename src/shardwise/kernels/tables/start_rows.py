@@ -1,10 +1,10 @@
-"""The weights that a row begins with: a function of (seed, table, key), whoever holds the row and whenever it comes.
+"""The start weights of a row: a function of (seed, table, key), on any rank and at any time.
 
     word(key, j) = word j of Philox's substream (key, 0, 0) under the table's own key      shardwise.kernels.philox
     Uniform      low + (high - low) · u(word)
     Normal       mean + std · ndtri(u(word))                  drawn and computed in fp64, then cast
 
-Element j does not depend on the width, so a rank that holds columns [a, b) of a table draws those.
+Element j does not depend on the width, so a rank that holds columns [a, b) of a table draws only those.
 
 Cost:  of fp32 rows of width 16 on one Zen 4 core, see benchmarks/embedding; without numba 8 microseconds a row.
 Shapes: N keys, D columns.
@@ -37,9 +37,15 @@ def start_rows(
     first: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Columns [first, first + width) of the rows of some keys: int64 [N] -> ``dtype`` [N, width] on the CPU.
+    """Return columns [first, first + width) of the rows of some keys: int64 [N] -> ``dtype`` [N, width] on the CPU.
 
-    ``table_key`` is ``philox.key_of(seed, name of the table)``.
+    Args:
+        table_key: ``philox.key_of(seed, name of the table)``.
+        keys: keys of the rows.
+        width: number of columns.
+        initializer: distribution of the weights.
+        first: first column.
+        dtype: dtype of the result.
     """
     out = torch.empty(len(keys), width, dtype=dtype)
     if isinstance(initializer, Constant):
@@ -61,7 +67,7 @@ def start_rows(
 
 
 def plain_uniform(table_key: np.uint64, keys: np.ndarray, first: int, out: np.ndarray) -> None:
-    """Uniform draws in (0, 1) from the generator that numpy brings: the reference."""
+    """Write uniform draws in (0, 1) from numpy's generator: the reference."""
     substreams = [(int(key), 0, 0) for key in keys]
     words = philox.words_of(int(table_key), first, first + out.shape[1], substreams)
     out[:] = (words >> _DROPPED) * _UNIT + _MIDDLE
@@ -87,7 +93,7 @@ def _uniform(table_key: np.uint64, keys: np.ndarray, first: int, out: np.ndarray
 
 @loop
 def _high(x: np.uint64, y: np.uint64) -> np.uint64:
-    """Upper 64 bits of the product, from products of halves."""
+    """Return the upper 64 bits of the product, from products of halves."""
     x0, x1, y0, y1 = x & _LOW, x >> _HALF, y & _LOW, y >> _HALF
     middle = x1 * y0 + (x0 * y0 >> _HALF)
     other = x0 * y1 + (middle & _LOW)
