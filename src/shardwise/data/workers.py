@@ -33,7 +33,7 @@ class PendingBlocks:
         """Number and samples of each block whose batch has not come back."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        """Yield each block once."""
+        """Yield each block once, and remember it until its batch has come back."""
         for number, block in enumerate(self._blocks):
             self.waiting.append((number, block))
             yield block

@@ -145,7 +145,7 @@ def _folds() -> bool:
 def _factors() -> tuple[np.uint64, np.uint64]:
     """Return x^(512 + 32) and x^(512 - 32) mod P, for the first half of a lane and the second, shifted by one bit.
 
-    A product of polynomials in this order of bits is one bit lower than the product of numbers, hence the shift.
+    The shift is needed because a product of polynomials in this order of bits comes out one bit lower.
     """
     return np.uint64(_shift(_FOLD_BYTES + 4) << 1), np.uint64(_shift(_FOLD_BYTES - 4) << 1)
 

@@ -26,4 +26,4 @@ class EmaPolicy(Policy):
     decay: Annotated[float, Field(ge=0, lt=1)]
     """Share of the average that an update keeps: 0.999 averages over about 1,000 steps."""
     evaluate: bool = True
-    """``engine.evaluate``, and the evaluations of ``shardwise train``, use the average in place of the weights."""
+    """Use the average in place of the weights in ``engine.evaluate`` and in the evaluations of ``shardwise train``."""

@@ -122,25 +122,25 @@ class OptimizerPolicy(Policy):
     dampening: NonNegativeFloat | None = None
     """SGD: 1 minus the share of a gradient that enters the momentum: 0."""
     amsgrad: bool | None = None
-    """Adam and AdamW divide by the largest second moment so far (arXiv:1904.09237): false."""
+    """True divides by the largest second moment so far, for Adam and AdamW (arXiv:1904.09237): false."""
     alpha: NonNegativeFloat | None = None
     """RMSprop's decay of the squares: 0.99; exponent with which ASGD's step falls: 0.75."""
     centered: bool | None = None
-    """RMSprop divides by the deviation from a mean gradient: false."""
+    """True makes RMSprop divide by the deviation from a mean gradient: false."""
     lr_decay: NonNegativeFloat | None = None
     """Adagrad's own decay of the learning rate per step: 0."""
     initial_accumulator_value: NonNegativeFloat | None = None
-    """Start of Adagrad's sum of squares: 0."""
+    """Start value of Adagrad's sum of squares: 0."""
     rho: Annotated[float, Field(ge=0, le=1)] | None = None
     """Adadelta's decay of its two averages: 0.9."""
     momentum_decay: NonNegativeFloat | None = None
     """NAdam's decay of the momentum: 0.004."""
     decoupled_weight_decay: bool | None = None
-    """NAdam and RAdam decay weights as AdamW does: false."""
+    """True decays weights as AdamW does, for NAdam and RAdam: false."""
     lambd: NonNegativeFloat | None = None
     """ASGD's decay of the weights: 1e-4."""
     t0: PositiveFloat | None = None
-    """Steps after which ASGD begins to average: 1e6."""
+    """Number of steps after which ASGD begins to average: 1e6."""
     etas: tuple[PositiveFloat, PositiveFloat] | None = None
     """Rprop's factors of a step whose gradient changes its sign and of one whose gradient keeps it: [0.5, 1.2]."""
     step_sizes: tuple[PositiveFloat, PositiveFloat] | None = None
@@ -164,9 +164,9 @@ class OptimizerPolicy(Policy):
     so that one lr and weight decay serve matrices and the rest; left out, ``match_rms_adamw``.
     """
     rest_lr: NonNegativeFloat | None = None
-    """Muon: learning rate of AdamW for the rest; left out, ``lr``."""
+    """Learning rate of AdamW for the parameters that Muon does not update; left out, ``lr``."""
     groups: list[GroupPolicy] = Field(default_factory=list)
-    """Exceptions by parameter name."""
+    """Groups of parameters with other options, by parameter name."""
 
     @model_validator(mode="after")
     def _every_key_is_read(self) -> Self:

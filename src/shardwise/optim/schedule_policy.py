@@ -42,7 +42,7 @@ class SchedulePolicy(Policy):
     has other keys.
     """
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate rises linearly from near 0 to its top."""
+    """Number of steps in which the learning rate rises linearly from near 0 to its top."""
     total_steps: PositiveInt | None = None
     """Number of steps after which the bottom is reached; left out, ``train.steps``."""
     min_ratio: NonNegativeFloat = 0.0
@@ -126,9 +126,9 @@ class OneCyclePolicy(Policy):
     max_lr: PerGroup
     """Learning rate at the top of the cycle, of all groups or a list with one for each group."""
     rise_steps: PositiveInt = 2000
-    """Steps of the first half."""
+    """Number of steps of the first half of the cycle, in which the learning rate rises."""
     fall_steps: NonNegativeInt | None = None
-    """Steps of the second half; left out, ``rise_steps``."""
+    """Number of steps of the second half of the cycle; left out, ``rise_steps``."""
     rise_stairs: NonNegativeInt = 0
     """Number of stairs in the first half; 0: a change with each step."""
     fall_stairs: NonNegativeInt | None = None
@@ -136,7 +136,7 @@ class OneCyclePolicy(Policy):
     decay_steps: NonNegativeInt = 0
     """Steps of one interval of the decay after the cycle; 0: no decay."""
     decay_lr_rate: NonNegativeFloat = 0.0
-    """After i intervals the learning rate is ``min_lr / (1 + rate i)``."""
+    """Decay rate of the learning rate, which is ``min_lr / (1 + rate i)`` after i intervals."""
     cycle_momentum: bool = True
     """Cycle the momentum of SGD or the first beta of Adam too."""
     min_momentum: PerGroup = 0.8
@@ -145,7 +145,7 @@ class OneCyclePolicy(Policy):
     max_momentum: PerGroup = 0.9
     """Momentum at both ends of the cycle, of all groups or a list."""
     decay_momentum_rate: NonNegativeFloat = 0.0
-    """After i intervals the momentum is ``max_momentum (1 + rate i)``."""
+    """Decay rate of the momentum, which is ``max_momentum (1 + rate i)`` after i intervals."""
     second_beta: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Adam's second beta while the momentum is cycled (DeepSpeed uses 0.99 for all); left out, the optimizer's."""
 
@@ -171,7 +171,7 @@ class RangeTestPolicy(Policy):
     min_lr: PerGroup = 1e-3
     """Learning rate of the first step, of all groups or a list with one for each group."""
     interval_steps: PositiveInt = 2000
-    """Steps of one interval."""
+    """Number of steps of one interval."""
     rate: PositiveFloat = 1.0
     """Growth in an interval, as a share."""
     growth: Literal["linear", "exponential"] = "linear"

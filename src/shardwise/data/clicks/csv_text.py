@@ -162,7 +162,7 @@ def _batches(
     skip: Callable[[int, str], None],
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Any]:
-    """Yield batches of texts, null where a field is empty.
+    """Yield batches of texts, null for empty fields.
 
     ``bad_lines`` receives a sentence for each line with another number of fields; ``skip`` is called with number and
     reason for each line that a quote joins to another.

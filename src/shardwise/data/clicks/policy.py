@@ -24,13 +24,13 @@ class SyntheticPolicy(Policy):
     samples: Count = 2_000_000
     """Rows to learn from; the validation rows follow them."""
     validation_samples: Count = 200_000
-    """Rows held out."""
+    """Validation rows, which are held out."""
     tables: Count = 8
     """Number of features, if ``rows`` is one number."""
     rows: Count | Annotated[list[Count], Field(min_length=1)] = 100
     """Distinct keys of every feature, or a list with the number for each."""
     dense: Annotated[int, Field(ge=0)] = 13
-    """Numbers of a row."""
+    """Dense numbers of a row."""
     exponent: Annotated[float, Field(gt=0)] = 1.05
     """Exponent of the frequency of keys: P(rank) ~ rank^-exponent."""
     keys: Literal["dense", "hashed"] = "dense"
@@ -38,7 +38,7 @@ class SyntheticPolicy(Policy):
     fresh: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of keys that occur once and never again (``hashed`` only)."""
     click_rate: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Mean label."""
+    """Mean of the labels: the share of rows that are clicks."""
     seed: int = 0
     """Seed of the log: another seed has another teacher."""
 

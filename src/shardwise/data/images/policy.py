@@ -25,7 +25,7 @@ class SyntheticImagePolicy(Policy):
     samples: PositiveInt = 10_000
     """Pictures to learn from; the validation pictures follow them."""
     validation_samples: PositiveInt = 1_000
-    """Pictures held out."""
+    """Validation pictures, which are held out."""
     classes: Annotated[int, Field(ge=2)] = 10
     """Planted classes, all equally frequent."""
     noise: Annotated[float, Field(ge=0)] = 32.0

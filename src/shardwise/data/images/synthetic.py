@@ -23,7 +23,7 @@ _PERIODS = 3
 _WAVES = 4
 """Number of waves of each channel of a pattern."""
 _CONTRAST = 48.0
-"""Standard deviation of a pattern, of 255."""
+"""Standard deviation of a pattern, on the scale of 0 to 255."""
 
 
 class SyntheticImages(Pictures):

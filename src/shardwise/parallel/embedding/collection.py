@@ -592,7 +592,7 @@ class AbsentCollection(EmbeddingCollection):
 
     def __init__(self, stands_for: EmbeddingCollection, name: str, fill: Fill, bring: Bring):
         super().__init__(stands_for.tables, stands_for.optimizer, stands_for.seed, stands_for.dtype)
-        self._stands_for = (stands_for,)  # in a tuple: no child of this module
+        self._stands_for = (stands_for,)  # a tuple keeps nn.Module from registering it as a child
         self._name = name
         self._fill = fill
         self._bring = bring

@@ -193,12 +193,12 @@ class Dynamic:
             self.index.pin(rows[kept])
 
     def rows_now(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, rows and scores."""
+        """Return keys, rows and scores of all rows of the table on this rank."""
         keys, rows = self.index.items()
         return keys, rows, self.index.scores_of(rows)
 
     def rows_of_last_step(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, rows and scores after the last step, without the keys that have come since."""
+        """Return keys, rows and scores as they were after the last step, without the keys that have come since."""
         keys, rows = self.index.items()
         if self._new:
             is_old = ~torch.isin(keys, torch.cat(self._new))

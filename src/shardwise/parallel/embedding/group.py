@@ -36,7 +36,7 @@ _KIND: dict[Pooling, RunKind] = {
 
 
 class Feature(NamedTuple):
-    """One feature of a group."""
+    """A feature of a group of tables."""
 
     name: str
     table: int
@@ -45,7 +45,7 @@ class Feature(NamedTuple):
 
 
 class FeatureRun(NamedTuple):
-    """Features [start, stop) of a group, pooled by one call."""
+    """Features [start, stop) of a group that one call pools."""
 
     kind: RunKind
     start: int
@@ -67,7 +67,7 @@ class TableGroup:
 
     @property
     def width(self) -> int:
-        """Columns of each table."""
+        """Number of columns of each table."""
         return self.tables[0].width
 
     @property

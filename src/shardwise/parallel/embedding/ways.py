@@ -383,7 +383,7 @@ class Sums(Way):
 
     def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
         super().__init__(tables, group, dtype)
-        self.kinds = 3  # keys, bags, whether there are weights
+        self.kinds = 3  # counts of keys, of bags, and 1 if there are weights
         assert len(tables.runs) == 1 and tables.runs[0].kind == "summed", (
             "sums are of features that are added"
         )

@@ -152,7 +152,7 @@ class MixtureOfExperts(nn.Module):
             if isinstance(child, Experts | MadeExperts):
                 own = child.initial_rules()
             elif name == "residual" and isinstance(self.experts, MadeExperts):
-                own = self.experts.initial_rules()  # made by the same function
+                own = self.experts.initial_rules()  # the function that made the experts made this module too
             else:
                 own = {
                     local: of_linear(weight.shape[-1] if weight.dim() > 1 else self.width)

@@ -44,7 +44,10 @@ def uniform(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
     positions = (place - tokens.sequence * tokens.length).tolist()
     for b, stop in enumerate(ends):
         if start < stop:
-            first, last = positions[start], positions[stop - 1] + 1  # neighbours in every layout
+            first, last = (
+                positions[start],
+                positions[stop - 1] + 1,
+            )  # a rank's tokens are neighbours in every layout
             assert last - first == stop - start, "a rank's tokens of a sequence are neighbours"
             substream = (call, at.first_sample + b, at.step)
             out[start:stop] = uniform_of(key, first * width, last * width, [substream]).view(-1, width)
