@@ -85,7 +85,9 @@ class Mapped:
 
     dataset: Any
     collate: Collate
+    """Function that joins samples to a batch."""
     shuffle: bool
+    """True if each epoch has an order drawn from (seed, epoch)."""
     worker_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the DataLoader that runs workers; empty: samples are read in this process."""
 
@@ -141,10 +143,13 @@ class Stream:
 
     source: Iterable[Any]
     holds_batches: bool
+    """True if an item is a batch, False if it is a sample."""
     collate: Collate
+    """Function that joins samples to a batch."""
     batch_size: int | None = None
     """Samples per item, if the user's DataLoader has a batch size."""
     workers: int = 0
+    """Number of processes that read the stream."""
 
 
 def adopt(

@@ -162,7 +162,15 @@ class _Steps:
 def evaluation_blocks(
     data: BatchedDataset, dp_index: int, dp_size: int, micro_batch: int, samples: int | None
 ) -> Iterator[tuple[Any, int]]:
-    """Yield this rank's batches of one evaluation with their sizes; each rank has as many, the last perhaps empty."""
+    """Yield this rank's batches of one evaluation with their sizes; each rank has as many, the last perhaps empty.
+
+    Args:
+        data: the dataset.
+        dp_index: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        micro_batch: samples of one batch.
+        samples: largest number of samples, evenly spread; None takes all.
+    """
     size = min(samples or len(data), len(data))
     chosen = np.arange(size, dtype=np.int64) * len(data) // max(size, 1)
     rounds = -(-size // (micro_batch * dp_size))

@@ -45,7 +45,13 @@ def splitmix64(value: _U64) -> _U64:
 
 
 class Permutation:
-    """Pseudo-random bijection of ``range(size)``, drawn by (seed, epoch)."""
+    """Pseudo-random bijection of ``range(size)``, drawn by (seed, epoch).
+
+    Args:
+        size: number of samples.
+        seed: seed of the order.
+        epoch: epoch of the order.
+    """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self.size = size

@@ -29,9 +29,13 @@ class AdamRule(NamedTuple):
     """Numbers of a step."""
 
     lr: float
+    """Learning rate of this step."""
     beta1: float
+    """Decay rate of the first moment."""
     beta2: float
+    """Decay rate of the second moment."""
     eps: float
+    """Addend in the denominator."""
     weight_decay: float
     decoupled: bool
     """True for AdamW, whose weight decay is decoupled."""

@@ -121,7 +121,15 @@ def _row_gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, 
 def row_gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_target: Tensor) -> Tensor:
     """Return exp(z - lse) · of_all, with of_target added at the column.
 
-    [N, V], [N, 1], [N], [N, 1], [N, 1] -> [N, V].
+    Args:
+        logits: z, [N, V].
+        columns: column of each row's target, [N, 1].
+        lse: logarithm of the sum of exponentials of each row, [N].
+        of_all: factor of each row, [N, 1].
+        of_target: addend at each row's column, [N, 1].
+
+    Returns:
+        [N, V].
     """
     form = _row_gradient if fused(logits) else plain_row_gradient
     out: Tensor = form(logits, columns, lse, of_all, of_target)

@@ -51,8 +51,11 @@ class EqualPart(NamedTuple):
     """Position of a rank's tensor in the whole: equal part ``part`` of ``parts`` along ``dim``."""
 
     dim: int
+    """Dim of the cut."""
     parts: int
+    """Number of equal parts."""
     part: int
+    """Index of this rank's part."""
 
 
 class Draw(NamedTuple):
@@ -61,6 +64,7 @@ class Draw(NamedTuple):
     key: int
     """Key of seed and layer: ``philox.key_of``."""
     step: int
+    """Optimizer step."""
     first_sample: int
     """Index of this rank's first row in the global batch."""
     samples: int | None = None
@@ -73,6 +77,7 @@ class TileRows(NamedTuple):
     """Rows [C, F] of a larger tensor [..., F], in which all dims but the last count rows."""
 
     first: int
+    """Index of the tile's first row in the larger tensor."""
     lead: tuple[int, ...]
     """Sizes of all dims but the last of the larger tensor."""
 

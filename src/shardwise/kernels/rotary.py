@@ -32,9 +32,13 @@ class FrequencyScaling(NamedTuple):
     """Numbers by which frequencies are slowed down for long contexts."""
 
     factor: float
+    """Factor by which low frequencies slow down."""
     low: float
+    """Number of turns over the original context below which a frequency slows down fully."""
     high: float
+    """Number of turns over the original context above which a frequency stays."""
     original_context: int
+    """Length in tokens of the context trained on."""
 
 
 class Angles(NamedTuple):

@@ -41,6 +41,7 @@ class Segment(NamedTuple):
     start: int
     stop: int
     leaf: Tensor
+    """View of the master that is the leaf of torch's optimizer."""
     is_stepped: bool = False
     """True if the state is worth saving. [Note: state at build] in classes.py."""
 
@@ -51,7 +52,9 @@ class Scalars(NamedTuple):
     start: int
     stop: int
     scalars: dict[str, float]
+    """Numbers by label."""
     has_state: bool
+    """True if a checkpoint has state of this segment."""
 
 
 class FlatState:

@@ -28,14 +28,18 @@ class Whole(NamedTuple):
     """Facts about a whole tensor that ``factor`` needs between the two halves."""
 
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     weight_norm: float = 0.0
+    """Norm of the weights."""
     direction_norm: float = 0.0
+    """Norm of the direction."""
 
 
 class TwoPass(optim.Optimizer):
     """Base of optimizers whose update of an element depends on the whole tensor."""
 
     needs: ClassVar[Needs]
+    """Fact about the whole tensor that the update needs: its norms, or the whole matrix."""
     moments: ClassVar[tuple[str, ...]]
     """Names of the state that is kept for every element, starting at zero."""
     counts: ClassVar[bool] = False

@@ -34,6 +34,7 @@ class UncorrectedAdam(optim.Optimizer):
     """
 
     decouples: ClassVar[bool] = False
+    """True if weight decay acts on the weights themselves."""
 
     def __init__(
         self,

@@ -46,7 +46,9 @@ class ClickCorpus:
     """Training clicks and validation clicks of a run."""
 
     train: Clicks
+    """Rows to learn from."""
     validation: Clicks
+    """Rows to be evaluated on."""
     skipped: int = 0
     """Number of malformed rows that were left out."""
 

@@ -14,7 +14,9 @@ class Malformed:
     limit: int = 0
     """Number of rows that may be left out; 0: the first malformed row is an error."""
     count: int = 0
+    """Number of rows that were left out."""
     examples: list[str] = field(default_factory=list)
+    """Places and reasons of the first rows that were left out."""
 
     def skip(self, where: str, reason: str) -> None:
         """Count one row as left out.

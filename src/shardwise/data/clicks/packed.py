@@ -472,7 +472,14 @@ def is_packed(path: Path) -> bool:
 def write_packed(
     path: Path, schema: Schema, blocks: Sequence[ClickRows], key_type: KeyType = "i64"
 ) -> PackedClicks:
-    """Write rows in memory to a packed file and open it."""
+    """Write rows in memory to a packed file and open it.
+
+    Args:
+        path: path of the file.
+        schema: columns of the rows.
+        blocks: rows, one block after the other.
+        key_type: type of the keys of single-key features.
+    """
     with PackedWriter(path, schema, key_type) as writer:
         for rows in blocks:
             writer.append(rows)

@@ -81,7 +81,9 @@ class ClickRows(NamedTuple):
     """Rows of a click log, column by column."""
 
     labels: npt.NDArray[np.float32]
+    """Labels, 0 or 1: [n]."""
     dense: npt.NDArray[np.float32]
+    """Numbers, NaN if missing: [n, D]."""
     keys: Sequence[Keys]
     """Keys of each feature, in the order of the schema."""
 
@@ -90,14 +92,18 @@ class ClickBatch(TypedDict):
     """Input of a click-through model and its loss."""
 
     dense: Tensor
+    """Numbers: fp32 [B, D]."""
     sparse: dict[str, Ragged]
+    """Keys by feature name."""
     labels: Tensor
+    """Labels: fp32 [B]."""
 
 
 class BatchForm(NamedTuple):
     """Conversion of rows to a batch."""
 
     dense: Literal["log", "none"] = "log"
+    """Transform of the numbers: ``log`` for sign(x) · log(1 + |x|), or ``none``."""
     missing_key: int | None = None
     """Key that replaces a missing category; None: no key."""
 

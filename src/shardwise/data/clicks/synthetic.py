@@ -54,6 +54,7 @@ class Best(NamedTuple):
 
     auc: float
     log_loss: float
+    """Mean log loss in nats."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ class ImageCorpus:
     """Training pictures and validation pictures of a run."""
 
     train: ImageSamples
+    """Pictures to learn from."""
     validation: ImageSamples | None
+    """Pictures to be evaluated on; None if nothing is held out."""
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ class Prepared:
     offsets: dict[str, Tensor]
     """Offsets of the features that are not pooled, by feature name."""
     asked: list[Asked]
+    """Keys of each group, with the state of their exchange."""
     is_learning: bool = False
     """True once a training forward pass has run on the batch."""
     gradients_came: bool = False
@@ -52,7 +53,7 @@ class Prepared:
 
 
 class Part(NamedTuple):
-    """One group of tables on this rank."""
+    """One group of tables on this rank: its tables, their exchange and their rows."""
 
     tables: TableGroup
     way: Way

@@ -28,8 +28,11 @@ class Load(NamedTuple):
     """Numbers of keys, distinct keys and bags that one rank's batch has for one table."""
 
     keys: float
+    """Number of keys, N."""
     distinct: float
+    """Number of distinct keys, U."""
     bags: float
+    """Number of bags, S."""
 
 
 class Sent(NamedTuple):
@@ -46,7 +49,15 @@ class Sent(NamedTuple):
 
 
 def bytes_sent(place: Place, load: Load, width: int, itemsize: int, ranks: int) -> Sent:
-    """Return the bytes that a rank sends for one table in one forward and backward pass, as a mean over the ranks."""
+    """Return the bytes that a rank sends for one table in one forward and backward pass, as a mean over the ranks.
+
+    Args:
+        place: placement of the table.
+        load: numbers of keys and bags of a rank's batch.
+        width: numbers in a vector, D.
+        itemsize: bytes of a number, s.
+        ranks: number of ranks, W.
+    """
     others, part = ranks - 1, (ranks - 1) / ranks
     rows, sums = load.distinct * width * itemsize, load.bags * width * itemsize
     if place.placement == "data_parallel":
@@ -74,6 +85,13 @@ def rows_touched(place: Place, load: Load, ranks: int) -> float:
 
 
 def bytes_held(placement: PlacementName, rows: float, line_bytes: int, ranks: int) -> float:
-    """Return the bytes of weights and optimizer state on one rank that holds any part of the table."""
+    """Return the bytes of weights and optimizer state on one rank that holds any part of the table.
+
+    Args:
+        placement: placement of the table.
+        rows: number of rows.
+        line_bytes: bytes of a whole row with its optimizer state.
+        ranks: number of ranks.
+    """
     cut = ranks if placement in ("row", "column") else 1
     return rows * line_bytes / cut

@@ -52,7 +52,14 @@ def _is_bounded(table: Dynamic) -> bool:
 
 
 def lowest(keys: Tensor, scores: Tensor, count: int, group: Group | None) -> Tensor:
-    """Return the ``count`` keys that are the lowest of all ranks by (score, key), from each rank's lowest keys."""
+    """Return the ``count`` keys that are the lowest of all ranks by (score, key). Collective over ``group``.
+
+    Args:
+        keys: this rank's lowest keys, at most ``count``.
+        scores: scores of these keys.
+        count: number of keys to return.
+        group: ranks that take part; None returns ``keys``.
+    """
     if group is None:
         return keys
     offered = torch.stack([scores, keys], 1)

@@ -48,13 +48,21 @@ class FeatureRun(NamedTuple):
     """Features [start, stop) of a group that one call pools."""
 
     kind: RunKind
+    """Operation on the features: a (weighted) sum, a maximum, or no pooling."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class TableGroup:
-    """Tables that move together on ``ranks`` ranks; for placement ``table``, in the order of their owners."""
+    """Tables that move together on ``ranks`` ranks.
+
+    Args:
+        tables: the tables; for placement ``table``, in the order of their owners.
+        places: placement of each table.
+        optimizer: optimizer of all tables.
+        ranks: number of ranks.
+    """
 
     tables: tuple[TablePolicy, ...]
     places: tuple[Place, ...]

@@ -79,6 +79,7 @@ class Place:
     """The placement of one table on a group of ranks."""
 
     placement: PlacementName
+    """Kind of the placement."""
     owner: int = 0
     """Index of the rank that has the table, for placement ``table`` only."""
     exchange: str = "rows"

@@ -80,7 +80,15 @@ def stretch_to_write(
 
 
 def ranges_to_read(counts: Tensor, place: Place, index: int, ranks: int, within: Range) -> list[Range]:
-    """Return the ranges of rows that rank ``index`` is to hold, restricted to the range ``within``."""
+    """Return the ranges of rows that rank ``index`` is to hold, restricted to the range ``within``.
+
+    Args:
+        counts: rows of each bucket over all ranks.
+        place: placement of the table.
+        index: index of the rank.
+        ranks: number of ranks.
+        within: range of rows in the order of (bucket, key).
+    """
     low, high = within
     if not place.holds(index):
         return []

@@ -52,6 +52,7 @@ class TableRange(NamedTuple):
     """Positions [start, stop) of the keys of one dynamic table among the keys of a group."""
 
     table: int
+    """Index of the table in the group."""
     start: int
     stop: int
 

@@ -34,7 +34,9 @@ class ExpertRanks(NamedTuple):
     """Ranks that share experts, and ranks that share a sequence."""
 
     ep: Group
+    """Ranks over which experts are spread."""
     etp: Group
+    """Ranks over which the features of an expert are cut."""
     tokens: Group
     """Ranks that get the same microbatch: along "tp"."""
     layout: Callable[[], Layout]

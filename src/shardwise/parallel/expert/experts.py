@@ -43,7 +43,13 @@ def by_expert(
 
 
 class Experts(nn.Module):
-    """E stacked experts down (silu(gate x) · up x): ``gate_up`` [E, 2F, D], gate first, and ``down`` [E, D, F]."""
+    """E stacked experts down (silu(gate x) · up x): ``gate_up`` [E, 2F, D], gate first, and ``down`` [E, D, F].
+
+    Args:
+        width: numbers of a token, D.
+        hidden: hidden features of an expert, F.
+        experts: number of experts, E.
+    """
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -81,7 +87,15 @@ class Experts(nn.Module):
 
 
 class MadeExperts(nn.Module):
-    """E modules made by ``make``, stacked: their parameter ``name`` is the stack ``name`` [E, ...] of this module."""
+    """E modules made by ``make``, stacked: their parameter ``name`` is the stack ``name`` [E, ...] of this module.
+
+    Args:
+        make: makes one expert.
+        experts: number of experts, E.
+
+    Raises:
+        ConfigError: if the experts differ in their parameters, or cannot be stacked.
+    """
 
     def __init__(self, make: Callable[[], nn.Module], experts: int) -> None:
         super().__init__()
@@ -158,7 +172,12 @@ class MadeExperts(nn.Module):
 
 
 class DenseExpert(nn.Module):
-    """Gated feed-forward layer for every token: down (silu(gate x) · up x), [n, D] -> [n, D]."""
+    """Gated feed-forward layer for every token: down (silu(gate x) · up x), [n, D] -> [n, D].
+
+    Args:
+        width: numbers of a token, D.
+        hidden: hidden features, F.
+    """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -70,7 +70,9 @@ class Router(nn.Module):
     """Names of the buffers that all ranks update alike, in fp32."""
 
     bias: Tensor | None
+    """Balance bias of each expert, [E], with ``balance: bias``; else None."""
     loads: Tensor | None
+    """Shares of the experts in the pairs of the step before, [E], with ``balance_over: batch``; else None."""
 
     def __init__(self, width: int, experts: int, policy: RouterPolicy) -> None:
         super().__init__()

@@ -94,6 +94,12 @@ def find_stacks(model: nn.Module) -> FoundStacks:
 def refuse_unknown(model: nn.Module, found: FoundStacks, ep: int, etp: int) -> None:
     """Check that the mesh can cut the experts of ``model``.
 
+    Args:
+        model: the model.
+        found: the stacks of the model.
+        ep: number of ranks over which experts are spread.
+        etp: number of ranks over which the features of an expert are cut.
+
     Raises:
         PlanError: if the mesh cuts experts and ``model`` has none, or some that cannot be cut so.
     """
@@ -144,7 +150,14 @@ def refuse_own_balance(model: nn.Module, stages: int) -> None:
 
 
 def gated_stack(experts: int, hidden: int, gate_up: str = "gate_up", down: str = "down") -> Stack:
-    """Return the stack of experts ``gate_up [E, 2F, D]``, gate first, and ``down [E, D, F]``."""
+    """Return the stack of experts ``gate_up [E, 2F, D]``, gate first, and ``down [E, D, F]``.
+
+    Args:
+        experts: number of experts, E.
+        hidden: hidden features of an expert, F.
+        gate_up: name of the first parameter.
+        down: name of the second parameter.
+    """
     return Stack(experts, hidden, {gate_up: _cut(1, _halves(hidden)), down: _cut(2)})
 
 
