@@ -1,9 +1,10 @@
-"""Names of DeepSpeed 0.19 that may be imported and do nothing: parts of it that are not here.
+"""Names of DeepSpeed 0.19 that may be imported but are not implemented.
 
-    AREAS     paths of which nothing is here: every path at or below one is a module, and every name in it a refusal
-    ABSENT    names that are not here, by the path of a module that is
+    AREAS     paths of which no part is implemented: every path at or below such a path imports as a module, and every
+              name in the module is a refusal
+    ABSENT    for the path of an implemented module, the names that it lacks
 
-A program that imports such a name for a branch that it does not take goes on; a use raises UsageError with the name.
+A program that imports such a name for a branch that does not run continues; a use of the name raises UsageError.
 """
 
 from shardwise.deepspeed.names import NAMES
@@ -49,7 +50,7 @@ AREAS = frozenset(
     }.items()
     for name in names.split()
 )
-"""Paths of which nothing is here."""
+"""The paths of which no part is implemented."""
 
 _WORDS = {
     "": "default_inference_config domino is_compile_supported set_optimizer_flags DeepSpeedInferenceConfig "
@@ -126,10 +127,10 @@ _WORDS = {
     "get_optim_files parse_model_states parse_optim_states to_torch_tensor",
 }
 ABSENT = {path: frozenset(words.split()) - NAMES.get(path, {}).keys() for path, words in _WORDS.items()}
-"""Names that are not here, by the path of their module."""
+"""The names that are not implemented, for the path of each module."""
 
 
 def is_absent(path: str) -> bool:
-    """Return True if nothing of the module at ``path`` is here, and DeepSpeed has it or a module around it."""
+    """Return True if DeepSpeed has the module at ``path``, or a module around it, and no part of it is implemented."""
     steps = path.split(".")
     return any(".".join(steps[:count]) in AREAS for count in range(1, len(steps) + 1))

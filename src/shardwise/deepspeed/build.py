@@ -1,10 +1,11 @@
-"""``initialize``: from DeepSpeed's thirteen arguments to our engine behind DeepSpeed's methods.
+"""``initialize``: turn DeepSpeed's thirteen arguments into a Shardwise engine behind DeepSpeed's methods.
 
-configuration    config/deepspeed.py translates it; the batch, the stage, dtypes and clipping are the engine's
-optimizer        an object of torch's: the user's, what the user's callable makes, or what ``optimizer:`` names.
-                 The engine rebuilds it on its shards and reads its ``param_groups`` before every step
-lr_scheduler     an object, or what a callable makes of the optimizer, or what ``scheduler:`` names; stepped after
-                 each applied step
+configuration    config/deepspeed.py translates it; batch, stage, dtypes and clipping are applied by the engine
+optimizer        a torch optimizer: the user's object, the result of the user's callable, or the optimizer that the
+                 configuration names under ``optimizer:``. The engine rebuilds the optimizer on its shards and reads
+                 ``param_groups`` before every step
+lr_scheduler     an object, the result of a callable that takes the optimizer, or the scheduler that the
+                 configuration names under ``scheduler:``; stepped after each applied step
 training_data    read in DeepSpeed's order (loader.py)
 """
 
@@ -35,9 +36,9 @@ from shardwise.plan.errors import UsageError
 _log = logging.getLogger(__name__)
 
 Optimizer = optim.Optimizer | Callable[[Any], optim.Optimizer] | None
-"""torch's, or what makes one of parameters."""
+"""A torch optimizer, or a callable that makes one from parameters."""
 Scheduler = Any
-"""An object with ``step``, or what makes one of an optimizer."""
+"""An object with a ``step`` method, or a callable that makes such an object from an optimizer."""
 Made = tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DeepSpeedDataLoader | None, Any]
 
 
@@ -56,13 +57,33 @@ def initialize(
     mesh_param: Any = None,
     config_params: "Mapping[str, Any] | str | Path | None" = None,
 ) -> Made:
-    """(engine, optimizer, loader, scheduler) for ``model``; the last three are None where there is none.
+    """Build the engine for ``model`` and return (engine, optimizer, loader, scheduler).
 
-    args              has ``deepspeed_config``, where ``config`` is not given
-    model_parameters  what trains: parameters, or groups of them as torch's optimizers take them; left out, all
-    mpu, mesh_param   how the ranks stand is ``mesh`` of our configuration, or ``tensor_parallel`` of DeepSpeed's
+    Collective: all ranks call this function. The last three results are None if the call has no optimizer, no
+    training data or no scheduler.
 
-    All ranks call it. Errors: ConfigError, UsageError.
+    Args:
+        args: The script's parsed arguments. Its ``deepspeed_config`` is used if ``config`` is not given.
+        model: The module to train. Required.
+        optimizer: A torch optimizer, or a function of the parameters that returns one. None: the optimizer that the
+            configuration names.
+        model_parameters: The parameters to train: parameters, or groups of parameters as torch's optimizers take
+            them. None: all parameters that require gradients.
+        training_data: A dataset from which the engine makes its own loader.
+        lr_scheduler: A scheduler, or a function of the optimizer that returns one. None: the scheduler that the
+            configuration names.
+        distributed_port: No effect: the environment gives the address and the port.
+        mpu: A model-parallel unit, which is only compared with the mesh. The mesh comes from ``mesh`` in a Shardwise
+            configuration, or ``tensor_parallel`` in a DeepSpeed configuration.
+        dist_init_required: Whether to start the process group, as in ``init_distributed``.
+        collate_fn: The function that makes a batch from samples, for the engine's loaders.
+        config: The configuration: a dictionary, a path, or url-safe base64 of JSON.
+        mesh_param: Sizes (data-parallel, sequence-parallel); the sequence-parallel size must be 1.
+        config_params: An older name of ``config``.
+
+    Raises:
+        ConfigError: if the configuration is missing, given twice, or invalid.
+        UsageError: if the arguments contradict the configuration or the mesh.
     """
     if model is None:
         raise UnmetError("deepspeed.initialize: model is required")
@@ -95,7 +116,11 @@ def initialize(
 
 
 def _one_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Errors: ConfigError where there are two, or none."""
+    """Return the one configuration that was given.
+
+    Raises:
+        ConfigError: if several configurations were given, or none.
+    """
     said = {
         "config": config,
         "config_params": config_params,
@@ -116,7 +141,7 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _check_batch(settings: DeepSpeedConfig) -> None:
-    """Errors: DeepSpeedConfigError where no size follows from any other."""
+    """Raise DeepSpeedConfigError if the configuration has no batch size from which the others follow."""
     if not {"global_size", "micro_size"} & {*settings.translation.config.get("batch", {})}:
         raise DeepSpeedConfigError(
             "deepspeed.initialize: the configuration has neither train_batch_size nor train_micro_batch_size_per_gpu, "
@@ -125,7 +150,7 @@ def _check_batch(settings: DeepSpeedConfig) -> None:
 
 
 def _check_mesh(mpu: Any, mesh_param: Any, settings: DeepSpeedConfig) -> None:
-    """Errors: UsageError for a mesh that our configuration does not know of."""
+    """Raise UsageError if the arguments describe a mesh that the translated configuration does not have."""
     sizes = [int(size) for size in mesh_param or ()]
     if len(sizes) > 1 and sizes[1] > 1:
         raise UsageError(
@@ -141,7 +166,7 @@ def _check_mesh(mpu: Any, mesh_param: Any, settings: DeepSpeedConfig) -> None:
 
 
 def _check_places(mpu: Any, ours: Engine) -> None:
-    """Raise UsageError if an mpu gives this rank another part of the model than the mesh does."""
+    """Raise UsageError if ``mpu`` assigns another part of the model to this rank than the mesh does."""
     own = ours.plan.mesh.index("tp", ours.world.rank)
     place = _asked_of(mpu, "rank", own)
     if ours.agree(_asked_of(mpu, "world_size", 1) > 1 and place != own):
@@ -153,7 +178,7 @@ def _check_places(mpu: Any, ours: Engine) -> None:
 
 
 def _asked_of(mpu: Any, what: str, default: int) -> int:
-    """Return what ``mpu`` says of its model-parallel ranks, under the name that it has for them."""
+    """Return ``what`` (rank or size) of the model-parallel group, under the name that ``mpu`` has for that group."""
     for name in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
         call = getattr(mpu, f"get_{name}_{what}", None)
         if call is not None:
@@ -162,7 +187,12 @@ def _asked_of(mpu: Any, what: str, default: int) -> int:
 
 
 def _pipeline_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
-    """What a PipelineModule says of our configuration. Collective. Errors: DeepSpeedConfigError, UsageError."""
+    """Return the part of the configuration that follows from a PipelineModule; empty for other models. Collective.
+
+    Raises:
+        DeepSpeedConfigError: if ``pipeline.stages`` differs from the module's ``num_stages``.
+        UsageError: if the ranks do not form pipelines of that many stages.
+    """
     if not isinstance(model, PipelineModule):
         return {}
     stages = settings.value("pipeline.stages")
@@ -179,7 +209,11 @@ def _pipeline_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _experts_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
-    """What layers of experts say of our configuration. Errors: UsageError."""
+    """Return the part of the configuration that follows from the model's layers of experts.
+
+    Raises:
+        UsageError: if the configuration cuts such a model by tensor parallelism too.
+    """
     mesh = settings.translation.config.get("mesh", {})
     if mesh.get("tp", 1) > 1 and layers_of(model):
         raise UsageError(
@@ -192,13 +226,16 @@ def _experts_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _run_config(settings: DeepSpeedConfig, *said: Mapping[str, Any]) -> RunConfig:
-    """Ours, without what the optimizer and the scheduler objects say, with what the model does (``said``)."""
+    """Return the run configuration: the translated one plus what the model requires (``said``).
+
+    The blocks ``optimizer`` and ``schedule`` are left out, because the optimizer and scheduler objects replace them.
+    """
     ours = {
         key: value
         for key, value in settings.translation.config.items()
         if key not in ("optimizer", "schedule")
     }
-    # A rank whose loader was not divided trains on the same data as another there, and is not refused.
+    # DeepSpeed accepts ranks whose loaders were not divided and so train on the same data; refuse them no more than it.
     ours["batch"] = {**ours.get("batch", {}), "duplicates": "allow"}
     for block, values in (item for each in said for item in each.items()):
         if values:
@@ -232,7 +269,7 @@ def _optimizer_of(
 
 
 def _trained(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, without those that do not train."""
+    """Return parameters, or groups of parameters, without those that do not require gradients."""
     found: list[Any] = []
     for each in parameters:
         if isinstance(each, Mapping):
@@ -248,7 +285,7 @@ def _trained(parameters: Iterable[Any]) -> list[Any]:
 
 
 def _named(model: nn.Module, settings: DeepSpeedConfig, given: list[Any]) -> optim.Optimizer:
-    """What ``optimizer:`` names, on groups of parameters whose own keys win."""
+    """Build the optimizer that ``optimizer:`` names; keys of a parameter group override those of the configuration."""
     policy = RunConfig.parse({"optimizer": settings.translation.config["optimizer"]}).optimizer
     rules, names = policy.rules(), {id(p): name for name, p in model.named_parameters()}
     groups = [each for each in given if isinstance(each, Mapping)]
@@ -257,7 +294,7 @@ def _named(model: nn.Module, settings: DeepSpeedConfig, given: list[Any]) -> opt
     for group in [{"params": loose}, *groups]:
         by_rule: dict[int, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            # Every matrix that no pattern of the policy's leaves out.
+            # A rule for matrices applies to every 2-D parameter that no pattern of the policy excludes.
             place = policy.rule_of(names.get(id(parameter), ""), True if parameter.dim() == 2 else None)
             by_rule.setdefault(place, []).append(parameter)
         own = {key: value for key, value in group.items() if key != "params"}
@@ -269,7 +306,7 @@ def _named(model: nn.Module, settings: DeepSpeedConfig, given: list[Any]) -> opt
 
 
 def _freeze_others(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """What the optimizer does not have does not train."""
+    """Stop the training of parameters that the optimizer does not contain, and log their names."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     for name in others:
@@ -298,7 +335,7 @@ def _scheduler_of(settings: DeepSpeedConfig, optimizer: optim.Optimizer | None, 
 
 
 def _check_scheduler(given: Any, optimizer: optim.Optimizer | None) -> None:
-    """Raise UnmetError for a scheduler object whose rates no group of the engine's optimizer would have."""
+    """Raise UnmetError if a scheduler object changes the rates of another optimizer than the engine's."""
     groups = getattr(getattr(given, "optimizer", None), "param_groups", None)
     if groups is None:
         return

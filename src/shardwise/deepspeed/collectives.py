@@ -1,7 +1,7 @@
 """``deepspeed.comm``: torch.distributed's names, and the few that DeepSpeed adds.
 
-Every collective of a script goes to torch's default group (comm/default_group.py). What the engine sends travels on
-groups of its own; ``log_summary`` prints that.
+Every collective of a script uses torch's default group (comm/default_group.py). The engine communicates on groups of
+its own; ``log_summary`` prints what the engine sent.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,22 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Meet the other ranks and make torch's default group; nothing where there is one. All ranks call it.
+    """Connect to the other ranks and make torch's default group, unless the group exists. Collective.
 
-    The ranks are found in the environment, whoever started them (our launcher, torchrun, SLURM, MPI), and so are
-    address and port. ``dist_backend``: of accelerators; CPU ranks take gloo whatever it says.
+    The environment provides the rank, the number of ranks, the address and the port, whichever launcher set them
+    (Shardwise's own, torchrun, SLURM, MPI).
+
+    Args:
+        dist_backend: No effect: accelerators use their own backend, and CPU ranks use gloo.
+        auto_mpi_discovery: No effect: the environment of MPI is always read.
+        distributed_port: No effect: the environment gives the port.
+        verbose: No effect.
+        timeout: The time to wait for the other ranks; None: the default.
+        init_method: No effect: the environment gives the address.
+        dist_init_required: False to make no group if there is none.
+        config: No effect.
+        rank: No effect: the environment gives the rank.
+        world_size: No effect: the environment gives the number of ranks.
     """
     if dist_init_required is False and not default_group.is_begun():
         return
@@ -42,55 +54,55 @@ def init_distributed(
 
 
 def is_initialized() -> bool:
-    """Whether the ranks have met."""
+    """Return whether torch's default group exists."""
     name_backend()
     return default_group.is_begun()
 
 
 def is_available() -> bool:
-    """torch has collectives."""
+    """Return True: torch has collectives."""
     return True
 
 
 def get_rank(group: Any = None) -> int:
-    """This rank in ``group``, or in the job; 0 for one process."""
+    """Return the index of this rank in ``group``, or in the job; 0 for one process."""
     return default_group.rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """Ranks of ``group``, or of the job; 1 for one process."""
+    """Return the number of ranks in ``group``, or in the job; 1 for one process."""
     return default_group.size(group)
 
 
 def get_local_rank() -> int:
-    """This rank's place on its host."""
+    """Return the index of this rank on its host."""
     return own_seat().local_rank
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return default_group.group.WORLD
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Which rank of the job is ``group_rank`` of ``group``."""
+    """Return the rank in the job of the rank ``group_rank`` of ``group``."""
     return default_group.ranks_of(group)[group_rank]
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The ranks of ``group``, as the job counts them."""
+    """Return the ranks of ``group``, numbered as in the job."""
     return default_group.ranks_of(group)
 
 
 def inference_all_reduce(tensor: Tensor, op: Any = None, group: Any = None) -> Any:
-    """A sum over the ranks of ``group``, in place."""
+    """Reduce ``tensor`` over the ranks of ``group`` in place; the default operation is a sum."""
     return default_group.all_reduce(tensor, op or default_group.ReduceOp.SUM, group)
 
 
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **ignored: Any
 ) -> Any:
-    """All ranks' tensors one after another in ``output_tensor``."""
+    """Gather the tensors of all ranks, one after another, into ``output_tensor``."""
     return default_group.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -102,14 +114,14 @@ def reduce_scatter_fn(
     async_op: bool = False,
     **ignored: Any,
 ) -> Any:
-    """This rank's part of the sum over all ranks."""
+    """Reduce ``tensor`` over all ranks and write this rank's part into ``output_tensor``."""
     return default_group.reduce_scatter_tensor(
         output_tensor, tensor, op or default_group.ReduceOp.SUM, group, async_op
     )
 
 
 def has_all_gather_into_tensor() -> bool:
-    """torch has it."""
+    """Return True: torch has this collective."""
     return True
 
 
@@ -117,19 +129,21 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = 
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """torch's DeviceMesh over all ranks."""
+    """Return torch's DeviceMesh over all ranks."""
     default_group.begin()
     return default_group.device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names)
 
 
 def configure(*args: Any, **kwargs: Any) -> None:
-    """Nothing: what was sent is always counted; see ``log_summary``."""
+    """Do nothing: traffic is always counted, and ``log_summary`` prints the counts."""
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
-    """Print on rank 0 what this rank's engines sent so far: calls, elements and bytes by operation and purpose.
+    """Print on rank 0 what this rank's engines sent: calls, elements and bytes per operation and purpose.
 
-    ``return_dict``: give the numbers back instead.
+    Args:
+        show_straggler: No effect.
+        return_dict: True to return the numbers on every rank in place of printing them.
     """
     counts = {
         f"{operation} of {purpose}": count._asdict()

@@ -1,9 +1,9 @@
 """Blocks of a DeepSpeed configuration as objects: ``runtime.config_utils``, ``precision_config``, ``zero.config``.
 
     DeepSpeedZeroConfig(stage=3).overlap_comm            attributes of a block, with DeepSpeed's defaults
-    class Mine(DeepSpeedConfigModel): ...                a pydantic model that knows old names of its fields
+    class Mine(DeepSpeedConfigModel): ...                a pydantic model whose fields may have older names
 
-What an engine does with a key is in config/deepspeed_keys.py; these objects only answer questions about values.
+config/deepspeed_keys.py defines the effect of each key on an engine; these objects only return values.
 """
 
 import math
@@ -17,10 +17,11 @@ from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A pydantic model whose fields may have old names: ``Field(json_schema_extra={"deprecated": True, ...})`` with
-    ``new_param`` (dotted for a model inside) and ``new_param_fn``, which makes the new value of the old one.
+    """A pydantic model whose fields may have older names.
 
-    Values of "auto" are left out unless ``strict``.
+    A field with an older name is declared as ``Field(json_schema_extra={"deprecated": True, ...})`` with
+    ``new_param`` (dotted for a field of a nested model) and optionally ``new_param_fn``, which computes the new value
+    from the old one. Values of "auto" are left out unless ``strict`` is True.
 
     Raises:
         pydantic.ValidationError: for an unknown field or a wrong value.
@@ -45,7 +46,7 @@ class DeepSpeedConfigModel(BaseModel):
                 self._rename(name, said)
 
     def _rename(self, old: str, said: Mapping[str, Any]) -> None:
-        """Write the value of the field ``old`` into the field of today."""
+        """Copy the value of the deprecated field ``old`` into the field that replaces it."""
         path = str(said.get("new_param", ""))
         if not path or not said.get("set_new_param", True):
             return
@@ -124,15 +125,15 @@ def get_bfloat16_config(given: Mapping[str, Any]) -> DeepSpeedBF16Config:
 
 
 class _Block:
-    """A block of the key table with its defaults, as attributes.
+    """A block of the key table, with keys as attributes and DeepSpeed's defaults.
 
     Raises:
-        DeepSpeedConfigError: for a key that the block has not, or a wrong value.
+        DeepSpeedConfigError: if the block does not have a given key, or a value is wrong.
     """
 
     _path = ""
     _prefix = ""
-    """What names of keys begin with and attributes do not."""
+    """The prefix of key names that attributes may leave out."""
 
     def __init__(self, **keys: Any):
         given: Any = keys

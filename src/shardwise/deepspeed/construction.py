@@ -1,6 +1,6 @@
-"""Contexts in which a model is made: ``deepspeed.OnDevice`` and ``deepspeed.zero.Init``.
+"""Contexts in which a model is constructed: ``deepspeed.OnDevice`` and ``deepspeed.zero.Init``.
 
-``OnDevice(dtype, "meta")`` makes a model without memory, for weights that are loaded by slices (``init_from``).
+``OnDevice(dtype, "meta")`` constructs a model without memory, for weights that are loaded in slices (``init_from``).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from shardwise.plan.errors import UsageError
 
 
 class OnDevice:
-    """Modules inside are made on ``device``, their floating tensors in ``dtype``."""
+    """A context in which modules are constructed on ``device`` with floating tensors in ``dtype``."""
 
     def __init__(
         self, dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
@@ -48,18 +48,31 @@ class OnDevice:
 
 
 def zero_wrapper_for_fp_tensor_constructor(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """``function``: torch stays as it is while a model is made."""
+    """Return ``function`` as it is: torch's constructors are not replaced."""
     return function
 
 
 class Init:
-    """A context around the making of a model for stage 3: each rank keeps 1/N of every parameter as soon as it is made
-    (engine/sharded_init.py), its floating tensors in ``dtype`` where one is given. ``initialize`` takes the pieces, at
-    any stage.
+    """A context in which a model is constructed for stage 3, so that each rank keeps 1/N of every parameter.
 
-    ``module``: a model that is made already is cut at once. ``pin_memory`` and ``mem_efficient_linear`` say how pieces
-    and products are held, which is as it is; ``data_parallel_group`` and ``mpu`` are all ranks here.
-    Errors: UsageError for a remote device beyond host memory.
+    A parameter is cut as soon as it is made (engine/sharded_init.py). ``initialize`` takes over the pieces, at any
+    stage.
+
+    Args:
+        module: An existing model, which is cut at once.
+        data_parallel_group: No effect: the parameters are cut over all ranks.
+        mem_efficient_linear: No effect.
+        remote_device: None, ``cpu`` or ``none``.
+        pin_memory: No effect.
+        config_dict_or_path: No effect.
+        config: No effect.
+        enabled: False to do nothing.
+        dtype: The dtype of floating tensors; None: torch's default.
+        mpu: No effect: the parameters are cut over all ranks.
+        **others: DeepSpeed's other arguments, without effect.
+
+    Raises:
+        UsageError: if ``remote_device`` is not host memory.
     """
 
     def __init__(

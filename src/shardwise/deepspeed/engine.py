@@ -1,13 +1,14 @@
-"""The engine that ``initialize`` returns: DeepSpeed's methods, counters and attributes on ours.
+"""The engine that ``initialize`` returns: DeepSpeed's methods, counters and attributes on a Shardwise engine.
 
-    loss = engine(batch)                     runs the model, its own dtypes in its outputs
-    engine.backward(loss)                    the loss, over gradient_accumulation_steps
-    engine.step()                            ends a microbatch; at the boundary it updates, and the scheduler steps
+    loss = engine(batch)                     runs the model; outputs have the model's own dtypes
+    engine.backward(loss)                    backward of the loss divided by gradient_accumulation_steps
+    engine.step()                            ends a microbatch; at the boundary, updates weights and steps the
+    scheduler
 
-Counters, as such scripts read them: ``micro_steps`` calls of ``step``, ``global_steps`` those at a boundary,
-``skipped_steps`` of them those that changed no weight, ``global_samples`` global_steps times train_batch_size.
-What it says of itself is in engine_facts.py; whatever is in neither is the module's. ``engine.ours`` is our engine,
-with all that it can do.
+Counters: ``micro_steps`` counts calls of ``step``; ``global_steps`` counts the calls at a boundary; ``skipped_steps``
+counts the calls at a boundary that changed no weight; ``global_samples`` is global_steps times train_batch_size.
+Methods that only report are in engine_facts.py; any other attribute is looked up on the module. ``engine.ours`` is
+the Shardwise engine with its full interface.
 """
 
 import gc
@@ -40,11 +41,11 @@ _KINDS_OF_STATE: dict[str, StateKind | None] = {
     "lp_grads": None,
     "contiguous_grad_buffer": None,
 }
-"""Theirs; None of what has no memory between steps."""
+"""DeepSpeed's name of each kind of state, with Shardwise's name; None for kinds without memory between steps."""
 
 
 class DeepSpeedEngine(EngineFacts):
-    """See the module's docstring. Made by ``initialize``."""
+    """DeepSpeed's engine interface on a Shardwise engine; see the module's docstring. Created by ``initialize``."""
 
     def __init__(
         self,
@@ -57,11 +58,11 @@ class DeepSpeedEngine(EngineFacts):
     ):
         super().__init__(ours, config, optimizer)
         self.lr_scheduler = lr_scheduler
-        """Stepped after each applied step."""
+        """The learning rate scheduler, stepped after each applied step; None if there is none."""
         self.collate_fn = collate_fn
         self.mpu = mpu
         self.training_dataloader: DeepSpeedDataLoader | None = None
-        """Of ``training_data``."""
+        """The loader of ``training_data``; None if ``initialize`` got no training data."""
         self._applied = False
         if optimizer is not None and ours.plan.mesh.pp == 1:
             ours.adopt_backward()
@@ -73,13 +74,23 @@ class DeepSpeedEngine(EngineFacts):
     # Training --------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Run the model and return its output."""
         return self.ours(*inputs, **kwargs) if kwargs else self.ours(inputs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Accumulate the gradients of ``loss``, over the microbatches of a step; returns the loss so divided.
+        """Accumulate the gradients of ``loss`` into the running step and return the loss that was differentiated.
 
-        ``scale_wrt_gas=False``: the loss is divided already.
+        Args:
+            loss: The loss of one microbatch.
+            retain_graph: True to keep the graph for another backward pass.
+            scale_wrt_gas: True to divide the loss by gradient_accumulation_steps; False if the loss is divided
+                already.
+
+        Returns:
+            The loss divided by gradient_accumulation_steps, or ``loss`` itself if ``scale_wrt_gas`` is False.
+
+        Raises:
+            UsageError: if the engine has no optimizer.
         """
         parts = self.gradient_accumulation_steps()
         self._refuse_without_optimizer("backward")
@@ -87,14 +98,26 @@ class DeepSpeedEngine(EngineFacts):
         return loss / parts if scale_wrt_gas else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss``, for a ``loss.backward()`` of the script's own: the loss scale is put in where the gradient enters
-        the model."""
+        """Return ``loss`` for a ``loss.backward()`` call of the script's own.
+
+        The loss scale is not applied to the loss: the engine applies it where the gradient enters the model.
+
+        Raises:
+            UsageError: if the loss is not a single number with a graph.
+        """
         if loss.numel() != 1 or not loss.requires_grad:
             raise UsageError("scale: expected a loss of one number with a graph")
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a microbatch. At the boundary: update, and let the scheduler step."""
+        """End a microbatch; at the accumulation boundary, update the weights and step the scheduler.
+
+        Args:
+            lr_kwargs: Keyword arguments for the scheduler's ``step``.
+
+        Raises:
+            UsageError: if the engine has no optimizer.
+        """
         self._refuse_without_optimizer("step")
         result = self.ours.step(weight=float(self.gradient_accumulation_steps()))
         self.counters.micro_steps += 1
@@ -120,18 +143,19 @@ class DeepSpeedEngine(EngineFacts):
             )
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether ``step()`` will update."""
+        """Return whether the next ``step()`` updates the weights."""
         return self.ours.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the microbatch that comes ends a step, in place of counting."""
+        """Set whether the next microbatch ends a step, in place of counting microbatches."""
         self.ours.set_boundary(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients stay on their rank; ``step()`` comes after it.
+        """Return a context in which gradients stay on their rank; call ``step()`` after leaving the context.
 
-        Errors: UsageError at stages 2 and 3, whose gradients lie in pieces.
+        Raises:
+            UsageError: at stages 2 and 3, where every backward pass reduces gradients into shards.
         """
         if self.zero_optimization_partition_gradients():
             raise UsageError(
@@ -144,20 +168,24 @@ class DeepSpeedEngine(EngineFacts):
     coalesce_grad_reduction = no_sync
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Nothing: the backward pass that ends a step has summed them, or ``step()`` does."""
+        """Do nothing: the backward pass that ends a step, or ``step()``, has reduced the gradients."""
 
     def clip_fp32_gradients(self) -> None:
-        """Nothing: ``step()`` clips to ``gradient_clipping``, at every stage and in every dtype."""
+        """Do nothing: ``step()`` clips to ``gradient_clipping``, at every stage and in every dtype."""
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed weights."""
+        """Return whether the last ``step()`` changed weights."""
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a microbatch that ``step()`` has not ended, as of another engine's loss that passed
-        through this model. After ``step()`` nothing is left to drop.
+        """Drop the gradients of a microbatch that ``step()`` has not ended.
 
-        Errors: UsageError in the middle of an accumulation, for those of its earlier microbatches would go too.
+        Such gradients arise, for example, if the loss of another engine passes through this model. After ``step()``
+        no gradients are left to drop.
+
+        Raises:
+            UsageError: in the middle of an accumulation, because the gradients of earlier microbatches would be
+                dropped too.
         """
         if not self.ours.open_backwards:
             return
@@ -170,18 +198,22 @@ class DeepSpeedEngine(EngineFacts):
         self.ours.discard()
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
-        """The model's training mode."""
+        """Set the training mode of the engine and the model, and return the engine."""
         self.training = mode
         self.ours.train(mode)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing after ``initialize``; ``"compile": {"deepcompile": true}`` compiles the blocks when it begins."""
+        """Do nothing: with ``"compile": {"deepcompile": true}`` the blocks are compiled by ``initialize``."""
 
     # Batch sizes -----------------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another global batch from the next step on, by more or fewer microbatches. Errors: UsageError."""
+        """Change the global batch size from the next step on, by changing the number of microbatches.
+
+        Raises:
+            UsageError: if the size is not a multiple of the microbatch size times the data-parallel ranks.
+        """
         part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if not isinstance(train_batch_size, int) or train_batch_size < part or train_batch_size % part:
             raise UsageError(
@@ -193,7 +225,7 @@ class DeepSpeedEngine(EngineFacts):
         self._config.change("gradient_accumulation_steps", train_batch_size // part)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another microbatch from the next one on; the script brings it."""
+        """Change the microbatch size from the next microbatch on; the script must provide batches of that size."""
         self._config.change("train_micro_batch_size_per_gpu", micro_batch_size)
         whole = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
         self._config.change("train_batch_size", whole)
@@ -210,7 +242,17 @@ class DeepSpeedEngine(EngineFacts):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """This rank's batches of ``dataset``. ``route``: ``train`` shuffles, ``eval`` and ``predict`` do not."""
+        """Return a loader of this rank's batches of ``dataset``.
+
+        Args:
+            dataset: A torch Dataset or IterableDataset.
+            batch_size: Samples per batch; None: the microbatch size.
+            route: ``train`` shuffles; ``eval`` and ``predict`` do not.
+            pin_memory: No effect; memory is pinned if the machine has an accelerator.
+            data_sampler: A sampler that replaces the default one.
+            collate_fn: The function that makes a batch from samples; None: the engine's.
+            num_local_io_workers: Worker processes; None: DeepSpeed's default.
+        """
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
@@ -223,8 +265,11 @@ class DeepSpeedEngine(EngineFacts):
         )
 
     def take_training_data(self, dataset: Any) -> None:
-        """``training_data`` of ``initialize``. A pass over it that is shorter than a step is told: the accumulation
-        goes on in the next pass, and a script of one pass would train nothing."""
+        """Make the loader of ``training_data``, the argument of ``initialize``.
+
+        Log a warning if one pass over the data has fewer microbatches than a step: the accumulation then continues in
+        the next pass, and a script with a single pass trains nothing.
+        """
         loader = self.training_dataloader = self.deepspeed_io(dataset)
         parts = self.gradient_accumulation_steps()
         if self.ours.is_main and self.is_map_style_dataset(dataset) and len(loader) < parts:
@@ -242,12 +287,17 @@ class DeepSpeedEngine(EngineFacts):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """State leaves the device between two steps (``Engine.offload_states``) until ``reload_states``. Collective.
+        """Move state off the device between two steps, until ``reload_states``. Collective.
 
-        ``include``: some of ``optim_states``, ``hp_params`` (masters), ``lp_params`` (weights); gradients have no
-        memory between steps. ``device``: ``cpu``; ``nvme``: the folder of ``nvme_path``; ``none``: nothing moves.
-        ``pin_memory``, ``non_blocking``: no effect; what is copied to is pinned, and is there when this returns.
-        Errors: UsageError for other words, and as there.
+        Args:
+            include: Some of ``optim_states`` (moments), ``hp_params`` (masters), ``lp_params`` (weights),
+                ``lp_grads`` and ``contiguous_grad_buffer``; gradients have no memory between steps. None: all.
+            device: ``cpu``: host memory; ``nvme``: the folder of ``nvme_path``; ``none``: nothing moves.
+            pin_memory: No effect: the host memory is always pinned.
+            non_blocking: No effect: the copy is complete when this method returns.
+
+        Raises:
+            UsageError: for other values of ``device`` or ``include``, and if ``Engine.offload_states`` raises it.
         """
         if device not in _PLACES:
             raise UsageError(f"offload_states: device: {device!r} is none of {', '.join(_PLACES)}")
@@ -264,19 +314,19 @@ class DeepSpeedEngine(EngineFacts):
             self.ours.offload_states(place, include=wanted)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """End of ``offload_states``."""
+        """Move state back to the device after ``offload_states``. Collective."""
         self.ours.reload_states()
 
     # The whole model -------------------------------------------------------------------------------------------
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **ignored: Any) -> dict[str, Tensor]:
-        """The whole model on the CPU, under the model's own names. Collective."""
+        """Return the whole model on the CPU, under the model's own names. Collective."""
         return self.ours.state_dict(trained_only=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, **ignored: Any
     ) -> None:
-        """Weights and buffers from whole tensors. Collective."""
+        """Load weights and buffers from whole tensors. Collective."""
         self.ours.load_state_dict(state_dict.get("module", state_dict), strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
@@ -295,11 +345,22 @@ class DeepSpeedEngine(EngineFacts):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a step as ``save_dir/tag`` (default: ``global_stepN``); see saved.py. Collective.
+        """Save a step as ``save_dir/tag``; saved.py documents the files. Collective.
 
-        ``client_state``: numbers, text, tensors, lists and dictionaries, which ``load_checkpoint`` returns.
-        ``exclude_frozen_parameters``: leave them out of the file for torch. Errors: UsageError names the key of what
-        could be read back by running code alone; CheckpointError.
+        Args:
+            save_dir: The folder of all checkpoints.
+            tag: The name of the step's folder; None: ``global_stepN``.
+            client_state: Numbers, text, tensors, lists and dictionaries, which ``load_checkpoint`` returns.
+            save_latest: True to write the tag into ``save_dir/latest``.
+            exclude_frozen_parameters: True to leave frozen parameters out of the file for torch.
+
+        Returns:
+            True.
+
+        Raises:
+            UsageError: if ``client_state`` has a value that could only be read back by running code; the error names
+                its key.
+            CheckpointError: if the step cannot be written.
         """
         return saved.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -313,10 +374,25 @@ class DeepSpeedEngine(EngineFacts):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load ``load_dir/tag`` (default: what ``latest`` names), ours or one that DeepSpeed saved, whatever ranks and
-        stage saved it; (its folder, the client's state), or (None, {}) where ``load_dir`` names no latest. Collective.
+        """Load the step ``load_dir/tag``, which Shardwise or DeepSpeed saved. Collective.
 
-        Errors: CheckpointError, MismatchError where it is of another model and ``load_module_strict``.
+        The step may come from another number of ranks and another stage.
+
+        Args:
+            load_dir: The folder of all checkpoints.
+            tag: The name of the step's folder; None: the tag in the file ``latest``.
+            load_module_strict: True to raise if names or shapes differ from the model's.
+            load_optimizer_states: False to load only the weights.
+            load_lr_scheduler_states: True to restore the scheduler.
+            load_module_only: True to load only the weights, without optimizer, scheduler and counters.
+            custom_load_fn: Must be None.
+
+        Returns:
+            (folder of the step, client state), or (None, {}) if ``load_dir`` has no file ``latest``.
+
+        Raises:
+            CheckpointError: if there is no such step, or its files are damaged.
+            MismatchError: if the step belongs to another model and ``load_module_strict`` is True.
         """
         if custom_load_fn is not None:
             raise UsageError(
@@ -338,20 +414,32 @@ class DeepSpeedEngine(EngineFacts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """The whole model in its 16 bits, as one file for torch. Collective; rank 0 holds it on the CPU meanwhile."""
+        """Write the whole model in its 16-bit dtype as one file for torch. Collective.
+
+        Args:
+            save_dir: The folder of the file.
+            save_filename: The name of the file.
+            exclude_frozen_parameters: True to leave out frozen parameters.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: if rank 0 cannot write the file.
+        """
         return saved.save_16bit(self, save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model
 
     def collect_python_gc(self) -> int:
-        """Let Python look for objects that hold one another; how many it found."""
+        """Run Python's garbage collector and return the number of unreachable objects that it found."""
         return gc.collect()
 
     def empty_partition_cache(self) -> None:
-        """Nothing: no weights are kept between passes."""
+        """Do nothing: no gathered weights are kept between passes."""
 
     def destroy(self) -> None:
-        """Give the model back as it came. Collective."""
+        """Close the engine and restore the model to its original form. Collective."""
         if self._is_marked:
             parameter_facts.unmark(list(self.module.parameters()))
         self.ours.close()

@@ -1,10 +1,11 @@
-"""What an engine of ``initialize`` says of itself, in DeepSpeed's names: counters, ranks, dtypes, numbers of a step.
+"""The read-only part of DeepSpeed's engine: counters, ranks, dtypes, and numbers of the last step.
 
-    engine.global_steps, engine.get_lr(), engine.dp_world_size       here
-    engine.zero_optimization_stage(), engine.fp16_enabled() ...      getters.py: each the value of a key
-    engine.anything_else                                             the module's, or an error with what to do instead
+An attribute of the engine is found in one of three places:
 
-Nothing here changes anything.
+    engine.global_steps, engine.get_lr(), engine.dp_world_size       this module
+    engine.zero_optimization_stage(), engine.fp16_enabled() ...      getters.py: each returns the value of a key
+    any other attribute of the engine                                the module's attribute, or an AttributeError
+                                                                     that names a replacement
 """
 
 from collections.abc import Sequence
@@ -27,37 +28,37 @@ from shardwise.engine.step import StepResult
 
 @dataclass
 class Counters:
-    """How far a run has come, as DeepSpeed counts."""
+    """The progress of a run, counted as DeepSpeed counts."""
 
     global_steps: int = 0
-    """Calls of ``step`` at a boundary."""
+    """Calls of ``step`` at an accumulation boundary."""
     global_samples: int = 0
-    """Samples of those."""
+    """Samples of all global steps."""
     micro_steps: int = 0
     """Calls of ``step``."""
     skipped_steps: int = 0
-    """Those at a boundary that changed no weight."""
+    """Calls of ``step`` at a boundary that changed no weight."""
 
 
 class EngineFacts(nn.Module):
-    """See the module's docstring."""
+    """Read-only attributes and methods of DeepSpeed's engine; see the module's docstring."""
 
     def __init__(self, ours: Engine, config: DeepSpeedConfig, optimizer: optim.Optimizer | None):
         super().__init__()
         self.module = ours.module
         """The user's model."""
         self.ours = ours
-        """Our engine."""
+        """The Shardwise engine."""
         stage = ours.config.zero.stage
         self.optimizer = (
             None if optimizer is None else optimizer_of(optimizer, ours, stage, self._was_skipped)
         )
         """The optimizer, whose ``param_groups`` are read before each step."""
         self.counters = Counters()
-        """How far the run has come."""
+        """The counters of the run's progress."""
         self._config = config
         self._result: StepResult | None = None
-        """Of the last step at a boundary."""
+        """The result of the last step at a boundary; None before the first one."""
 
     def _was_skipped(self) -> bool:
         return self._result is not None and self._result.skipped
@@ -71,52 +72,52 @@ class EngineFacts(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """See ``Counters``."""
+        """Calls of ``step`` at an accumulation boundary."""
         return self.counters.global_steps
 
     @property
     def global_samples(self) -> int:
-        """See ``Counters``."""
+        """Samples of all global steps."""
         return self.counters.global_samples
 
     @property
     def micro_steps(self) -> int:
-        """See ``Counters``."""
+        """Calls of ``step``."""
         return self.counters.micro_steps
 
     @property
     def skipped_steps(self) -> int:
-        """See ``Counters``."""
+        """Calls of ``step`` at a boundary that changed no weight."""
         return self.counters.skipped_steps
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return self.ours.device
 
     @property
     def local_rank(self) -> int:
-        """This rank's place on its host."""
+        """The index of this rank on its host."""
         return self.ours.world.local_rank
 
     @property
     def global_rank(self) -> int:
-        """This rank."""
+        """The index of this rank in the job."""
         return self.ours.world.rank
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks in the job."""
         return self.ours.world.size
 
     @property
     def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
+        """The number of data-parallel ranks."""
         return self.ours.dp_size
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that hold one model together."""
+        """The number of ranks that hold one copy of the model together."""
         return self.ours.world.size // self.ours.dp_size
 
     seq_dp_world_size = dp_world_size
@@ -125,29 +126,33 @@ class EngineFacts(nn.Module):
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether the model has layers of experts."""
+        """True if the model has layers of experts."""
         return bool(self.num_experts)
 
     @property
     def num_experts(self) -> list[int]:
-        """Experts of each layer that has some."""
+        """The number of experts of each layer of experts."""
         return [layer.num_experts for layer in experts.layers_of(self.module)]
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch's group of the data-parallel ranks. Errors: UsageError where those are not all ranks."""
+        """The torch process group of the data-parallel ranks.
+
+        Raises:
+            UsageError: if the data-parallel ranks are not all ranks of the job.
+        """
         return groups.get_data_parallel_group()
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Of gradients on the wire, where ``communication_data_type`` says one; else that of the weights."""
+        """The dtype of gradients on the wire: ``communication_data_type`` if it is given, else the weights' dtype."""
         said = self._config.value("communication_data_type")
         known = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         own = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
         return known[said or own]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(of the weights, of accumulated gradients)."""
+        """Return (dtype of the weights, dtype of accumulated gradients)."""
         own = (
             torch.float16
             if self.fp16_enabled()
@@ -158,11 +163,11 @@ class EngineFacts(nn.Module):
         return own, torch.float32
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among the data-parallel ranks."""
+        """Return the index of this rank among the data-parallel ranks."""
         return self.ours.dp_index
 
     def get_tensor_parallel_rank(self) -> int:
-        """This rank's place among those that share its matrices."""
+        """Return the index of this rank among the tensor-parallel ranks, which share its matrices."""
         return self.ours.plan.mesh.index("tp", self.global_rank)
 
     get_model_parallel_rank = get_tensor_parallel_rank
@@ -170,19 +175,19 @@ class EngineFacts(nn.Module):
     # Numbers of the last step ----------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradient before clipping; None before the first."""
+        """Return the norm of the last step's gradient before clipping; None before the first step."""
         return None if self._result is None else self._result.grad_norm
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each group, for the step that comes."""
+        """Return the learning rate of each parameter group for the next step."""
         return self._of_groups("lr")
 
     def get_type(self) -> list[Any]:
-        """``type`` of each group, where groups have one."""
+        """Return the ``type`` of each parameter group; 0.0 for groups without one."""
         return self._of_groups("type")
 
     def get_mom(self) -> list[Any]:
-        """Momentum or betas of each group."""
+        """Return the momentum or the betas of each parameter group."""
         return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "sgd", "RMSprop") else "betas")
 
     def _of_groups(self, name: str) -> list[Any]:
@@ -190,14 +195,14 @@ class EngineFacts(nn.Module):
         return [group.get(name, 0.0) for group in groups]
 
     def optimizer_name(self) -> str | None:
-        """As the configuration says it, or the class of the optimizer that was given."""
+        """Return the optimizer's name in the configuration, or the class name of the given optimizer object."""
         named: str | None = self._config.value("optimizer.type")
         if named is not None or self.optimizer is None:
             return named
         return type(self.optimizer.optimizer).__name__
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Global batch, microbatch, microbatches of a step."""
+        """Return (global batch size, microbatch size, microbatches of a step)."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -208,26 +213,26 @@ class EngineFacts(nn.Module):
 
     @property
     def monitor(self) -> EngineEvents:
-        """Where a script writes numbers of its own: ``write_events([(tag, value, samples)])``."""
+        """The writer for a script's own numbers: ``write_events([(tag, value, samples)])``."""
         return EngineEvents(self.ours.monitor, self.train_batch_size())
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last step by what they went to: ``fwd``, ``bwd``, ``step``."""
+        """Return the milliseconds that the last step spent in ``fwd``, ``bwd`` and ``step``."""
         return milliseconds(self.ours.trace)
 
     def get_sequence_parallel_group(self) -> Any:
-        """None: no sequence is cut over ranks of its own."""
+        """Return None: no sequence is cut over a group of ranks of its own."""
 
     def is_map_style_dataset(self, obj: Any) -> bool:
-        """Whether samples are found by their place."""
+        """Return whether samples of ``obj`` can be looked up by index."""
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
 
     def is_iterable_style_dataset(self, obj: Any) -> bool:
-        """Whether samples come one after another."""
+        """Return whether ``obj`` is an IterableDataset."""
         return isinstance(obj, IterableDataset)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Of the scale that moves."""
+        """Return the settings of the dynamic loss scale."""
         return {
             "init_scale": 2 ** self._config.value("fp16.initial_scale_power"),
             "scale_window": self._config.value("fp16.loss_scale_window"),

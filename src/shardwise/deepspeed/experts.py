@@ -1,13 +1,14 @@
-"""``deepspeed.moe.layer.MoE``: DeepSpeed's layer of experts on ours, and what scripts ask of models that have some.
+"""``deepspeed.moe.layer.MoE``: DeepSpeed's layer of experts on Shardwise's, and functions that inspect such layers.
 
     y, l_aux, counts = MoE(hidden_size=D, expert=module, num_experts=E, ep_size=2, k=1)(x)     x, y [..., D]
 
-    l_aux = E · Σ_e f_e P_e     f_e: share of the tokens that chose expert e, of k = 2 by their first choice alone,
-                                of more by any over k; before drops; P_e: mean probability
+    l_aux = E · Σ_e f_e P_e     f_e: share of the tokens that chose expert e, for k = 2 only by their first choice,
+                                for larger k by any choice, over k; before drops; P_e: mean probability
 
-All n tokens of a rank's microbatch are one sequence: room with an expert and ``l_aux`` are those of the microbatch, as
-there, and depend on how a batch is cut into microbatches. ``shardwise.MixtureOfExperts`` counts sequence by sequence.
-``l_aux`` is an output with gradients that the script adds to its loss: nothing is injected beside it.
+All n tokens of a rank's microbatch count as one sequence: an expert's capacity and ``l_aux`` are computed over the
+microbatch, as in DeepSpeed, and depend on how a batch is cut into microbatches. ``shardwise.MixtureOfExperts`` counts
+sequence by sequence. ``l_aux`` is an output with gradients that the script adds to its loss: the layer adds no
+gradient of its own.
 
 Shapes: D hidden_size, E num_experts, n tokens of a microbatch.
 """
@@ -40,7 +41,10 @@ _LAYERS: "WeakSet[MoE]" = WeakSet()
 
 
 class MoE(MixtureOfExperts):
-    """DeepSpeed's layer of experts: ``(output, l_aux, exp_counts)``. See docs/guides/deepspeed.md for each argument."""
+    """DeepSpeed's layer of experts, which returns ``(output, l_aux, exp_counts)``.
+
+    docs/guides/deepspeed.md documents each argument.
+    """
 
     def __init__(
         self,
@@ -60,9 +64,10 @@ class MoE(MixtureOfExperts):
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
-        """``expert``: a module [n, D] -> [n, D], of which every expert starts as a copy.
+        """Make the layer; ``expert`` is a module [n, D] -> [n, D], of which every expert starts as a copy.
 
-        Errors: ConfigError names the argument.
+        Raises:
+            ConfigError: if an argument is wrong; the error names it.
         """
         if ep_size < 1 or num_experts % ep_size:
             raise ConfigError(
@@ -83,7 +88,7 @@ class MoE(MixtureOfExperts):
             residual=use_residual,
         )
         if use_residual:
-            self.residual = expert  # itself: layers that were given one module share it
+            self.residual = expert  # not a copy, because layers that were given the same module share it
         self.num_experts, self.ep_size = num_experts, ep_size
         evaluated = {**room, "capacity": eval_capacity_factor} if room else room
         self._policies = policy, RouterPolicy(top_k=k, noise=noise, **evaluated)
@@ -95,7 +100,7 @@ class MoE(MixtureOfExperts):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        _LAYERS.add(self)  # a copy is one too
+        _LAYERS.add(self)  # a copied or unpickled layer must be found by ``is_moe_param`` too
 
     def __getattr__(self, name: str) -> Any:
         if name in _INSTEAD:
@@ -104,24 +109,24 @@ class MoE(MixtureOfExperts):
 
     @property
     def num_local_experts(self) -> int:
-        """Experts of a rank."""
+        """The number of experts on each rank."""
         return self.num_experts // self.ep_size
 
     @property
     def expert_group_name(self) -> str:
-        """What ``groups`` and groups of parameters are asked for."""
+        """The name of the layer's group of ranks, for ``groups`` and for groups of parameters."""
         return f"ep_size_{self.ep_size}"
 
     @property
     def use_residual(self) -> bool:
-        """Whether a dense branch is mixed in."""
+        """True if a dense branch is mixed into the output."""
         return self.residual is not None
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Nothing: ``initialize`` deals experts to ranks."""
+        """Do nothing: ``initialize`` assigns experts to ranks."""
 
     def train(self, mode: bool = True) -> "MoE":
-        """Also chooses between the two capacity factors."""
+        """Set the training mode and choose the matching capacity factor."""
         super().train(mode)
         self.router.policy = self._policies[0 if mode else 1]
         return self
@@ -129,10 +134,18 @@ class MoE(MixtureOfExperts):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(output as ``hidden_states`` [..., D], l_aux [], tokens that chose each expert, int64 [E]).
+        """Return (output, l_aux, exp_counts) for tokens.
 
-        ``used_token`` [n]: zero for tokens that go to no expert.
-        Errors: UsageError for other shapes.
+        Args:
+            hidden_states: The tokens, [..., D].
+            used_token: [n]; zero for tokens that are sent to no expert. None: all tokens are used.
+
+        Returns:
+            The output with the shape of ``hidden_states``, l_aux [], and the number of tokens that chose each expert,
+                int64 [E].
+
+        Raises:
+            UsageError: if the last dim of ``hidden_states`` is not D.
         """
         if hidden_states.shape[-1] != self.width:
             raise UsageError(
@@ -156,7 +169,11 @@ class MoE(MixtureOfExperts):
 
 
 def _noise(k: int, policy: str | None, samples_second: bool) -> str:
-    """Errors: ConfigError."""
+    """Return Shardwise's name of the router noise for DeepSpeed's arguments.
+
+    Raises:
+        ConfigError: if the policy is unknown, or two kinds of noise are given.
+    """
     if policy not in _NOISES:
         raise ConfigError(f"MoE: noisy_gate_policy is {policy!r}; expected None, 'Jitter' or 'RSample'")
     if policy == "Jitter":
@@ -175,14 +192,20 @@ def _noise(k: int, policy: str | None, samples_second: bool) -> str:
 
 
 def layers_of(model: nn.Module) -> list[MoE]:
-    """The layers of experts in ``model``."""
+    """Return the layers of experts in ``model``."""
     return [each for each in model.modules() if isinstance(each, MoE)]
 
 
 def expert_ranks(model: nn.Module, said: int, call: str) -> int:
-    """Ranks over which experts of ``model`` lie, by its layers and by a configuration that ``said`` so many.
+    """Return the number of ranks over which the experts of ``model`` are distributed.
 
-    Errors: UsageError where they disagree.
+    Args:
+        model: The model, whose layers each give an ``ep_size``.
+        said: The number in the configuration; 1 if the configuration gives none.
+        call: The name of the calling function, for the error.
+
+    Raises:
+        UsageError: if the layers and the configuration disagree.
     """
     sizes = {layer.ep_size for layer in layers_of(model)} | ({said} if said > 1 else set())
     if len(sizes) > 1:
@@ -194,13 +217,13 @@ def expert_ranks(model: nn.Module, said: int, call: str) -> int:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(whether ``m`` has layers of experts, how many experts the first one has)."""
+    """Return (True if ``m`` has layers of experts, number of experts of the first layer)."""
     found = layers_of(m)
     return bool(found), found[0].num_experts if found else 0
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether ``param`` is a stack of experts."""
+    """Return whether ``param`` is the stacked parameter of a layer's experts."""
     return _layer_of(param) is not None
 
 
@@ -217,8 +240,16 @@ Groups = Mapping[str, Any] | Iterable[Mapping[str, Any]]
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Groups, max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups without their experts, then those of the experts: each with its numbers, ``moe`` True and the
-    ``name`` of the group of ranks. ``max_group_size``: no effect, for a group is no buffer here."""
+    """Split groups of parameters into groups without experts, followed by groups of only experts.
+
+    Args:
+        param_groups: One group, or several.
+        max_group_size: No effect: a group is not a buffer.
+
+    Returns:
+        The given groups without their experts, then the groups of experts. Each group of experts has the numbers of
+            its original group, ``moe`` True, and as ``name`` the name of the layer's group of ranks.
+    """
     given = (
         [dict(param_groups)] if isinstance(param_groups, Mapping) else [dict(each) for each in param_groups]
     )
@@ -235,13 +266,13 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """(those of all ranks, stacks of experts)."""
+    """Return (parameters outside of experts, stacked parameters of experts)."""
     given = list(params)
     return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, split as above; groups that are split already stay."""
+    """Split parameters, or groups of parameters, into groups with and without experts, unless they are split."""
     if not any(isinstance(each, Mapping) for each in model_parameters):
         group = {"params": model_parameters, "name": "dense-params"}
         return split_params_into_different_moe_groups_for_optimizer(group)
@@ -251,5 +282,5 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, An
 
 
 def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
-    """Whether a group is of experts."""
+    """Return whether a group of parameters contains experts."""
     return bool(param_group.get("moe", False))

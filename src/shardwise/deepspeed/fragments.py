@@ -1,11 +1,11 @@
-"""What belongs to one parameter, whatever the stage: DeepSpeed's ``safe_get_*`` and ``safe_set_*``.
+"""The fp32 weight, moments and gradient of one parameter at any stage: DeepSpeed's ``safe_get_*`` and ``safe_set_*``.
 
-    full    whole, a copy on every rank; all ranks call it with the same parameter, and write the same values
+    full    the whole tensor, copied to every rank; all ranks pass the same parameter, and write the same values
     local   this rank's own elements, flat
 
-Masters, moments and gradients as the optimizer has them, in fp32 where it computes in fp32. A gradient is the mean
-before clipping, between the last backward pass of a step and ``engine.step()``. Getters return None where there is
-nothing: of a parameter that no engine has, of a frozen one, of one that no rank used.
+Masters, moments and gradients are the optimizer's, in fp32 if the optimizer computes in fp32. A gradient is the mean
+before clipping, and exists between the last backward pass of a step and ``engine.step()``. Getters return None if
+there is no such tensor: for a parameter that no engine has, a frozen parameter, or a parameter that no rank used.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,39 +20,39 @@ _MASTER, _GRADIENT = "master", "gradient"
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The weight that the optimizer updates."""
+    """Return the whole master weight, which the optimizer updates. Collective."""
     return _full(param, _MASTER)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write it; the weight that computes is rounded from it."""
+    """Write the whole master weight; the weight for computation is rounded from it. Collective."""
     _set_full(param, value, _MASTER)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A moment of the optimizer, by torch's name: ``exp_avg``, ``exp_avg_sq``."""
+    """Return a whole moment of the optimizer, by torch's name: ``exp_avg``, ``exp_avg_sq``. Collective."""
     return _full(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Write it."""
+    """Write a whole moment of the optimizer. Collective."""
     _set_full(param, value, optim_state_key)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient; of a parameter that no engine has its own."""
+    """Return the whole gradient; for a parameter that no engine has, its ``grad``. Collective."""
     return param.grad if find(param) is None else _full(param, _GRADIENT)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Write it: the step that comes works with it."""
+    """Write the whole gradient, which the next step uses. Collective."""
     _set_full(param, value, _GRADIENT)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each gradient by what ``update_func(gradient, parameter)`` makes of it."""
+    """Replace the gradient of each parameter by ``update_func(gradient, parameter)``. Collective."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -60,37 +60,37 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the weight that the optimizer updates."""
+    """Return this rank's elements of the master weight, which the optimizer updates."""
     return _local(param, _MASTER)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write them. Collective."""
+    """Write this rank's elements of the master weight. Collective."""
     _set_local(param, value, _MASTER)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's elements of a moment."""
+    """Return this rank's elements of a moment."""
     return _local(param, optim_state_key)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Write them. Collective."""
+    """Write this rank's elements of a moment. Collective."""
     _set_local(param, value, optim_state_key)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the gradient."""
+    """Return this rank's elements of the gradient."""
     return _local(param, _GRADIENT)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Write them. Collective."""
+    """Write this rank's elements of the gradient. Collective."""
     _set_local(param, value, _GRADIENT)
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether an engine has it."""
+    """Return whether ``parameter`` belongs to a model that an engine has."""
     return isinstance(parameter, nn.Parameter) and find(parameter) is not None
 
 
@@ -119,5 +119,5 @@ def _set_local(param: nn.Parameter, value: Tensor, of: str) -> None:
 
 
 def _wide(found: Tensor | None) -> Tensor | None:
-    """16-bit numbers as fp32."""
+    """Return 16-bit tensors as fp32, and other tensors as they are."""
     return found.float() if found is not None and found.dtype in (torch.float16, torch.bfloat16) else found

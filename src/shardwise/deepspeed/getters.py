@@ -1,7 +1,7 @@
-"""``engine.train_batch_size()`` and its like: methods without arguments, each the value of one key.
+"""``engine.train_batch_size()`` and similar methods without arguments, each of which returns the value of one key.
 
-A row: the method, and the key in a DeepSpeed file. The value is what the file says, or else the key's default. Which
-keys change something here, and which do not and why, is told in docs/deepspeed.md.
+A row of the table has the method and the key in a DeepSpeed file. The value is the file's value, or else the key's
+default. docs/deepspeed.md documents which keys have an effect, and why the others have none.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ _KEYS = {
     "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
 }
-"""By method: the key whose value it returns."""
+"""The key whose value each method returns."""
 _MORE: dict[str, Callable[[Callable[[str], Any]], Any]] = {
     "zero_optimization": lambda key: key(f"{_ZERO}.stage") > 0,
     "zero_optimization_partition_gradients": lambda key: key(f"{_ZERO}.stage") >= 2,
@@ -132,13 +132,18 @@ _MORE: dict[str, Callable[[Callable[[str], Any]], Any]] = {
     "compile_autotp": lambda key: "autotp" in (key("compile.passes") or ()),
     "swap_tensor_config": lambda key: key("aio"),
 }
-"""Those that are computed from one."""
+"""The function of a key lookup that computes the result of each other method."""
 
 NAMES = frozenset({*_KEYS, *_MORE})
 
 
 def answer(name: str, key: Callable[[str], Any]) -> Any:
-    """What the method ``name`` returns; ``key`` looks up a key by its path."""
+    """Return the result of the method ``name``.
+
+    Args:
+        name: One of ``NAMES``.
+        key: A function that returns the value of a key, given its dotted path.
+    """
     return key(_KEYS[name]) if name in _KEYS else _MORE[name](key)
 
 

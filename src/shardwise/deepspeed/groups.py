@@ -1,7 +1,7 @@
-"""``deepspeed.utils.groups``: the groups of ranks that scripts ask for, from the engine that lives.
+"""``deepspeed.utils.groups``: groups of ranks for scripts, taken from the open engine.
 
-Names with an underscore are those that Hugging Face's libraries call. Data-parallel answers are the engine's; before
-there is one, all ranks are data-parallel.
+Hugging Face's libraries call the names with an underscore. The data-parallel numbers are the engine's; before an
+engine is built, all ranks are data-parallel.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from shardwise.plan.errors import UsageError
 
 
 def _sizes() -> tuple[int, int, int, int]:
-    """(data-parallel place, size, tensor-parallel place, size) of the first engine that lives."""
+    """Return (data-parallel index, size, tensor-parallel index, size) of the first open engine."""
     for engine in living():
         mesh = engine.ours.plan.mesh
         return engine.ours.dp_index, engine.ours.dp_size, mesh.index("tp", engine.global_rank), mesh.tp
@@ -20,42 +20,54 @@ def _sizes() -> tuple[int, int, int, int]:
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's place among the data-parallel ranks."""
+    """Return the index of this rank among the data-parallel ranks."""
     return _sizes()[0]
 
 
 def get_data_parallel_world_size() -> int:
-    """Data-parallel ranks."""
+    """Return the number of data-parallel ranks."""
     return _sizes()[1]
 
 
 def get_data_parallel_group() -> Any:
-    """torch's group of the data-parallel ranks. Errors: UsageError where those are not all ranks."""
+    """Return torch's process group of the data-parallel ranks.
+
+    Raises:
+        UsageError: if the data-parallel ranks are not all ranks of the job.
+    """
     return _all_ranks(_sizes()[1], "data-parallel")
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's place among those that share its matrices."""
+    """Return the index of this rank among the tensor-parallel ranks, which share its matrices."""
     return _sizes()[2]
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Ranks that share a matrix."""
+    """Return the number of tensor-parallel ranks, which share a matrix."""
     return _sizes()[3]
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first of them."""
+    """Return the first of the tensor-parallel ranks that share matrices with this rank."""
     return default_group.rank() - _sizes()[2]
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """torch's group of the ranks that share a matrix. Errors: UsageError where those are not all ranks."""
+    """Return torch's process group of the tensor-parallel ranks.
+
+    Raises:
+        UsageError: if the tensor-parallel ranks are not all ranks of the job.
+    """
     return _all_ranks(_sizes()[3], "tensor-parallel")
 
 
 def _all_ranks(size: int, what: str) -> Any:
-    """None would stand for all ranks in torch's collectives, and sum over the wrong ones."""
+    """Return torch's group of all ranks; raise UsageError if ``size`` ranks are not all ranks of the job.
+
+    Returning None for a smaller group would be wrong: torch's collectives take None for all ranks and would sum over
+    the wrong ranks.
+    """
     if size != default_group.size():
         raise UsageError(
             f"groups: the {size} {what} ranks are some of {default_group.size()}, in groups of the engine's own; make "
@@ -65,23 +77,24 @@ def _all_ranks(size: int, what: str) -> Any:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """1: no sequence is cut over ranks of its own."""
+    """Return 1: no sequence is cut over ranks of its own."""
     return 1
 
 
 def _get_sequence_parallel_rank() -> int:
-    """0: see ``_get_sequence_parallel_world_size``."""
+    """Return 0: no sequence is cut over ranks of its own."""
     return 0
 
 
 def _get_sequence_parallel_group() -> Any:
-    """None: see ``_get_sequence_parallel_world_size``."""
+    """Return None: no sequence is cut over ranks of its own."""
 
 
 def _expert_axis(axis: str, what: str, group_name: str) -> tuple[int, int]:
-    """(this rank's place on ``axis`` of the experts, its size) of the first engine that lives.
+    """Return (index of this rank, size) of an axis of the experts, for the first open engine.
 
-    Errors: UsageError where there is none, or its experts lie over other ranks than ``group_name`` says.
+    Raises:
+        UsageError: if there is no engine, or its experts are not in the group ``group_name``.
     """
     for engine in living():
         mesh = engine.ours.plan.mesh
@@ -94,44 +107,52 @@ def _expert_axis(axis: str, what: str, group_name: str) -> tuple[int, int]:
 
 
 def _get_expert_parallel_rank(group_name: str = "") -> int:
-    """This rank's place among those that hold all experts together."""
+    """Return the index of this rank among the ranks that hold all experts together."""
     return _expert_axis("ep", "expert-parallel", group_name)[0]
 
 
 def _get_expert_parallel_world_size(group_name: str = "") -> int:
-    """Ranks that hold all experts together."""
+    """Return the number of ranks that hold all experts together."""
     return _expert_axis("ep", "expert-parallel", group_name)[1]
 
 
 def _get_expert_parallel_group(group_name: str = "") -> Any:
-    """torch's group of them. Errors: UsageError where those are not all ranks."""
+    """Return torch's process group of the ranks that hold all experts together.
+
+    Raises:
+        UsageError: if these ranks are not all ranks of the job.
+    """
     return _all_ranks(_expert_axis("ep", "expert-parallel", group_name)[1], "expert-parallel")
 
 
 def _get_expert_data_parallel_rank(group_name: str = "") -> int:
-    """This rank's place among those that hold the same experts."""
+    """Return the index of this rank among the ranks that hold the same experts."""
     return _expert_axis("expert_dp", "expert-data-parallel", group_name)[0]
 
 
 def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
-    """Ranks that hold the same experts."""
+    """Return the number of ranks that hold the same experts."""
     return _expert_axis("expert_dp", "expert-data-parallel", group_name)[1]
 
 
 def _get_expert_data_parallel_group(group_name: str = "") -> Any:
-    """torch's group of them. Errors: UsageError where those are not all ranks."""
+    """Return torch's process group of the ranks that hold the same experts.
+
+    Raises:
+        UsageError: if these ranks are not all ranks of the job.
+    """
     return _all_ranks(
         _expert_axis("expert_dp", "expert-data-parallel", group_name)[1], "expert-data-parallel"
     )
 
 
 def _get_max_expert_size() -> int:
-    """``ep_size`` of the layers of experts, which is one for all."""
+    """Return the ``ep_size`` that all layers of experts share."""
     return _get_expert_parallel_world_size()
 
 
 def _get_max_expert_size_name() -> str:
-    """The name of their group."""
+    """Return the name of the group of ranks that hold all experts together."""
     return f"ep_size_{_get_max_expert_size()}"
 
 
@@ -142,10 +163,10 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the groups of ranks that hold all experts together, and those of ranks that hold the same experts.
+    """Return the groups of ranks that hold all experts together, and the groups of ranks that hold the same experts.
 
     Raises:
-        UsageError: if the sizes do not divide the ranks.
+        UsageError: if the sizes do not divide the number of ranks.
     """
     stage, tp, ep = (
         world_size // max(pipeline_parallel_size_, 1),

@@ -1,17 +1,19 @@
-"""The importer: dotted paths out of the table in names.py, without a file for each.
+"""The importer: makes modules for the dotted paths in the table of names.py, without a file for each path.
 
     import shardwise.deepspeed as deepspeed
     from shardwise.deepspeed.runtime.lr_schedules import WarmupLR    # a module made from the table's rows
     deepspeed.ops.adam.FusedAdam                                     # the same, by attributes
 
-``install(root)`` puts a finder for the paths below ``root`` in front of Python's own; ``answer_as("deepspeed")`` lets
-the package that ``launch --as-deepspeed`` puts on the path of its job be this one. A module of the table has no code:
-its names are looked up when they are asked for, so an import stays as light as the name that it wants.
+``install(root)`` puts a finder for the paths below ``root`` in front of Python's own finders.
+``answer_as("deepspeed")`` replaces the package that ``launch --as-deepspeed`` puts on the path of its job with this
+package. A module of the table has no code: each name is looked up at its first use, so an import loads only what that
+name needs.
 
-Parts of DeepSpeed that are not here (absent_names.py) may be imported too, so that no import ends a program.
+Parts of DeepSpeed that are not implemented (absent_names.py) may be imported too, so that such an import does not end
+a program.
 
-Errors: a path or a name that is in neither raises ModuleNotFoundError or AttributeError, which says what is near
-it; a name that is known and not supported stands for something that says so when it is used.
+Errors: a path or a name that is in neither table raises ModuleNotFoundError or AttributeError, whose message suggests
+a similar name. A name that is known but not supported imports as a class that raises an error when it is used.
 """
 
 import importlib
@@ -36,7 +38,7 @@ _PAGE = "docs/deepspeed.md lists what is known"
 
 @cache
 def paths() -> frozenset[str]:
-    """Every dotted path of the table, those on the way to others too; "" is the package itself."""
+    """Return every dotted path of the table and every prefix of a path; "" is the package itself."""
     found = {""}
     for path in NAMES:
         steps = path.split(".")
@@ -45,16 +47,22 @@ def paths() -> frozenset[str]:
 
 
 def names_in(path: str) -> list[str]:
-    """What the module at ``path`` has: names and modules."""
+    """Return the names and submodules of the module at ``path``."""
     inside = f"{path}." if path else ""
     below = {each[len(inside) :].partition(".")[0] for each in paths() if each and each.startswith(inside)}
     return sorted({*NAMES.get(path, {}), *below})
 
 
 def attribute(root: str, path: str, name: str) -> Any:
-    """``name`` of the module at ``path`` below ``root``.
+    """Return the attribute ``name`` of the module at ``path`` below ``root``.
 
-    Errors: AttributeError that names what is near.
+    Args:
+        root: The name of the package: ``shardwise.deepspeed`` or ``deepspeed``.
+        path: The dotted path below the package; "" for the package itself.
+        name: The name of the attribute.
+
+    Raises:
+        AttributeError: if the module has no such name; the message suggests a similar name.
     """
     home = NAMES.get(path, {}).get(name)
     if isinstance(home, Refused):
@@ -76,7 +84,7 @@ def attribute(root: str, path: str, name: str) -> Any:
 
 
 def _at(home: str) -> Any:
-    """What ``module:attribute`` stands for; a module of ours, or one of torch's."""
+    """Return the object at ``module:attribute``, in this package or in torch; without an attribute, the module."""
     module, _, name = home.partition(":")
     found = importlib.import_module(module if module.startswith("torch") else f"shardwise.{module}")
     return getattr(found, name) if name else found
@@ -84,7 +92,7 @@ def _at(home: str) -> Any:
 
 @cache
 def refusal(name: str, why: str) -> type:
-    """A class that may be imported and asked about, and says ``why`` when somebody makes or calls one."""
+    """Return a class that may be imported, and raises UsageError with ``why`` when it is instantiated."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(f"deepspeed {name}: {why}")
@@ -105,14 +113,14 @@ def _near(name: str, known: Sequence[str]) -> str:
 
 
 class TableModule(ModuleType):
-    """A module made from the rows of one path."""
+    """A module made from the table rows of one path."""
 
     def __getattr__(self, name: str) -> Any:
         root, path = _cut(self.__name__)
         return attribute(root, path, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python sets each module on the one above; where a name of the table is called the same, that one is meant.
+        # Python sets each module as an attribute of its parent; a table name that is spelled the same has to win.
         if not (isinstance(value, TableModule) and name in NAMES.get(_cut(self.__name__)[1], {})):
             super().__setattr__(name, value)
 
@@ -121,7 +129,7 @@ class TableModule(ModuleType):
 
 
 def _cut(name: str) -> tuple[str, str]:
-    """(root, path) of a module's whole name."""
+    """Return (root, path) of a module's full name."""
     if name == _OURS or name.startswith(f"{_OURS}."):
         return _OURS, name[len(_OURS) + 1 :]
     root, _, path = name.partition(".")
@@ -129,13 +137,17 @@ def _cut(name: str) -> tuple[str, str]:
 
 
 class TableImporter(MetaPathFinder, Loader):
-    """Finds and makes the modules below ``root``."""
+    """A finder and loader of the modules below ``root``."""
 
     def __init__(self, root: str):
         self.root = root
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Errors: ModuleNotFoundError where neither the table nor our own files have it."""
+        """Return the spec of a module below ``root``; None for other modules and for files of this package.
+
+        Raises:
+            ModuleNotFoundError: if neither the table nor this package's files contain the module.
+        """
         if not name.startswith(f"{self.root}."):
             return None
         inner = name[len(self.root) + 1 :]
@@ -155,22 +167,24 @@ class TableImporter(MetaPathFinder, Loader):
         )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module; names come when they are asked for."""
+        """Return an empty module, which looks up its names at their first use."""
         return TableModule(spec.name, "DeepSpeed's names; see shardwise.deepspeed")
 
     def exec_module(self, module: ModuleType) -> None:
-        """A module of the table runs nothing."""
+        """Do nothing: a module of the table has no code."""
 
 
 def install(root: str) -> None:
-    """Let imports below ``root`` find the table; a second call does nothing."""
+    """Make imports below ``root`` use the table; a second call does nothing."""
     if not any(isinstance(finder, TableImporter) and finder.root == root for finder in sys.meta_path):
         sys.meta_path.insert(0, TableImporter(root))
 
 
 def answer_as(root: str) -> None:
-    """Make the imported module ``root`` (``deepspeed``) and all below it this package, in this process. Where torch has
-    no CUDA, the calls that such scripts make on it then mean the CPU (cpu_for_cuda.py)."""
+    """Replace the imported module ``root`` (``deepspeed``) and all modules below it with this package, in this process.
+
+    If torch has no CUDA, calls of scripts that name CUDA then use the CPU (cpu_for_cuda.py).
+    """
     own, module = importlib.import_module(_OURS), sys.modules[root]
     module.__class__ = TableModule
     vars(module).update({name: value for name, value in vars(own).items() if name.startswith(_TOLD)})

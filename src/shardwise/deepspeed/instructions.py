@@ -1,11 +1,11 @@
-"""DeepSpeed's pipeline schedules as lists of its instructions: to read and to compare, not to run.
+"""DeepSpeed's pipeline schedules as lists of instructions, to read and to compare, not to run.
 
     for step in TrainSchedule(micro_batches=4, stages=2, stage_id=0):
         print(step)          # [LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0)], ...
 
-The engine's own schedule is ``engine.ours.plan``, whose list of Actions a pipeline runs. These classes describe the
-same 1F1B order in DeepSpeed's slots: on stage s of S the forward pass of microbatch m stands in slot 2m + s, its
-backward pass in slot 2m + 2S - 1 - s, and what one slot has computed travels in the next.
+The engine's own schedule is ``engine.ours.plan``, whose list of Actions a pipeline runs. The classes of this module
+describe the same 1F1B order in DeepSpeed's slots: on stage s of S, slot 2m + s has the forward pass of microbatch m
+and slot 2m + 2S - 1 - s its backward pass; the result of a slot is sent in the next slot.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from shardwise.deepspeed.small_functions import call_to_str
 
 
 class PipeInstruction:
-    """One thing that a stage does; its arguments are attributes."""
+    """One instruction of a stage, with its arguments as attributes."""
 
     def __init__(self, **arguments: Any):
         self.name = type(self).__name__
@@ -27,15 +27,15 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """The update of the stage's weights."""
+    """The instruction to update the stage's weights."""
 
 
 class ReduceGrads(PipeInstruction):
-    """The sum of the stage's gradients over the data-parallel ranks."""
+    """The instruction to sum the stage's gradients over the data-parallel ranks."""
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """The sum of gradients of weights that several stages have."""
+    """The instruction to sum the gradients of weights that several stages have."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -46,38 +46,38 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """The next microbatch of the data goes into the buffer."""
+    """The instruction to load the next microbatch of the data into the buffer."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """The forward pass of the stage on the buffer."""
+    """The instruction to run the stage's forward pass on the buffer."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """The backward pass of the stage on the buffer."""
+    """The instruction to run the stage's backward pass on the buffer."""
 
 
 class SendActivation(BufferOpInstruction):
-    """The stage's outputs go to the next stage."""
+    """The instruction to send the stage's outputs to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """The previous stage's outputs come into the buffer."""
+    """The instruction to receive the previous stage's outputs into the buffer."""
 
 
 class SendGrad(BufferOpInstruction):
-    """The gradients of the stage's inputs go to the previous stage."""
+    """The instruction to send the gradients of the stage's inputs to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """The gradients of the stage's outputs come from the next stage."""
+    """The instruction to receive the gradients of the stage's outputs from the next stage."""
 
 
 Step = list[PipeInstruction]
 
 
 class PipeSchedule:
-    """The steps of one stage for one batch; a subclass yields them in ``steps``."""
+    """The instructions of one stage for one batch, step by step; a subclass yields them in ``steps``."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int):
         self.micro_batches = self.num_micro_batches = micro_batches
@@ -88,20 +88,24 @@ class PipeSchedule:
 
     @property
     def is_first_stage(self) -> bool:
-        """True if no stage stands before this one."""
+        """True if this stage is the first one."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True if no stage stands behind this one."""
+        """True if this stage is the last one."""
         return self.stage_id == self.stages - 1
 
     def num_pipe_buffers(self) -> int:
-        """Return the number of microbatches that may be under way on the stage."""
+        """Return the number of microbatches that may be in flight on the stage."""
         return self.micro_batches
 
     def steps(self) -> Iterator[Step]:
-        """Yield the instructions of each step. Raises NotImplementedError: a subclass says them."""
+        """Yield the list of instructions of each step.
+
+        Raises:
+            NotImplementedError: always; a subclass must override this method.
+        """
         raise NotImplementedError(f"{type(self).__name__}.steps: a schedule yields its steps here")
 
     def __iter__(self) -> "PipeSchedule":
@@ -118,10 +122,10 @@ class PipeSchedule:
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward passes alone: microbatch m on stage s in slot m + s, in two buffers by turns."""
+    """A schedule of forward passes only: stage s runs microbatch m in slot m + s, in two alternating buffers."""
 
     def num_pipe_buffers(self) -> int:
-        """Return 2: one computes while the other travels."""
+        """Return 2: one buffer is computed on while the other is sent."""
         return 2
 
     def steps(self) -> Iterator[Step]:
@@ -136,7 +140,7 @@ class InferenceSchedule(PipeSchedule):
                 [SendActivation(other)] if self._has(microbatch - 1) and not self.is_last_stage else []
             )
             receive: Step = [RecvActivation(own)] if self._has(microbatch) and not self.is_first_stage else []
-            # Neighbours meet: even stages send first.
+            # Even stages send first and odd stages receive first, because sends block until they are received.
             step += receive + send if self.stage_id % 2 else send + receive
             if self._has(microbatch):
                 step.append(ForwardPass(own))
@@ -144,14 +148,14 @@ class InferenceSchedule(PipeSchedule):
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B (arXiv:2006.09503) in slots, with the update at the end."""
+    """A schedule of 1F1B (arXiv:2006.09503) in slots, with the update at the end."""
 
     def num_pipe_buffers(self) -> int:
         """Return the number of microbatches whose activations are alive, at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _in_slot(self, slot: int) -> tuple[int, bool]:
-        """Return the microbatch of a slot, which may be none of the batch, and whether it is its forward pass."""
+        """Return (microbatch, True if the slot has a forward pass); the microbatch may be outside of the batch."""
         is_forward = (slot - self.stage_id) % 2 == 0
         later = slot - self.stage_id if is_forward else slot + 1 + self.stage_id - 2 * self.stages
         return later // 2, is_forward
@@ -182,10 +186,10 @@ class TrainSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """One stage: forward and backward pass of each microbatch in turn, and the update."""
+    """A schedule of a single stage: forward and backward pass of each microbatch in turn, then the update."""
 
     def num_pipe_buffers(self) -> int:
-        """Return 1."""
+        """Return 1: one microbatch is in flight at a time."""
         return 1
 
     def steps(self) -> Iterator[Step]:

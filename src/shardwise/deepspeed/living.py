@@ -1,5 +1,8 @@
-"""Which engine has a parameter or a module: DeepSpeed's functions (``safe_get_full_grad(parameter)``) are given no
-engine, so the ones that live are asked. Engines are known as long as somebody holds them."""
+"""A lookup of the engine that has a parameter or a module.
+
+DeepSpeed's functions (``safe_get_full_grad(parameter)``) take no engine, so this module searches the open engines.
+The set of engines holds weak references: an engine stays in the set as long as some other object refers to it.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,17 +16,17 @@ _ENGINES: "WeakSet[Any]" = WeakSet()
 
 
 def live(engine: Any) -> None:
-    """``engine`` is to be found from here on."""
+    """Add ``engine`` to the engines that ``find`` searches."""
     _ENGINES.add(engine)
 
 
 def living() -> Iterator[Any]:
-    """The engines that have a model."""
+    """Yield the engines that are not closed."""
     return (engine for engine in list(_ENGINES) if not engine.ours.is_closed)
 
 
 def find(parameter: nn.Parameter) -> tuple[Any, str] | None:
-    """The engine that has ``parameter``, and its name there; None where no engine does."""
+    """Return the engine that has ``parameter`` and the parameter's name in its model; None if no engine has it."""
     for engine in living():
         for name, each in engine.module.named_parameters():
             if each is parameter:
@@ -32,7 +35,15 @@ def find(parameter: nn.Parameter) -> tuple[Any, str] | None:
 
 
 def engine_of(parameter: nn.Parameter, call: str) -> tuple[Any, str]:
-    """As ``find``. Errors: UsageError where no engine has it."""
+    """Return the engine that has ``parameter`` and the parameter's name in its model.
+
+    Args:
+        parameter: A parameter of a model that ``initialize`` was called on.
+        call: The name of the calling function, for the error.
+
+    Raises:
+        UsageError: if no engine has the parameter.
+    """
     found = find(parameter)
     if found is None:
         raise UsageError(

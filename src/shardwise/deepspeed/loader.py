@@ -1,9 +1,9 @@
-"""DeepSpeed's loader, in its order of the data, and the iterator that begins again.
+"""DeepSpeed's data loader, with DeepSpeed's order of samples, and an iterator that starts over at the end.
 
-Each data-parallel rank takes every N-th sample of one shuffle, which torch's DistributedSampler draws from seed 0. It
-is never told an epoch, so every pass has the same order: that is how such scripts run, and what they are compared by.
-Call ``loader.data_sampler.set_epoch(i)`` for a new order each time, or take ``engine.loader`` of our own, whose order
-does not depend on the number of ranks.
+Each data-parallel rank reads every N-th sample of one shuffle, which torch's DistributedSampler draws from seed 0.
+The epoch is never set, so every pass has the same order, as in DeepSpeed. Call ``loader.data_sampler.set_epoch(i)``
+for a new order in each pass, or use Shardwise's own ``engine.loader``, whose order does not depend on the number of
+ranks.
 """
 
 import math
@@ -15,11 +15,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 _WORKERS = 2
-"""Processes that read, as many as DeepSpeed starts for one device: what a transform draws follows from them."""
+"""The default number of worker processes, equal to DeepSpeed's for one device: random transforms depend on this number.
+"""
 
 
 class RepeatingLoader:
-    """Goes through ``loader`` again and again."""
+    """An iterator over ``loader`` that starts over when the loader ends."""
 
     def __init__(self, loader: Any):
         self.loader = loader
@@ -37,7 +38,7 @@ class RepeatingLoader:
 
 
 class DeepSpeedDataLoader:
-    """This rank's batches. ``iter()`` begins a pass; ``next()`` goes on with it."""
+    """A loader of this rank's batches: ``iter()`` starts a pass, and ``next()`` returns the next batch of the pass."""
 
     def __init__(
         self,
@@ -50,7 +51,18 @@ class DeepSpeedDataLoader:
         drop_last: bool = False,
         shuffle: bool = True,
     ):
-        """``replica``: (this rank's place among the data-parallel ranks, how many they are)."""
+        """Make the loader of one rank.
+
+        Args:
+            dataset: A torch Dataset or IterableDataset.
+            batch_size: Samples per batch on this rank.
+            replica: (index of this rank among the data-parallel ranks, number of data-parallel ranks).
+            collate_fn: The function that makes a batch from samples; None: torch's.
+            sampler: A sampler that replaces the DistributedSampler.
+            workers: Worker processes; None: DeepSpeed's default.
+            drop_last: True to drop a last batch that is not full.
+            shuffle: True to shuffle the samples.
+        """
         place, count = replica
         self.dataset = dataset
         self.batch_size = batch_size
@@ -62,7 +74,7 @@ class DeepSpeedDataLoader:
             batch_size=batch_size,
             sampler=sampler,
             collate_fn=collate_fn,
-            # A daemon, such as a worker of a pool, may have no processes of its own.
+            # A daemon, such as a worker of a pool, may not start processes of its own.
             num_workers=0
             if multiprocessing.current_process().daemon
             else _WORKERS

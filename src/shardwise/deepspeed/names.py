@@ -1,52 +1,53 @@
-"""The table of names: what each name of DeepSpeed's is here, by its dotted path.
+"""The table of DeepSpeed's names: for each dotted path and name, the object of this package that implements the name.
 
     NAMES["ops.adam"]["FusedAdam"] = "deepspeed.optimizer_classes:FusedAdam"
 
-A home is ``module:attribute`` below ``shardwise``, or of torch's. ``Refused`` stands for a name that may be imported
-and is not supported: it says what to do instead when it is used. ``OTHERS`` has the module that a path turns to for all
-other names. A path of the table is a module, and so is every path on the way to it; importer.py makes them.
+A home is ``module:attribute``, below ``shardwise`` or in torch. ``Refused`` marks a name that may be imported but is
+not supported: a use raises an error that says what to do instead. ``OTHERS`` contains the module in which a path
+looks up all other names. Each path of the table, and each prefix of a path, is a module; importer.py makes these
+modules.
 """
 
 from typing import Any, NamedTuple
 
 FOLLOWED_VERSION = "0.19.8"
-"""Of DeepSpeed, whose names and keys these are."""
+"""The DeepSpeed version whose names and keys the table follows."""
 
 
 class Refused(NamedTuple):
-    """A name that is not supported."""
+    """A name of DeepSpeed's that is not supported."""
 
     why: str
-    """What to do instead, in one sentence."""
+    """The replacement, in one sentence."""
 
 
 class Value(NamedTuple):
-    """A name that stands for a word or number."""
+    """A name whose value is a word or a number."""
 
     value: Any
 
 
 Rows = dict[str, str | Refused | Value]
-"""Homes by name."""
+"""The home of each name."""
 
 
 def _all(home: str, names: str) -> Rows:
-    """Rows of names that are called the same in ``home``."""
+    """Return rows for names that are the same in ``home``."""
     return {name: f"deepspeed.{home}:{name}" for name in names.split()}
 
 
 def _none(why: str, names: str) -> Rows:
-    """Rows of names that are not supported, for one reason."""
+    """Return rows for names that are unsupported for the same reason ``why``."""
     return {name: Refused(why) for name in names.split()}
 
 
 def _words(names: str) -> Rows:
-    """Rows of constants that are the key of the same name: ``WARMUP_MIN_LR`` is ``"warmup_min_lr"``."""
+    """Return rows for constants whose value is the name in lower case: ``WARMUP_MIN_LR`` is ``"warmup_min_lr"``."""
     return {name: Value(name.lower()) for name in names.split()}
 
 
 def _values(**values: Any) -> Rows:
-    """Rows of constants."""
+    """Return rows for constants with these values."""
     return {name: Value(value) for name, value in values.items()}
 
 
@@ -411,7 +412,7 @@ NAMES: dict[str, Rows] = {
     ),
     "zero": {**_PARTITIONED, **_none(_TILES, "TiledLinear TiledLinearReturnBias")},
 }
-"""By path and name."""
+"""The table: the rows of each path."""
 
 OTHERS = {"comm": "comm.default_group", "comm.comm": "comm.default_group"}
-"""Where a path has all names of a module beside its own: torch.distributed's."""
+"""The module in which a path looks up names that are not in the table, such as torch.distributed's names."""

@@ -1,9 +1,9 @@
-"""The optimizer that ``initialize`` returns: the user's own, or one made of the configuration, while the engine steps.
+"""The optimizer that ``initialize`` returns: a view of the user's or the configured optimizer, for use with the engine.
 
-Its ``param_groups`` are those that the engine reads before every step, so schedulers and scripts write learning rates
-there. The moments are the engine's; ``step`` is ``engine.step()``. Its class says the stage, as DeepSpeed's does:
-``DeepSpeedOptimizer`` (0; ``FP16_Optimizer``, ``BF16_Optimizer`` in 16 bits), ``DeepSpeedZeroOptimizer`` (1 and 2),
-``DeepSpeedZeroOptimizer_Stage3``.
+``param_groups`` are the groups that the engine reads before every step, so schedulers and scripts set learning rates
+in them. The engine stores the moments, and ``engine.step()`` updates the weights. The view's class follows from the
+ZeRO stage, as in DeepSpeed: ``DeepSpeedOptimizer`` (stage 0; ``FP16_Optimizer`` and ``BF16_Optimizer`` in 16 bits),
+``DeepSpeedZeroOptimizer`` (stages 1 and 2), ``DeepSpeedZeroOptimizer_Stage3``.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,23 +17,23 @@ from shardwise.plan.errors import UsageError
 
 
 class DeepSpeedOptimizer(optim.Optimizer):
-    """A view of ``inner``, whose groups it shares."""
+    """A view of the optimizer ``inner`` that shares its parameter groups."""
 
     def __init__(self, inner: optim.Optimizer, engine: Engine, was_skipped: Callable[[], bool]):
         super().__init__(inner.param_groups, {})
         self.optimizer = inner
-        """The user's."""
+        """The optimizer that the user gave or the configuration named."""
         self._engine = engine
         self._was_skipped = was_skipped
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped, for gradients that were not finite."""
+        """True if the last step was skipped because gradients were not finite."""
         return self._was_skipped()
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied by; 1 but under fp16."""
+        """The factor by which losses are multiplied; 1 unless the engine computes in fp16."""
         return self._engine.loss_scale or 1.0
 
     loss_scale = cur_scale
@@ -48,18 +48,18 @@ class DeepSpeedOptimizer(optim.Optimizer):
             group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine drops gradients when it has used them."""
+        """Do nothing: the engine drops gradients after using them."""
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Refused: gradients are not here."""
+        """Raise UsageError: only ``engine.step()`` can update the weights."""
         raise UsageError("optimizer.step(): the gradients are the engine's; call engine.step()")
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: the moments are the engine's, in pieces."""
+        """Return the state of the inner optimizer, which raises because the engine stores the moments in shards."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused as ``state_dict`` is."""
+        """Load the state of the inner optimizer, which raises for the same reason as ``state_dict``."""
         self.optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
@@ -72,8 +72,11 @@ class DeepSpeedOptimizer(optim.Optimizer):
 
 
 class PlainOptimizer(DeepSpeedOptimizer):
-    """The optimizer of an engine at stage 0 that computes in the model's own dtypes. It is an instance of the class of
-    the user's optimizer too, which is what DeepSpeed returns there."""
+    """The optimizer of an engine at stage 0 that computes in the model's own dtypes.
+
+    ``isinstance`` accepts this view as an instance of the user's optimizer class too, because DeepSpeed returns the
+    user's optimizer itself at stage 0.
+    """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
@@ -86,7 +89,7 @@ class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
 
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):  # noqa: N801
-    """The optimizer of an engine at stage 0 that computes in fp16, for rules that look at whole tensors."""
+    """The optimizer of an engine at stage 0 that computes in fp16, for rules that need whole tensors (LAMB, LARS)."""
 
 
 class BF16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
@@ -106,41 +109,41 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
 
     @property
     def parameter_offload(self) -> "ParameterOffload":
-        """The part of DeepSpeed's stage 3 that holds hooks, for programs that take its hooks away and put them back."""
+        """DeepSpeed's holder of stage-3 hooks, for programs that remove the hooks and register them again."""
         return ParameterOffload(self._engine.module)
 
 
 class ParameterOffload:
-    """Answers programs that remove DeepSpeed's hooks around a generation and register them again (TRL).
+    """An object without hooks, for programs (TRL) that remove and re-register DeepSpeed's hooks around generation.
 
-    The weights of the engine are gathered by hooks that stay: inside ``GatheredParameters`` they find nothing to do. So
-    there are no hooks to remove, and none to register.
+    The engine gathers weights by hooks that stay registered: inside ``GatheredParameters`` the weights are whole
+    already, so the hooks do nothing. There are no hooks to remove and none to register.
     """
 
     def __init__(self, module: nn.Module):
         self.module = _HooklessModule(module)
-        """The model, with the call for parameters that other modules use."""
+        """The model, with the methods that such programs call on its modules."""
         self.forward_hooks: list[Any] = []
-        """No hooks."""
+        """An empty list: there are no hooks."""
         self.backward_hooks: list[Any] = []
-        """No hooks."""
+        """An empty list: there are no hooks."""
 
     def _register_deepspeed_module(self, module: Any, count: Any = None) -> None:
         """Return at once: the engine's hooks were never removed."""
 
 
 class _HooklessModule:
-    """A model without parameters of its own to release."""
+    """A model that reports no parameters of its own to release."""
 
     def __init__(self, module: nn.Module):
         self._module = module
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing: no module holds on to a parameter."""
+        """Return an empty iterator: no module holds on to a parameter."""
         return iter(())
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing: Units know what their modules use."""
+        """Return an empty iterator: each Unit records the parameters that its modules use."""
         return iter(())
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +153,7 @@ class _HooklessModule:
 def optimizer_of(
     inner: optim.Optimizer, engine: Engine, stage: int, was_skipped: Callable[[], bool]
 ) -> DeepSpeedOptimizer:
-    """Return the view of ``inner`` whose class says the stage."""
+    """Return a view of ``inner`` whose class corresponds to the ZeRO stage and the compute dtype."""
     stages: dict[int, type[DeepSpeedOptimizer]] = {3: DeepSpeedZeroOptimizer_Stage3}
     kind = stages.get(stage, DeepSpeedZeroOptimizer)
     if stage == 0:

@@ -1,8 +1,8 @@
-"""``deepspeed.zero``: parameters in pieces, made whole for a while.
+"""``deepspeed.zero``: contexts in which sharded parameters are whole.
 
 with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0):
     if rank == 0:
-        model.head.weight.zero_()            # every rank has rank 0's values afterwards, masters too
+        model.head.weight.zero_()            # afterwards every rank has rank 0's values, in the masters too
 """
 
 import contextlib
@@ -25,10 +25,19 @@ def GatheredParameters(  # noqa: N802
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A context in which ``params`` (a parameter, several, or a module's) are whole on every rank.
+    """Return a context in which parameters are whole on every rank.
 
-    ``modifier_rank``: the rank whose edits all ranks take, weights and masters; None: they are read alone. Parameters
-    that no engine has are as they are, and rank ``modifier_rank``'s edits of them are sent to all.
+    The context works for parameters that no engine has, too: they are sent from rank ``modifier_rank`` to all ranks.
+
+    Args:
+        params: A parameter, several parameters, or a module, for all of its parameters.
+        modifier_rank: The rank whose edits of weights and masters all ranks take over; None: the parameters are only
+            read.
+        fwd_module: No effect.
+        enabled: False to do nothing.
+
+    Raises:
+        UsageError: if ``params`` contains something else than tensors.
     """
     given = _listed(params)
     if not enabled or not given:
@@ -53,7 +62,7 @@ def GatheredParameters(  # noqa: N802
             with torch.no_grad():
                 for parameter in free:
                     if isinstance(parameter, PieceTensor):
-                        continue  # sent when it is cut again
+                        continue  # the context of its piece sends the edits when it cuts the parameter again
                     default_group.broadcast(parameter.data, modifier_rank)
 
 
@@ -72,16 +81,18 @@ def _listed(params: Any) -> list[nn.Parameter]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing before ``initialize``: a parameter that another module reads belongs to the Unit around both
-    (``zero.units``); a use outside of it is an error that names the line."""
+    """Do nothing: a parameter that another module reads belongs to the Unit around both modules (``zero.units``).
+
+    A use of the parameter outside of that Unit raises an error that names the line.
+    """
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing, as ``register_external_parameter``."""
+    """Do nothing, because ``register_external_parameter`` does nothing."""
 
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The model with its weights gathered once, for many passes without gradients."""
+    """Return a context in which all weights are gathered once, for many passes without gradients."""
     with model.ours.gathered():
         yield model.module

@@ -1,10 +1,11 @@
-"""The engine of a ``PipelineModule``: whole batches in, through all stages.
+"""The engine of a ``PipelineModule``, which runs whole batches through all stages.
 
     loss = engine.train_batch(iterator)      gradient_accumulation_steps microbatches, one update
-    loss = engine.eval_batch(iterator)       as many, without gradients
+    loss = engine.eval_batch(iterator)       the same number of microbatches, without gradients
 
-A microbatch is (inputs, labels). Ranks of the first stage use the inputs and those of the last one the labels, so these
-bring an iterator; the others may. Pipelines side by side are data-parallel: each has a share of the data of its own.
+A microbatch is (inputs, labels). Ranks of the first stage use the inputs and ranks of the last stage use the labels,
+so these ranks must pass an iterator; for the other ranks an iterator is optional. Several pipelines are
+data-parallel: each reads its own share of the data.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,31 +25,38 @@ BatchFunction = Callable[[Any], Any]
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """See the module's docstring. Made by ``initialize``."""
+    """The engine of a ``PipelineModule``; see the module's docstring. Created by ``initialize``."""
 
     log_batch_step_id = -1
-    """Nothing is logged by microbatch."""
+    """The microbatch index at which DeepSpeed logs; -1 because this engine logs nothing per microbatch."""
     has_attention_mask = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         assert isinstance(self.module, PipelineModule), "initialize chose the engine by the module"
         self.grid = self.module.mpu()
-        """This rank's place, with torch's groups."""
+        """The pipeline grid: this rank's coordinates and torch's process groups."""
         self.data_iterator: Iterator[Any] | None = None
-        """Where ``train_batch`` reads."""
+        """The iterator from which ``train_batch`` reads."""
         self.batch_fn: BatchFunction | None = None
-        """Called with each batch that was read."""
+        """The function that is called with each batch that was read; None for no function."""
         self.agg_train_loss: Tensor | None = None
-        """What the last ``train_batch`` returned."""
+        """The loss that the last ``train_batch`` returned."""
 
     # A whole batch ---------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One step on ``gradient_accumulation_steps()`` microbatches of ``data_iter``, which stays for the next calls;
-        the mean of their losses over all pipelines, on every rank. Collective.
+        """Run one optimizer step on ``gradient_accumulation_steps()`` microbatches. Collective.
 
-        Errors: DataError, on all ranks, where a rank's data ends before; UsageError.
+        Args:
+            data_iter: The iterator to read from, in this and in later calls; None: the iterator of an earlier call.
+
+        Returns:
+            The mean loss over all microbatches and pipelines, on every rank.
+
+        Raises:
+            DataError: on all ranks, if the data of one rank ends too early.
+            UsageError: inside ``torch.no_grad()``, without an optimizer, or without an iterator.
         """
         if not torch.is_grad_enabled():
             raise UsageError("train_batch: inside of torch.no_grad(); call eval_batch there")
@@ -71,15 +79,20 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of ``num_micro_batches`` microbatches (default: as many as a step has) over all pipelines, in
-        ``eval`` mode, without gradients. Collective.
+        """Return the mean loss of microbatches over all pipelines, in ``eval`` mode and without gradients. Collective.
 
-        return_logits   (that, the last microbatch's output on ranks of the last stage, and None on others)
-        compute_loss    False: the outputs take the place of the losses, on the last stage alone
-        reduce_output   None: a list by microbatch, of this pipeline's
-        bcast_loss      False: the last stage alone is told, and others get None
+        Args:
+            data_iter: The iterator to read from.
+            return_logits: True to return (result, output of the last microbatch); the output is None except on the
+                last stage.
+            compute_loss: False to return outputs in place of losses, only on the last stage.
+            reduce_output: ``avg`` for the mean; None for a list with this pipeline's result of each microbatch.
+            bcast_loss: False to return the loss only on the last stage, and None on other ranks.
+            num_micro_batches: The number of microbatches; None: as many as a step has.
 
-        Errors: as ``train_batch``.
+        Raises:
+            DataError: on all ranks, if the data of one rank ends too early.
+            UsageError: if an argument is invalid.
         """
         if reduce_output is not None and str(reduce_output).lower() != "avg":
             raise UsageError(f"eval_batch: reduce_output {reduce_output!r}; expected 'avg' or None")
@@ -107,7 +120,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (result, logits) if return_logits else result
 
     def _told_losses(self, losses: list[Tensor] | None, count: int, is_mean: bool) -> Any:
-        """The last stage's, on all ranks: the mean of pipelines and microbatches, or its own by microbatch."""
+        """Return the last stage's losses on all ranks: the mean over all pipelines, or this pipeline's list."""
         own = torch.zeros(self.grid.data_parallel_size, count, dtype=torch.float64, device=self.device)
         if losses is not None and not self.get_tensor_parallel_rank():
             own[self.ours.dp_index] = torch.stack([loss.double().reshape(()) for loss in losses])
@@ -118,7 +131,7 @@ class PipelineEngine(DeepSpeedEngine):
         return [self._number(loss) for loss in own[self.ours.dp_index].tolist()]
 
     def _mean(self, outputs: list[Any]) -> Any:
-        """Of the microbatches of all pipelines; the last stage's ranks call it."""
+        """Return the mean output over the microbatches of all pipelines; only the last stage calls this method."""
         size = self.grid.data_parallel_size
 
         def mean(*each: Tensor) -> Tensor:
@@ -136,33 +149,38 @@ class PipelineEngine(DeepSpeedEngine):
     # Data ------------------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Where ``train_batch`` reads from here on."""
+        """Set the iterator from which ``train_batch`` reads."""
         self.data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Read ``loader`` from its beginning."""
+        """Set the loader from which ``train_batch`` reads, and start at its beginning."""
         self.training_dataloader = loader
         self.data_iterator = iter(loader)
 
     def set_batch_fn(self, fn: BatchFunction | None) -> None:
-        """``fn`` of each batch that is read gives (inputs, labels)."""
+        """Set the function that makes (inputs, labels) from each batch that was read."""
         self.batch_fn = fn
 
     def take_training_data(self, dataset: Any) -> None:
-        """In its order, again and again."""
+        """Read training batches from ``dataset`` in its order, starting over at the end."""
         self.set_dataloader(RepeatingLoader(self.deepspeed_io(dataset, route="eval")))
 
     def reset_activation_shape(self) -> None:
-        """Nothing: shapes travel with what has them, and may change at any time."""
+        """Do nothing: shapes are sent with each tensor and may change at any time."""
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Nothing: what goes from stage to stage is sent as it is."""
+        """Do nothing: stages send all tensors as they are, attention masks included."""
 
     def get_additional_losses(self) -> None:
-        """None: ``train_batch`` returns the whole loss, and parts of it are not told."""
+        """Return None: ``train_batch`` returns the whole loss, and its parts are not recorded."""
 
     def _read(self, iterator: Iterator[Any] | None, count: int, call: str) -> list[Any]:
-        """This rank's microbatches. Collective. Errors: alike on all ranks."""
+        """Read ``count`` microbatches of this rank. Collective.
+
+        Raises:
+            DataError: on all ranks, if one rank could not read its microbatches.
+            UsageError: if there is no iterator, or a batch is not (inputs, labels).
+        """
         found: list[Any] = []
         error: Exception | None = None
         try:
@@ -203,65 +221,65 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def num_stages(self) -> int:
-        """Stages."""
+        """The number of pipeline stages."""
         return self.grid.pipe_parallel_size
 
     @property
     def stage_id(self) -> int:
-        """This rank's."""
+        """The index of this rank's stage."""
         return self.grid.stage_id
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """The number of microbatches of a step."""
         count: int = self.gradient_accumulation_steps()
         return count
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one."""
+        """The number of samples of a microbatch."""
         size: int = self.train_micro_batch_size_per_gpu()
         return size
 
     def is_first_stage(self) -> bool:
-        """Whether this rank uses the inputs."""
+        """Return whether this rank is on the first stage, which uses the inputs."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank uses the labels."""
+        """Return whether this rank is on the last stage, which uses the labels."""
         return self.stage_id == self.num_stages - 1
 
     def get_pipeline_parallel_rank(self) -> int:
-        """The stage of this rank."""
+        """Return the index of this rank's stage."""
         return self.stage_id
 
     @property
     def is_pipe_parallel(self) -> bool:
-        """Whether there are several stages."""
+        """True if the pipeline has several stages."""
         return self.num_stages > 1
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether pipelines stand side by side."""
+        """True if there are several pipelines."""
         return self.grid.data_parallel_size > 1
 
     # Not here --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise PipelineError: a pipeline runs whole batches."""
         raise PipelineError(
             "engine(...): a pipeline runs whole batches; call train_batch or eval_batch(return_logits=True)"
         )
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Refused."""
+        """Raise PipelineError: a pipeline runs whole batches."""
         raise PipelineError("engine.backward: a pipeline runs whole batches; call train_batch")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
+        """Raise PipelineError: a pipeline runs whole batches."""
         raise PipelineError("engine.step: a pipeline runs whole batches; call train_batch")
 
 
 def _as_tuple(value: Any) -> Any:
-    """Of several tensors, which a DataLoader makes a list of."""
+    """Return a tuple for a list, because a DataLoader turns a tuple of tensors into a list."""
     return tuple(value) if isinstance(value, list) else value

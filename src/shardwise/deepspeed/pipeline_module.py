@@ -1,4 +1,4 @@
-"""``PipelineModule``, ``LayerSpec`` and ``TiedLayerSpec``: DeepSpeed's way to say what ``Layers`` says.
+"""``PipelineModule``, ``LayerSpec`` and ``TiedLayerSpec``: DeepSpeed's interface to ``Layers``.
 
     net = PipelineModule(
         layers=[LayerSpec(nn.Linear, 8, 8), nn.Tanh(), lambda x: x.flatten(1), nn.Linear(8, 2)],
@@ -6,10 +6,11 @@
         loss_fn=nn.CrossEntropyLoss(),
     )
 
-Where the ranks are more than the stages, pipelines stand side by side: rank = stage x (ranks / stages) + pipeline. A
-layer's place is its name (``0.weight``), that of a tied layer too. A ``LayerSpec`` is built where it runs; where it
-runs is settled by ``initialize``, so until then its weights are on meta, unless there is one stage. Its start weights
-depend on its place and on the seed alone: rank 0's torch seed or, with ``seed_layers``, ``base_seed`` + place.
+If there are more ranks than stages, there are several pipelines: rank = stage x (ranks / stages) + pipeline. A
+layer's name is its index in the list (``0.weight``), also for a tied layer. A ``LayerSpec`` is built only on the
+stage that runs its layer. ``initialize`` assigns layers to stages, so until then the weights are on meta, unless
+there is one stage. Initial weights depend only on the index and the seed: rank 0's torch seed or, with
+``seed_layers``, ``base_seed`` + index.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,11 +29,11 @@ _OWN_CHECKPOINT = (recompute_calls.checkpoint, recompute_calls.non_reentrant_che
 
 
 class PipelineError(UsageError):
-    """A call that a pipeline has no answer to."""
+    """An error for a call that a pipeline does not support."""
 
 
 class SpecOfModule(LayerSpec):
-    """``deepspeed.pipe.LayerSpec``: a module that is not built yet."""
+    """A module that is not built yet; scripts use this class as ``deepspeed.pipe.LayerSpec``."""
 
     @property
     def typename(self) -> Callable[..., nn.Module]:
@@ -41,24 +42,25 @@ class SpecOfModule(LayerSpec):
 
     @property
     def module_args(self) -> tuple[Any, ...]:
-        """What it is made of, by place."""
+        """The positional arguments of the module's class."""
         return self.args
 
     @property
     def module_kwargs(self) -> dict[str, Any]:
-        """What it is made of, by name."""
+        """The keyword arguments of the module's class."""
         return self.kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """The module, on torch's default device."""
+        """Build the module on torch's default device and return it."""
         return super().build()
 
 
 class TiedLayerSpec(SpecOfModule, TiedSpec):
-    """A layer that shares its parameters, all of them, with the others of the same ``key``.
+    """A layer that shares all of its parameters with the other layers of the same ``key``.
 
-    ``forward_fn(module, x)`` replaces the layer's own pass at this place. ``tied_weight_attr`` names parameters that
-    the module has to have; those beside them are shared too, as they are there where both lie on one stage.
+    ``forward_fn(module, x)`` replaces the layer's own forward pass at this index. ``tied_weight_attr`` names
+    parameters that the module must have; the module's other parameters are shared too, as in DeepSpeed if both layers
+    are on one stage.
     """
 
     def __init__(
@@ -77,24 +79,31 @@ class TiedLayerSpec(SpecOfModule, TiedSpec):
 
     @property
     def forward_fn(self) -> Callable[[nn.Module, Any], Any] | None:
-        """Its own pass at this place."""
+        """The function that replaces the layer's own forward pass at this index; None for no replacement."""
         return self.forward
 
 
 class PipelineModule(Layers):
-    """Layers in a row, cut into stages by ``initialize``. Without an engine: the whole row, on one process.
+    """A list of layers that ``initialize`` cuts into stages; without an engine, one process runs the whole list.
 
-    layers          modules, specs, and functions of one argument; a Sequential too
-    num_stages      ranks that a model is cut over; left out, ``topology`` says it
-    topology        where the ranks stand: ``pipe`` slowest, then ``data``
-    loss_fn         (output, labels) -> loss; left out, the last layer returns the loss
-    seed_layers     start weights from ``base_seed`` + place, set by ``seed_fn`` (default: torch's)
-    partition_method  ``parameters``, ``uniform``, or ``type:REGEX``: as many layers whose class matches each
-    activation_checkpoint_interval  above 0, layers with parameters run again in the backward pass, layer by layer
-    checkpointable_layers  names of classes: those layers alone
-    dynamic_shape   shapes may change from batch to batch, whatever it says
+    Args:
+        layers: Modules, specs and functions of one argument; also an ``nn.Sequential``.
+        num_stages: The number of stages over which the model is cut; None: the stages of ``topology``.
+        topology: The arrangement of ranks: ``pipe`` is the slowest axis, then ``data``.
+        loss_fn: (output, labels) -> loss; None: the last layer returns the loss.
+        seed_layers: True to draw the initial weights of each layer from ``base_seed`` + index.
+        seed_fn: The function that sets such a seed; None: ``torch.manual_seed``.
+        base_seed: The seed of layer 0 if ``seed_layers`` is True.
+        partition_method: ``parameters``, ``uniform``, or ``type:REGEX``, which puts equally many layers whose class
+            matches on each stage.
+        activation_checkpoint_interval: Above 0, layers with parameters are recomputed in the backward pass, layer by
+            layer.
+        activation_checkpoint_func: One of this package's own checkpoint functions.
+        checkpointable_layers: Names of classes; only layers of these classes are recomputed.
+        dynamic_shape: No effect: shapes may always change from batch to batch.
 
-    Errors: UsageError, on all ranks alike.
+    Raises:
+        UsageError: on all ranks, if an argument is invalid or does not fit the number of ranks.
     """
 
     def __init__(
@@ -137,24 +146,24 @@ class PipelineModule(Layers):
     # Without an engine -----------------------------------------------------------------------------------------
 
     def forward(self, inputs: Any, targets: Any = None) -> Any:
-        """The last layer's result; its loss, where ``targets`` are given and there is a ``loss_fn``."""
+        """Return the last layer's output, or the loss if ``targets`` are given and there is a ``loss_fn``."""
         if not self._is_cut:
             self.build_all()
         return super().forward(inputs, targets)
 
     @property
     def loss_fn(self) -> Callable[[Any, Any], Any] | None:
-        """(output, labels) -> loss."""
+        """The function (output, labels) -> loss; None if the last layer returns the loss."""
         return self.loss
 
     def loss_of(self, output: Any, labels: Any) -> Any:
-        """What ``loss_fn`` says or, without one, the output."""
+        """Return the loss that ``loss_fn`` computes, or the output if there is no ``loss_fn``."""
         return output if self.loss is None else self.loss(output, labels)
 
     # Where it runs ---------------------------------------------------------------------------------------------
 
     def topology(self) -> ProcessTopology:
-        """Where the ranks stand."""
+        """Return the arrangement of ranks in axes."""
         if self._topology is None:
             self._topology = PipeDataParallelTopology(
                 self.num_stages, default_group.size() // self.num_stages
@@ -162,25 +171,25 @@ class PipelineModule(Layers):
         return self._topology
 
     def mpu(self) -> PipelineParallelGrid:
-        """This rank's place, with torch's groups; all ranks make them together at the first call."""
+        """Return the pipeline grid with this rank's coordinates and torch's groups. Collective at the first call."""
         if self._grid is None:
             self.check_ranks()
             self._grid = PipelineParallelGrid(self.topology())
         return self._grid
 
     def num_pipeline_stages(self) -> int:
-        """Stages."""
+        """Return the number of stages."""
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """See ``activation_checkpoint_interval``; before ``initialize``."""
+        """Set ``activation_checkpoint_interval``; call this method before ``initialize``."""
         self.activation_checkpoint_interval = interval
 
     def get_additional_losses(self) -> None:
-        """None: a loss is one number."""
+        """Return None: the loss is a single number without parts."""
 
     def check_ranks(self) -> None:
-        """Errors: UsageError where the job's ranks are no pipelines of as many stages."""
+        """Raise UsageError if the ranks of the job do not form pipelines of ``num_stages`` stages."""
         ranks = default_group.size()
         if ranks % self.num_stages:
             fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -200,7 +209,10 @@ class PipelineModule(Layers):
             )
 
     def begin(self) -> dict[str, Any]:
-        """``initialize`` takes it: all ranks draw from rank 0's seed. Returns our configuration's part. Collective."""
+        """Prepare the module for ``initialize`` and return the keys of the configuration that it sets. Collective.
+
+        All ranks take over rank 0's seed, so that they draw the same initial weights.
+        """
         self.check_ranks()
         seed = torch.tensor([self.seed % 2**62])
         if default_group.size() > 1:
@@ -210,18 +222,18 @@ class PipelineModule(Layers):
         return {"mesh": {"pp": self.num_stages}, "pipeline": {"partition": self.partition_method}}
 
     def unit_patterns(self) -> list[str]:
-        """ZeRO gathers layer by layer."""
+        """Return the names of the layers with parameters, because ZeRO gathers layer by layer."""
         return [name for name, layer in self.named_children() if next(layer.parameters(), None) is not None]
 
     def recomputed(self) -> list[str]:
-        """Names of the layers that run again in the backward pass."""
+        """Return the names of the layers that are recomputed in the backward pass."""
         chosen = self.checkpointable_layers
         if chosen is None:
             return self.unit_patterns()
         return [name for name in self.unit_patterns() if type(self.get_submodule(name)).__name__ in chosen]
 
     def seed_at(self, place: int) -> None:
-        """See ``Layers``."""
+        """Set the random seed with which the layer at index ``place`` is initialized, as ``Layers.seed_at`` does."""
         by_layer, function, base = self._seeds
         if by_layer:
             (function or torch.manual_seed)(base + place)
@@ -256,7 +268,11 @@ def _check_layers(specs: list[Any]) -> None:
 
 
 def _stages(given: int | None, topology: ProcessTopology | None) -> int:
-    """Errors: UsageError."""
+    """Return the number of stages.
+
+    Raises:
+        UsageError: if the number is missing, invalid or contradicted by the topology, or the topology cuts layers.
+    """
     if topology is None:
         if given is None:
             raise UsageError("PipelineModule: give num_stages, or a topology with an axis pipe")

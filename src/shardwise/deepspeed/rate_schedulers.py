@@ -1,10 +1,10 @@
-"""``deepspeed.runtime.lr_schedules``: objects that a script steps, on the curves of optim/schedule.py.
+"""``deepspeed.runtime.lr_schedules``: scheduler objects for scripts, based on the curves of optim/schedule.py.
 
     scheduler = WarmupLR(optimizer, warmup_max_lr=1e-3, warmup_num_steps=100)
     scheduler.step()                              engine.step() calls it after each step that was applied
 
-Each holds a policy and a count, and writes lr, and OneCycle the first beta, into the optimizer's ``param_groups``,
-which the engine reads before every step.
+Each scheduler stores a policy and a step count, and writes lr (OneCycle also the first beta) into the optimizer's
+``param_groups``, which the engine reads before every step.
 """
 
 from argparse import ArgumentParser
@@ -28,11 +28,14 @@ from shardwise.plan.policy import Policy
 PerGroup = float | Sequence[float] | None
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-"""Names under ``scheduler.type``; others are torch's."""
+"""The scheduler names of DeepSpeed under ``scheduler.type``; other names are torch's."""
 
 
 class RateScheduler:
-    """The rates of ``policy`` on ``optimizer``. ``last_batch_iteration``: steps that were applied, less one."""
+    """A scheduler that applies the rates of ``policy`` to ``optimizer``.
+
+    ``last_batch_iteration`` is the number of applied steps minus one.
+    """
 
     def __init__(self, optimizer: optim.Optimizer, policy: Policy, last_batch_iteration: int = -1):
         self.optimizer = optimizer
@@ -49,27 +52,31 @@ class RateScheduler:
             self._write()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One more step was applied; or say how many, less one."""
+        """Count one more applied step, or set the count, and write the rates of the next step.
+
+        Args:
+            last_batch_iteration: The number of applied steps minus one; None: one step more than before.
+        """
         after = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = after
         self._write()
 
     def get_lr(self) -> list[float]:
-        """Of each group, for the step that comes."""
+        """Return the learning rate of each parameter group for the next step."""
         return [float(each["lr"]) for each in self._rates()]
 
     get_last_lr = get_lr
 
     def get_mom(self) -> list[Any]:
-        """Betas or momentum of each group, for the step that comes."""
+        """Return the betas or the momentum of each parameter group for the next step."""
         return [each.get("betas", each.get("momentum")) for each in self._rates()]
 
     def state_dict(self) -> dict[str, int]:
-        """The count."""
+        """Return the step count."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, int]) -> None:
-        """Go on from a count."""
+        """Restore a step count and write the rates of the next step."""
         self.last_batch_iteration = int(sd["last_batch_iteration"])
         self._write()
 
@@ -87,19 +94,23 @@ class RateScheduler:
                     group[key] = now[key]
 
     def _by_group(self, value: Any) -> list[Any]:
-        """Return ``value`` of each group: a list of one a group, one number of all, or None for each group's rate."""
+        """Return ``value`` per group: a list's items, one number for all groups, or each group's own rate for None."""
         if isinstance(value, (list, tuple)):
             return list(value)
         return [float(own["lr"]) if value is None else value for own in self._own]
 
 
 def _kept(value: Any) -> Any:
-    """Return a copy of a tensor, which ``step`` writes to in place, and anything else as it is."""
+    """Return a copy of a tensor, which ``step`` writes in place; return any other value as it is."""
     return value.clone() if hasattr(value, "fill_") else value
 
 
 def _policy(form: type[Policy], **keys: Any) -> Any:
-    """Errors: ConfigError with the first wrong key."""
+    """Build a policy from ``keys``.
+
+    Raises:
+        ConfigError: if a key is wrong; the error names the first one.
+    """
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items()}
     try:
         return form.model_validate({key: value for key, value in given.items() if value is not None})
@@ -110,7 +121,7 @@ def _policy(form: type[Policy], **keys: Any) -> Any:
 
 
 class LRRangeTest(RateScheduler):
-    """Rates that grow without end, to find the highest that trains."""
+    """A schedule whose rates grow without end, to find the highest rate that trains."""
 
     def __init__(
         self,
@@ -133,7 +144,7 @@ class LRRangeTest(RateScheduler):
 
 
 class _Bounds:
-    """The two ends of the rates by group, under DeepSpeed's names."""
+    """The lowest and highest rate of each group, under DeepSpeed's names."""
 
     policy: Any
     _by_group: Any
@@ -150,8 +161,10 @@ class _Bounds:
 
 
 class OneCycle(_Bounds, RateScheduler):
-    """Rates up and down once, momenta the other way; the second beta is 0.99 meanwhile. A group without betas keeps
-    its momentum."""
+    """A schedule whose rates rise and fall once while momenta fall and rise; the second beta is 0.99.
+
+    A group without betas keeps its momentum.
+    """
 
     def __init__(
         self,
@@ -192,15 +205,15 @@ class OneCycle(_Bounds, RateScheduler):
 
     @property
     def step_ratio(self) -> float:
-        """The first half as a part of the cycle."""
+        """The first half of the cycle as a fraction of the whole cycle."""
         rise, fall = self.policy.rise_steps, self.policy.fall_steps
         return float(rise / (rise + (rise if fall is None else fall)))
 
     def get_mom(self) -> list[Any]:
-        """Betas or momentum of each group, for the step that comes.
+        """Return the betas or the momentum of each parameter group for the next step.
 
-        Before the first step that of the curve, the highest, as DeepSpeed answers; the groups have the lowest then,
-        as DeepSpeed's have.
+        Before the first step, the result is the highest value of the curve, as in DeepSpeed, although the groups have
+        the lowest value then, also as in DeepSpeed.
         """
         found = super().get_mom()
         if self.last_batch_iteration >= 0 or not self.policy.cycle_momentum:
@@ -213,23 +226,23 @@ class OneCycle(_Bounds, RateScheduler):
 
 
 class _Rise:
-    """The rise at the start, under DeepSpeed's names."""
+    """The properties of the rise at the start, under DeepSpeed's names."""
 
     policy: Any
 
     @property
     def warmup_num_steps(self) -> int:
-        """Steps of the rise, 2 at least."""
+        """The number of steps of the rise, at least 2."""
         return max(2, int(self.policy.warmup_steps))
 
     @property
     def warmup_type(self) -> str:
-        """Shape of the rise."""
+        """The shape of the rise: ``log`` or ``linear``."""
         return str(self.policy.rise)
 
 
 def _steps_of_rise(given: int | None) -> int:
-    """Return ``given``. Raise ConfigError for None, which would be taken for the default."""
+    """Return ``given``; raise ConfigError for None, which the policy would replace by its default."""
     if given is None:
         raise ConfigError("scheduler: warmup_num_steps is None; give a number of steps, or leave it out")
     return given
@@ -250,7 +263,7 @@ def _warmup(
 
 
 class WarmupLR(_Bounds, _Rise, RateScheduler):
-    """A rise to the top, which stays; the top left out is each group's own rate."""
+    """A schedule that rises to the highest rate and stays there; None as the highest rate is each group's own rate."""
 
     def __init__(
         self,
@@ -266,7 +279,7 @@ class WarmupLR(_Bounds, _Rise, RateScheduler):
 
 
 class WarmupDecayLR(_Bounds, _Rise, RateScheduler):
-    """A rise to the top, then a linear fall to 0 at ``total_num_steps``."""
+    """A schedule that rises to the highest rate and then falls linearly to 0 at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -284,7 +297,7 @@ class WarmupDecayLR(_Bounds, _Rise, RateScheduler):
 
 
 class WarmupCosineLR(_Rise, RateScheduler):
-    """A rise to each group's own rate, then half a cosine down to a part of it."""
+    """A schedule that rises to each group's own rate and then falls to a fraction of it along half a cosine."""
 
     def __init__(
         self,
@@ -308,7 +321,7 @@ class WarmupCosineLR(_Rise, RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
-        """Return the rates of the step that comes, as a part of each group's own."""
+        """Return the rate of the next step as a fraction of each group's own rate."""
         return float(rates(self.policy, [{"lr": 1.0}], self.last_batch_iteration + 1)[0]["lr"])
 
 
@@ -322,9 +335,14 @@ _BY_TYPE: dict[str, type[RateScheduler]] = {
 
 
 def scheduler_of(policy: Any, optimizer: optim.Optimizer) -> Any:
-    """The object of what stands under ``schedule:`` of our configuration: one of these, or torch's.
+    """Return the scheduler of a ``schedule:`` block of the configuration: a class of this module, or torch's.
 
-    Errors: ConfigError for arguments that torch's refuses.
+    Args:
+        policy: The policy of the block.
+        optimizer: The optimizer whose rates the scheduler sets.
+
+    Raises:
+        ConfigError: if torch's scheduler refuses its arguments.
     """
     if isinstance(policy, TorchSchedulePolicy):
         try:
@@ -364,7 +382,7 @@ _ARGUMENTS = {
 
 
 def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--lr_schedule TYPE`` and an argument for each of the schedulers' numbers."""
+    """Add ``--lr_schedule TYPE`` and an argument for each of the schedulers' numbers to ``parser``, and return it."""
     group = parser.add_argument_group("Convergence Tuning", "learning rate and momentum over the steps")
     group.add_argument("--lr_schedule", type=str, default=None, help=", ".join(VALID_LR_SCHEDULES))
     group.add_argument("--lr_range_test_staircase", action="store_true")

@@ -1,14 +1,16 @@
-"""``save_checkpoint`` and ``load_checkpoint``: DeepSpeed's folders with our steps in them.
+"""``save_checkpoint`` and ``load_checkpoint``: DeepSpeed's folders with Shardwise's steps in them.
 
     DIR/latest                            the newest tag, written last
-    DIR/zero_to_fp32.py                   python zero_to_fp32.py . OUT writes the whole model in fp32 (whole_states.py)
-    DIR/TAG/step_00000003/                our step: any ranks, any stage, any mesh load it; every byte has a checksum
-    DIR/TAG/mp_rank_00_model_states.pt    for torch alone: ["module"], and beside it counters, the scheduler's and the
-                                          client's state
+    DIR/zero_to_fp32.py                   python zero_to_fp32.py . OUT writes the whole model in fp32
+    (whole_states.py)
+    DIR/TAG/step_00000003/                a Shardwise step, which loads on any ranks, stage and mesh; every byte has a
+                                          checksum
+    DIR/TAG/mp_rank_00_model_states.pt    a file for torch only: ["module"], counters, and the states of the scheduler
+                                          and the client
 
-``torch.load(..., weights_only=True)["module"]`` is the whole model at every stage. It is written from the map of the
-step that was just saved, so no rank ever holds it. Of steps that DeepSpeed itself saved, see
-their_checkpoint.py; of a step as fp32 weights, whole_states.py.
+``torch.load(..., weights_only=True)["module"]`` is the whole model at every stage. This file is written from a memory
+map of the step that was just saved, so no rank ever has the whole model in memory. their_checkpoint.py reads steps
+that DeepSpeed itself saved; whole_states.py writes a step as fp32 weights.
 """
 
 import logging
@@ -34,7 +36,7 @@ from shardwise.plan.strict_json import JSON_BYTES
 _log = logging.getLogger(__name__)
 
 DeepSpeedEngine = Any
-"""That of engine.py, which calls these functions."""
+"""The engine of engine.py, which calls these functions; ``Any`` here, because an import would be circular."""
 LATEST = "latest"
 SCRIPT = "zero_to_fp32.py"
 _TO_FP32 = '''#!/usr/bin/env python
@@ -62,7 +64,7 @@ def save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> bool:
-    """See ``DeepSpeedEngine.save_checkpoint``."""
+    """Save a step; ``DeepSpeedEngine.save_checkpoint`` documents arguments and errors. Collective."""
     name = checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     client, scheduler = _client_data(client_state or {}), _scheduler_data(engine.lr_scheduler)
     ours, folder = engine.ours, Path(save_dir) / name
@@ -87,7 +89,11 @@ def save(
 
 
 def checked_tag(tag: str) -> str:
-    """``tag``. Errors: UsageError where it is not the name of one folder."""
+    """Return ``tag`` if it is a plain name.
+
+    Raises:
+        UsageError: if the tag is not the name of a single folder.
+    """
     if Path(tag).name != tag or tag in ("", ".", "..") or not tag.isprintable():
         raise UsageError(
             f"checkpoint: the tag {tag!r} is not a plain name; a tag is one folder below the checkpoints'"
@@ -96,7 +102,12 @@ def checked_tag(tag: str) -> str:
 
 
 def _client_data(client: Mapping[str, Any]) -> dict[str, Any]:
-    """Errors: UsageError by key, for what could not be read back without running code."""
+    """Return the client's state in types that torch loads without running code.
+
+    Raises:
+        UsageError: if a key is reserved, or a value cannot be read back without running code; the error names the
+            key.
+    """
     taken = _RESERVED & client.keys()
     if taken:
         raise UsageError(
@@ -106,7 +117,11 @@ def _client_data(client: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scheduler_data(scheduler: Any) -> Any:
-    """Its state; None where it has none. Errors: as of the client's."""
+    """Return the scheduler's state; None if the scheduler has no ``state_dict``.
+
+    Raises:
+        UsageError: if the state has a value that cannot be read back without running code.
+    """
     if scheduler is None:
         return None
     if not hasattr(scheduler, "state_dict"):
@@ -125,7 +140,7 @@ _DATA = (bool, int, float, str, bytes, Tensor, torch.nn.Parameter, type(None))
 
 
 def _data(value: Any, where: str) -> Any:
-    """``value`` in types that torch.load(weights_only=True) knows: numbers of NumPy become Python's."""
+    """Return ``value`` in types that torch.load(weights_only=True) accepts; NumPy numbers become Python numbers."""
     if type(value) in _MAPPINGS:
         for key in value:
             if not isinstance(key, str | int | float | bool):
@@ -149,7 +164,7 @@ def _data(value: Any, where: str) -> Any:
 def _write_for_torch(
     engine: DeepSpeedEngine, folder: Path, client: Mapping[str, Any], scheduler: Any, exclude_frozen: bool
 ) -> None:
-    """Rank 0: the file that torch reads, from the map of the step's own."""
+    """Write the file for torch from a memory map of the step's own files; only rank 0 calls this function."""
     newest = max(folder.glob("step_*/manifest.json"), key=lambda path: path.stat().st_mtime_ns).parent
     tensors: dict[str, Tensor] = {}
     for file in sorted((newest / "model").glob("*.safetensors")):
@@ -174,9 +189,9 @@ def _write_for_torch(
 
 
 def write_whole(path: Path, write: Any) -> None:
-    """Whole, or not at all."""
+    """Write a file completely or not at all: write a new file, flush it to disk, and rename it to ``path``."""
     fresh = path.with_name(f".{path.name}.new")
-    fresh.unlink(missing_ok=True)  # a link would have the file behind it overwritten
+    fresh.unlink(missing_ok=True)  # if this were a link, writing would overwrite the file behind it
     write(fresh)
     with fresh.open("rb") as file:
         os.fsync(file.fileno())
@@ -192,7 +207,7 @@ def load(
     wants_scheduler: bool,
     module_only: bool,
 ) -> tuple[str | None, dict[str, Any]]:
-    """See ``DeepSpeedEngine.load_checkpoint``."""
+    """Load a step; ``DeepSpeedEngine.load_checkpoint`` documents arguments and errors. Collective."""
     root = Path(load_dir)
     if tag is None and not os.path.lexists(root / LATEST):
         _log.warning("load_checkpoint: %s has no file %r; nothing was loaded", root, LATEST)
@@ -230,7 +245,10 @@ def load(
 def _load_theirs(
     engine: DeepSpeedEngine, step: Path, weights_only: bool, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A step of DeepSpeed's: rank 0 writes it anew beside itself, all load that, and it goes again."""
+    """Load a step that DeepSpeed saved: rank 0 converts the step into a folder beside it, all ranks load that folder.
+
+    The converted folder is removed afterwards.
+    """
     ours, error = engine.ours, ""
     converted = step.with_name(f".{step.name}.shardwise")
     if ours.is_main:
@@ -248,7 +266,7 @@ def _load_theirs(
         )
     try:
         user = ours.load(converted, weights_only=weights_only, **extra)
-        ours.barrier()  # the last rank has read it
+        ours.barrier()  # without it, rank 0 could remove the folder while another rank still reads
     finally:
         if ours.is_main:
             shutil.rmtree(converted, ignore_errors=True)
@@ -257,7 +275,7 @@ def _load_theirs(
 
 
 def _names_by_group(engine: DeepSpeedEngine) -> list[list[str]] | None:
-    """Names of the optimizer's parameters, which stage 0 saves by number alone."""
+    """Return the names of the optimizer's parameters by group, because DeepSpeed's stage 0 saves only their numbers."""
     if engine.optimizer is None:
         return None
     found = [[find(p) for p in group["params"]] for group in engine.optimizer.param_groups]
@@ -265,7 +283,7 @@ def _names_by_group(engine: DeepSpeedEngine) -> list[list[str]] | None:
 
 
 def save_16bit(engine: DeepSpeedEngine, save_dir: str | Path, filename: str, exclude_frozen: bool) -> bool:
-    """See ``DeepSpeedEngine.save_16bit_model``."""
+    """Write the whole model in 16 bits; ``DeepSpeedEngine.save_16bit_model`` documents the arguments. Collective."""
     dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
     state = engine.ours.mapped_state_dict(save_dir, trained_only=exclude_frozen, dtype=dtype)
     error = ""

@@ -1,10 +1,10 @@
-"""DeepSpeedConfig: a DeepSpeed configuration as the engine and scripts ask for it, key by key.
+"""DeepSpeedConfig: a DeepSpeed configuration with a lookup for each key.
 
     config = DeepSpeedConfig({"train_batch_size": 32}, world_size=2)
     config.value("zero_optimization.stage")      0, the default
     config.train_batch_size                      32, as an attribute; blocks are dictionaries
 
-What the keys do is in config/deepspeed.py, which this asks.
+config/deepspeed.py, which translates the configuration, defines the effect of each key.
 """
 
 import os
@@ -30,7 +30,7 @@ _BLOCKS = {
     "compile_config": "compile",
     "hybrid_engine": "hybrid_engine",
 }
-"""Attributes that are blocks, whose keys are attributes in turn."""
+"""The attributes that are blocks of keys; a block's keys are attributes of the block."""
 _SWITCHES = {
     "zero_enabled": "zero_optimization.stage",
     "fp16_enabled": "fp16.enabled",
@@ -51,7 +51,7 @@ _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 class DeepSpeedConfig:
-    """See the module's docstring. ``given``: a dictionary, a path, or url-safe base64 of JSON."""
+    """A DeepSpeed configuration from a dictionary, a path, or url-safe base64 of JSON; see the module's docstring."""
 
     def __init__(
         self,
@@ -68,8 +68,10 @@ class DeepSpeedConfig:
         self._changed: dict[str, Any] = {}
 
     def value(self, path: str) -> Any:
-        """The value of a key: changed since, given, or its default; None where it has none. A block is a dictionary, or
-        None where it may be left out and is."""
+        """Return the value of a key: the changed value, the given value, or the key's default; None if there is none.
+
+        The value of a block is a dictionary, or None if the block is optional and was left out.
+        """
         if path in self._changed:
             return self._changed[path]
         values = self.translation.values
@@ -87,11 +89,15 @@ class DeepSpeedConfig:
         return {**direct, **given} if isinstance(given, Mapping) else direct or given
 
     def change(self, path: str, value: Any) -> None:
-        """Another value from here on: of what the engine has resolved, or was told."""
+        """Replace the value of a key, after the engine has resolved it or a method has changed it."""
         self._changed[path] = value
 
     def _configure_train_batch_size(self) -> None:
-        """Let the sizes of a batch follow from one another, and check them. Raises DeepSpeedConfigError."""
+        """Compute the sizes of a batch that follow from the given ones, and check all three.
+
+        Raises:
+            DeepSpeedConfigError: if the sizes do not fit one another.
+        """
         ranks = max(1, default_group.size() // (self.translation.config.get("mesh", {}).get("tp", 1)))
         whole, micro, parts = (vars(self).get(name, self.value(name)) for name in _SIZES)
         if micro is None and whole is not None:
@@ -123,7 +129,7 @@ class DeepSpeedConfig:
         return found
 
     def _following(self, name: str) -> int | None:
-        """Return a size of the batch that follows from the others; None if it does not."""
+        """Return the batch size ``name`` as it follows from the other sizes; None if it does not follow."""
         ranks = max(1, default_group.size() // self.translation.config.get("mesh", {}).get("tp", 1))
         whole, micro, parts = (self.value(each) for each in _SIZES)
         if name == _SIZES[0]:
@@ -134,11 +140,22 @@ class DeepSpeedConfig:
 
 
 class DeepSpeedConfigError(ConfigError, ValueError, AssertionError):
-    """An error in the configuration. DeepSpeed itself raises ValueError or AssertionError, by the key."""
+    """An error in a DeepSpeed configuration.
+
+    The class also inherits from ValueError and AssertionError, because DeepSpeed raises either of them, depending on
+    the key.
+    """
 
 
 def read(given: Any) -> dict[str, Any]:
-    """The dictionary that ``given`` is, names, or encodes. Errors: ConfigError."""
+    """Return the configuration as a dictionary.
+
+    Args:
+        given: A dictionary, the path of a JSON file, or url-safe base64 of JSON.
+
+    Raises:
+        ConfigError: if ``given`` is none of these, or the file cannot be read.
+    """
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, str) and not Path(given).exists():

@@ -1,4 +1,4 @@
-"""A checkpoint that DeepSpeed saved, as one of ours: any number of its ranks in, any layout of ours out.
+"""A converter of checkpoints that DeepSpeed saved into Shardwise's format, from any number of ranks to any layout.
 
     DIR/latest                                               the newest tag
     DIR/TAG/mp_rank_00_model_states.pt                       stages 0 to 2: whole weights and buffers, counters, the
@@ -6,15 +6,17 @@
             [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt stages 1 to 3: rank R's part of masters and moments
             zero_pp_rank_R_mp_rank_00_model_states.pt        stage 3: buffers, frozen parts, counters
 
-A rank's part is one flat tensor per optimizer group. Stages 1 and 2 lay the group's parameters end to end and cut that
-in N; ``param_slice_mappings`` says which piece of which parameter a rank has. Stage 3 cuts each parameter in N pieces
-of ⌈elements / N⌉ and lays these end to end, over all groups and sub-groups, in the order of ``param_shapes``.
+A rank's part is one flat tensor per optimizer group. Stages 1 and 2 concatenate the group's parameters and cut the
+result in N parts; ``param_slice_mappings`` lists which piece of which parameter each rank has. Stage 3 cuts each
+parameter in N pieces of ⌈elements / N⌉ and concatenates the pieces of a rank, over all groups and sub-groups, in the
+order of ``param_shapes``.
 
-Every piece goes from the map of their file to its range of ours: no tensor is ever put together, so memory does not
-grow with the model. Masters become our weights (in fp32); moments, step counts, scale and counters keep their bits.
+Every piece is copied from the memory map of DeepSpeed's file to its range in the new step: no tensor is ever
+assembled, so memory does not grow with the model. Masters become Shardwise's weights (in fp32); moments, step counts,
+scale and counters keep their bits.
 
-The files are pickles. A child process reads them with torch's ``weights_only``, which builds tensors and plain
-containers, and knows four classes of DeepSpeed's as stand-ins that do nothing. Anything else in a file is refused.
+The files are pickles. A child process reads them with torch's ``weights_only``, which builds only tensors and plain
+containers, plus stand-ins for four classes of DeepSpeed's that do nothing. Anything else in a file is refused.
 """
 
 import json
@@ -55,26 +57,26 @@ _KNOWN = {
     *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "moe"),
     *_COUNTERS,
 }
-"""Keys of DeepSpeed's own in a file of model states; all others are the client's."""
+"""DeepSpeed's own keys in a file of model states; all other keys are the client's."""
 
 
 _OUR_KINDS = frozenset({*MODEL_KINDS, "master", "grad", "table"})
-"""Kinds of tensors that no optimizer's state may be called."""
+"""Kinds of tensors in a Shardwise step, which no optimizer state may be named after."""
 
 
 class _FragmentStandIn:
-    """Stands for ``fragment_address``: where a piece lies in a rank's flat tensor."""
+    """A stand-in for ``fragment_address``, the range of a piece in a rank's flat tensor."""
 
     numel: int
     start: int
 
 
 class _NumberStandIn(int):
-    """Stands for an enumeration whose members are whole numbers."""
+    """A stand-in for an enumeration whose members are integers."""
 
 
 class _ScalerStandIn:
-    """Stands for a loss scaler: its numbers."""
+    """A stand-in for a loss scaler, with the scaler's numbers as attributes."""
 
 
 _STAND_INS: list[Any] = [
@@ -86,9 +88,16 @@ _STAND_INS: list[Any] = [
 
 
 def find_step(folder: Path, tag: str | None = None) -> Path | None:
-    """The folder of a step that DeepSpeed saved: ``folder/tag``, the one that ``latest`` names, or ``folder`` itself;
-    None where ``folder`` is not of DeepSpeed's making. Errors: CheckpointError where the step that is named is not
-    there."""
+    """Return the folder of a step that DeepSpeed saved; None if DeepSpeed did not write ``folder``.
+
+    Args:
+        folder: The folder of all checkpoints, or of a step.
+        tag: The name of the step's folder in ``folder``; None: the tag in the file ``latest``, or ``folder`` itself
+            if there is no such file.
+
+    Raises:
+        CheckpointError: if the tag is not a plain name, or the file ``latest`` cannot be read.
+    """
     if tag is None and (folder / _LATEST).is_file() and not (folder / _LATEST).is_symlink():
         tag = read_latest(folder)
     step = folder if tag is None else folder / tag
@@ -101,10 +110,10 @@ def find_step(folder: Path, tag: str | None = None) -> Path | None:
 
 
 def read_latest(folder: Path) -> str:
-    """Return the tag that ``folder/latest`` names.
+    """Return the tag that the file ``folder/latest`` contains.
 
     Raises:
-        CheckpointError: if the file does not open, is no small regular file, or holds no text.
+        CheckpointError: if the file does not open, is not a small regular file, or does not contain text.
     """
     try:
         return read_small_text(folder / _LATEST, _TAG_LIMIT).strip()
@@ -117,12 +126,21 @@ def read_latest(folder: Path) -> str:
 def convert(
     step: Path, out: Path, groups: Sequence[Sequence[str]] | None = None, weights_only: bool = False
 ) -> list[str]:
-    """Write the step that DeepSpeed left in ``step`` as one of ours under ``out``, in a process of its own.
+    """Convert the step that DeepSpeed saved in ``step`` into a Shardwise step under ``out``, in a separate process.
 
-    ``groups``: names of the parameters by optimizer group, in order. Stage 0 saves moments without names; where nobody
-    says them and they do not follow from the shapes, they are left out. ``weights_only``: moments are not written.
-    Returns what was left out, in words.
-    Errors: CheckpointError where the files are not DeepSpeed's or not whole, or hold more than tensors and plain data.
+    Args:
+        step: The folder of the step.
+        out: The folder to write into.
+        groups: Names of the parameters of each optimizer group, in order. Stage 0 saves moments without names; if the
+            names are not given and do not follow from the shapes, the moments are left out.
+        weights_only: True to leave out the moments.
+
+    Returns:
+        A description of each part that was left out.
+
+    Raises:
+        CheckpointError: if the files are not DeepSpeed's, are incomplete, or contain more than tensors and plain
+            data.
     """
     task = json.dumps({"step": str(step), "out": str(out), "groups": groups, "weights_only": weights_only})
     ended = subprocess.run(
@@ -146,7 +164,7 @@ def convert(
 
 
 class TheirStep:
-    """The files of one step, opened and held against one another."""
+    """The files of one step, opened and compared with one another."""
 
     def __init__(self, step: Path) -> None:
         self.step = step
@@ -167,10 +185,10 @@ class TheirStep:
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """Check that the files of all ranks are there and of one step.
+        """Check that the files of all ranks exist and belong to one step.
 
         Raises:
-            DamagedError: names the rank whose file is missing or says something else than rank 0's.
+            DamagedError: if a rank's file is missing or differs from rank 0's; the error names the rank.
         """
         if not self.parts and (self.model.get("param_shapes") or _has_pieces(self.model)):
             raise DamagedError(
@@ -213,7 +231,7 @@ class TheirStep:
     def _check_layout(self) -> None:
         names = sorted(path.name for path in self.step.iterdir())
         write = "write it out with DeepSpeed (zero_to_fp32, or save_16bit_model)"
-        # Its own exports hold no other rank's experts.
+        # DeepSpeed's own exports do not contain the experts of other ranks.
         gather = "load it in DeepSpeed with ep_size=1, to have all experts on a rank, write it out (save_16bit_model)"
         for pattern, what, do in (
             (r"layer_\d+-model_\d+.*", "stages of a pipeline", write),
@@ -241,7 +259,7 @@ class TheirStep:
         with torch.serialization.safe_globals(_STAND_INS):
             try:
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:  # of many kinds; what the file asked for was not done in any case
+            except Exception as error:  # torch raises many types; in no case was code of the file executed
                 first = str(error).strip().splitlines()
                 named = re.search(r"GLOBAL (\S+)", str(error))
                 what = f"it holds {named[1]}" if named else (first or [type(error).__name__])[0]
@@ -273,15 +291,16 @@ class TheirStep:
 
     @property
     def buffers(self) -> list[str]:
+        """The names of the model's buffers."""
         return [str(name) for name in self.model.get("buffer_names") or []]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the trained parameters, in the order of the optimizer's groups; empty at stage 0."""
+        """Return the shapes of the trained parameters, in the order of the optimizer's groups; empty at stage 0."""
         groups = self.model.get("param_shapes") or []
         return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
     def aliases(self) -> dict[str, list[str]]:
-        """Other names of tied weights."""
+        """Return the other names of each tied weight."""
         found: dict[str, list[str]] = {}
         for alias, name in (self.model.get("shared_params") or {}).items():
             found.setdefault(str(name), []).append(str(alias))
@@ -295,7 +314,7 @@ class TheirStep:
         return found
 
     def _weights(self) -> dict[str, Tensor]:
-        """Whole weights of the model, as stages 0 to 2 save them."""
+        """Return the whole weights of the model, which stages 0 to 2 save."""
         module = self.model.get("module") or {}
         taken = set(self.buffers)
         return {
@@ -307,7 +326,11 @@ class TheirStep:
     # -- pieces
 
     def items(self, groups: Sequence[Sequence[str]] | None) -> list[Item]:
-        """All tensors, as pieces of their files."""
+        """Return all tensors of the step as pieces of its files.
+
+        Raises:
+            DamagedError: if a tensor is incomplete or has no shape, or the step has no parameter.
+        """
         pieces: dict[tuple[str, str], list[FlatSlice]] = {}
         shapes = self.shapes()
         if self.stage == 0:
@@ -340,7 +363,7 @@ class TheirStep:
         return items
 
     def _flats(self, part: Mapping[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """(masters, states) of one rank, by group or sub-group."""
+        """Return (masters, states) of one rank, per group or sub-group."""
         masters = part["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
         inner = part.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
         if not isinstance(inner, dict):
@@ -352,11 +375,11 @@ class TheirStep:
         for number, state in enumerate(states):
             group = inner["param_groups"][min(number, len(inner["param_groups"]) - 1)]
             if state and "step" not in state and "step" in group:
-                state["step"] = group["step"]  # their fused Adam counts there
+                state["step"] = group["step"]  # DeepSpeed's fused Adam stores its step count in the group
         return list(masters), states
 
     def _cut_groups(self, pieces: dict[tuple[str, str], list[FlatSlice]]) -> None:
-        """Stages 1 and 2: a group's parameters end to end, cut in N."""
+        """Add the pieces of stages 1 and 2, where the concatenated parameters of a group are cut in N."""
         reached: dict[tuple[str, str], int] = {}
         for part in self.parts:
             mappings = part.get("param_slice_mappings")
@@ -378,7 +401,7 @@ class TheirStep:
     def _cut_each(
         self, pieces: dict[tuple[str, str], list[FlatSlice]], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Stage 3: each parameter cut in N, the pieces of a rank end to end over all its flat tensors."""
+        """Add the pieces of stage 3, where each parameter is cut in N and a rank's pieces are concatenated."""
         ranks = len(self.parts)
         for rank, part in enumerate(self.parts):
             masters, states = self._flats(part)
@@ -408,7 +431,7 @@ class TheirStep:
     def _whole(
         self, pieces: dict[tuple[str, str], list[FlatSlice]], groups: Sequence[Sequence[str]] | None
     ) -> dict[str, tuple[int, ...]]:
-        """Stage 0: whole tensors, the optimizer's by number alone. Returns the shapes of all weights."""
+        """Add the tensors of stage 0, whose optimizer states have only numbers; return the shapes of all weights."""
         others = {alias for names in self.aliases().values() for alias in names}
         weights = {name: tensor for name, tensor in self._weights().items() if name not in others}
         for name, tensor in weights.items():
@@ -443,7 +466,7 @@ class TheirStep:
         shapes: Mapping[str, tuple[int, ...]],
         groups: Sequence[Sequence[str]] | None,
     ) -> list[str]:
-        """Names of the parameters that an optimizer of stage 0 numbers; none where they cannot be told."""
+        """Return the names of the parameters that an optimizer of stage 0 numbers; empty if they are unknown."""
 
         def shape_of(place: int) -> tuple[int, ...] | None:
             if masters:
@@ -473,7 +496,7 @@ class TheirStep:
     def _frozen(
         self, pieces: dict[tuple[str, str], list[FlatSlice]], shapes: dict[str, tuple[int, ...]]
     ) -> None:
-        """Weights that do not train: cut at stage 3, whole before."""
+        """Add the weights that do not train, which are cut at stage 3 and whole at lower stages."""
         aliases = {alias for names in self.aliases().values() for alias in names}
         if self.stage < 3:
             for name, tensor in self._weights().items():
@@ -498,10 +521,10 @@ class TheirStep:
                 shapes[name] = tuple(shape)
 
     def _kinds(self, master: Tensor, state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        """Return the flat tensors of one group: ``weight``, the masters, and the optimizer's by their own names.
+        """Return the flat tensors of one group: the masters as ``weight``, and each optimizer state under its own name.
 
         Raises:
-            DamagedError: if a state of the optimizer is shorter than the masters.
+            DamagedError: if an optimizer state is shorter than the masters.
         """
         moments = []
         for kind, value in state.items():
@@ -511,7 +534,7 @@ class TheirStep:
                 or (value.numel() == 1 and master.numel() != 1)
             ):
                 continue
-            # The masters are saved without the padding at their end, the moments with it.
+            # DeepSpeed saves the masters without the padding at their end, and the moments with the padding.
             if value.dim() != 1 or value.numel() < master.numel():
                 raise DamagedError(
                     f"{self.step}: {kind} has the shape {list(value.shape)}, and the fp32 weights beside it have "
@@ -542,7 +565,7 @@ class TheirStep:
     # -- numbers
 
     def trainer(self, weights_only: bool = False) -> dict[str, Any]:
-        """Return ``trainer.json`` of our step: counters, step counts, scale, and the client's state."""
+        """Return ``trainer.json`` of the new step: counters, step counts, loss scale, and the client's state."""
         counters = {name: int(self.model.get(name) or 0) for name in _COUNTERS}
         client = {str(key): value for key, value in self.model.items() if key not in _KNOWN}
         step = counters["global_steps"]
@@ -561,7 +584,7 @@ class TheirStep:
         }
 
     def _loss_scale(self) -> dict[str, Any] | None:
-        """Of fp16 with a dynamic scale."""
+        """Return the state of the dynamic loss scale; None if the step has none."""
         if self.parts:
             told = (
                 vars(self.parts[0]["loss_scaler"])
@@ -575,7 +598,7 @@ class TheirStep:
             if not told.get("dynamic_loss_scale"):
                 return None
         clean = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
-        # The first growth after an overflow takes them a step more: precision.loss_scale.growth_delay.
+        # After an overflow, DeepSpeed waits one step more before the first growth: precision.loss_scale.growth_delay.
         window = int(told.get("scale_window") or 0)
         return {
             "scale": float(told["cur_scale"]),
@@ -584,7 +607,11 @@ class TheirStep:
         }
 
     def _scalars(self) -> dict[str, float]:
-        """Step counts and other single numbers, which are the same for all parameters."""
+        """Return step counts and other single numbers, which must be equal for all parameters.
+
+        Raises:
+            CheckpointError: if parameters have had different numbers of steps.
+        """
         if self.parts:
             states = self._flats(self.parts[0])[1]
         else:
@@ -602,14 +629,14 @@ class TheirStep:
 
 
 def _has_pieces(model: Mapping[str, Any]) -> bool:
-    """Return True if a file of model states is of stage 3, whose weights lie in the files of optimizer states."""
+    """Return True if a file of model states is of stage 3, whose weights are in the files of optimizer states."""
     module = model.get("module") or {}
     weights = [tensor for name, tensor in module.items() if isinstance(tensor, Tensor)]
     return bool(model.get("frozen_param_fragments")) or bool(weights and not any(map(Tensor.numel, weights)))
 
 
 def _numbers(states: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the step counts and other single numbers of the groups of one rank."""
+    """Return the step counts and other single numbers of each group of one rank."""
     return [
         {
             str(name): float(value)
@@ -639,7 +666,11 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """As JSON has it. Errors: CheckpointError names what cannot be."""
+    """Return ``value`` in types of JSON.
+
+    Raises:
+        CheckpointError: if ``value`` has a type that JSON lacks; the error names the place.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(inner, f"{where}, {key!r}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -656,7 +687,20 @@ def _plain(value: Any, where: str) -> Any:
 def rewrite(
     step: Path, out: Path, groups: Sequence[Sequence[str]] | None, weights_only: bool = False
 ) -> list[str]:
-    """Write the step that DeepSpeed left in ``step`` as one of ours under ``out``, in this process; see ``convert``."""
+    """Convert the step that DeepSpeed saved in ``step`` into a Shardwise step under ``out``, in this process.
+
+    Args:
+        step: The folder of the step.
+        out: The folder to write into.
+        groups: Names of the parameters of each optimizer group, in order; see ``convert``.
+        weights_only: True to leave out the moments.
+
+    Returns:
+        A description of each part that was left out.
+
+    Raises:
+        CheckpointError: if the files do not have DeepSpeed's layout.
+    """
     try:
         found = TheirStep(step)
         items, trainer, aliases = found.items(groups), found.trainer(weights_only), found.aliases()
@@ -683,7 +727,7 @@ def rewrite(
 
 
 def main() -> None:
-    """Read a task from the standard input; answer with one line of JSON."""
+    """Read a task from standard input, convert the step, and print the result as one line of JSON."""
     task = json.load(sys.stdin)
     answer: dict[str, Any] = {"error": "", "left_out": []}
     try:

@@ -1,10 +1,10 @@
-"""Where the ranks stand on named axes, for scripts that ask for it in DeepSpeed's words.
+"""Coordinates of ranks on named axes, under DeepSpeed's names.
 
-The last axis runs fastest, as in an array:    rank = Σ coordinate_i · Π dims after i
+The last axis varies fastest, as in an array:    rank = Σ coordinate_i · Π dims after i
 
     ProcessTopology(axes=["pipe", "data"], dims=[2, 3])      pipe 0: ranks 0 1 2     pipe 1: ranks 3 4 5
 
-Pure: no process group is made here.
+``ProcessTopology`` makes no process groups; ``PipelineParallelGrid`` does.
 """
 
 from collections import namedtuple
@@ -18,7 +18,7 @@ from shardwise.deepspeed.unmet import UnmetError
 
 
 class ProcessTopology:
-    """Ranks on named axes."""
+    """An arrangement of ranks on named axes."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes = list(axes)
@@ -30,7 +30,14 @@ class ProcessTopology:
         return self.ProcessCoord(*places)
 
     def get_rank(self, **at: int) -> int:
-        """The rank at one coordinate on every axis. Errors: ValueError."""
+        """Return the rank at the given coordinates.
+
+        Args:
+            **at: One coordinate for every axis.
+
+        Raises:
+            ValueError: if an axis is missing or unknown, or a coordinate is outside of its axis.
+        """
         if set(at) != set(self.axes):
             raise ValueError(f"get_rank: given {sorted(at)}, expected one coordinate for each of {self.axes}")
         place = self.ProcessCoord(**at)
@@ -39,7 +46,7 @@ class ProcessTopology:
         return self.mapping[place]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, slowest first."""
+        """Return the names of the axes, slowest first."""
         return self.axes
 
     def get_rank_repr(
@@ -49,18 +56,29 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """A rank's place as a part of file names: ``model_00``."""
+        """Return a rank's coordinates as text for file names, such as ``model_00``.
+
+        Args:
+            rank: The rank.
+            omit_axes: Axes to leave out.
+            inner_sep: The text between an axis and its coordinate.
+            outer_sep: The text between two axes.
+        """
         at = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(at, axis):02d}" for axis in self.axes if axis not in omit_axes
         )
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along ``axis``; 0 where there is none of that name."""
+        """Return the number of ranks along ``axis``; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinates of ``rank``, by name. Errors: ValueError."""
+        """Return the coordinates of ``rank`` as a named tuple.
+
+        Raises:
+            ValueError: if the topology has no such rank.
+        """
         if not 0 <= rank < self.world_size():
             raise ValueError(f"get_coord: rank {rank} is not among the {self.world_size()} of this topology")
         at = []
@@ -70,7 +88,7 @@ class ProcessTopology:
         return self._at(reversed(at))
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The ranks that differ along ``axis`` alone, list by list; none where there is no such axis."""
+        """Return the lists of ranks whose coordinates differ only on ``axis``; empty if there is no such axis."""
         if axis not in self.axes:
             return []
         lists: dict[tuple[int, ...], list[int]] = {}
@@ -80,17 +98,17 @@ class ProcessTopology:
         return [lists[others] for others in sorted(lists)]
 
     def filter_match(self, **at: int) -> list[int]:
-        """The ranks at these coordinates, whatever the others are."""
+        """Return the ranks with these coordinates, whatever their other coordinates are."""
         return [
             rank for each, rank in self.mapping.items() if all(getattr(each, k) == v for k, v in at.items())
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks whose coordinate on ``axis`` is ``idx``."""
+        """Return the ranks whose coordinate on ``axis`` is ``idx``."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """All ranks."""
+        """Return the number of ranks of the topology."""
         return prod(self.dims)
 
     def __str__(self) -> str:
@@ -98,21 +116,21 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines side by side; the ranks of one stage are neighbours."""
+    """A topology of several pipelines, in which the ranks of one stage are neighbours."""
 
     def __init__(self, num_pp: int, num_dp: int):
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipelines of stages that several ranks share."""
+    """A topology of several pipelines in which several ranks share a stage."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 def _balanced(ranks: int) -> PipeDataParallelTopology:
-    """Stages and replicas near one another: prime factors are dealt to them in turn, smallest first."""
+    """Return a topology with similar numbers of stages and replicas: prime factors alternate, smallest first."""
     shares = [1, 1]
     for place, prime in enumerate(_prime_factors(ranks)):
         shares[place % 2] *= prime
@@ -120,7 +138,11 @@ def _balanced(ranks: int) -> PipeDataParallelTopology:
 
 
 def _prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a number, smallest first. Raises UsageError for a number below 1."""
+    """Return the prime factors of a number, smallest first.
+
+    Raises:
+        UsageError: if the number is below 1.
+    """
     if number < 1:
         raise UnmetError(f"prime factors: {number}; expected at least 1")
     found, prime = [], 2
@@ -134,8 +156,10 @@ def _prime_factors(number: int) -> list[int]:
 
 
 class PipelineParallelGrid:
-    """This rank's place in a topology, in the words of a model-parallel unit (``mpu``). Its process groups are torch's;
-    all ranks make them together, here."""
+    """Coordinates of this rank in a topology, with the interface of a model-parallel unit (``mpu``).
+
+    The process groups are torch's; the constructor makes them, so all ranks must call it together.
+    """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None):
         self.global_rank = default_group.rank()
@@ -172,108 +196,113 @@ class PipelineParallelGrid:
         return [[rank] for rank in range(self.world_size)]
 
     def _is_grid_valid(self) -> bool:
-        """Return True if the topology has as many places as the job has ranks."""
+        """Return True if the topology has as many ranks as the job."""
         return self._topo.world_size() == default_group.size()
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank reads the inputs."""
+        """True if this rank is on the first stage, which reads the inputs."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank is on the last stage, which computes the loss."""
         return self.stage_id == self.pipe_parallel_size - 1
 
     @property
     def slice_parallel_size(self) -> int:
-        """Ranks that share a stage."""
+        """The number of ranks that share a stage."""
         return self.model_parallel_size
 
     @property
     def dp_group(self) -> list[int]:
-        """Ranks of the same stage of all pipelines."""
+        """The ranks that run the same stage as this rank, one of each pipeline."""
         return self._groups["data"][1]
 
     @property
     def pp_group(self) -> list[int]:
-        """Ranks of this rank's pipeline."""
+        """The ranks of this rank's pipeline."""
         return self._groups["pipe"][1]
 
     def get_stage_id(self) -> int:
-        """The stage of this rank."""
+        """Return the index of this rank's stage."""
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """The pipeline of this rank."""
+        """Return the index of this rank's pipeline."""
         return self.data_parallel_id
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
-        """The rank of that stage in this rank's pipeline."""
+        """Return the rank that runs the stage ``stage_id`` in this rank's pipeline.
+
+        Args:
+            stage_id: The index of the stage.
+            **others: Coordinates on other axes that replace this rank's.
+        """
         at = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **others)
         return self._topo.get_rank(**at._asdict())
 
     def topology(self) -> ProcessTopology:
-        """The topology."""
+        """Return the topology of the job's ranks."""
         return self._topo
 
     def get_global_rank(self) -> int:
-        """This rank among all."""
+        """Return the index of this rank in the job."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:
-        """The stage of this rank."""
+        """Return the index of this rank's stage."""
         return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Stages."""
+        """Return the number of stages."""
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """The ranks of this pipeline."""
+        """Return the process group of this rank's pipeline."""
         return self._groups["pipe"][0]
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
 
     def get_data_parallel_rank(self) -> int:
-        """The pipeline of this rank."""
+        """Return the index of this rank's pipeline."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
-        """Pipelines."""
+        """Return the number of pipelines."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks of the same stage of all pipelines."""
+        """Return the process group of the ranks that run this rank's stage, one of each pipeline."""
         return self._groups["data"][0]
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their numbers."""
+        """Return the ranks that run this rank's stage, one of each pipeline."""
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that hold one model together."""
+        """Return the index of this rank among the ranks that hold one copy of the model together."""
         return self._groups["one model"][1].index(self.global_rank)
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks that hold one model together."""
+        """Return the number of ranks that hold one copy of the model together."""
         return len(self._groups["one model"][1])
 
     def get_model_parallel_group(self) -> Any:
-        """Them."""
+        """Return the process group of the ranks that hold one copy of the model together."""
         return self._groups["one model"][0]
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's place among those that share its stage."""
+        """Return the index of this rank among the ranks that share its stage."""
         return int(getattr(self._topo.get_coord(self.global_rank), "model", 0))
 
     def get_slice_parallel_world_size(self) -> int:
-        """Ranks that share a stage."""
+        """Return the number of ranks that share a stage."""
         return self.model_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """Them."""
+        """Return the process group of the ranks that share this rank's stage."""
         return self._groups["model"][0]
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank

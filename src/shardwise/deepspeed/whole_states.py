@@ -1,15 +1,16 @@
-"""The whole model in fp32 out of a checkpoint, ours or one of DeepSpeed's: ``zero_to_fp32`` in its names.
+"""The whole model in fp32 from a checkpoint of Shardwise or DeepSpeed, under the names of DeepSpeed's ``zero_to_fp32``.
 
-    get_fp32_state_dict_from_zero_checkpoint         a dictionary of tensors
-    load_state_dict_from_zero_checkpoint             a model with these weights
-    convert_zero_checkpoint_to_fp32_state_dict       files of torch or safetensors, several where they would be large
-    main                                             the same as a command, for the script in a checkpoint's folder
+    get_fp32_state_dict_from_zero_checkpoint         returns a dictionary of tensors
+    load_state_dict_from_zero_checkpoint             returns a model with these weights
+    convert_zero_checkpoint_to_fp32_state_dict       writes files of torch or safetensors, several if they are large
+    main                                             runs the same as a command, for the script in a checkpoint's
+    folder
 
-Weights come from masters where there are any. For files each block of the step goes to its place as it is read, and
-files of torch are written from maps of safetensors files that stand beside them meanwhile.
+Weights come from masters if the step has masters. For files, each block of the step is written to its position as
+soon as it is read, and files of torch are written from memory maps of temporary safetensors files.
 
-Cost: one block of the step (16 MiB) of memory for files, the model for the others; a step of DeepSpeed's is written as
-one of ours first, without moments.
+Cost: memory of one block of the step (16 MiB) for files, of the whole model for the other two functions; a step of
+DeepSpeed's is first converted to a Shardwise step without moments.
 """
 
 import argparse
@@ -41,10 +42,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     **ignored: Any,
 ) -> dict[str, Tensor]:
-    """The whole model in fp32, from masters where there are any, under all its names. On the CPU, of this process.
+    """Return the whole model in fp32 on the CPU, under all of its names, from a step of Shardwise or DeepSpeed.
 
-    Of steps that we saved and of those that DeepSpeed did. Errors: CheckpointError; UsageError for
-    ``exclude_frozen_parameters``.
+    Args:
+        checkpoint_dir: The folder of all checkpoints.
+        tag: The name of the step's folder; None: the tag in the file ``latest``.
+        exclude_frozen_parameters: Must be False.
+        **ignored: DeepSpeed's other arguments, without effect.
+
+    Raises:
+        CheckpointError: if there is no such step, or the step cannot be read.
+        UsageError: if ``exclude_frozen_parameters`` is True.
     """
     _check_wanted(exclude_frozen_parameters)
     found: dict[str, Tensor] = {}
@@ -64,7 +72,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> torch.nn.Module:
-    """``model`` on the CPU with the weights of a checkpoint, in fp32."""
+    """Move ``model`` to the CPU, load the fp32 weights of a checkpoint into it, and return it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -78,12 +86,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the whole fp32 model into ``output_dir``: ``pytorch_model.bin``, or ``model.safetensors``, where it takes
-    at most ``max_shard_size``; else files ``-00001-of-00002`` of at most so much, or of one tensor, and an index.
+    """Write the whole fp32 model into ``output_dir``.
 
-    The disk has room for a second copy of a model for torch, and of one that DeepSpeed saved. Errors: CheckpointError,
-    also where ``output_dir`` holds such files of another number; UsageError for what is no size, and for
-    ``exclude_frozen_parameters``.
+    A model of at most ``max_shard_size`` is one file, ``pytorch_model.bin`` or ``model.safetensors``. A larger model
+    is several files (``-00001-of-00002``), each of at most that size or with a single tensor, and an index. Files of
+    torch need disk space for a second copy of the model; so does a step that DeepSpeed saved.
+
+    Args:
+        checkpoint_dir: The folder of all checkpoints.
+        output_dir: The folder to write into; created if it does not exist.
+        max_shard_size: The size of the largest file: bytes, or text such as ``5GB``; None: one file.
+        safe_serialization: True to write safetensors files.
+        tag: The name of the step's folder; None: the tag in the file ``latest``.
+        exclude_frozen_parameters: Must be False.
+
+    Raises:
+        CheckpointError: if the step cannot be read, or ``output_dir`` has such files of a model in another number of
+            files.
+        UsageError: if ``max_shard_size`` is not a size, or ``exclude_frozen_parameters`` is True.
     """
     _check_wanted(exclude_frozen_parameters)
     out, limit = Path(output_dir), _limit(max_shard_size)
@@ -116,7 +136,13 @@ def _check_wanted(excludes_frozen: bool) -> None:
 
 
 def _check_folder(out: Path, suffix: str, files: Collection[str]) -> None:
-    """``files``: names that are to be written, without ``suffix``. Others beside them would be taken for theirs."""
+    """Raise CheckpointError if the folder ``out`` has other files that a reader would take for the new ones.
+
+    Args:
+        out: The folder.
+        suffix: The suffix of the files.
+        files: The names of the files to be written, without ``suffix``.
+    """
     stem = next(iter(files)).partition("-")[0]
     mine = {f"{file}.{suffix}" for file in files}
     mine |= {f"{stem}.{suffix}.index.json"} if len(files) > 1 else set()
@@ -141,7 +167,11 @@ def _limit(size: str | int | None) -> int | None:
 
 
 def _as_ours(checkpoint_dir: str | Path, tag: str | None, scratch: Path) -> Path:
-    """The folder of a step as ours; one that DeepSpeed saved is written into ``scratch``. Errors: CheckpointError."""
+    """Return the folder of a Shardwise step; a step that DeepSpeed saved is converted into ``scratch``.
+
+    Raises:
+        CheckpointError: if the folder holds no step.
+    """
     root = Path(checkpoint_dir)
     name = tag if tag is not None else read_latest(root)
     folder = root / checked_tag(name)
@@ -155,7 +185,7 @@ def _as_ours(checkpoint_dir: str | Path, tag: str | None, scratch: Path) -> Path
 
 
 def _asked(manifest: Manifest) -> list[ManifestTensor]:
-    """Masters, weights that have none, and buffers."""
+    """Return the masters, the weights that have no master, and the buffers."""
     masters = {each.name for each in manifest.tensors if each.kind == "master"}
     return [
         each
@@ -169,7 +199,7 @@ def _wide(each: ManifestTensor) -> torch.dtype:
 
 
 def _items(manifest: Manifest, flat_of: Callable[[ManifestTensor], Flat]) -> list[Item]:
-    """All tensors of a step; those that are asked for go into ``flat_of``."""
+    """Return a read request for every tensor of a step; the wanted tensors are read into ``flat_of(tensor)``."""
     asked = {id(each) for each in _asked(manifest)}
     items = []
     for each in manifest.tensors:
@@ -181,10 +211,10 @@ def _items(manifest: Manifest, flat_of: Callable[[ManifestTensor], Flat]) -> lis
 
 
 class _Files:
-    """safetensors files of at most ``limit`` bytes, or one tensor, written as elements come from a step.
+    """safetensors files of at most ``limit`` bytes or with a single tensor, written as elements are read from a step.
 
-    ``copies_ties``: a tied tensor stands there under each of its names, else under its first alone. ``check``: is told
-    their names, without a suffix, before any is made.
+    ``copies_ties``: if True, a tied tensor is stored under each of its names, else only under the first. ``check`` is
+    called with the file names, without suffix, before any file is created.
     """
 
     def __init__(
@@ -197,9 +227,9 @@ class _Files:
     ):
         self.folder = folder
         self.stored: dict[str, dict[str, ManifestTensor]] = {}
-        """By file, without its suffix, and name."""
+        """The tensors of each file: file name without suffix, then tensor name."""
         self.names: dict[str, tuple[str, ...]] = {}
-        """All names of what is stored under one."""
+        """All names of the tensor that is stored under each name."""
         self._stem, self._limit, self._copies_ties, self._check = stem, limit, copies_ties, check
         self._stack = ExitStack()
 
@@ -210,7 +240,10 @@ class _Files:
         self._stack.__exit__(*error)
 
     def choose(self, manifest: Manifest) -> list[Item]:
-        """What is read of a step; of an older one where the first was damaged, whose files go again."""
+        """Create the files for a step and return the read requests for its tensors.
+
+        If a damaged step made the reader go back to an older one, the files of the damaged step are removed first.
+        """
         damaged = DamagedError("the files of a step that was damaged")
         self._stack.__exit__(DamagedError, damaged, None)
         self._stack, self.names = ExitStack(), {}
@@ -218,7 +251,7 @@ class _Files:
         writers: dict[str, SafetensorsWriter] = {}
         for each in sorted(
             _asked(manifest), key=lambda each: -_wide(each).itemsize
-        ):  # so that all are aligned
+        ):  # widest dtypes first, so that every tensor is aligned
             ties = manifest.names_of(each.name)
             found = {name: (name,) for name in ties} if self._copies_ties else {each.name: ties}
             self.names |= found
@@ -266,7 +299,7 @@ class _Files:
         return dict(zip(files, fills, strict=True))
 
     def write_index(self, folder: Path, suffix: str) -> None:
-        """Which file of ``folder`` has which name."""
+        """Write the index of ``folder``, which maps each tensor name to its file."""
         rows = [(file, home, each) for file, held in self.stored.items() for home, each in held.items()]
         index = {
             "metadata": {"total_size": sum(_bytes(each) for _, _, each in rows)},
@@ -283,7 +316,7 @@ def _bytes(each: ManifestTensor) -> int:
 
 
 def _write_for_torch(files: _Files, out: Path) -> None:
-    """Each of ``files`` as one of torch's, from a map of it."""
+    """Write each of ``files`` as a file of torch, from a memory map of the safetensors file, which is then removed."""
     for file in files.stored:
         source = files.folder / f"{file}.safetensors"
         state: dict[str, Tensor] = {}
@@ -294,7 +327,11 @@ def _write_for_torch(files: _Files, out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``zero_to_fp32.py`` with ``arguments``; left out, those of the command line."""
+    """Run ``zero_to_fp32.py`` as a command.
+
+    Args:
+        arguments: The command's arguments; None: those of the command line.
+    """
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py", description="Write the whole model of a checkpoint in fp32."
     )
