@@ -1,11 +1,12 @@
-"""``init_inference``: a model that answers, cut over ``tensor_parallel.tp_size`` ranks, without gradients or optimizer.
+"""``init_inference``: a model for inference, cut over ``tensor_parallel.tp_size`` ranks, without an optimizer.
 
-    engine = deepspeed.init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16, checkpoint="runs/x")
+    engine = deepspeed.init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16,
+    checkpoint="runs/x")
     logits = engine(input_ids=tokens).logits
     tokens = engine.generate(tokens, max_new_tokens=20)
 
-The forward pass is our engine's, so logits are those of training under the same dtype. Ranks beyond ``tp_size`` are
-replicas, each with its own inputs. Kernels are the model's own.
+The forward pass is the training engine's, so logits equal those of training with the same dtype. Ranks beyond
+``tp_size`` are replicas, each with its own inputs. The model's own kernels are used.
 """
 
 from collections.abc import Mapping
@@ -60,12 +61,12 @@ _NO_EFFECT = {
     "zero": "",
     "quant": "",
 }
-"""Keys of DeepSpeed's that change nothing here, and why; without a reason: refused where they are switched on."""
+"""DeepSpeed's keys without an effect, each with the reason. A key without a reason is refused if it is switched on."""
 _KNOWN = {"moe", "dtype", "tensor_parallel", "tp", "mp_size", "checkpoint", "base_dir", *_NO_EFFECT}
 
 
 class InferenceEngine(nn.Module):
-    """See the module's docstring. Made by ``init_inference``."""
+    """A model for inference; see the module's docstring. Created by ``init_inference``."""
 
     optimizer = lr_scheduler = None
 
@@ -74,15 +75,19 @@ class InferenceEngine(nn.Module):
         self.module = ours.module
         """The model."""
         self.ours = ours
-        """Our engine."""
+        """The Shardwise engine."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the model returns, on every rank that shares it; without gradients."""
+        """Run the model without gradients and return its output, on every rank that shares the model."""
         return self.ours.predict([None], lambda model, _: model(*inputs, **kwargs))[0]
 
     @torch.no_grad()
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's own ``generate``. Errors: UsageError where it has none."""
+        """Call the model's own ``generate`` and return its result.
+
+        Raises:
+            UsageError: if the model has no such method.
+        """
         if not hasattr(self.module, "generate"):
             raise UsageError(
                 f"generate: {type(self.module).__name__} has no such method; call the engine itself"
@@ -90,23 +95,36 @@ class InferenceEngine(nn.Module):
         return self.ours.run("generate", *inputs, **kwargs)
 
     def destroy(self) -> None:
-        """Give the model back. Collective."""
+        """Close the engine and restore the model to its original form. Collective."""
         self.ours.close()
 
 
 def init_inference(
     model: nn.Module, config: Mapping[str, Any] | None = None, **options: Any
 ) -> InferenceEngine:
-    """``model`` behind ``forward`` and ``generate``; ``config`` and ``options`` are one set of keys.
+    """Prepare ``model`` for inference and return it behind ``forward`` and ``generate``. Collective.
 
-    dtype             of weights and activations (default fp16, as DeepSpeed has it)
+    ``config`` and ``options`` together are one set of keys:
+
+    dtype             dtype of weights and activations (default fp16, as in DeepSpeed)
     tensor_parallel   {"tp_size": N}; also ``mp_size``
-    moe               {"ep_size": N}: ranks over which experts lie, where no layer says it; its other keys say what the
-                      model has
-    checkpoint        a folder that save_checkpoint left (ours or DeepSpeed's), a run or step of ours, a file of torch
-    base_dir          what ``checkpoint`` is relative to
+    moe               {"ep_size": N}: the number of ranks over which experts are distributed, if no layer gives it;
+    the
+                      other keys of the block describe the model
+    checkpoint        a folder that save_checkpoint wrote (Shardwise's or DeepSpeed's), a Shardwise run or step, or a
+    file
+                      of torch
+    base_dir          the folder that ``checkpoint`` is relative to
 
-    All ranks call it. Errors: ConfigError names the key; CheckpointError, MismatchError.
+    Args:
+        model: The module; its parameters stop requiring gradients.
+        config: Keys of the configuration.
+        **options: More keys, none of which is in ``config``.
+
+    Raises:
+        ConfigError: if a key is unknown, unsupported or invalid; the error names it.
+        CheckpointError: if the checkpoint cannot be read.
+        MismatchError: if the checkpoint belongs to another model.
     """
     keys = dict(config or {})
     twice = keys.keys() & options.keys()

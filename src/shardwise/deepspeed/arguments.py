@@ -1,10 +1,10 @@
-"""Arguments that DeepSpeed's scripts add to their parser."""
+"""Command-line arguments that DeepSpeed's scripts add to their parser."""
 
 import argparse
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config FILE``, and the same under their names of before."""
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE``, also under older names, to ``parser`` and return it."""
     group = parser.add_argument_group("DeepSpeed", "the same names on Shardwise")
     for name in ("deepspeed", "deepscale"):
         group.add_argument(

@@ -1,5 +1,8 @@
-"""``deepspeed.ops.op_builder``: which of DeepSpeed's kernels have a counterpart here. None is built: torch's operations
-run in their place, so ``is_compatible`` is about the counterpart, and ``load`` raises."""
+"""``deepspeed.ops.op_builder``: a table of DeepSpeed's kernels that have a counterpart in torch or in this package.
+
+No kernel is built: torch's operations run instead. ``is_compatible`` reports whether a counterpart exists, and
+``load`` raises an error.
+"""
 
 from typing import Any, NoReturn
 
@@ -7,15 +10,15 @@ from shardwise.plan.errors import UsageError
 
 
 class OpBuilder:
-    """A kernel of DeepSpeed's."""
+    """A builder of one of DeepSpeed's kernels, which builds nothing."""
 
     NAME = ""
     """DeepSpeed's name of the kernel."""
     has_counterpart = False
-    """True if torch or this package does the same."""
+    """True if torch or this package has an operation with the same result."""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return True if a counterpart is here."""
+        """Return True if torch or this package has a counterpart of the kernel."""
         return self.has_counterpart
 
     def load(self, verbose: bool = False) -> NoReturn:
@@ -76,7 +79,7 @@ BUILDERS: dict[str, type[OpBuilder]] = {
     f"{name}Builder": _made(f"{name}Builder", kernel, name in _HERE)
     for name, kernel in {**_HERE, **_ELSEWHERE}.items()
 }
-"""Builders by class name."""
+"""The builder classes by name."""
 __compatible_ops__ = {builder.NAME: builder.has_counterpart for builder in BUILDERS.values()}
 __installed_ops__ = dict(__compatible_ops__)
 

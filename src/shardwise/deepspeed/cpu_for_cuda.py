@@ -1,11 +1,11 @@
-"""Where torch has no CUDA, a script that says ``cuda`` computes on the CPU. Only for a job of ``--as-deepspeed``.
+"""Wrappers that let a script that names ``cuda`` compute on the CPU if torch has no CUDA; only for ``--as-deepspeed``.
 
     model.cuda()    tensor.to("cuda:1")    tensor.to(engine.local_rank)    torch.zeros(2, device="cuda")
     torch.cuda.set_device(rank % torch.cuda.device_count())    torch.distributed.init_process_group("nccl")
     with torch.device("cuda"): ...
 
-Those few functions of torch's are wrapped, in this process alone and where ``begin`` is called; what has no meaning on
-a CPU does nothing. The first use says so once on rank 0. Where there is an accelerator nothing is wrapped.
+``begin`` wraps these few functions of torch, only in the process that calls it. A call that has no meaning on a CPU
+does nothing. The first use is logged once, on rank 0. If there is an accelerator, nothing is wrapped.
 """
 
 import logging
@@ -29,7 +29,7 @@ _QUIET = (
     "manual_seed",
     "manual_seed_all",
 )
-"""Of torch.cuda: nothing to do on a CPU."""
+"""Functions of torch.cuda that do nothing on a CPU."""
 _ZERO = (
     "memory_allocated",
     "max_memory_allocated",
@@ -71,7 +71,8 @@ def begin() -> None:
     for name in _MAKERS:
         _swap(torch, name, _on_cpu)
     _swap(DeviceContext, "__init__", lambda own: lambda self, device: own(self, _cpu(device)))
-    # A script divides its ranks by the devices of a host; torch forks the generators of as many devices.
+    # Scripts compute rank % device_count(), so the count must cover the ranks of a host; torch also forks the
+    # generators of that many devices.
     _swap(torch.cuda, "device_count", lambda own: ranks_of_host)
     _swap(torch.cuda, "get_rng_state", lambda own: lambda device="cuda": torch.get_rng_state())
     _swap(

@@ -1,20 +1,20 @@
-"""Words that scripts pass where DeepSpeed has enums: stages, places of offloaded state, where parameters are."""
+"""DeepSpeed's enums: ZeRO stages, devices and kinds of offloaded state, and the states of a parameter."""
 
 from enum import Enum, StrEnum
 
 
 class ZeroStageEnum(int, Enum):
-    """Stages by what each cuts first."""
+    """The ZeRO stages, each named after what it cuts in addition to the stage before."""
 
     disabled = 0
     optimizer_states = 1
     gradients = 2
     weights = 3
-    max_stage = 3  # noqa: PIE796  the last of them
+    max_stage = 3  # noqa: PIE796  an alias of the last stage
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where state may lie."""
+    """The devices to which state can be offloaded."""
 
     none = "none"
     cpu = "cpu"
@@ -22,7 +22,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """Kinds of state that ``engine.offload_states`` is asked to move."""
+    """The kinds of state that ``engine.offload_states`` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -32,7 +32,7 @@ class OffloadStateTypeEnum(StrEnum):
 
 
 class ValidationMode:
-    """What happens where ranks save under unlike tags."""
+    """The reactions to ranks that save under different tags."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -40,7 +40,7 @@ class ValidationMode:
 
 
 class ZeroParamStatus(Enum):
-    """Where the elements of a parameter are."""
+    """The availability of a parameter's elements on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -48,7 +48,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Kinds of parameters."""
+    """The kinds of parameters."""
 
     NORMAL = 1
     PARTITIONED = 2

@@ -1,8 +1,9 @@
-"""``deepspeed.launcher.runner``: hosts and slots as DeepSpeed's launcher reads them, and the command ``deepspeed``.
+"""``deepspeed.launcher.runner``: DeepSpeed's format of hosts and slots, and the command ``deepspeed``.
 
-    deepspeed --num_gpus 2 train.py --deepspeed_config ds.json        as shardwise launch --as-deepspeed ...
+    deepspeed --num_gpus 2 train.py --deepspeed_config ds.json        runs shardwise launch --as-deepspeed ...
 
-``main`` starts ``shardwise launch --as-deepspeed`` with the arguments, which knows the launcher's options.
+``main`` starts ``shardwise launch --as-deepspeed`` with the same arguments; that command supports the launcher's
+options.
 """
 
 import re
@@ -18,16 +19,21 @@ _HOST = re.compile(r"(\S+)\s+slots=(\d{1,6})")
 
 
 class LauncherError(UsageError, ValueError):
-    """An error in the launcher's arguments, which DeepSpeed raises as ValueError."""
+    """An error in the launcher's arguments; also a ValueError, because DeepSpeed raises ValueError."""
 
 
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> Slots:
-    """Return the slots of each host that ``HOST:0,1@HOST`` includes, or leaves over.
+    """Return the slots of each host that remain after a filter of the form ``HOST:0,1@HOST``.
+
+    Args:
+        host_info: The slots of each host.
+        include_str: The hosts and slots to keep; empty: no filter.
+        exclude_str: The hosts and slots to leave out; empty: no filter.
 
     Raises:
-        LauncherError: for both filters at once, an unknown host or slot, or text of another form.
+        LauncherError: if both filters are given, a host or slot is unknown, or a filter has another form.
     """
     if include_str and exclude_str:
         raise LauncherError("launcher: include and exclude say one thing; give one of them")
@@ -52,13 +58,17 @@ def parse_resource_filter(
 
 
 def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
-    """Return the slots of each host in a file; None if there is no such file."""
+    """Return the number of slots of each host in a hostfile; None if there is no such file."""
     path = Path(hostfile_path)
     return _parse_hostfile(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else None
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
-    """Return the slots of each host in lines of ``HOST slots=N``. Raises LauncherError."""
+    """Return the number of slots of each host in lines of the form ``HOST slots=N``.
+
+    Raises:
+        LauncherError: if a line has another form, a host is repeated, or there is no host.
+    """
     found: dict[str, int] = {}
     for line in (each.strip() for each in hostfile_lines):
         if not line or line.startswith("#"):
@@ -75,7 +85,11 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
 
 
 def parse_range_list(text: str) -> list[int]:
-    """Return the cores that ``0,2-4`` names, which stand in rising order. Raises LauncherError."""
+    """Return the cores in a list such as ``0,2-4``, which must be in rising order.
+
+    Raises:
+        LauncherError: if the text has another form, or the cores are not in rising order.
+    """
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
@@ -87,11 +101,14 @@ def parse_range_list(text: str) -> list[int]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``shardwise launch --as-deepspeed`` with the arguments; left out, those of the command line.
+    """Run ``shardwise launch --as-deepspeed`` with the arguments.
+
+    Args:
+        args: The arguments; None: those of the command line.
 
     Raises:
-        LauncherError: for a filter of slots beside a number of hosts or devices.
-        SystemExit: with the exit status of the job, if it is not 0.
+        LauncherError: if a filter of slots is given together with a number of hosts or devices.
+        SystemExit: with the exit status of the job, if ``args`` is None or the status is not 0.
     """
     given = list(sys.argv[1:] if args is None else args)
     own = given[: next((i for i, word in enumerate(given) if word.endswith(".py")), len(given))]

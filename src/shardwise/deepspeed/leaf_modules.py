@@ -1,7 +1,7 @@
-"""Leaf modules of stage 3: modules whose weights are gathered as one, for forwards that data decides.
+"""Leaf modules of stage 3: modules whose weights are gathered together because data decides which submodules run.
 
-A Unit of ours is gathered as one whatever its data do, so a module inside a repeated block needs no mark; the functions
-keep which were marked, for scripts that ask.
+A Shardwise Unit is always gathered as a whole, so a module inside a repeated block needs no mark. The functions only
+record which modules were marked, for scripts that read the marks.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,16 @@ _MARKED: "WeakSet[nn.Module]" = WeakSet()
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes. Errors: UsageError where there is none."""
+    """Mark all modules of these classes, and return them.
+
+    Args:
+        model: The model.
+        leaf_module_classes: Classes, or names of classes.
+        raise_if_not_found: False to accept that no module matches.
+
+    Raises:
+        UsageError: if no module matches and ``raise_if_not_found`` is True.
+    """
     classes = list(leaf_module_classes)
     found = [module for module in model.modules() if any(_is_of(module, each) for each in classes)]
     return _mark(found, f"of the classes {classes}", raise_if_not_found)
@@ -26,7 +35,11 @@ def set_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these names."""
+    """Mark the modules with these names, and return them.
+
+    Raises:
+        UsageError: if no module matches and ``raise_if_not_found`` is True.
+    """
     wanted = set(module_names)
     found = [module for name, module in model.named_modules() if name in wanted]
     return _mark(found, f"named {sorted(wanted)}", raise_if_not_found)
@@ -35,21 +48,29 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules whose names end so."""
+    """Mark the modules whose names end in one of these suffixes, and return them.
+
+    Raises:
+        UsageError: if no module matches and ``raise_if_not_found`` is True.
+    """
     suffixes = tuple(module_name_suffixes)
     found = [module for name, module in model.named_modules() if name.endswith(suffixes)]
     return _mark(found, f"whose names end in {suffixes}", raise_if_not_found)
 
 
 def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
-    """Mark one, or take its mark away."""
+    """Mark ``module``, or remove its mark if ``flag`` is False."""
     (_MARKED.add if flag else _MARKED.discard)(module)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the marks of these classes away."""
+    """Remove the marks of all modules of these classes, and return the modules.
+
+    Raises:
+        UsageError: if no module matches and ``raise_if_not_found`` is True.
+    """
     found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         _MARKED.discard(module)
@@ -57,12 +78,12 @@ def unset_z3_leaf_modules(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of ``model``."""
+    """Return the marked modules of ``model``."""
     return [module for module in model.modules() if module in _MARKED]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether it is marked."""
+    """Return whether ``module`` is marked."""
     return module in _MARKED
 
 

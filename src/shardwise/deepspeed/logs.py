@@ -1,4 +1,4 @@
-"""``deepspeed.utils.logger`` and its like: the log of DeepSpeed's scripts is Python's, under ``shardwise``."""
+"""``deepspeed.utils.logger`` and related functions, which use Python's logging below ``shardwise``."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ logger = logging.getLogger("shardwise.deepspeed.script")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks alone; on all where they are left out or have a -1."""
+    """Log a message on these ranks only; on all ranks if ``ranks`` is empty or contains -1."""
     own = default_group.rank()
     if not ranks or -1 in ranks or own in ranks:
         logger.log(level, "[rank %d] %s", own, message)
@@ -20,41 +20,41 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 @cache
 def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
-    """``log_dist``, for each message once."""
+    """Log a message as ``log_dist`` does, but each message only once."""
     log_dist(message, ranks, level)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Print on these ranks alone."""
+    """Print a message on these ranks only; on all ranks if ``ranks`` is empty or contains -1."""
     own = default_group.rank()
     if not ranks or -1 in ranks or own in ranks:
         print(f"[rank {own}] {message}")
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Print on rank 0."""
+    """Print a message on rank 0 if ``debug`` or ``force`` is True."""
     if default_group.rank() == 0 and (debug or force):
         print(message)
 
 
 @cache
 def warning_once(*args: Any) -> None:
-    """A warning, for each text once."""
+    """Log a warning, each text only once."""
     logger.warning(*args)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Level of the log, by its name."""
+    """Set the level of the log, given the level's name."""
     (custom_logger or logger).setLevel(log_level_str.upper())
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func`` as it is: torch's profiler names calls without marks."""
+    """Return ``func`` as it is: torch's profiler records calls without marks."""
     return func
 
 
 def see_memory_usage(message: str, force: bool = False, **ignored: Any) -> None:
-    """Log the memory in use, where ``force`` is true."""
+    """Log the device memory in use and its peak on rank 0, if ``force`` is True."""
     if force:
         device = get_accelerator()
         now, peak = device.memory_allocated(), device.max_memory_allocated()

@@ -1,10 +1,12 @@
-"""Bytes of model state a rank will hold at stages 2 and 3, from the layout's own formulas.
+"""Estimates of the bytes of model state per rank at stages 2 and 3, from the formulas of the layout.
 
     stage 2     weights P, gradients and optimizer state in N parts: with 16-bit compute 2P + (4 + 12) P / N
-    stage 3     all in N parts:                                                       (2 + 4 + 12) P / N + a Unit or two
+    stage 3     all in N parts:                                                       (2 + 4 + 12) P / N + a Unit or
+    two
 
-P parameters, N data-parallel ranks; masters, moments and accumulated gradients are fp32. With optimizer or parameters
-on the host their share lies there. Activations come on top; ``shardwise train --check`` prices a whole step.
+P is the number of parameters and N of data-parallel ranks; masters, moments and accumulated gradients are fp32. If
+the optimizer or the parameters are offloaded, their share is host memory. Activations are not included; ``shardwise
+train --check`` estimates a whole step.
 """
 
 from torch import nn
@@ -14,7 +16,7 @@ _WEIGHT, _GRADIENT, _MASTER_AND_MOMENTS = 2, 4, 12
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """(parameters, those of the largest layer)."""
+    """Return (number of parameters, number of parameters in the largest layer)."""
     unique = {id(p): p.numel() for p in model.parameters()}
     layers = (sum(p.numel() for p in each.parameters(recurse=False)) for each in model.modules())
     return sum(unique.values()), max(layers, default=0)
@@ -53,7 +55,7 @@ def _told(stage: int, total: int, largest: int, gpus: int, nodes: int) -> None:
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what stage 3 takes, for a model that exists."""
+    """Print the memory of model state at stage 3 for an existing model."""
     _told(3, *_sizes(model), num_gpus_per_node, num_nodes)
 
 
@@ -64,19 +66,19 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 3 takes, for these numbers."""
+    """Print the memory of model state at stage 3 for a number of parameters and the size of the largest layer."""
     _told(3, total_params, largest_layer_params, num_gpus_per_node, num_nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what stage 2 takes, for a model that exists."""
+    """Print the memory of model state at stage 2 for an existing model."""
     _told(2, *_sizes(model), num_gpus_per_node, num_nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what stage 2 takes, for this number."""
+    """Print the memory of model state at stage 2 for a number of parameters."""
     _told(2, total_params, 0, num_gpus_per_node, num_nodes)

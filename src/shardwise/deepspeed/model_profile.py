@@ -1,10 +1,10 @@
-"""``deepspeed.profiling.flops_profiler``: what a model's forward pass costs, module by module.
+"""``deepspeed.profiling.flops_profiler``: the cost of a model's forward pass, module by module.
 
     flops, macs, params = get_model_profile(model, (32, 784), as_string=False)
 
-Counted are the products that really ran (observe/module_profile.py): FLOPs of matrix products, convolutions and
-attention, two to a multiply-add; nothing of torch is patched. In a run under an engine ``flops_profiler`` of the
-configuration counts a whole step.
+The profiler counts the operations that really ran (observe/module_profile.py): FLOPs of matrix products, convolutions
+and attention, two per multiply-add. Torch is not patched. In a run under an engine, the configuration's
+``flops_profiler`` counts a whole step.
 """
 
 from collections.abc import Sequence
@@ -25,24 +25,24 @@ Number = int | float | str
 
 
 class FlopsProfiler:
-    """Of one model: what runs between ``start_profile`` and ``stop_profile`` is counted."""
+    """A counter of the operations that one model runs between ``start_profile`` and ``stop_profile``."""
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0):
         self.model = model
         self._counter = ModuleCounter(())
         self._running: AbstractContextManager[None] | None = None
         self.started = False
-        """Something was counted, and ``end_profile`` has not come."""
+        """True from ``start_profile`` to ``end_profile``."""
 
     def start_profile(self, ignore_list: Any = None) -> None:
-        """Count from here on."""
+        """Start counting; earlier counts are dropped."""
         self._counter = ModuleCounter(self.model.named_modules(), clock_of(self._device))
         self._running = self._counter.forward()
         self._running.__enter__()
         self.started = True
 
     def stop_profile(self) -> None:
-        """Count no further."""
+        """Stop counting and keep the counts."""
         if self._running is not None:
             self._running.__exit__(None, None, None)
             self._running = None
@@ -54,13 +54,17 @@ class FlopsProfiler:
         return next((each.device for each in self.model.parameters()), torch.device("cpu"))
 
     def end_profile(self) -> None:
-        """Forget what was counted."""
+        """Stop counting and drop the counts."""
         self.stop_profile()
         self._counter, self.started = ModuleCounter(()), False
 
     @property
     def tree(self) -> ModuleTree:
-        """By module. Errors: UsageError before ``start_profile``."""
+        """The counts of each module.
+
+        Raises:
+            UsageError: before ``start_profile``.
+        """
         if not self.started:
             raise UsageError(
                 "FlopsProfiler: nothing was counted; call start_profile() before the forward pass"
@@ -70,22 +74,22 @@ class FlopsProfiler:
         return ModuleTree(kinds, elements, self._counter.costs)
 
     def get_total_flops(self, as_string: bool = False) -> Number:
-        """Of the forward pass."""
+        """Return the FLOPs of the forward pass, as a number or as text."""
         found = self.tree.root.costs.forward
         return flops_text(found) if as_string else found
 
     def get_total_macs(self, as_string: bool = False) -> Number:
-        """Half the FLOPs."""
+        """Return the multiply-adds of the forward pass: half of its FLOPs."""
         found = self.tree.root.costs.forward // 2
         return f"{count_text(found)}MACs" if as_string else found
 
     def get_total_duration(self, as_string: bool = False) -> Number:
-        """Seconds of the forward pass, counting included."""
+        """Return the seconds of the forward pass, with the overhead of counting; as text, milliseconds."""
         found = self.tree.root.costs.seconds
         return f"{found * 1e3:.2f} ms" if as_string else found
 
     def get_total_params(self, as_string: bool = False) -> Number:
-        """Parameters."""
+        """Return the number of the model's parameters, as a number or as text."""
         found = self.tree.root.parameters
         return count_text(found) if as_string else found
 
@@ -97,7 +101,15 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """The tree, printed or written."""
+        """Print the counts of the modules as a tree, or write the tree to ``output_file``.
+
+        Args:
+            profile_step: The step's number, for the title.
+            module_depth: The depth of the tree; 0 or less: the whole tree.
+            top_modules: The number of the most expensive modules to list.
+            detailed: True to print the tree.
+            output_file: The file to write to; None: print.
+        """
         depth = module_depth if module_depth > 0 else None
         policy = ModuleProfilePolicy(depth=depth, top=top_modules, tree=detailed)
         text = self.tree.text(policy, f"step {profile_step}: ")
@@ -122,10 +134,25 @@ def get_model_profile(
     ignore_modules: Any = None,
     mode: str = "forward",
 ) -> tuple[Number, Number, Number]:
-    """(FLOPs, multiply-adds, parameters) of one forward pass without gradients.
+    """Count one forward pass without gradients and return (FLOPs, multiply-adds, parameters).
 
-    ``input_shape``: of one tensor of ones; or give ``args`` and ``kwargs``. ``mode``: ``forward``, or ``generate``.
-    Errors: UsageError without an input.
+    Args:
+        model: The model.
+        input_shape: The shape of a tensor of ones that is the input; None: ``args`` and ``kwargs`` are the inputs.
+        args: Positional inputs of the model.
+        kwargs: Inputs of the model by name.
+        print_profile: True to print the counts of the modules.
+        detailed: True to print the tree.
+        module_depth: The depth of the tree; 0 or less: the whole tree.
+        top_modules: The number of the most expensive modules to list.
+        warm_up: The number of passes that run before the counted one.
+        as_string: True to return texts with units.
+        output_file: The file to write to; None: print.
+        ignore_modules: No effect.
+        mode: ``forward`` for a call of the model, or ``generate``.
+
+    Raises:
+        UsageError: if there is no input, or ``mode`` is another word.
     """
     if mode not in ("forward", "generate"):
         raise UsageError(f"get_model_profile: mode {mode!r}; expected forward or generate")

@@ -1,4 +1,4 @@
-"""``engine.monitor``: numbers of a script's own beside the engine's.
+"""``engine.monitor``: a writer for a script's own numbers, which are stored beside the engine's.
 
 engine.monitor.write_events([("Train/accuracy", 0.9, engine.global_samples)])
 """
@@ -10,7 +10,7 @@ from shardwise.plan.errors import UsageError
 
 
 class EngineEvents:
-    """``engine.monitor`` of one engine, whose steps have ``samples`` samples each."""
+    """The ``engine.monitor`` of one engine, whose steps have ``samples`` samples each."""
 
     def __init__(self, monitor: Monitor, samples: int | None):
         self._monitor = monitor
@@ -18,11 +18,18 @@ class EngineEvents:
 
     @property
     def enabled(self) -> bool:
-        """A script may write; where nothing is configured, nothing is kept."""
+        """True: a script may always write numbers; they are dropped if no monitor is configured."""
         return True
 
     def write_events(self, event_list: Iterable[tuple[str, float, int]]) -> None:
-        """Each a tag, a number, and the samples trained on so far. Rank 0 alone writes. Errors: UsageError."""
+        """Write numbers to the engine's monitor, on rank 0 only.
+
+        Args:
+            event_list: Tuples of (tag, number, samples trained on so far).
+
+        Raises:
+            UsageError: if an event is not such a tuple.
+        """
         for event in event_list:
             if not isinstance(event, tuple | list) or len(event) != 3:
                 raise UsageError(

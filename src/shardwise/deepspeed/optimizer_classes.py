@@ -1,5 +1,8 @@
-"""``deepspeed.ops``: optimizers by the names of their kernels. Each makes torch's optimizer of the same formula; the
-engine runs it on its shards, fused where torch has it fused, wherever those lie."""
+"""``deepspeed.ops``: optimizers under the names of DeepSpeed's kernels.
+
+Each class makes torch's optimizer of the same formula, or this package's if torch has none. The engine runs the
+optimizer on its shards on any device, fused if torch has a fused version.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +22,7 @@ _ADAM_CLASSES = (optim.Adam, optim.AdamW, UncorrectedAdam)
 
 
 class _ByRule(type):
-    """The class of names of rules: what holds one of these rules is an instance."""
+    """A metaclass of classes that stand for update rules; an optimizer with one of the rules is an instance."""
 
     rules: tuple[str, ...]
     classes: tuple[type[optim.Optimizer], ...]
@@ -32,7 +35,7 @@ class _ByRule(type):
 
 
 class FusedAdam(metaclass=_ByRule):
-    """Makes torch's AdamW, or Adam where ``adam_w_mode`` is false."""
+    """A constructor of torch's AdamW, or of Adam if ``adam_w_mode`` is False."""
 
     rules = _ADAM_RULES
     classes = _ADAM_CLASSES
@@ -49,6 +52,11 @@ class FusedAdam(metaclass=_ByRule):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> optim.Optimizer:
+        """Make the optimizer and return it.
+
+        Raises:
+            UsageError: if ``amsgrad`` is combined with ``bias_correction=False``.
+        """
         if not bias_correction:
             if amsgrad:
                 raise UsageError(
@@ -61,8 +69,10 @@ class FusedAdam(metaclass=_ByRule):
 
 
 class DeepSpeedCPUAdam(metaclass=_ByRule):
-    """Makes torch's AdamW, or Adam where ``adamw_mode`` is false. Moments are fp32 whatever
-    ``fp32_optimizer_states`` says."""
+    """A constructor of torch's AdamW, or of Adam if ``adamw_mode`` is False.
+
+    Moments are always fp32: ``fp32_optimizer_states`` has no effect.
+    """
 
     rules = _ADAM_RULES
     classes = _ADAM_CLASSES
@@ -79,13 +89,18 @@ class DeepSpeedCPUAdam(metaclass=_ByRule):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> optim.Optimizer:
+        """Make the optimizer and return it.
+
+        Raises:
+            UsageError: if ``amsgrad`` is combined with ``bias_correction=False``.
+        """
         return FusedAdam(  # type: ignore[return-value]
             model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
         )
 
 
 class DeepSpeedCPUAdagrad(metaclass=_ByRule):
-    """Makes torch's Adagrad."""
+    """A constructor of torch's Adagrad."""
 
     rules = ("adagrad",)
     classes = (optim.Adagrad,)
@@ -99,11 +114,12 @@ class DeepSpeedCPUAdagrad(metaclass=_ByRule):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> optim.Optimizer:
+        """Make the optimizer and return it."""
         return optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 class FusedLion(metaclass=_ByRule):
-    """Makes Lion (optim/lion.py)."""
+    """A constructor of Lion (optim/lion.py)."""
 
     rules = ("lion",)
     classes = (Lion,)
@@ -117,6 +133,7 @@ class FusedLion(metaclass=_ByRule):
         set_grad_none: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> optim.Optimizer:
+        """Make the optimizer and return it."""
         return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
@@ -124,7 +141,7 @@ DeepSpeedCPULion = FusedLion
 
 
 class FusedLamb(metaclass=_ByRule):
-    """Makes LAMB with the correction of DeepSpeed's kernel: of the step, not of the moments (optim/lamb.py)."""
+    """A constructor of LAMB with the bias correction of DeepSpeed's kernel: of the step, not of the moments."""
 
     rules = ("lamb",)
     classes = (Lamb,)
@@ -143,6 +160,11 @@ class FusedLamb(metaclass=_ByRule):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> optim.Optimizer:
+        """Make the optimizer and return it.
+
+        Raises:
+            UsageError: if ``eps_inside_sqrt``, ``amsgrad`` or ``max_grad_norm`` is given.
+        """
         if eps_inside_sqrt or amsgrad or max_grad_norm:
             raise UsageError(
                 "FusedLamb: eps_inside_sqrt, amsgrad and max_grad_norm are not here; leave them out, and say "

@@ -4,8 +4,8 @@
     p.ds_shape     shape of the whole parameter     p.ds_numel     elements of the whole parameter
     p.ds_tensor    this rank's own elements, flat, in the compute dtype (a copy)
 
-The attributes are properties of a class that ``mark`` mixes into the class of each parameter, as memory/absent.py mixes
-in its own marks; nothing is written on a tensor. They end with ``unmark``, when the engine gives the model back.
+The attributes are properties of a class that ``mark`` mixes into the class of each parameter, as memory/absent.py
+does with its own marker classes; no attribute is set on a tensor. ``unmark`` removes them when the engine closes.
 """
 
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from shardwise.memory.absent import Expected, Withheld, mix_in, take_out
 
 
 class ParameterNumbers:
-    """The engine of marked parameters, with the name and number of each."""
+    """The engine of marked parameters, with the name and number of each parameter."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -28,13 +28,13 @@ class ParameterNumbers:
 
 
 class Partitioned:
-    """Mixed into the class of the parameters of one engine at stage 3."""
+    """A class with DeepSpeed's attributes, mixed into the class of the parameters of one engine at stage 3."""
 
     _numbers: ClassVar[ParameterNumbers]
 
     @property
     def ds_id(self) -> int:
-        """Number of the parameter in the model."""
+        """The number of the parameter in the model."""
         found = self._numbers.numbers.get(id(self))
         if found is None:  # a copy of the parameter
             raise AttributeError("ds_id: this parameter belongs to no engine")
@@ -42,24 +42,24 @@ class Partitioned:
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """AVAILABLE if the weights are on this rank now."""
+        """AVAILABLE if the weights are on this rank now, INFLIGHT while they are being gathered, else NOT_AVAILABLE."""
         if isinstance(self, Withheld):
             return ZeroParamStatus.NOT_AVAILABLE
         return ZeroParamStatus.INFLIGHT if isinstance(self, Expected) else ZeroParamStatus.AVAILABLE
 
     @property
     def ds_shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
+        """The shape of the whole parameter."""
         return self.shape  # type: ignore[attr-defined, no-any-return]
 
     @property
     def ds_numel(self) -> int:
-        """Elements of the whole parameter."""
+        """The number of elements of the whole parameter."""
         return self.numel()  # type: ignore[attr-defined, no-any-return]
 
     @property
     def ds_tensor(self) -> Tensor | None:
-        """A copy of this rank's own elements, flat, in the compute dtype."""
+        """A copy of this rank's own elements, flat, in the compute dtype; None if no engine has the parameter."""
         name = self._numbers.names.get(id(self))
         return None if name is None else self._numbers.engine.ours.local_tensor(name, "parameter")
 
@@ -70,7 +70,7 @@ class Partitioned:
 
     @property
     def ds_active_sub_modules(self) -> set[int]:
-        """An empty set: which modules use a parameter is in the step's list."""
+        """An empty set: the step's list of Actions records which modules use a parameter."""
         return set()
 
     def ds_summary(self, *ignored: Any, **named: Any) -> dict[str, Any]:
@@ -87,11 +87,11 @@ class Partitioned:
 
 
 def mark(engine: Any) -> None:
-    """Give the parameters of ``engine``, a DeepSpeedEngine, the attributes of this module."""
+    """Add the attributes of this module to the parameters of ``engine``, a DeepSpeedEngine."""
     numbers = ParameterNumbers(engine)
     mix_in(list(engine.module.parameters()), type("Partitioned", (Partitioned,), {"_numbers": numbers}))
 
 
 def unmark(parameters: list[nn.Parameter]) -> None:
-    """Take the attributes away again."""
+    """Remove the attributes of this module from ``parameters``."""
     take_out(parameters, Partitioned)

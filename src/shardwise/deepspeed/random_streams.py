@@ -1,7 +1,7 @@
-"""Random numbers as scripts ask for them: one seed for everything, and streams by name.
+"""Random numbers under DeepSpeed's names: one seed for all generators, and named streams.
 
 set_random_seed(1)
-with get_cuda_rng_tracker().fork():       # a rank's own numbers; everybody's go on afterwards
+with get_cuda_rng_tracker().fork():       # numbers of this rank only; the shared numbers continue afterwards
     ...
 """
 
@@ -17,38 +17,42 @@ from shardwise.plan.errors import UsageError
 
 _MODEL_PARALLEL = "model-parallel-rng"
 _APART = 2718
-"""By how much the seeds of ranks that share a model lie apart from everybody's."""
+"""The offset of the first rank's own seed from the seed that all ranks share."""
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, numpy and torch on every device."""
+    """Seed Python, NumPy and torch on every device."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
 
 
 class CudaRNGStatesTracker:
-    """Streams of random numbers by name, of the device's generator."""
+    """Named streams of random numbers, each a saved state of the device's generator."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all streams."""
+        """Remove all streams."""
         self.states_.clear()
         self.seeds_.clear()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """By name."""
+        """Return the state of every random stream, keyed by stream name."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Put them back."""
+        """Set the state of every random stream, keyed by stream name."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A stream that begins with ``seed``. Errors: UsageError where one of either is there."""
+        """Add a stream that starts with ``seed``.
+
+        Raises:
+            UsageError: if there is a stream with this name or this seed.
+        """
         if name in self.states_ or seed in self.seeds_:
             raise UsageError(
                 f"CudaRNGStatesTracker.add: there is a stream {name!r} or of the seed {seed} already"
@@ -61,7 +65,11 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """A context that draws from the stream ``name``."""
+        """Return a context in which random numbers come from the stream ``name``.
+
+        Raises:
+            UsageError: if there is no such stream.
+        """
         if name not in self.states_:
             raise UsageError(
                 f"CudaRNGStatesTracker.fork: there is no stream {name!r}; add(name, seed) makes one"
@@ -79,12 +87,12 @@ _TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """That of this process."""
+    """Return the named streams of this process."""
     return _TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device alike on all ranks, and a stream of each rank's own beside it."""
+    """Seed the device equally on all ranks, and add a stream with a different seed on each rank."""
     _TRACKER.reset()
     _seed(seed)
     _TRACKER.add(_MODEL_PARALLEL, seed + _APART + default_group.rank())

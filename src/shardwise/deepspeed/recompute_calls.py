@@ -1,9 +1,9 @@
-"""``deepspeed.checkpointing``: a function whose activations are computed again in the backward pass.
+"""``deepspeed.checkpointing``: activation checkpointing of a single function call.
 
-torch's own checkpoint, in its form without reentrance, which knows every gradient. What runs again draws the same
-random numbers, sends tokens to the same experts and sees the same autocast and dtypes of operations. Models whose
-blocks are alike need no call: ``recompute: full`` in our configuration, ``activation_checkpointing`` in DeepSpeed's,
-wraps the blocks.
+The function uses torch's checkpoint in its non-reentrant form, which computes every gradient. The recomputation draws
+the same random numbers, sends tokens to the same experts, and uses the same autocast and operation dtypes. Models
+with repeated blocks need no call: ``recompute: full`` in Shardwise's configuration, or ``activation_checkpointing``
+in DeepSpeed's, wraps the blocks.
 """
 
 from collections.abc import Callable
@@ -15,34 +15,36 @@ from shardwise.deepspeed.living import living
 from shardwise.precision.operations import running_dtypes_again
 
 _SAID: dict[str, Any] = {}
-"""What ``configure`` was told: scripts ask ``is_configured``."""
+"""The options that ``configure`` got; ``is_configured`` returns True if there are any."""
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
-    """Nothing but that ``is_configured`` is true: where activations lie follows from the engine's configuration."""
+    """Record the call for ``is_configured``; the engine's configuration determines where activations are."""
     _SAID.update(options, mpu=mpu_)
 
 
 def is_configured() -> bool:
-    """After ``configure``."""
+    """Return whether ``configure`` was called."""
     return bool(_SAID)
 
 
 def reset() -> None:
-    """Nothing is kept between two steps."""
+    """Do nothing: no state is kept between two steps."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing: activations are not numbered."""
+    """Do nothing: activations are not numbered."""
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing: sequence parallelism (``tensor.sequence_parallel``) cuts activations, on their way to host memory they
-    are cut without it."""
+    """Do nothing: sequence parallelism (``tensor.sequence_parallel``) cuts activations.
+
+    Activations that are copied to host memory are cut even without sequence parallelism.
+    """
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function`` returns; what it computes on the way is not kept."""
+    """Return ``function(*args)`` without keeping its intermediate results, which the backward pass recomputes."""
     for engine in living():
         if engine.ours.is_in_a_pass:
             return engine.ours.recomputed(function)(*args)

@@ -1,6 +1,6 @@
-"""Methods of DeepSpeed's engine that this one has not, and what to do instead.
+"""Methods of DeepSpeed's engine that this engine does not have, each with a replacement.
 
-``hasattr(engine, name)`` is false for them, and ``engine.name`` is an AttributeError with the sentence.
+``hasattr(engine, name)`` is False for such a method, and ``engine.name`` raises an AttributeError with the sentence.
 """
 
 _SPARSE = "gradients of embeddings are summed as any others, to the same numbers; drop the call"
@@ -36,4 +36,4 @@ INSTEAD = {
     "log_for_device": "print_dist of deepspeed.utils.logging prints on chosen ranks",
     "tput_log": "steps_per_print prints how long steps take",
 }
-"""By method."""
+"""The replacement of each method, in one sentence."""

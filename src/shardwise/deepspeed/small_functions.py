@@ -1,4 +1,4 @@
-"""Small functions that scripts import from DeepSpeed and that no other subject has, most from ``runtime.utils``."""
+"""Small functions that scripts import from DeepSpeed, most of them from ``runtime.utils``."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,28 +15,32 @@ from shardwise.plan.errors import UsageError
 
 
 def empty_cache() -> None:
-    """Give memory back that torch keeps on the device."""
+    """Return the memory that torch caches on the device to the system."""
     get_accelerator().empty_cache()
 
 
 def memory_status(*args: Any, **kwargs: Any) -> None:
-    """Nothing; ``see_memory_usage`` logs."""
+    """Do nothing; ``see_memory_usage`` logs the memory in use."""
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """torch's, for models that no engine has; an engine clips by ``gradient_clipping``. Errors: UsageError."""
+    """Clip gradients with torch's function, for models without an engine; an engine clips by ``gradient_clipping``."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """``base(args, name=value)`` as text."""
+    """Return the call ``base(args, name=value)`` as text."""
     inner = [repr(each) for each in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
     return f"{base}({', '.join(inner)})"
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Borders of ``num_parts`` runs of items, the first ones larger by one where they do not divide."""
+    """Return the borders of ``num_parts`` runs of items; the first runs are larger by one if the items do not divide.
+
+    Raises:
+        UsageError: if there is less than one part.
+    """
     if num_parts < 1:
         raise UsageError(f"partition_uniform: {num_parts} parts; expected at least 1")
     size, more = divmod(num_items, num_parts)
@@ -50,7 +54,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Return the borders of ``num_parts`` runs of items whose weights differ least: the smallest sum of squares.
 
     Raises:
-        UsageError: for less than one part.
+        UsageError: if there is less than one part.
     """
     if num_parts < 1:
         raise UsageError(f"partition_balanced: {num_parts} parts; expected at least 1")
@@ -78,17 +82,21 @@ def noop_context(*ignored: Any, **named: Any) -> Any:
 
 
 def noop_decorator(function: Any) -> Any:
-    """Return ``function``."""
+    """Return ``function`` without wrapping it."""
     return function
 
 
 def ensure_directory_exists(filename: str | Path) -> None:
-    """Make the folder of a file."""
+    """Make the folder of the file ``filename`` if it does not exist."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A structure with every tensor copied to ``device``, so that a file holds its elements and no buffer around it."""
+    """Return a copy of a structure with every tensor copied to ``device``.
+
+    A file of the copy then contains only the elements of each tensor, without the larger buffer of which the tensor
+    may be a view.
+    """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, dict):
@@ -99,14 +107,14 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """``model.a.b`` by the name ``a.b``."""
+    """Return the nested attribute ``a.b`` of ``model``, given its dotted name."""
     for step in module_name.split("."):
         model = getattr(model, step)
     return model
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
-    """Whether torch's version lies between."""
+    """Return whether torch's version is between the bounds, both included; None is no bound."""
     own = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     bounds: Iterable[tuple[float | None, bool]] = ((min_version, True), (max_version, False))
     for bound, is_least in bounds:

@@ -1,4 +1,4 @@
-"""Clocks: those that scripts of DeepSpeed's start and stop themselves, and what a step of the engine took."""
+"""Clocks that DeepSpeed's scripts start and stop themselves, and the times of an engine's last step."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from shardwise.plan.trace import Trace
 
 
 class WallClock:
-    """One named clock, in milliseconds; it waits for the device first."""
+    """A named clock in milliseconds, which synchronizes the device before it reads the time."""
 
     def __init__(self, name: str):
         self.name = name
@@ -19,14 +19,26 @@ class WallClock:
         self._spans: list[float] = []
 
     def start(self) -> None:
-        """Errors: UsageError where it runs."""
+        """Start the clock.
+
+        Raises:
+            UsageError: if the clock is running.
+        """
         if self.started:
             raise UsageError(f"timer {self.name!r}: it runs already; stop() it first")
         get_accelerator().synchronize()
         self.started, self._since = True, time.perf_counter()
 
     def stop(self, reset: bool = False, record: bool = True) -> None:
-        """Errors: UsageError where it does not run."""
+        """Stop the clock and record the time since ``start``.
+
+        Args:
+            reset: No effect.
+            record: False to drop the time.
+
+        Raises:
+            UsageError: if the clock is not running.
+        """
         if not self.started:
             raise UsageError(f"timer {self.name!r}: it does not run; start() it first")
         get_accelerator().synchronize()
@@ -35,33 +47,34 @@ class WallClock:
             self._spans.append((time.perf_counter() - self._since) * 1e3)
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Stop the clock and drop the recorded times."""
         self.started = False
         self._spans = []
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds since the last reset."""
+        """Return the sum of the recorded times in milliseconds, and drop them if ``reset`` is True."""
         total = sum(self._spans)
         if reset:
             self._spans = []
         return total
 
     def mean(self) -> float:
-        """Milliseconds of one span."""
+        """Return the mean of the recorded times in milliseconds."""
         return sum(self._spans) / max(len(self._spans), 1)
 
 
 class SynchronizedWallClockTimer:
-    """Clocks by name: ``timers("fwd").start()``."""
+    """A set of named clocks: ``timers("fwd").start()``."""
 
     def __init__(self) -> None:
         self.timers: dict[str, WallClock] = {}
 
     def __call__(self, name: str) -> WallClock:
+        """Return the clock with this name; make it if there is none."""
         return self.timers.setdefault(name, WallClock(name))
 
     def has_timer(self, name: str) -> bool:
-        """Whether one of that name was asked for."""
+        """Return whether there is a clock with this name."""
         return name in self.timers
 
     def log(
@@ -72,13 +85,27 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log milliseconds, over ``normalizer``."""
+        """Log the milliseconds of each clock, divided by ``normalizer``.
+
+        Args:
+            names: Names of clocks; unknown names are left out.
+            normalizer: The number to divide by.
+            reset: True to drop the recorded times.
+            memory_breakdown: No effect.
+            ranks: The ranks that log; None: rank 0.
+        """
         known = (name for name in names if name in self.timers)
         told = " | ".join(f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
         log_dist(f"time (ms) | {told}", ranks or [0])
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Milliseconds of one span by name, over ``normalizer``."""
+        """Return the mean milliseconds of each clock by name, divided by ``normalizer``.
+
+        Args:
+            names: Names of clocks; unknown names are left out.
+            normalizer: The number to divide by.
+            reset: True to drop the recorded times.
+        """
         found = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in found if reset else ():
             self.timers[name].reset()
@@ -86,6 +113,6 @@ class SynchronizedWallClockTimer:
 
 
 def milliseconds(trace: Trace) -> dict[str, float]:
-    """Of the step that is over, by what they went to."""
+    """Return the milliseconds of the last step, by part: ``fwd``, ``bwd`` and ``step``."""
     spent = trace.seconds()
     return {"fwd": spent.forward_s * 1e3, "bwd": spent.backward_s * 1e3, "step": spent.update_s * 1e3}

@@ -1,7 +1,7 @@
-"""The error of a call that DeepSpeed answers with an AssertionError or a ValueError, for programs that catch it."""
+"""The error of a call for which DeepSpeed raises AssertionError or ValueError, for programs that catch either."""
 
 from shardwise.plan.errors import UsageError
 
 
 class UnmetError(UsageError, AssertionError, ValueError):
-    """A UsageError where DeepSpeed raises AssertionError or ValueError."""
+    """A UsageError for calls on which DeepSpeed raises AssertionError or ValueError."""

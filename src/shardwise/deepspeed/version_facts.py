@@ -1,4 +1,4 @@
-"""``deepspeed.git_version_info``: what the package was built with, which is the torch that runs."""
+"""``deepspeed.git_version_info``: DeepSpeed's facts about its build, which here describe the torch that runs."""
 
 from typing import Any
 
