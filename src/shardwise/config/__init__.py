@@ -1,1 +1,1 @@
-"""Row 6: all policies together, the rules that span them, and what "auto" becomes."""
+"""Row 6: all policies together, the rules that span several policies, and the resolution of "auto"."""

@@ -1,4 +1,4 @@
-"""What "auto" and left-out numbers become: one function that returns a new configuration and says what it chose."""
+"""The resolution of "auto" and left-out numbers: a function that returns a new configuration and lists its choices."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import Mesh
 
 _PREFETCH_BYTES = 64 << 20
-"""Long enough for a network to be busy, and small beside a device's memory."""
+"""Bytes to prefetch: enough to keep a network busy, and little compared with a device's memory."""
 
 
 class Resolved(NamedTuple):
-    """A configuration without open questions, its mesh, and what was chosen, for people."""
+    """A configuration in which every number is determined, its mesh, and a description of each choice."""
 
     config: RunConfig
     mesh: Mesh
@@ -23,9 +23,19 @@ class Resolved(NamedTuple):
 
 
 def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
-    """Fill in what follows from the number of ranks and the device.
+    """Fill in the values that follow from the number of ranks and the device.
 
-    Errors: MeshError, ConfigError.
+    Args:
+        config: The configuration.
+        world_size: The number of ranks.
+        device_type: ``cpu``, ``cuda`` or another device type of torch.
+
+    Returns:
+        A new configuration, its mesh, and the choices in words.
+
+    Raises:
+        MeshError: if the mesh does not fit the number of ranks.
+        ConfigError: if values contradict one another, or a schedule has no last step.
     """
     check(config)
     offload = config.offload
@@ -43,8 +53,8 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     if offload.activations == "host" and device_type == "cpu":
         offload = offload.model_copy(update={"activations": "device"})
         choices.append("offload.activations: host memory is where CPU ranks keep what a block saves")
-    # Two CPU ranks share their cores with the copy: a collective beside the computation gains nothing there, and what
-    # comes from a disk does.
+    # CPU ranks share their cores with the copies: a collective beside the computation saves no time on them, but a
+    # read from a disk does.
     is_beside = device_type != "cpu"
     prefetch, under_way = (
         (default if gains else 0) if wanted == "auto" else wanted
@@ -61,7 +71,7 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
         raise ConfigError(
             f"schedule: {schedule.type} needs a last step; give schedule.total_steps, train.steps or data.epochs"
         )
-    # The only microbatch of a step adds to nothing: its gradient is cut at once, and the rest of it takes no memory.
+    # A single microbatch has no gradient to add to, so its gradient is cut at once and the full one frees its memory.
     once = batch.accumulation == 1 and config.zero.stage >= 1
     reduce = "microbatch" if once else config.zero.reduce
     resolved = config.model_copy(

@@ -2,7 +2,7 @@
 
     global batch = micro batch · accumulation · data-parallel ranks
 
-The user's number is the global one; the others follow and are printed.
+The user gives the global batch; the other numbers follow from it and are printed.
 """
 
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import Policy
 
 _ACCUMULATION_LIMIT = 65_536
-"""Microbatches of one step on a rank: the plan has a few Actions for each."""
+"""Microbatches of one step on a rank, at most, because the plan has several Actions for each microbatch."""
 
 
 class BatchPolicy(Policy):
@@ -25,26 +25,35 @@ class BatchPolicy(Policy):
     micro_size: PositiveInt | None = None
     """Samples per rank and forward pass."""
     accumulation: PositiveInt | None = None
-    """Microbatches per optimizer step; follows from the other two where both are given."""
+    """Microbatches per optimizer step; follows from the other two sizes if both are given."""
     weigh_by: Literal["auto", "tokens", "shifted_tokens", "batches"] = "auto"
-    """The weight of a microbatch in a step where none is given. ``auto``: the number of labels that the loss is the
-    mean of, by the graph of the loss, ignored ones (-100) left out, so that uneven ranks and microbatches give the
-    gradient of one batch; all alike where no labels are seen or the loss is a sum; an error where the graph does not
-    show the number (a compiled model, a custom loss function) and numbers of labels are uneven. ``tokens``: there the
-    labels that are not -100 count, and no labels are an error. ``shifted_tokens``: there all but the first label of
-    each row count, for a model that shifts its labels. ``batches``: all alike."""
+    """The weight of a microbatch in a step if the training loop passes none. ``auto``: the number of labels of which
+    the loss is the mean, read from the graph of the loss without ignored labels (-100), so that uneven ranks and
+    microbatches give the gradient of one batch; equal weights if the graph has no labels or the loss is a sum; an error
+    if the graph does not contain the number (a compiled model, a custom loss function) and the numbers of labels are
+    uneven. ``tokens``: in that case count the labels that are not -100; no labels are an error. ``shifted_tokens``: in
+    that case count all but the first label of each row, for a model that shifts its labels. ``batches``: equal
+    weights."""
     duplicates: Literal["error", "allow"] = "error"
-    """What two data-parallel ranks with the same batches in the first step are: an error, since usually a DataLoader
-    was not divided among the ranks, or allowed."""
+    """The treatment of two data-parallel ranks with the same batches in the first step: an error, because usually a
+    DataLoader was not divided among the ranks, or allowed."""
 
     scaled_losses: Literal["error", "allow"] = "error"
-    """A loss that the first step gives to ``engine.backward`` multiplied by 1/accumulation or by a power of two of 2^10
-    or more: an error, since the engine averages microbatches and scales fp16 losses itself, or allowed."""
+    """The treatment of a loss that the first step passes to ``engine.backward`` multiplied by 1/accumulation or by a
+    power of two of 2^10 or more: an error, because the engine itself averages microbatches and scales fp16 losses, or
+    allowed."""
 
     def derived(self, dp: int) -> "BatchPolicy":
-        """All three numbers on ``dp`` data-parallel ranks, as far as they are determined.
+        """Compute all three sizes on ``dp`` data-parallel ranks, as far as they are determined.
 
-        Errors: ConfigError where they contradict one another.
+        Args:
+            dp: The number of data-parallel ranks.
+
+        Returns:
+            A new policy; sizes that do not follow stay None, except that the accumulation becomes 1.
+
+        Raises:
+            ConfigError: if the sizes contradict one another, or the accumulation is too large.
         """
         total, micro, accumulation = self.global_size, self.micro_size, self.accumulation
         if total is not None:
@@ -83,16 +92,16 @@ class TrainPolicy(Policy):
     steps: PositiveInt = 500
     """Optimizer steps of the run."""
     eval_every: NonNegativeInt = 100
-    """Steps between two evaluations on the held-out data; 0: at the end alone."""
+    """Steps between two evaluations on the held-out data; 0: only at the end."""
     early_stop: EarlyStopPolicy | None = None
-    """End the run when its evaluations no longer get better; left out: after all steps."""
+    """The condition that ends the run early, when its evaluations stop improving; left out: the run takes all steps."""
     metrics: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] | None = None
-    """``module:function`` for more than loss and accuracy over held-out pictures: called with (outputs, labels) of a
-    batch, it returns {name: sum} or {name: (sum, count)}; what is shown is all sums over all counts (left out: the
-    samples), of all ranks."""
+    """``module:function`` for metrics beyond loss and accuracy on held-out pictures. The function is called with
+    (outputs, labels) of a batch and returns {name: sum} or {name: (sum, count)}; the metric is the sum of all sums over
+    the sum of all counts (left out: the number of samples), on all ranks."""
     seed: NonNegativeInt = 0
-    """Start weights, order of the data and samples follow from it, on any number of ranks."""
+    """The seed of start weights, data order and samples, which are the same on any number of ranks."""
     sample_tokens: NonNegativeInt = 200
     """Tokens of the text that is generated at the end of a language model's run; 0: none."""
     sample_prompt: str | None = None
-    """What that text starts with; left out: the first words of the held-out text."""
+    """The beginning of the generated text; left out: the first words of the held-out text."""

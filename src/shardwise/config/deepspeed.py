@@ -1,13 +1,14 @@
-"""From a DeepSpeed configuration to ours, with a word on what became of every key.
+"""The translation of a DeepSpeed configuration into Shardwise's keys, with a note on every key.
 
     made = translate({"train_batch_size": 32, "zero_optimization": {"stage": 2}})
     made.config     {"batch": {"global_size": 32, ...}, "zero": {"stage": 2}, ...}    for RunConfig.parse, or as YAML
-    made.values     every key of theirs by its path: given, resolved from "auto", or their default; old names translated
-    made.notes      a Note per key that was given, and per default of theirs that is not ours
+    made.values     every DeepSpeed key by path: given, resolved from "auto", or default; old names are replaced
+    made.notes      a Note for each key that was given, and for each DeepSpeed default that differs from Shardwise's
 
-The table is ``deepspeed_keys.py``; ``deepspeed_values.py`` reads values by it, and ``deepspeed_blocks.py`` fills
-our blocks. Unknown keys, wrong values and what is refused are one ConfigError that names every fault by its path.
-``config.run.load`` comes here with a file or dictionary that ``is_deepspeed`` recognises.
+The table of keys is in ``deepspeed_keys.py``; ``deepspeed_values.py`` reads values according to the table, and
+``deepspeed_blocks.py`` fills Shardwise's blocks. Unknown keys, wrong values and refused keys raise a single
+ConfigError that names every fault by its path. ``config.run.load`` calls this module for a file or dictionary that
+``is_deepspeed`` recognises.
 """
 
 import base64
@@ -24,16 +25,16 @@ from shardwise.plan.errors import ConfigError
 
 _FAULTS = 20
 SHARED = ("optimizer", "pipeline", "compile", "checkpoint")
-"""Blocks of the top level that DeepSpeed and we have."""
+"""Blocks of the top level that both DeepSpeed and Shardwise have."""
 
 
 class Note(NamedTuple):
-    """What became of one key."""
+    """The effect of one key of a DeepSpeed configuration."""
 
     path: str
     given: Any
     fate: str
-    """``does``, ``idle``; ``default`` of a key that was left out and acts here by their default."""
+    """``does``, ``idle``, or ``default`` for a key that was left out and acts by DeepSpeed's default."""
     said: str
 
     def __str__(self) -> str:
@@ -42,14 +43,14 @@ class Note(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """A DeepSpeed configuration in our words."""
+    """A DeepSpeed configuration in Shardwise's keys."""
 
     config: dict[str, Any]
     values: dict[str, Any]
     notes: tuple[Note, ...]
 
     def summary(self) -> str:
-        """One sentence for the log."""
+        """Return one sentence for the log."""
         idle = [note.path for note in self.notes if note.fate == "idle"]
         acts = sum(note.fate == "does" for note in self.notes)
         rest = f"; {len(idle)} have no effect here: {', '.join(idle)}" if idle else ""
@@ -57,8 +58,12 @@ class Translation(NamedTuple):
 
 
 def is_deepspeed(given: Mapping[str, Any], shared: Mapping[str, Iterable[str]]) -> bool:
-    """True of a configuration with a key that DeepSpeed has and we have not. ``shared`` are the blocks of the top level
-    that both have, and our keys in them."""
+    """Return True if a configuration has a key that DeepSpeed has and Shardwise does not.
+
+    Args:
+        given: The configuration.
+        shared: The blocks of the top level that both have, each with Shardwise's keys in the block.
+    """
     inner = {name: value for name in shared if isinstance(value := given.get(name), Mapping)}
     theirs = {name: {*CHILDREN[name]} - {*shared[name]} for name in inner}
     return any(key in CHILDREN[""] and key not in shared for key in given) or any(
@@ -67,7 +72,7 @@ def is_deepspeed(given: Mapping[str, Any], shared: Mapping[str, Iterable[str]]) 
 
 
 def from_base64(text: str) -> dict[str, Any] | None:
-    """The configuration in url-safe base64, DeepSpeed's form for a command line; None where ``text`` is none."""
+    """Return the configuration in url-safe base64, DeepSpeed's form for a command line; None for other text."""
     try:
         found = read_json(base64.urlsafe_b64decode(text.encode("ascii")).decode("utf-8"))
     except (ValueError, binascii.Error, RecursionError):
@@ -78,13 +83,16 @@ def from_base64(text: str) -> dict[str, Any] | None:
 def translate(
     given: Mapping[str, Any], where: str = "config", auto: Mapping[str, Any] | None = None
 ) -> Translation:
-    """``given``, a DeepSpeed configuration, in our keys.
+    """Translate a DeepSpeed configuration into Shardwise's keys.
 
-    where   what errors call it
-    auto    what ``"auto"`` stands for, by path (``{"optimizer.params.lr": 3e-4}``); what is not named there takes the
-            default, batch sizes follow from one another, and fp16, bf16 from the model
+    Args:
+        given: The DeepSpeed configuration.
+        where: The name of the source, for errors.
+        auto: The values of ``"auto"`` by path (``{"optimizer.params.lr": 3e-4}``). Other keys with ``"auto"`` take
+            their default; batch sizes follow from one another, and fp16 and bf16 from the model.
 
-    Errors: ConfigError.
+    Raises:
+        ConfigError: if a key is unknown or refused, or a value is wrong; the error names every fault.
     """
     reading = GivenKeys(auto or {})
     reading.read(given)
@@ -106,7 +114,7 @@ _DEFAULTS = {
     "gradient_clipping": "max_grad_norm",
     "checkpoint.writer.decoupled": "checkpoint.asynchronous",
 }
-"""Keys whose default of theirs is not ours."""
+"""Keys whose default in DeepSpeed differs from Shardwise's, each with Shardwise's key."""
 
 
 def _notes(v: KeyValues, config: Mapping[str, Any]) -> Iterable[Note]:
@@ -132,7 +140,7 @@ def _outer(path: str) -> Sequence[str]:
 
 
 def _ours(row: DeepSpeedKey, config: Mapping[str, Any]) -> str:
-    """Our key with its value, where the row names one."""
+    """Return Shardwise's key with its value if the row names a key, else the row's sentence."""
     path = row.said.partition(":")[0].partition(";")[0].partition(",")[0].strip()
     found = _at(config, path)
     return row.said if found is None else f"{path}: {shown(found)}"

@@ -1,8 +1,8 @@
-"""Our blocks out of a DeepSpeed configuration: a function for each, which reads their keys and refuses what is amiss.
+"""Shardwise's blocks from a DeepSpeed configuration: one function per block, which reads keys and refuses wrong ones.
 
-    BLOCKS["zero"](values)    {"stage": 3, "prefetch_bytes": 100_000_000} of what stands in several of their blocks
+    BLOCKS["zero"](values)    {"stage": 3, "prefetch_bytes": 100_000_000}, from keys of several DeepSpeed blocks
 
-A block that asks for nothing is empty, or None. optimizer and schedule: ``deepspeed_updates.py``.
+A block without settings is empty, or None. ``deepspeed_updates.py`` fills optimizer and schedule.
 """
 
 import math
@@ -43,7 +43,7 @@ def _mesh(v: KeyValues) -> dict[str, Any]:
 
 
 def _experts(v: KeyValues) -> dict[str, int]:
-    """ep and etp, where they are not 1."""
+    """Return the sizes of the axes ep and etp that are not 1."""
     if not v("expert_parallel.enabled"):
         return {}
     sizes = {
@@ -74,7 +74,7 @@ def _zero(v: KeyValues) -> dict[str, Any]:
 
 
 def _element_bytes(v: KeyValues) -> int:
-    """Of a weight as it is gathered."""
+    """Return the bytes of an element of a gathered weight."""
     half = next((name for name in _HALVES if v(f"{name}.enabled")), "")
     by_half = {"amp": v("amp.opt_level") in ("O2", "O3"), "torch_autocast": False}
     is_narrow = by_half.get(half, bool(half) or v("data_types.param_dtype") not in (None, "fp32"))
@@ -97,7 +97,7 @@ def _offload(v: KeyValues) -> dict[str, Any]:
             ratio,
             "1.0 beside offload_param: a Unit's weights move with its masters",
         )
-    if parameters != "device":  # weights lie where their masters lie
+    if parameters != "device":  # weights must be in the tier of their masters
         optimizer = parameters = min(optimizer, parameters, key=_LOW_FIRST.index)
     moves = v("compile.deepcompile") and v("compile.offload_activation")
     found: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def _offload(v: KeyValues) -> dict[str, Any]:
 
 
 def _tier(v: KeyValues, block: str, old: Sequence[str]) -> str:
-    """What a block asks for, or one of its older forms."""
+    """Return the tier that a block names, either in the block or in one of its older keys."""
     before = next((key for key in old if v(f"zero_optimization.{key}")), None)
     if before and v.given(block):
         v.refuse(f"zero_optimization.{before}", True, f"{block} alone, which says the same")
@@ -124,7 +124,7 @@ def _tier(v: KeyValues, block: str, old: Sequence[str]) -> str:
 
 
 def _disk(v: KeyValues) -> dict[str, Any]:
-    """Folder and blocks, where either block says nvme."""
+    """Return the folder and the number of buffers of a block with the device nvme."""
     paths = {}
     for block in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
         if v(block) is not None and v(f"{block}.device") == "nvme":
@@ -143,9 +143,9 @@ def _disk(v: KeyValues) -> dict[str, Any]:
 
 
 _HALVES = ("fp16", "bf16", "amp", "torch_autocast")
-"""Blocks that each say in which dtypes to compute."""
+"""Blocks that each set the dtypes of computation."""
 _SAFE = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
-"""Modules whose gradients travel in 16 bits under torch_autocast, where none are named."""
+"""Modules whose gradients are reduced in 16 bits under torch_autocast if the configuration names none."""
 
 
 def _precision(v: KeyValues) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _precision(v: KeyValues) -> dict[str, Any]:
         keep = "auto"
     fill = {"amp": _amp, "torch_autocast": _autocast}.get(half, _sixteen)
     return some(
-        # Weights of 16 bits with the products of torch_autocast, whose other dtypes follow from the weights.
+        # 16-bit weights with the products of torch_autocast: all other dtypes follow from the weights.
         **({"operations": half} if both else {}),
         **fill(v, half),
         reduce=v("communication_data_type"),
@@ -170,7 +170,7 @@ def _precision(v: KeyValues) -> dict[str, Any]:
 
 
 def _sixteen(v: KeyValues, half: str) -> dict[str, Any]:
-    """``fp16``, ``bf16``, or neither."""
+    """Return the dtypes for ``fp16``, ``bf16``, or neither."""
     compute = half or v("data_types.param_dtype")
     is_narrow = half and v(f"{half}.{half}_master_weights_and_grads")
     skips = (half == "bf16" and v("bf16.check_grad_overflow")) or (half == "fp16" and v("fp16.loss_scale"))
@@ -264,7 +264,7 @@ _TAGS = {
     "lr": "Train/Samples/lr",
     "loss_scale": "Train/Samples/loss_scale",
 }
-"""Their names of our columns."""
+"""DeepSpeed's names of Shardwise's columns."""
 
 
 def _monitor(v: KeyValues) -> dict[str, Any]:

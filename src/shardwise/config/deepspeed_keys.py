@@ -1,12 +1,12 @@
-"""Every key of a DeepSpeed configuration, and what becomes of it here: one table.
+"""The table of every key of a DeepSpeed configuration, with its effect in Shardwise.
 
-    does       it acts: ``ours`` says through which of our keys
-    idle       a valid value has no effect here, because ...
-    refused    asked for, it is an error that says what to do instead; at its default it asks for nothing
+    does       the key has an effect; ``ours`` names the Shardwise key that it sets
+    idle       a valid value has no effect, for the reason given
+    refused    any value but the default is an error that names a replacement
 
-The keys are those that DeepSpeed 0.19.6 and 0.19.8 read, old names that they still take, and the fourteen that 0.19.8
-removed. ``config/deepspeed.py`` translates by this table, docs/deepspeed.md is made of it. Rows are written as
-``config/deepspeed_rows.py`` says.
+The keys are those that DeepSpeed 0.19.6 and 0.19.8 read, older names that both still accept, and the fourteen keys
+that 0.19.8 removed. ``config/deepspeed.py`` translates by this table, and docs/deepspeed.md is generated from it.
+``config/deepspeed_rows.py`` documents the notation of the rows.
 """
 
 from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey, block, does, idle, of, old, refused
@@ -334,7 +334,7 @@ _BETAS = f"{_ADAM} lamb adamax nadam radam muon"
 _DECAYED = f"{_ADAM} lamb lion adagrad muon sgd rmsprop adadelta adamax nadam radam asgd"
 _ONE_BIT = "onebitadam zerooneadam onebitlamb"
 ONE_BIT_TYPES = tuple(_ONE_BIT.split())
-"""Optimizers that are refused as a whole, with whatever parameters they have."""
+"""Optimizers that are refused together with all of their parameters."""
 _OPTIMIZER = block(
     does("optimizer", "block?", None, "optimizer"),
     does("type", "text", REQUIRED, "optimizer.type; Adam is AdamW unless adam_w_mode is false"),

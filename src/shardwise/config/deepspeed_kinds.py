@@ -1,4 +1,4 @@
-"""Kinds of values in a DeepSpeed configuration, as ``deepspeed_rows.py`` writes them: what fits, and in which words."""
+"""The kinds of values in a DeepSpeed configuration, as ``deepspeed_rows.py`` writes them, and their checks."""
 
 import json
 import math
@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _SHOWN = 80
-"""Characters of a value that an error repeats."""
+"""Characters of a value that an error repeats, at most."""
 _LARGEST = 2**63
-"""No integer of a configuration is larger."""
+"""The largest integer of a configuration."""
 _DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-"""Words for dtypes, in ours; ``torch.`` may stand before them."""
+"""Shardwise's names of dtypes, for DeepSpeed's; DeepSpeed's may begin with ``torch.``."""
 
 
 def in_words_of(kind: str, value: Any) -> Any:
-    """A word that may be written in several ways, as the table writes it."""
+    """Return a word that has several spellings in the spelling of the table."""
     if not isinstance(value, str):
         return value
     if kind.startswith("dtype"):
@@ -59,7 +59,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def fault_of(kind: str, value: Any) -> str:
-    """What is wrong with a value of that kind; empty if nothing."""
+    """Return the fault of a value of the given kind; empty if there is none."""
     may_be_null, kind = kind.endswith("?"), kind.removesuffix("?")
     if value is None and may_be_null:
         return ""
@@ -79,6 +79,7 @@ def fault_of(kind: str, value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
+    """Return True if ``value`` is a finite number that is not too large, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= _LARGEST if isinstance(value, int) else math.isfinite(value)
@@ -93,6 +94,7 @@ def _many(value: Any) -> list[Any]:
 
 
 def shown(value: Any, place: str = "") -> str:
+    """Return a value as text for messages, shortened and without the content of API keys."""
     if place.endswith("api_key"):
         return '"..."'
     if isinstance(value, Mapping) and "api_key" in value:

@@ -1,6 +1,7 @@
-"""The optimizer and the scheduler of a DeepSpeed configuration as ``optimizer`` and ``schedule`` of ours.
+"""The translation of a DeepSpeed optimizer and scheduler into Shardwise's blocks ``optimizer`` and ``schedule``.
 
-Parameters that mean the same go over by their names; what theirs derive from others, or count otherwise, is said here.
+Parameters with the same meaning keep their names; this module contains the parameters that DeepSpeed derives from
+others or counts differently.
 """
 
 from collections.abc import Mapping
@@ -32,11 +33,11 @@ _PASSED_ON = (
     *("initial_accumulator_value", "rho", "momentum_decay", "decoupled_weight_decay", "lambd", "t0", "etas"),
     "step_sizes",
 )
-"""Parameters that mean the same here."""
+"""Parameters that have the same meaning in both configurations."""
 
 
 def optimizer(v: KeyValues) -> dict[str, Any] | None:
-    """Our block ``optimizer``; None where theirs is not there, or refused."""
+    """Return Shardwise's block ``optimizer``; None if DeepSpeed's optimizer is left out or refused."""
     word = v("optimizer.type") if v("optimizer") is not None else None
     if word is None:
         return None
@@ -78,7 +79,7 @@ _NO_MATRIX = ("embed", "lm_head")
 
 
 def _muon(v: KeyValues) -> dict[str, Any]:
-    """Muon for everything of two dims but embeddings and heads, by their names, as there."""
+    """Return the keys for Muon, which updates all 2-D weights but embeddings and heads, found by name."""
     lr, of_matrices, of_rest = (v(f"optimizer.params.{name}") for name in ("lr", "muon_lr", "adam_lr"))
     embeddings = "|".join(
         "*" + "".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in w) + "*" for w in _NO_MATRIX
@@ -148,11 +149,11 @@ _SCHEDULES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         },
     ),
 }
-"""Their schedulers as types of ours, and our keys of each by theirs."""
+"""For each scheduler of DeepSpeed, Shardwise's type, and for each of Shardwise's keys the parameter that sets it."""
 
 
 def schedule(v: KeyValues) -> dict[str, Any] | None:
-    """Our block ``schedule``; None where their scheduler is not there, or refused."""
+    """Return Shardwise's block ``schedule``; None if DeepSpeed's scheduler is left out or refused."""
     word = v("scheduler.type") if v("scheduler") is not None else None
     if word is None:
         return None
@@ -168,6 +169,6 @@ def schedule(v: KeyValues) -> dict[str, Any] | None:
         made["second_beta"] = 0.99
         has_betas = v("optimizer") is None or v("optimizer.params.betas") is not None
         made["cycle_momentum"] = bool(made["cycle_momentum"] and has_betas)
-        if not made["decay_steps"]:  # their decay is off then, whatever its rates
+        if not made["decay_steps"]:  # DeepSpeed ignores the decay rates if there are no decay steps
             del made["decay_lr_rate"], made["decay_momentum_rate"]
     return {"type": kind, **some(**made)}

@@ -1,7 +1,7 @@
 """The values of a DeepSpeed configuration by path: given, resolved from "auto", or the default of the table.
 
-    GivenKeys     reads a configuration: every key is known and has a value of its kind, old names become those of today
-    KeyValues     answers for every key of the table, and holds what is refused
+    GivenKeys     reads a configuration; checks that keys are known and values fit; replaces old names by current ones
+    KeyValues     returns the value of every key of the table, and collects refused keys
 
 Both collect faults instead of raising the first.
 """
@@ -25,7 +25,7 @@ _TYPED = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.t
 
 
 def row_of(path: str, kind: str | None = None) -> DeepSpeedKey | None:
-    """The row of a path; of a type's own parameters, the row of type ``kind``."""
+    """Return the row of a path; for a path that several types have, the row of the type ``kind``."""
     for row in ROWS.get(path, ()):
         if not row.of or kind in row.of:
             return row
@@ -33,7 +33,7 @@ def row_of(path: str, kind: str | None = None) -> DeepSpeedKey | None:
 
 
 class GivenKeys:
-    """What a file gives, by path, with what is wrong in it."""
+    """The keys and values of a file by path, and the faults in the file."""
 
     def __init__(self, auto: Mapping[str, Any]) -> None:
         self.auto = auto
@@ -43,10 +43,11 @@ class GivenKeys:
         self.kinds: dict[str, str | None] = {}
         self.faults: list[str] = []
         self.unread: dict[str, str] = {}
-        """Why a key is skipped, by its place: comments, and keys with dots, which DeepSpeed does not read."""
+        """The reason for which a key is skipped, by place: comments, and keys with dots, which DeepSpeed does not
+        read."""
 
     def read(self, given: Mapping[str, Any]) -> None:
-        """Take in a whole configuration."""
+        """Read a whole configuration."""
         for path, own in (("optimizer", "optimizer.params"), ("scheduler", "scheduler.params")):
             inner = given.get(path)
             word = inner.get("type") if isinstance(inner, Mapping) else None
@@ -65,7 +66,7 @@ class GivenKeys:
                 self._take(row, f"{place}.{key}".lstrip("."), value)
 
     def _skipped(self, path: str, key: str) -> str:
-        """Return why a key is not read; empty for a key that is."""
+        """Return the reason for which a key is skipped; empty for a key that is read."""
         if key.startswith("_"):
             return "a comment, since the name begins with an underscore"
         if "." in key and row_of(f"{path}.{key}".lstrip(".")) is not None:
@@ -131,7 +132,8 @@ class GivenKeys:
 
 
 _AUTO_IS_NONE = ("scheduler.params.warmup_max_lr",)
-"""What "auto" leaves to other keys, and not to the default: the learning rate of the optimizer."""
+"""Keys for which "auto" means None in place of the default, because another key (the optimizer's rate) sets the
+value."""
 
 _LISTS = {row.path.partition(".[]")[0] + ".[]" for row in KEYS if ".[]" in row.path}
 
@@ -141,12 +143,12 @@ def _known_types(path: str) -> set[str]:
 
 
 def _is_checked(path: str, kind: str | None) -> bool:
-    """True if the parameters at ``path`` belong to a type whose parameters are known and taken."""
+    """Return True if the parameters at ``path`` belong to a type whose parameters are known and supported."""
     return kind in _known_types(path) and kind not in ONE_BIT_TYPES
 
 
 def type_word(block: str, word: str) -> str:
-    """A type of optimizer as the table writes it; those of schedulers are case-sensitive, as there."""
+    """Return a type of optimizer in the table's spelling; names of schedulers are case-sensitive, as in DeepSpeed."""
     if block == "scheduler":
         return word
     known = _known_types(f"{block}.params")
@@ -154,7 +156,7 @@ def type_word(block: str, word: str) -> str:
 
 
 class KeyValues:
-    """The values of a reading; what is refused among them is a fault."""
+    """The values of a configuration; refused values are faults."""
 
     def __init__(self, reading: GivenKeys) -> None:
         self._reading = reading
@@ -168,7 +170,7 @@ class KeyValues:
                 self.refuse(place, reading.said[place], row.said)
 
     def __call__(self, path: str) -> Any:
-        """The value of a key: given, or its default; None of a required key that is left out."""
+        """Return the value of a key: the given one, or its default; None for a required key that is left out."""
         found = self._reading.found
         if path in found:
             return found[path]
@@ -176,48 +178,48 @@ class KeyValues:
         return None if row is None or row.default == REQUIRED else row.default
 
     def given(self, path: str) -> bool:
-        """True where the file says it."""
+        """Return True if the configuration contains the key."""
         return path in self._reading.found
 
     def differs(self, path: str) -> bool:
-        """True where the file says another value than the default."""
+        """Return True if the value of the key differs from its default."""
         row = row_of(path, self._reading.kinds.get(path.rpartition(".")[0]))
         return row is not None and self(path) != row.default
 
     def does(self, name: str, kind: str) -> bool:
-        """True of a parameter that optimizers of type ``kind`` act by."""
+        """Return True if the parameter ``name`` has an effect on optimizers of the type ``kind``."""
         row = row_of(f"optimizer.params.{name}", kind)
         return row is not None and row.fate == "does"
 
     def parameters(self, path: str) -> Mapping[str, Any]:
-        """What a block holds, as it was given."""
+        """Return the content of a block as it was given."""
         found = self._reading.said.get(path)
         return found if isinstance(found, Mapping) else {}
 
     def refuse(self, place: str, value: Any, instead: str) -> None:
-        """Note a fault."""
+        """Record a fault: a value that is not accepted, and its replacement."""
         self.faults.append(f"{place}: {shown(value, place)} is not taken here; instead: {instead}")
 
     def places(self) -> Iterable[tuple[str, DeepSpeedKey, Any]]:
-        """Place, row and value of everything that was given, blocks with keys left out."""
+        """Yield (place, row, value) of everything that was given, except blocks that have keys."""
         for place, row in self._reading.rows.items():
             value = self._reading.said[place]
             if not (isinstance(value, Mapping) and value):
                 yield place, row, value
 
     def unread(self) -> Iterable[tuple[str, Any, str]]:
-        """Yield place, value and reason of everything that was given and is not read."""
+        """Yield (place, value, reason) of everything that was given and is skipped."""
         for place, why in self._reading.unread.items():
             yield place, self._reading.said[place], why
 
     def values(self) -> dict[str, Any]:
-        """Every value by path, without blocks and what has names of the user's."""
+        """Return every value by path, except blocks and keys under names that the user chooses."""
         known = [path for path in ROWS if "NAME" not in path and "[]" not in path]
         kept = (p for p in known if not ROWS[p][0].kind.startswith("block") and not ROWS[p][0].stands_for)
         return {path: self(path) for path in kept}
 
     def _is_off(self, row: DeepSpeedKey) -> bool:
-        """True of a block that does not act: ``enabled`` is false in it, or it is empty."""
+        """Return True if a block has no effect: it is empty, or its key ``enabled`` is false."""
         if not row.kind.startswith("block"):
             return False
         switch = f"{row.path}.enabled"
@@ -233,12 +235,12 @@ class KeyValues:
         return is_wanted and self.given(top) and self(top) is not None and row.path not in self._reading.said
 
     def _asks(self, row: DeepSpeedKey, value: Any) -> bool:
-        """True where a key that is refused asks for something."""
+        """Return True if a refused key has a value that would have an effect."""
         block = row.path.rpartition(".")[0]
         if row.of and {*row.of} <= {*ONE_BIT_TYPES}:
-            return False  # the type is refused
+            return False  # the type of the optimizer is already refused
         if block and any(each.fate == "refused" for each in ROWS.get(block, ())):
-            return False  # the block is refused as one
+            return False  # the whole block is already refused
         if row.kind.startswith("block"):
             return row.path not in self.off and value not in ({}, None)
         is_off = (
@@ -251,10 +253,10 @@ class KeyValues:
 
 
 def some(**keys: Any) -> dict[str, Any]:
-    """The keys that have a value."""
+    """Return the keyword arguments that are not None."""
     return {key: value for key, value in keys.items() if value is not None}
 
 
 def whole_number(value: Any) -> Any:
-    """5e8 as an integer, where it is one."""
+    """Return a float with an integer value, such as 5e8, as an int, and other values as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,7 +1,7 @@
-"""What other tools call our keys (nanoGPT, transformers, DeepSpeed, FSDP, torchtitan, Megatron, TorchRec), and what we
-called them before.
+"""Names that other tools and earlier versions use for Shardwise's keys, for suggestions in errors.
 
-Only for suggestions: such a key is refused like any unknown one, and the error gives its name here.
+The other tools are nanoGPT, transformers, DeepSpeed, FSDP, torchtitan, Megatron and TorchRec. A key of another tool
+is refused like any unknown key, and the error suggests Shardwise's key.
 """
 
 FOREIGN_KEYS = {
@@ -104,7 +104,7 @@ FOREIGN_KEYS = {
     "wandb_project": "monitor.wandb",
     "report_to": "monitor",
 }
-"""Our key, by theirs."""
+"""Shardwise's key for each key of another tool."""
 
 FOREIGN_VALUES: dict[str, tuple[str, ...]] = {
     "nvme": ("disk",),
@@ -128,7 +128,7 @@ FOREIGN_VALUES: dict[str, tuple[str, ...]] = {
     "adamw_torch": ("adamw",),
     "adamw_torch_fused": ("adamw",),
 }
-"""Our value, by the word that other tools have for it; the first one that a key takes is meant."""
+"""Shardwise's values for each word of other tools; the first one that a key accepts is suggested."""
 
 FORMER_KEYS = {
     "out": "output_dir",
@@ -160,11 +160,11 @@ FORMER_KEYS = {
     "tables.defaults.bound": "init_bound",
     "tables.defaults.dynamic.admission.most_waiting": "max_waiting",
 }
-"""Our key, by the path that it had in an earlier version."""
+"""Shardwise's key for each path of an earlier version."""
 
 
 def known_elsewhere(path: str, key: str) -> str | None:
-    """What ``key``, found in the block at ``path``, is called here; None if no tool's word for one of our keys."""
+    """Return Shardwise's key for the unknown ``key`` in the block at ``path``; None if no other tool's key matches."""
     block = path.split(".") if path else []
     if block[:2] == ["tables", "named"]:
         block[1:3] = ["defaults"]

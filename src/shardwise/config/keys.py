@@ -1,11 +1,12 @@
-"""Every key of a configuration, read off the policies: path, type, default, unit and sentence.
+"""A list of every configuration key, derived from the policies: path, type, default, unit and sentence.
 
     zero.stage                    one of 0, 1, 2, 3     0       What is cut along "dp_shard": ...
     optimizer.groups[].lr         number >= 0                   Learning rate of the group; ...
     tables.named.NAME.rows        integer > 0           rows    A static table: keys are 0 to rows - 1.
 
-What is printed, the reference and the schema for editors come from here, so none of them can forget a key. The unit is
-the ending of the key's name (``_s``, ``_bytes``), or the word that its sentence opens with ("Steps between two ...").
+Printed keys, the reference and the schema for editors are generated from this list, so none of them can omit a key.
+The unit is the suffix of the key's name (``_s``, ``_bytes``), or the first or second word of its sentence ("Steps
+between two ...").
 """
 
 import collections.abc
@@ -62,39 +63,45 @@ _RANGES: tuple[tuple[type, str, str], ...] = (
 
 
 class Key(NamedTuple):
-    """One key that a user may set."""
+    """One configuration key that a user may set."""
 
     path: str
-    """Dotted; ``[]`` stands for any item of a list, a word in capitals for a name of the user's."""
+    """The dotted path; ``[]`` stands for any item of a list, and a word in capitals for a name that the user
+    chooses."""
     kind: str
-    """Its type, in words."""
+    """The type of the value, in words."""
     default: str
-    """As it is written in YAML; empty where the key is left out."""
+    """The default, written as in YAML; empty if the key is left out by default."""
     is_required: bool
     unit: str
-    """``seconds``, ``bytes``, ``steps`` ...; empty for what is not counted."""
+    """The unit: ``seconds``, ``bytes``, ``steps`` ...; empty for a value that is not a quantity."""
     sentence: str
-    """What it does: the docstring of the field."""
+    """The docstring of the field."""
     when: str
-    """``name: dlrm``, ``kind: clicks`` ... where the key belongs to one form of its block alone."""
+    """The condition under which the key exists (``name: dlrm``, ``kind: clicks``), if only one form of its block has
+    it."""
     owner: type[Policy]
-    """The policy that it is a field of."""
+    """The policy that has the field."""
     holds: tuple[type[Policy], ...]
-    """Policies whose keys follow under it."""
+    """The policies whose keys are below this key."""
 
 
 def all_keys() -> list[Key]:
-    """All keys, in the order of the policies; those of a block follow it."""
+    """Return all keys in the order of the policies; a block is followed by its keys."""
     return list(_walk(RunConfig, "", ""))
 
 
 def keys_of(policy: type[Policy]) -> list[Key]:
-    """The keys of one policy, those of its blocks left out."""
+    """Return the keys of one policy, without the keys of its blocks."""
     return [key for key in _walk(policy, "", "") if key.owner is policy]
 
 
 def find(path: str) -> list[Key]:
-    """The key ``path``, and all under it. Errors: ConfigError that names the nearest known key."""
+    """Return the key ``path`` and all keys below it.
+
+    Raises:
+        ConfigError: if there is no such key; the error suggests the nearest known key.
+    """
     known = all_keys()
     found = [key for key in known if _is_at(key.path, path)]
     if not found:
@@ -109,13 +116,13 @@ def find(path: str) -> list[Key]:
 
 
 def nearest_of(path: str, names: set[str]) -> str:
-    """The nearest key to ``path``; where none is near, how to see them all."""
+    """Return a suggestion of the key nearest to ``path``; if none is near, name the command that prints all keys."""
     hint = nearest(path, names)
     return hint if "did you mean" in hint else "; `shardwise config` prints them all"
 
 
 def _is_at(path: str, wanted: str) -> bool:
-    """``path`` is ``wanted`` or under it; a word in capitals and ``[]`` stand for anything."""
+    """Return True if ``path`` is ``wanted`` or below it; a word in capitals and ``[]`` match anything."""
     have, want = path.replace("[]", "").split("."), wanted.replace("[]", "").split(".")
     return len(have) >= len(want) and all(
         h in (w, w.upper()) or h.isupper() for h, w in zip(have, want, strict=False)
@@ -123,7 +130,13 @@ def _is_at(path: str, wanted: str) -> bool:
 
 
 def unit_of(name: str, kind: str, sentence: str) -> str:
-    """What a key counts; empty where it is no number."""
+    """Return the unit of a key; empty if the key is not a number.
+
+    Args:
+        name: The name of the key, whose suffix may be a unit.
+        kind: The type of the key, in words.
+        sentence: The docstring of the field, which may have the unit as its first or second word.
+    """
     if not any(word in kind for word in ("integer", "number")):
         return ""
     for ending, unit in _ENDINGS.items():
@@ -134,7 +147,7 @@ def unit_of(name: str, kind: str, sentence: str) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of a configuration, for editors: completion, and a mark under what is not a key."""
+    """Return the JSON Schema of a configuration, with which editors complete keys and mark unknown ones."""
     made = RunConfig.model_json_schema()
     definitions = made["$defs"]
     for block, word in ONE_WORD.items():
@@ -153,7 +166,10 @@ def schema() -> dict[str, Any]:
 
 
 def _any_of(part: Any) -> None:
-    """A block that fits two forms is no error: ``{width: 16}`` may become any model with a width."""
+    """Replace ``oneOf`` by ``anyOf`` in a schema, so that a block that fits two forms is valid.
+
+    For example, ``{width: 16}`` is the beginning of any model with a width.
+    """
     if isinstance(part, dict):
         if "oneOf" in part:
             part["anyOf"] = part.pop("oneOf")
@@ -193,7 +209,7 @@ def _whole_type(field: FieldInfo) -> Any:
 
 
 def _forms(kind: Any, path: str, tag: str = "") -> Iterator[tuple[type[Policy], str, str]]:
-    """(policy, path, tag) of every policy inside a type."""
+    """Yield (policy, path, tag) of every policy inside a type."""
     origin, inside = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Policy):
         yield kind, path, tag
@@ -210,7 +226,7 @@ def _forms(kind: Any, path: str, tag: str = "") -> Iterator[tuple[type[Policy], 
 
 
 def _when(form: type[Policy], tag: str) -> str:
-    """What tells one form of a block from the others."""
+    """Return the key and value that distinguish one form of a block from the others."""
     for name in _TELLS:
         if name in form.model_fields:
             return f"{name}: {tag}"
@@ -227,7 +243,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """One value as it stands in a YAML file, on one line."""
+    """Return a value as YAML on one line."""
     plain = list(value) if isinstance(value, tuple) else value
     if isinstance(plain, float) and plain == int(plain) and abs(plain) < 1e6:
         return str(plain)
@@ -238,7 +254,7 @@ def as_yaml(value: Any) -> str:
 
 
 def _yaml_float(value: float) -> str:
-    """YAML takes 1e-08 for text; with a point it is a number."""
+    """Return a float as YAML: without a decimal point, YAML would read 1e-08 as text."""
     text = repr(value)
     mantissa, letter, exponent = text.partition("e")
     return text if "." in mantissa or not letter else f"{mantissa}.0e{exponent}"
@@ -249,7 +265,7 @@ def _kind_of(field: FieldInfo) -> str:
 
 
 def _text_of(kind: Any, limits: tuple[Any, ...] = ()) -> str:
-    """A type in words."""
+    """Return a type in words."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Annotated:
         more: list[Any] = []
@@ -287,14 +303,14 @@ START: dict[str, Any] = {
     "model": {"name": "gpt", "layers": 4, "width": 128, "heads": 4, "context": 128},
     "batch": {"global_size": 16},
 }
-"""What a run cannot do without."""
+"""The smallest configuration that starts a run."""
 _FORM_AT_START = {"model": "gpt", "data": "text", "schedule": "constant"}
 _TELLS = ("name", "kind", "type")
-"""Keys by which the forms of a block are told apart."""
+"""Keys that distinguish the forms of a block."""
 
 
 def annotated_yaml() -> str:
-    """Every key with its default and its sentence, as a YAML file that starts a run as it is.
+    """Return every key with its default and its sentence, as a YAML file that starts a run without changes.
 
     Keys that are left out by default are comments; so are the other models and readers.
     """
@@ -349,7 +365,7 @@ def _wrapped(text: str, depth: int) -> list[str]:
 
 
 def as_json(found: list[Key]) -> str:
-    """Keys as a JSON list, one object each."""
+    """Return keys as a JSON list with one object per key."""
     return json.dumps(
         [
             {

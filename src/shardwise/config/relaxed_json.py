@@ -1,4 +1,4 @@
-"""Reads JSON as people write it: JSON, JSON with comments, JSON5 (json5.org) and Hjson (hjson.github.io).
+"""A parser of relaxed JSON: JSON, JSON with comments, JSON5 (json5.org) and Hjson (hjson.github.io).
 
     # a comment, as are // this and /* this */
     {
@@ -9,7 +9,7 @@
         several lines'''
     }
 
-The outer braces may be left out. A key given twice is an error. Errors: ValueError with line and column.
+The outer braces may be left out. A key given twice is an error. Errors are ValueErrors with line and column.
 """
 
 import re
@@ -47,19 +47,23 @@ _NO_TEXT = object()
 
 
 def read_json(text: str) -> Any:
-    """What the text says."""
+    """Return the value of a text in relaxed JSON.
+
+    Raises:
+        ValueError: if the text does not parse; the error contains line and column.
+    """
     return _Scanner(text).read()
 
 
 class _Scanner:
-    """A place in a text that only moves on."""
+    """A parser that reads a text from its beginning to its end."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
 
     def read(self) -> Any:
-        """The whole text."""
+        """Return the value of the whole text."""
         self._space()
         found = self._value(is_root=True) if self._next() in ("{", "[") else self._bare_root()
         self._space()
@@ -68,7 +72,7 @@ class _Scanner:
         return found
 
     def _bare_root(self) -> Any:
-        """An object without its braces, or one value."""
+        """Return an object without its braces, or a single value."""
         start = self.at
         key = self._key() if self._next() not in ("", ",", ":", "}", "]") else None
         self._space()
@@ -162,7 +166,7 @@ class _Scanner:
         return _PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), said)
 
     def _lines(self) -> str:
-        """Text in triple quotes; what stands left of the column of the quotes is cut off, as in Hjson."""
+        """Return text in triple quotes; as in Hjson, indentation up to the column of the quotes is removed."""
         start = self.at
         indent = start - (self.text.rfind("\n", 0, start) + 1)
         end = self.text.find("'''", start + 3)
@@ -175,7 +179,7 @@ class _Scanner:
         return said[:-1] if said.endswith("\n") else said
 
     def _plain(self) -> Any:
-        """A number or a word like true that ends before a comma, bracket or comment; else text to the line's end."""
+        """Return a number or constant that ends before a comma, bracket or comment; else the rest of the line."""
         start = self.at
         stop = _STOP.search(self.text, start)
         assert stop is not None, "a text has an end"
@@ -190,7 +194,7 @@ class _Scanner:
 
 
 def _known(word: str) -> Any:
-    """The number or constant that a word is; ``_NO_TEXT`` of any other."""
+    """Return the number or constant that a word is; ``_NO_TEXT`` for any other word."""
     if word in _WORDS:
         return _WORDS[word]
     if _HEX.fullmatch(word):

@@ -1,6 +1,6 @@
 """Rules that span several policies: a table of (name, predicate, sentence).
 
-A rule holds when its predicate is true; else its sentence, filled in, is the error.
+A rule holds if its predicate is True; else its sentence, filled in, is the error.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from shardwise.plan.policy import nearest
 
 
 class Rule(NamedTuple):
-    """One rule."""
+    """A rule across policies: a name, a predicate, and the sentence of the error."""
 
     name: str
     holds: Callable[[RunConfig], bool]
@@ -35,7 +35,7 @@ def _backends() -> list[str]:
 
 RULES = (
     Rule(
-        "compile backend",  # a name that is not the default alone is worth torch's compiler, which takes a second
+        "compile backend",  # listing the backends imports torch's compiler (a second), so the default skips it
         lambda c: c.compile.backend == "inductor" or c.compile.backend in _backends(),
         lambda c: (
             f"compile.backend: torch has no backend {c.compile.backend!r}{nearest(c.compile.backend, _backends())}"
@@ -222,7 +222,7 @@ RULES = (
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError with every rule that does not hold."""
+    """Raise ConfigError with the sentence of every rule that does not hold."""
     broken = [rule.sentence(config) for rule in RULES if not rule.holds(config)]
     if broken:
         raise ConfigError("; ".join(broken))

@@ -1,8 +1,9 @@
-"""RunConfig: the policies of all components together, and how a file becomes one.
+"""RunConfig: the policies of all components together, and the reader of configuration files.
 
-YAML, JSON, and JSON as people write it (``config/relaxed_json.py``). Unknown keys are an error at every level, with the
-nearest known key. A key given twice is an error. ``load(path, ["zero.stage=3"])`` overrides values as ``--set`` on the
-command line does. A DeepSpeed configuration is recognised by its keys and translated (``config/deepspeed.py``).
+Files are YAML, JSON, or relaxed JSON (``config/relaxed_json.py``). An unknown key is an error at every level, and the
+error suggests the nearest known key. A key given twice is an error. ``load(path, ["zero.stage=3"])`` overrides values
+as ``--set`` on the command line does. A DeepSpeed configuration is recognised by its keys and translated
+(``config/deepspeed.py``).
 """
 
 import errno
@@ -43,25 +44,25 @@ from shardwise.plan.regular_files import read_small_file
 from shardwise.precision.policy import PrecisionPolicy
 
 ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "init_from": "path"}
-"""Policies that one word sets, and the key that it stands for."""
+"""The key that a single word sets, for policies that accept a single word."""
 
 
 _FILE_LIMIT_BYTES = 256 << 10
 _VALUE_LIMIT = 200_000
-"""Values of a configuration, aliases written out."""
+"""Values of a configuration with its aliases written out, at most."""
 _MERGE_LIMIT = 10_000
-"""Keys of one mapping, those that ``<<`` merges into it among them."""
-"""No configuration is larger."""
+"""Keys of one mapping, with those that ``<<`` merges into it, at most."""
+"""Limits that no real configuration reaches."""
 _SHOWN = 300
-"""Characters of a value that an error repeats."""
+"""Characters of a value that an error repeats, at most."""
 _IN_ONE_LINE = 3
-"""Faults; more have a line each."""
+"""Faults that an error reports in one line, at most; more faults have one line each."""
 _FAULTS = 20
-"""Faults that one error names."""
+"""Faults that one error names, at most."""
 
 
 def _word_of(given: Any) -> Any:
-    """YAML reads ``off`` as false."""
+    """Return ``off`` for False, because YAML reads ``off`` as false."""
     return "off" if given is False else given
 
 
@@ -76,12 +77,13 @@ class CompilePolicy(Policy):
     """Keys under ``compile:``; one word (``compile: blocks``) sets ``scope``."""
 
     scope: Literal["none", "blocks"] = "none"
-    """``blocks`` compiles the forward of every Unit; the hooks stay outside, so gathers break no graph."""
+    """The modules to compile: ``blocks`` compiles the forward pass of every Unit; the hooks stay outside of the
+    compiled code, so gathers do not break the graph."""
     backend: str = "inductor"
-    """A backend of torch.compile."""
+    """The backend of torch.compile."""
     cuda_graphs: bool = False
-    """Record what inductor compiles into CUDA graphs and replay them: fewer launches, for memory that stays taken. Not
-    yet measured on a device."""
+    """True to record the code that inductor compiles as CUDA graphs and replay them: fewer kernel launches, but memory
+    that stays allocated. Not yet measured on a device."""
 
     @model_validator(mode="before")
     @classmethod
@@ -90,16 +92,20 @@ class CompilePolicy(Policy):
 
 
 class InitFromPolicy(Policy):
-    """Keys under ``init_from:``; one word (``init_from: FOLDER``) sets ``path``. Weights alone: the optimizer, the step
-    and the data begin anew. A run that is resumed does not read it."""
+    """Keys under ``init_from:``; one word (``init_from: FOLDER``) sets ``path``.
+
+    Only weights are read: the optimizer, the step and the data start anew. A run that is resumed does not read
+    ``path``.
+    """
 
     path: str
-    """A safetensors file, a Hugging Face folder, or a run, its checkpoints or one step of them (with the tables)."""
+    """The source of the weights: a safetensors file, a Hugging Face folder, or a run, its checkpoints or one step of
+    them (with the tables)."""
     missing: list[str] = Field(default_factory=list)
-    """Patterns of names (``head.*``) of weights and tables that ``path`` may lack or hold in another shape; they stay
-    as they start."""
+    """Patterns of names (``head.*``) of weights and tables that may be missing from ``path`` or have another shape in
+    it; these keep their initial values."""
     unexpected: list[str] = Field(default_factory=list)
-    """Patterns of names that a checkpoint at ``path`` may hold and the model lacks."""
+    """Patterns of names that a checkpoint at ``path`` may contain although the model does not have them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,76 +114,76 @@ class InitFromPolicy(Policy):
 
 
 class RunConfig(Policy):
-    """Everything that a run may set. ``initialize`` takes the same keys without model, data and train."""
+    """All settings of a run; ``initialize`` takes the same keys without model, data and train."""
 
     model: ModelPolicy | None = None
     """The model: ``{name: gpt, layers: 6, ...}`` or ``{target: "module:function", ...}``."""
     init_from: InitFromPolicy | None = None
-    """Start weights: a safetensors file, a Hugging Face folder or a checkpoint, read by slices."""
+    """The source of start weights: a safetensors file, a Hugging Face folder or a checkpoint, read in slices."""
     data: AnyDataPolicy = Field(default_factory=DataPolicy)
-    """Training and validation data: text, or clicks (``kind: clicks``), which a click-through model reads anyway."""
+    """Training and validation data: text, images, or clicks (``kind: clicks``); a click-through model always reads
+    clicks."""
     loss: LossPolicy | None = None
-    """The user's loss; left out, the model returns it."""
+    """The user's loss function; left out, the model returns the loss."""
     mesh: MeshPolicy = Field(default_factory=MeshPolicy)
-    """How the ranks are arranged."""
+    """The arrangement of the ranks in axes."""
     zero: ZeroPolicy = Field(default_factory=ZeroPolicy)
-    """How model state is cut along "dp"."""
+    """The cut of model state along "dp"."""
     tensor: TensorPolicy = Field(default_factory=TensorPolicy)
-    """How matrices are cut along "tp"."""
+    """The cut of matrices along "tp"."""
     experts: ExpertsPolicy = Field(default_factory=ExpertsPolicy)
-    """How rows go to the experts of a mixture."""
+    """The routing of rows to the experts of a mixture."""
     pipeline: PipelinePolicy = Field(default_factory=PipelinePolicy)
-    """How layers are cut along "pp", and in which order the stages run."""
+    """The cut of layers along "pp", and the order in which the stages run."""
     tables: TablesPolicy = Field(default_factory=TablesPolicy)
     """Embedding tables."""
     recompute: RecomputePolicy = Field(default_factory=RecomputePolicy)
-    """What is computed again in the backward pass instead of being kept."""
+    """The activations that the backward pass recomputes in place of keeping them."""
     tiles: TilesPolicy = Field(default_factory=TilesPolicy)
-    """What is computed a tile of tokens at a time."""
+    """The layers that compute one tile of tokens at a time."""
     offload: OffloadPolicy = Field(default_factory=OffloadPolicy)
-    """Which state and activations lie elsewhere than on the device."""
+    """The state and activations that are kept off the device."""
     batch: BatchPolicy = Field(default_factory=BatchPolicy)
     """Batch sizes."""
     precision: PrecisionPolicy = Field(default_factory=PrecisionPolicy)
-    """Dtypes."""
+    """The dtypes of weights, gradients, reductions and masters."""
     optimizer: OptimizerPolicy = Field(default_factory=OptimizerPolicy)
-    """What updates the weights."""
+    """The optimizer, which updates the weights."""
     schedule: AnySchedulePolicy = Field(default_factory=SchedulePolicy)
-    """Learning rates over the steps, and momenta."""
+    """The schedule of learning rates and momenta over the steps."""
     max_grad_norm: PositiveFloat | None = None
-    """Gradients whose global norm is larger are scaled down to it; left out, they are not clipped."""
+    """The largest global norm of gradients; a larger norm is scaled down to it. Left out, gradients are not clipped."""
     ema: EmaPolicy | None = None
     """An exponential moving average of the weights, kept and saved beside the optimizer's moments."""
     compile: CompilePolicy = Field(default_factory=CompilePolicy)
-    """torch.compile of the blocks."""
+    """torch.compile of the model's blocks."""
     batch_norm: Literal["per_rank", "synchronized"] = "per_rank"
-    """Batch statistics of each rank's own samples, or of all ranks' together."""
+    """The samples of batch statistics: each rank's own, or those of all ranks together."""
     check_first_step: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"
-    """Whether the first step of a model that is cut along "tp", "pp", "ep" or "etp" is compared with the uncut model
-    before any weight moves: ``auto`` does so if it fits into memory."""
+    """The check of the first step of a model that is cut along "tp", "pp", "ep" or "etp" against the uncut model,
+    before any weight changes: ``auto`` runs the check if the uncut model fits into memory."""
     comm: CommPolicy = Field(default_factory=CommPolicy)
-    """How ranks find one another, exchange data and wait."""
+    """The connection of the ranks, their data exchange, and their timeouts."""
     train: TrainPolicy = Field(default_factory=TrainPolicy)
     """The training loop."""
     checkpoint: CheckpointPolicy = Field(default_factory=CheckpointPolicy)
-    """When the state is saved."""
+    """The times at which the state is saved."""
     monitor: MonitorPolicy = Field(default_factory=MonitorPolicy)
-    """Where numbers go."""
+    """The destinations of metrics."""
     module_profile: ModuleProfilePolicy | None = None
-    """What each module costs, in one step."""
+    """A profile of the cost of each module, in one step."""
     output_dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] = "runs/run"
-    """Folder of the run."""
+    """The folder of the run."""
     _translated: str = PrivateAttr(default="")
 
     @property
     def translated(self) -> str:
-        """What became of another tool's configuration that this one was made of; empty of one of ours."""
+        """The summary of a translation from another tool's configuration; empty for a Shardwise configuration."""
         return self._translated
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Of all ranks and microbatches, padding included; None where the model does not say how long its sequences
-        are."""
+        """The tokens of a step on all ranks, with padding; None if the model does not give its sequence length."""
         own = self.model.keywords() if isinstance(self.model, TargetPolicy) else dict(self.model or ())
         context, samples = own.get("context"), self.batch.global_size
         return samples * context if samples and isinstance(context, int) else None
@@ -192,17 +198,23 @@ class RunConfig(Policy):
         return given
 
     def to_yaml(self) -> str:
-        """The whole configuration as YAML, defaults included."""
+        """Return the whole configuration as YAML, with defaults."""
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
 
     @classmethod
     def parse(
         cls, given: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = ()
     ) -> "RunConfig":
-        """Check a dictionary, into which ``overrides`` were written already.
+        """Check a dictionary and return its configuration.
+
+        Args:
+            given: The keys and values, into which ``overrides`` have been written already.
+            where: The name of the source, for errors.
+            overrides: The overrides, for errors.
 
         Raises:
-            ConfigError: names every wrong key by its path, and the override that it came from.
+            ConfigError: if a key or a value is wrong; the error names each by its path, and the override that it came
+                from.
         """
         if not isinstance(given, Mapping):
             raise ConfigError(f"{where}: expected keys and values, found a {type(given).__name__}")
@@ -216,14 +228,21 @@ _FLAGS = ("bf16", "fp16")
 _OF_TRANSFORMERS = frozenset(
     ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "max_steps", "logging_steps")
 )
-"""Keys of its TrainingArguments that no DeepSpeed configuration has."""
+"""Keys of transformers' TrainingArguments that no DeepSpeed configuration has."""
 _OURS_ALONE = frozenset(RunConfig.model_fields) - frozenset(SHARED)
-"""Keys of the top level that DeepSpeed has not."""
+"""Keys of Shardwise's top level that DeepSpeed does not have."""
 
 
 def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequence[str] = ()) -> RunConfig:
-    """A RunConfig from a path, a dictionary or a RunConfig, with ``a.b=c`` overrides; also from a DeepSpeed
-    configuration as a path, a dictionary or base64. Overrides are in our keys.
+    """Read a configuration and return it as a RunConfig.
+
+    Args:
+        source: The path of a YAML or JSON file, a dictionary, or a RunConfig; also a DeepSpeed configuration as a
+            path, a dictionary or base64.
+        overrides: Values as ``a.b=c``, with Shardwise's keys.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a key or a value is wrong.
     """
     if isinstance(source, RunConfig):
         if not overrides:
@@ -252,14 +271,14 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
 
 
 def is_theirs(given: Mapping[str, Any]) -> bool:
-    """True of a DeepSpeed configuration."""
+    """Return True if ``given`` is a DeepSpeed configuration."""
     blocks: dict[str, type[Policy]] = {
         "optimizer": OptimizerPolicy,
         "pipeline": PipelinePolicy,
         "compile": CompilePolicy,
     }
     blocks["checkpoint"] = CheckpointPolicy
-    # A flag is transformers' way to say it; DeepSpeed's is a block.
+    # With TrainingArguments, ``fp16: true`` is transformers' flag; DeepSpeed's key of that name is a block.
     told = {
         key: value
         for key, value in given.items()
@@ -269,14 +288,18 @@ def is_theirs(given: Mapping[str, Any]) -> bool:
 
 
 def _found(source: str | Path) -> tuple[dict[str, Any], str]:
-    """The dictionary in a file, or in the base64 that DeepSpeed takes, and what errors call it."""
+    """Return the dictionary in a file or in DeepSpeed's base64 form, and the source's name for errors."""
     if isinstance(source, str) and "." not in source and (found := from_base64(source)) is not None:
         return found, "config in base64"
     return read_file(Path(source)), str(source)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The dictionary in a YAML or JSON file. Errors: ConfigError with the line where it does not parse."""
+    """Return the dictionary in a YAML or JSON file.
+
+    Raises:
+        ConfigError: if the file cannot be read or parsed (with the line), or does not contain keys and values.
+    """
     try:
         data = read_small_file(path, _FILE_LIMIT_BYTES)
     except OSError as error:
@@ -322,7 +345,10 @@ def _has_more_values_than(content: Any, limit: int) -> bool:
 
 
 def _parsed(text: str, is_json: bool) -> Any:
-    """What the text says. A file of plain JSON goes past the parser of JSON with comments, which is slow."""
+    """Return the content of a text in YAML or JSON.
+
+    Plain JSON is read by Python's parser, because the parser of relaxed JSON is slow.
+    """
     if not is_json:
         return yaml.load(text, _UniqueKeys)
     try:
@@ -351,10 +377,10 @@ def _short(text: str) -> str:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML's plain types; a key given twice is an error."""
+    """A loader of YAML's plain types that raises an error for a key given twice."""
 
     def flatten_mapping(self, node: Any) -> None:
-        """Take over merged keys; merges of merges of merges multiply."""
+        """Merge the keys of ``<<``, and raise an error if they are too many, because nested merges multiply."""
         super().flatten_mapping(node)
         if len(node.value) > _MERGE_LIMIT:
             raise yaml.constructor.ConstructorError(
@@ -362,6 +388,7 @@ class _UniqueKeys(yaml.SafeLoader):
             )
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Build the dictionary of a mapping node, and raise an error if a key is given twice."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -378,7 +405,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _plain(value: Any) -> Any:
-    """Policies inside a dictionary as plain data."""
+    """Return a copy of ``value`` with policies as plain data."""
     if isinstance(value, Policy):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
@@ -414,7 +441,7 @@ def _explained(error: ValidationError, where: str, overrides: Sequence[str] = ()
     for detail in error.errors(include_url=False, include_context=False):
         steps = [str(part) for part in detail["loc"]]
         if steps[:1] in (["model"], ["data"], ["schedule"]) and len(steps) > 1:
-            del steps[1]  # the tag of the union, which is no key of the user's
+            del steps[1]  # pydantic's tag of the union, which is not a key in the file
         path = ".".join(steps)
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
@@ -455,7 +482,7 @@ def _override_of(path: str, overrides: Sequence[str]) -> str:
 
 
 def _near_value(given: str, message: str) -> str:
-    """Return ``; did you mean 'disk'?`` where a value of another tool, or a near one, is among those expected."""
+    """Return ``; did you mean 'disk'?`` if an expected value is similar to ``given`` or another tool's word for it."""
     expected = re.findall(r"'([^']*)'", message)
     synonym = next((each for each in FOREIGN_VALUES.get(given.lower(), ()) if each in expected), None)
     if synonym is not None:
