@@ -1,11 +1,11 @@
-"""Models that come with the package, where their weights start, come from and go to.
+"""Models that come with the package, and the initialization, import and export of weights.
 
-build(policy)          the model of a configuration, really or under ``torch.device("meta")``
-build_ctr(policy, ...) the same of a click-through model, which needs the columns of its data
-build_image_model(...) the same of a model of images, which needs the number of classes
-open_weights(path)     weights to start from, read by slices
-write_huggingface(...) a folder that transformers opens
-generate(...)          text from a trained model
+build(policy)          makes the model of a configuration, on a real device or under ``torch.device("meta")``
+build_ctr(policy, ...) does the same for a click-through model, which needs the columns of its data
+build_image_model(...) does the same for a model of images, which needs the number of classes
+open_weights(path)     opens weights to start from, read in slices
+write_huggingface(...) writes a folder that transformers opens
+generate(...)          generates text with a trained model
 """
 
 from torch import nn
@@ -45,7 +45,17 @@ __all__ = [
 def build(
     policy: GptPolicy | BertPolicy | TargetPolicy, vocab: int | None = None, seed: int = 0
 ) -> nn.Module:
-    """The model that ``policy`` describes; ``vocab`` is the tokenizer's size, where there is one."""
+    """Build the model that ``policy`` describes.
+
+    Args:
+        policy: The keys under ``model:``.
+        vocab: The size of the tokenizer's vocabulary; None: there is no tokenizer.
+        seed: The seed of the initial weights of a built-in model.
+
+    Raises:
+        ConfigError: if the policy and the vocabulary contradict one another, or a target returns something else than
+            a module.
+    """
     if isinstance(policy, GptPolicy):
         return Gpt(policy.resolved(vocab), seed=seed)
     if isinstance(policy, BertPolicy):

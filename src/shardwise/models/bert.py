@@ -4,8 +4,8 @@
     x = norm(x + attention(x)),  x = norm(x + mlp(x))         in each block
     logits = embedᵀ · norm(gelu(W x)) + bias                  loss over the masked tokens (data/masked.py)
 
-One segment, and no prediction of the next sentence, which RoBERTa left out without loss (arXiv:1907.11692).
-As with our GPT, nothing in it knows of ranks, and start weights follow from (seed, name).
+There is one segment and no prediction of the next sentence, which RoBERTa left out without loss (arXiv:1907.11692).
+As in the GPT of this package, the model contains no code for ranks, and initial weights follow from (seed, name).
 
 Paper:  Devlin et al. 2018, arXiv:1810.04805.
 Shapes: B batch, T sequence, D width, V vocabulary with the token that masks.
@@ -31,10 +31,10 @@ _EPS = 1e-12
 
 
 class BertPolicy(Policy):
-    """The shape of a :class:`Bert`; left out, that of the paper's base model."""
+    """The shape of a :class:`Bert`; the defaults are the paper's base model."""
 
     name: Literal["bert"] = "bert"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     layers: Annotated[int, Field(ge=1, le=10_000)] = 12
     """Transformer blocks."""
     width: Size = 768
@@ -44,11 +44,12 @@ class BertPolicy(Policy):
     context: Size = 512
     """Tokens in the longest sequence."""
     vocab: Size | None = None
-    """Tokens in the vocabulary, with the one that masks; left out: the tokenizer's and that one."""
+    """Tokens in the vocabulary, with the mask token; left out: the tokenizer's tokens and the mask token."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of features zeroed in training after the embedding and after each half of a block."""
+    """The share of features zeroed in training after the embedding and after each half of a block."""
     masked: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the tokens that are to be restored: of them 80 % are masked, 10 % replaced by any token, 10 % stay."""
+    """The share of tokens to be restored: 80 % of them are masked, 10 % replaced by a random token, and 10 %
+    unchanged."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -57,7 +58,11 @@ class BertPolicy(Policy):
         return self
 
     def resolved(self, vocab: int) -> Self:
-        """With the vocabulary of a tokenizer of ``vocab`` tokens. Errors: ConfigError where it is too small."""
+        """Return the policy with the vocabulary of a tokenizer of ``vocab`` tokens, and the mask token.
+
+        Raises:
+            ConfigError: if the policy's own vocabulary is too small.
+        """
         if self.vocab is not None and self.vocab <= vocab:
             raise ConfigError(
                 f"model.vocab is {self.vocab} but the tokenizer makes {vocab} different tokens, and one more masks; "
@@ -67,7 +72,7 @@ class BertPolicy(Policy):
 
 
 class BertBlock(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x))."""
+    """A block of the encoder: norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, p: BertPolicy) -> None:
         super().__init__()
@@ -80,13 +85,14 @@ class BertBlock(nn.Module):
         self.mlp_norm = nn.LayerNorm(p.width, _EPS)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output for ``x`` [B, T, D], of the same shape."""
         x = self.attention_norm(x + self.attention(x))
         out: Tensor = self.mlp_norm(x + self.mlp(x))
         return out
 
 
 class Bert(nn.Module):
-    """The model. On a real device it starts with the weights of ``seed``; on the meta device without any."""
+    """A BERT encoder with its output layer; the initial weights follow from ``seed``, except on the meta device."""
 
     def __init__(self, policy: BertPolicy, seed: int = 0) -> None:
         super().__init__()
@@ -108,7 +114,18 @@ class Bert(nn.Module):
             draw_all(self, self.initial_rules(), seed)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of ``tokens`` [B, T]; the mean loss [] in fp32 over ``targets`` != -100 where given."""
+        """Return the logits of ``tokens``, or the mean loss if ``targets`` are given.
+
+        Args:
+            tokens: [B, T].
+            targets: [B, T]; labels of -100 do not count.
+
+        Returns:
+            Logits [B, T, V], or the loss [] in fp32.
+
+        Raises:
+            UsageError: if there are more tokens than the context has.
+        """
         if tokens.shape[1] > self.policy.context:
             raise UsageError(
                 f"the model was given {tokens.shape[1]} tokens but its context is {self.policy.context}; give shorter "
@@ -122,7 +139,7 @@ class Bert(nn.Module):
         return out
 
     def initial_rules(self) -> dict[str, Initializer]:
-        """The paper's start: normal of 0.02, norms 1, biases 0."""
+        """Return the paper's initial rules: matrices normal with standard deviation 0.02, norms 1, biases 0."""
         return {
             name: Normal(_STD)
             if parameter.dim() > 1
@@ -131,7 +148,10 @@ class Bert(nn.Module):
         }
 
     def unit_patterns(self) -> list[str]:
-        """Blocks move one by one; the embedding is read first and last, so it stays with the root."""
+        """Return patterns of the modules whose parameters move together: the blocks.
+
+        The embedding is read first and last, so it stays with the root.
+        """
         return ["blocks.*"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

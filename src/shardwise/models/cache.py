@@ -1,7 +1,7 @@
-"""Keys and values of the tokens already seen, so that one more token costs one token.
+"""A cache of keys and values of earlier tokens, so that one more token costs the computation of one token.
 
-The buffers of a layer are made at its first use, of the dtype and on the device of what it computes: a cache needs
-no description of the model, and works whichever of its layers a rank runs.
+The buffers of a layer are allocated at the layer's first use, with the dtype and device of its keys: a cache needs no
+description of the model, and contains only the layers that a rank runs.
 
 Cost: 2·L·B·N·C·K elements.
 Shapes: L layers, B batch, N key and value heads, C capacity in tokens, K head size.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """One layer's part."""
+    """The cached keys and values of one layer."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -22,7 +22,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, N, T, K] and return all so far: views [B, N, S, K]."""
+        """Append keys and values [B, N, T, K] and return all so far, as views [B, N, S, K]."""
         if self._keys is None or self._values is None:
             b, n, _, size = keys.shape
             self._keys = keys.new_empty(b, n, self._capacity, size)
@@ -34,24 +34,24 @@ class LayerCache:
         return self._keys[:, :, :stop], self._values[:, :, :stop]
 
     def clear(self) -> None:
-        """Forget the tokens, keep the buffers."""
+        """Remove the tokens and keep the buffers."""
         self._length = 0
 
 
 class Cache:
-    """All layers' keys and values of one batch of sequences."""
+    """The cached keys and values of all layers, for one batch of sequences."""
 
     def __init__(self, capacity: int) -> None:
         self.length = 0
-        """Tokens that every layer has seen."""
+        """The number of tokens that every layer has cached."""
         self._layers: defaultdict[int, LayerCache] = defaultdict(lambda: LayerCache(capacity))
 
     def layer(self, index: int) -> LayerCache:
-        """The part of layer ``index``."""
+        """Return the cache of the layer ``index``."""
         return self._layers[index]
 
     def clear(self) -> None:
-        """Forget the tokens, keep the buffers."""
+        """Remove the tokens of all layers and keep the buffers."""
         self.length = 0
         for layer in self._layers.values():
             layer.clear()

@@ -1,9 +1,9 @@
-"""Dropout layers that give the same mask on every layout, in the place of ``nn.Dropout``.
+"""Dropout layers with the same mask on every layout, which replace ``nn.Dropout``.
 
-``replace_dropout`` swaps every ``nn.Dropout`` of a model for a ``KeyedDropout`` keyed by (seed, its name); the place
-in the run comes from the engine's ``Replay``. What draws from torch's generator all the same (``F.dropout`` inside a
-forward, fused attention with dropout, ``nn.Dropout2d``) cannot be swapped by name: ``unkeyed_dropout`` lists what can
-be seen from outside.
+``replace_dropout`` replaces every ``nn.Dropout`` of a model by a ``KeyedDropout`` whose key is (seed, its name); the
+engine's ``Replay`` provides the position in the run. Functions that still draw from torch's generator (``F.dropout``
+inside a forward, fused attention with dropout, ``nn.Dropout2d``) cannot be replaced by name: ``unkeyed_dropout``
+lists those that are visible from outside.
 
 Cost: see ``kernels.dropout``.
 """
@@ -20,40 +20,48 @@ from shardwise.memory.replay import Replay
 
 
 class KeyedDropout(nn.Module):
-    """Dropout of share ``p`` in training mode, the identity in evaluation mode."""
+    """Dropout of a share ``p`` in training mode, the identity in evaluation mode."""
 
     def __init__(self, p: float, seed: int, name: str, replay: Replay, cut: EqualPart | None = None) -> None:
         super().__init__()
         self.p = p
         self.name = name
         self.cut = cut
-        """How its input lies where the sequence, the heads or the features are cut."""
+        """The rank's part of the input, if the sequence, the heads or the features are cut; None for a whole input."""
         self._key = key_of(seed, f"dropout:{name}")
         self._replay = replay
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with a share of its elements zeroed and the others scaled."""
         if not self.training or self.p == 0:
             return x
         place = self._replay.place
         call = self._replay.next_call(self.name)
         draw = Draw(self._key, place.step, place.first_sample, place.samples, call)
-        # A sequence is cut in passes with gradients alone, and not in all of them.
+        # Only passes with gradients cut the sequence, and not all of them; a wrong cut would draw another mask.
         cuts_sequence = torch.is_grad_enabled() and not self._replay.whole_sequence
         is_cut = self.cut is not None and (self.cut.dim != 1 or cuts_sequence)
         return keyed_dropout(x, self.p, draw, self.cut if is_cut else None)
 
     def extra_repr(self) -> str:
+        """Return the share and the cut, for the printed model."""
         return f"p={self.p}" + (f", cut={tuple(self.cut)}" if self.cut else "")
 
 
 def replace_dropout(
     model: nn.Module, seed: int, replay: Replay, cuts: Mapping[str, EqualPart] | None = None
 ) -> int:
-    """Swap every ``nn.Dropout`` with p > 0, wherever it is held; returns how many places.
+    """Replace every ``nn.Dropout`` with p > 0 by a KeyedDropout, and return the number of places.
 
-    One module held in two places becomes two, each with the name of its place, so that a pipeline may part them.
-    ``cuts``: shell patterns of names -> how the input of those lies; the first that matches counts. To be called on
-    the whole model, before a pipeline cuts it: the names are part of the key.
+    A module that is used in two places becomes two modules, each with the name of its place, so that a pipeline may
+    separate them. Call this function on the whole model before a pipeline cuts it, because the names are part of the
+    key.
+
+    Args:
+        model: The whole model.
+        seed: The seed of the run.
+        replay: The engine's replay, which provides the position in the run.
+        cuts: The cut of the input for shell patterns of names; the first pattern that matches counts.
     """
     places = [
         (parent, attribute, f"{name}.{attribute}" if name else attribute, child)
@@ -68,7 +76,7 @@ def replace_dropout(
 
 
 def unkeyed_dropout(model: nn.Module) -> list[str]:
-    """Modules that drop by torch's generator, as far as their class and their attributes tell."""
+    """Return the modules that draw dropout from torch's generator, as far as class and attributes show."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, KeyedDropout):

@@ -1,10 +1,10 @@
-"""Mixtures of experts of transformers' models as ours, and back: one layer, by its configuration and its weights.
+"""Import and export of a single mixture-of-experts layer of transformers' models, by its configuration and weights.
 
     layer = expert_layer(config)                                    Mixtral, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3
     layer.load_state_dict(import_layer(tensors, "model.layers.3.mlp."))
     tensors = export_layer(layer.state_dict(), "deepseek", "model.layers.3.mlp.")
 
-    ours                    files                                            which
+    MixtureOfExperts        files                                            models
     router.weight           gate.weight
     router.bias             gate.e_score_correction_bias                     DeepSeek-V3
     experts.gate_up[e]      experts.e.{w1, w3}.weight                        Mixtral
@@ -15,8 +15,8 @@
 
 Modules of transformers 5 have stacks, ``experts.gate_up_proj`` and ``experts.down_proj``, which are read too.
 
-A configuration is accepted only where our layer computes the same function. A whole Mixtral is read and written by
-``models.huggingface``; a DeepSeek has an attention that a Gpt has not, so its layers come one by one.
+A configuration is accepted only if a MixtureOfExperts computes the same function. ``models.huggingface`` reads and
+writes a whole Mixtral; a DeepSeek has an attention that a Gpt lacks, so only its single layers are supported.
 
 Cost: a copy of the layer's weights.
 """
@@ -33,19 +33,23 @@ from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.plan.errors import ConfigError, MismatchError
 
 Naming = Literal["mixtral", "deepseek"]
-"""How files name the matrices of an expert; Qwen's do as DeepSeek's."""
+"""The names of an expert's matrices in files; Qwen's files use DeepSeek's names."""
 
 _LEAVES: dict[Naming, tuple[str, str, str]] = {
     "mixtral": ("w1", "w3", "w2"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
 }
-"""Gate, up, down."""
+"""The names of the gate, up and down matrices."""
 
 
 def expert_layer(config: Mapping[str, Any]) -> MixtureOfExperts:
-    """The layer that a ``config.json`` describes, with start weights.
+    """Build the layer that a ``config.json`` describes, with initial weights.
 
-    Errors: ConfigError for other models, and for keys that ours does not compute.
+    Args:
+        config: The content of the file.
+
+    Raises:
+        ConfigError: for other models, and for keys whose function a MixtureOfExperts does not compute.
     """
     readers: dict[Any, Callable[[Mapping[str, Any]], MixtureOfExperts]] = {
         "mixtral": _mixtral,
@@ -123,9 +127,14 @@ def _made(
 
 
 def import_layer(stored: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """Our names for the weights of one layer, of a file or of a module of transformers: those under ``prefix``.
+    """Return the weights of one layer under the names of a MixtureOfExperts.
 
-    Errors: MismatchError where one is missing or unknown.
+    Args:
+        stored: Tensors of a file, or of a module of transformers.
+        prefix: The prefix of the layer's names; other tensors are ignored.
+
+    Raises:
+        MismatchError: if a weight is missing or unknown.
     """
     left = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
 
@@ -156,9 +165,15 @@ def import_layer(stored: Mapping[str, Tensor], prefix: str = "") -> dict[str, Te
 
 
 def export_layer(state: Mapping[str, Tensor], naming: Naming, prefix: str = "") -> dict[str, Tensor]:
-    """The names of files for the weights of one of our layers, each under ``prefix``.
+    """Return the weights of a MixtureOfExperts under the names of files.
 
-    Errors: MismatchError for weights that no such file has.
+    Args:
+        state: The layer's state dict.
+        naming: The family whose names the file uses.
+        prefix: The prefix of the names.
+
+    Raises:
+        MismatchError: if files of the family have no name for a weight.
     """
     gate, up, down = _LEAVES[naming]
     left = dict(state)

@@ -1,7 +1,7 @@
-"""Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens: config.json, model.safetensors.
+"""The export of a Gpt as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens.
 
-Tensors come one at a time under our names, as an engine that gathers them one at a time gives them: memory of one
-tensor beside the file. The folder loads with no code of ours and computes the same logits.
+Tensors are passed one at a time under a Gpt's names, as an engine gathers them, so the export needs memory for one
+tensor. The folder loads without this package and computes the same logits.
 """
 
 import json
@@ -26,7 +26,21 @@ def write_huggingface(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the model ``policy`` with these full ``tensors``; ``dtype`` of the file: that of the first tensor."""
+    """Write a model as a folder that transformers opens.
+
+    Args:
+        folder: The folder; created if it does not exist.
+        policy: The shape of the model.
+        tensors: (name, whole tensor) pairs under the model's names.
+        dtype: The dtype of the file; None: the dtype of the first tensor.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: if transformers has no such model.
+        MismatchError: if a tensor is missing, unknown, or has another shape.
+    """
     folder = Path(folder)
     table = parts_of(policy)
     iterator = iter(tensors)
@@ -40,7 +54,7 @@ def write_huggingface(
     with SafetensorsWriter(folder / "model.safetensors", shapes, dtype) as file:
         for name, tensor in chain([first], iterator):
             if name == "head.weight" and name not in table:
-                continue  # Tied: a second name of the embedding.
+                continue  # a tied head is a second name of the embedding
             if name not in table:
                 raise MismatchError(f"export to {folder}: a Gpt has no tensor {name!r}{nearest(name, table)}")
             expected = joined_shape(table[name])

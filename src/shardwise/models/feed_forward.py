@@ -1,17 +1,18 @@
-"""Feed-forward parts of any model by tiles of tokens, their own code untouched.
+"""Feed-forward parts of any model computed by tiles of tokens, without changes to the model's code.
 
-    h = up(x)               nothing is computed: h is features that are not made yet
-    h = act(h)              noted, as is all that treats every token alone: +, *, chunk(-1), dropout, a norm ...
-    y = down(h)             now, a tile of tokens at a time: y[tile] = down(act(up(x[tile])))
+    h = up(x)               is not computed: h stands for features that do not exist yet
+    h = act(h)              is recorded, like every operation on each token by itself: +, *, chunk(-1), dropout, a
+    norm
+    y = down(h)             computes all of it, one tile of tokens at a time: y[tile] = down(act(up(x[tile])))
 
-A part's forward runs as it is written, once for all tokens; what stands before its first matrix and behind its last one
-(norms, dropout, residual sums) meets whole tensors. What is not known to treat every token alone makes the features
-whole, as without tiles, and the log says so once. Dropout between the matrices draws the bits of a tile's rows: the
-masks are those of the whole.
+A part's forward runs as it is written, once for all tokens; code before its first matrix and after its last one
+(norms, dropout, residual sums) gets whole tensors. An operation that is not known to treat each token by itself makes
+the features whole, as without tiles, and the log reports this once. Dropout between the matrices draws the bits of a
+tile's rows, so the masks equal those of the whole.
 
-Exchanges along "tp" go around all tiles together, as around the whole.
+Collectives along "tp" run once around all tiles, as around the whole.
 
-Cost: some ten microseconds a part and pass for what is noted; ``memory/tiled.py``.
+Cost: about ten microseconds per part and pass for recording; ``memory/tiled.py``.
 Shapes: x [..., D]; C tokens of a tile.
 """
 
@@ -41,14 +42,14 @@ from shardwise.plan.errors import UsageError
 _log = logging.getLogger(__name__)
 
 _METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
-"""Methods of blocks that are their feed-forward part: of BERT and its kin and of ALBERT in transformers, of
+"""Methods in which blocks compute their feed-forward part: of BERT, its relatives and ALBERT in transformers, and of
 ``nn.TransformerEncoderLayer``."""
 _MOST_MATRICES = 3
-"""Of a part whose forward is all of it: with four it is an attention, as a rule."""
+"""Matrices, at most, of a part whose forward is the whole part: a module with four is usually an attention."""
 
 
 class FeedForward(NamedTuple):
-    """A part of a model: a method that computes a matrix, something of its features, and a matrix back."""
+    """A feed-forward part of a model: a method that computes a matrix, functions of its features, and a matrix back."""
 
     module: nn.Module
     method: str
@@ -56,10 +57,14 @@ class FeedForward(NamedTuple):
 
 
 def feed_forward_parts(model: nn.Module) -> dict[str, FeedForward]:
-    """By module name: those whose structure says so, innermost ones. Experts of a stack are none."""
+    """Return the feed-forward parts of a model by module name.
+
+    A part is recognised by its structure; of nested candidates the innermost is the part. Experts of a stack are not
+    parts.
+    """
     found: dict[str, FeedForward] = {}
     stacks = find_stacks(model)
-    for name, module in reversed(list(model.named_modules())):  # what is inside comes first
+    for name, module in reversed(list(model.named_modules())):  # inner modules before the modules around them
         inside = f"{name}."
         if not name or any(each.startswith(inside) for each in found):
             continue
@@ -96,7 +101,7 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def _sizes(matrix: Any) -> tuple[int, int]:
-    """Inputs and outputs, of a rank's part."""
+    """Return the inputs and outputs of a rank's piece of the matrix."""
     rows, columns = matrix.weight.shape
     is_turned = matrix.transposed if isinstance(matrix, ColumnLinear | RowLinear) else is_transposed(matrix)
     return (rows, columns) if is_turned else (columns, rows)
@@ -115,7 +120,7 @@ _ALONE = _words(
     "rdiv pow rpow clamp clamp_min clamp_max minimum maximum gt ge lt le "
     "where float half bfloat16 double to contiguous"
 )
-"""Names of torch's functions that treat every element alone, underscores around them left out."""
+"""Names of torch's functions that treat every element by itself, without leading and trailing underscores."""
 _OF_LAST_DIM = {
     "chunk": (2, 0),
     "split": (2, 0),
@@ -123,52 +128,55 @@ _OF_LAST_DIM = {
     "glu": (1, -1),
     "softmax": (1, None),
 }
-"""Those that treat every token alone where ``dim`` is the last one: its place among the arguments, its default."""
+"""Functions that treat every token by itself if ``dim`` is the last dim: index of ``dim`` in the arguments, default."""
 _NORMS = _words("layer_norm rms_norm")
-"""... and where they norm the last dim alone."""
+"""Norms that treat every token by itself if they normalize only the last dim."""
 _OF_FORM = _words("shape ndim size dim numel __len__")
-"""What is known of features that are not made."""
+"""Attributes that are known although the features are not computed."""
 _OF_NONE = _words("dtype device layout is_cuda is_cpu is_meta is_floating_point element_size")
-"""What no rows have as well as all."""
+"""Attributes that are equal for a tensor with no rows."""
 
 
 class _Noted(NamedTuple):
-    """One operation that waits. Arguments are others of these, parameters' places, and what is alike in every tile."""
+    """A recorded operation that has not run.
+
+    Its arguments are other such operations, places of parameters, or values that are the same for every tile.
+    """
 
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
     at: int | None = None
-    """Which of several results."""
+    """The index of the result, if the operation has several."""
 
 
 class _At(NamedTuple):
-    """A parameter among the arguments: the tensor itself is another in the backward pass."""
+    """A parameter among the arguments, by its place: the tensor itself is another one in the backward pass."""
 
     place: Place
 
 
 class UnmadeFeatures(Tensor):
-    """What a part computes of each token between two of its matrices: noted, and not computed. On meta."""
+    """Features between two matrices of a part, recorded and not computed; the tensor itself is on the meta device."""
 
     _call: "_PartCall"
     _x: Tensor
-    """What they are made of."""
+    """The input from which the features are computed."""
     _like: Tensor
-    """Of their form, and nobody's but meta's."""
+    """A tensor of the features' shape and dtype, on the meta device."""
     _noted: _Noted
     _made: Tensor | None
 
     @classmethod
     def of(cls, call: "_PartCall", x: Tensor, like: Tensor, noted: _Noted) -> "UnmadeFeatures":
-        """Once more what ``like`` is the form of."""
+        """Return features of the shape of ``like`` that the operation ``noted`` computes from ``x``."""
         new = like.as_subclass(cls)
         new._call, new._x, new._like, new._noted, new._made = call, x, like, noted, None
         return new
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Any function of torch that is given some, and any attribute of theirs."""
+        """Handle any function of torch that gets such features, and any attribute of theirs."""
         first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, UnmadeFeatures))
         name = getattr(function, "__name__", str(function))
         if name == "__get__":
@@ -183,7 +191,7 @@ class UnmadeFeatures(Tensor):
         return first._call.note(function, name.strip("_"), args, kwargs or {})
 
     def whole(self, why: str | None) -> Tensor:
-        """Made of all tokens, as without tiles; ``why`` is told."""
+        """Compute the features of all tokens, as without tiles, and log the reason ``why`` if there is one."""
         if self._made is None:
             self._made = self._call.made(self._noted, self._x, why)
         return self._made
@@ -193,7 +201,7 @@ class UnmadeFeatures(Tensor):
 
 
 class _PartCall:
-    """One run of a part's method."""
+    """One call of a part's method."""
 
     def __init__(self, part: "ByTiles") -> None:
         self._part = part
@@ -206,11 +214,11 @@ class _PartCall:
         }
         self._is_over = False
         self._is_making = False
-        """While matrices are to be matrices."""
+        """True while matrices compute products in place of recording them."""
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Meanwhile the part's matrices begin and end what is noted."""
+        """Replace the forward of the part's matrices, so that the first starts a recording and the last ends it."""
         before = [(matrix, vars(matrix).get("forward")) for matrix in self._part.matrices]
         for matrix, _ in before:
             vars(matrix)["forward"] = self._standing_for(matrix, matrix.forward)
@@ -233,7 +241,7 @@ class _PartCall:
             lead = list(x.shape[:-1])
             if isinstance(matrix, ColumnLinear) and _joins(matrix):
                 lead[1] *= matrix.region.group.size
-            with _disable_current_modes():  # those that make tensors of a kind of their own
+            with _disable_current_modes():  # a mode such as the fake-tensor mode would make a tensor of its own kind
                 like = torch.empty(*lead, _sizes(matrix)[1], dtype=x.dtype, device="meta")
             return UnmadeFeatures.of(self, x, like, _Noted(_product, (matrix,), {}))
 
@@ -242,7 +250,11 @@ class _PartCall:
     # What is noted ---------------------------------------------------------------------------------------------
 
     def note(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What ``function`` makes of unmade features, unmade where it treats every token alone."""
+        """Return the result of ``function`` on uncomputed features.
+
+        The result is uncomputed too if the function treats every token by itself; else the features are computed
+        whole.
+        """
         leaves, form = pytree.tree_flatten((args, kwargs))
         unmade = [each for each in leaves if isinstance(each, UnmadeFeatures)]
         x = unmade[0]._x
@@ -269,7 +281,7 @@ class _PartCall:
         )
 
     def _is_alike(self, value: Tensor) -> bool:
-        """Whether every token meets the same of it, and its gradient is not lost."""
+        """Return whether all tokens read the same elements of ``value``, and no gradient of ``value`` would be lost."""
         if isinstance(value, UnmadeFeatures):
             return True
         return value.dim() < 2 and (not value.requires_grad or id(value) in self._places)
@@ -290,13 +302,17 @@ class _PartCall:
     # What is made ----------------------------------------------------------------------------------------------
 
     def of_none(self, noted: _Noted, x: Tensor) -> Tensor:
-        """Of no rows."""
+        """Compute the features of a tensor with no rows, for its dtype and device."""
         matrices = [each for each in _used(noted) if not isinstance(each, _At)]
         with torch.no_grad(), self._in_modes(), self._making(), _local(matrices):
             return _made(noted, x.reshape(-1, x.shape[-1])[:0], None)
 
     def made(self, noted: _Noted, x: Tensor, why: str | None) -> Tensor:
-        """Of all rows of ``x``. Errors: UsageError behind the part's forward, where its weights may be gone."""
+        """Compute the features of all rows of ``x``.
+
+        Raises:
+            UsageError: after the part's forward, because the part's weights may be released by then.
+        """
         if self._is_over:
             raise UsageError(
                 f"tiles.mlp: what {self._part.name} computes between its matrices is not kept, but "
@@ -317,7 +333,7 @@ class _PartCall:
 
     @contextmanager
     def _in_modes(self) -> Iterator[None]:
-        """Those that the part runs in, which stand aside where they hand a function on."""
+        """Enter the modes that were active around the part, which torch leaves while they handle a function."""
         running = torch.overrides._get_current_function_mode_stack()
         with ExitStack() as stack:
             for mode in self._modes:
@@ -326,7 +342,7 @@ class _PartCall:
             yield
 
     def _taken(self, features: UnmadeFeatures, last: nn.Module) -> Tensor:
-        """``last`` of the features, by tiles."""
+        """Return the product of ``last`` and the features, computed by tiles if possible."""
         part, noted, x = self._part, features._noted, features._x
         used = list(_used(noted))
         matrices = [each for each in used if not isinstance(each, _At)]
@@ -364,16 +380,19 @@ def _product(x: Tensor, matrix: nn.Module) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Of which what is noted is made. No function inside of another refers to it: what does so twice is a cycle, and
-    keeps what was made until somebody looks for cycles."""
+    """The rows from which recorded operations are computed.
+
+    A method computes the operations and not a nested function: a nested function that refers to itself is a reference
+    cycle, which would keep the results alive until the next garbage collection.
+    """
 
     x: Tensor
     tile: TileRows | None
-    """None: all there are."""
+    """The rows of the tile; None: all rows."""
     known: dict[int, Any]
 
     def of(self, value: Any) -> Any:
-        """What waits made, and anything else as it is."""
+        """Return the result of a recorded operation, the tensor of a parameter's place, or any other value as it is."""
         if isinstance(value, _At):
             owner, key = value.place
             return owner._parameters[key]
@@ -394,7 +413,7 @@ class _Rows(NamedTuple):
 
 
 def _made(noted: _Noted, x: Tensor, tile: TileRows | None) -> Tensor:
-    """Of ``x``, or of rows [C, D] of it."""
+    """Return the result of ``noted`` for ``x``, or for rows [C, D] of ``x``."""
     made: Tensor = _Rows(x, tile, {}).of(noted)
     return made
 
@@ -404,7 +423,7 @@ def _waits(value: Any) -> bool:
 
 
 def _used(noted: _Noted) -> Iterator[Any]:
-    """Matrices, and places of other parameters."""
+    """Yield the matrices, and the places of other parameters, that an operation uses."""
     if noted.function is _product:
         yield noted.args[0]
         return
@@ -422,7 +441,7 @@ def _like_of(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _treats_tokens_alone(function: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """``args`` and ``kwargs``: of the forms of what is given."""
+    """Return whether a function computes each token by itself, given arguments of the right shapes."""
     if function is gated:
         return True
     if function is keyed_dropout:
@@ -443,14 +462,14 @@ def _treats_tokens_alone(function: Any, name: str, args: Any, kwargs: Any) -> bo
 
 
 class _Exchanges(NamedTuple):
-    """What goes around all tiles where "tp" cuts the matrices."""
+    """The collectives around all tiles, if "tp" cuts the matrices."""
 
     columns: tuple[ColumnLinear, ...] = ()
     row: RowLinear | None = None
 
     @classmethod
     def of(cls, matrices: Sequence[nn.Module], last: nn.Module) -> "_Exchanges | None":
-        """None where they cannot: what is computed of the features is not all local then."""
+        """Return the collectives; None if the operations between the matrices would not be local."""
         if not any(isinstance(each, ColumnLinear | RowLinear) for each in (*matrices, last)):
             return cls()
         columns = tuple(each for each in matrices if isinstance(each, ColumnLinear))
@@ -459,22 +478,22 @@ class _Exchanges(NamedTuple):
         return cls(columns, last)
 
     def enter(self, x: Tensor) -> Tensor:
-        """In front of the tiles."""
+        """Run the collective before the tiles."""
         return self.columns[0].enter(x) if self.columns else x
 
     def leave(self, y: Tensor) -> Tensor:
-        """Behind them."""
+        """Run the collective after the tiles."""
         return y if self.row is None else self.row.leave(y)
 
 
 def _joins(matrix: Any) -> bool:
-    """Whether a cut sequence is gathered where it begins."""
+    """Return whether the matrix gathers a cut sequence before its product."""
     return isinstance(matrix, ColumnLinear) and matrix.enters and matrix.cut
 
 
 @contextmanager
 def _local(matrices: Iterable[nn.Module]) -> Iterator[None]:
-    """Meanwhile they are products alone."""
+    """Run the matrices as plain products, without collectives."""
     layers: list[Any] = [each for each in matrices if isinstance(each, ColumnLinear | RowLinear)]
     for layer in layers:
         layer.is_local = True
@@ -486,7 +505,7 @@ def _local(matrices: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class ByTiles:
-    """Stands for the method of a part."""
+    """A replacement for the method of a part, which computes it by tiles."""
 
     def __init__(
         self, name: str, part: FeedForward, whole: Callable[..., Any], tile: Tile, replay: Replay
@@ -505,13 +524,13 @@ class ByTiles:
 
     @classmethod
     def put(cls, name: str, part: FeedForward, tile: Tile, replay: Replay) -> None:
-        """Into the part's place."""
+        """Replace the method of ``part`` by one that computes by tiles."""
         module, method = part.module, part.method
         setattr(module, method, cls(name, part, getattr(module, method), tile, replay))
 
     @classmethod
     def undo(cls, module: nn.Module) -> None:
-        """Take away what an engine before has put there."""
+        """Remove a replacement that an earlier engine has put on ``module``."""
         held = [(method, each) for method, each in vars(module).items() if isinstance(each, cls)]
         for method, each in held:
             del vars(module)[method]
@@ -520,6 +539,7 @@ class ByTiles:
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the part's method with its features recorded, and return its result with all features computed."""
         call = _PartCall(self)
         with call.noting():
             found = self._whole(*args, **kwargs)
@@ -529,7 +549,7 @@ class ByTiles:
             )
 
     def tell(self, what: str) -> None:
-        """Once: why this part is computed as without tiles."""
+        """Log once why this part is computed without tiles."""
         if not self._is_told:
             self._is_told = True
             _log.warning(

@@ -1,17 +1,17 @@
-"""Continues token sequences: a prefill of the prompt, then one token at a time through a key-value cache.
+"""Generation of tokens: a prefill of the prompt, then one token at a time with a key-value cache.
 
-    p(token) = softmax(logits / temperature) among the top_k largest, and of these among the likeliest whose p together
-               reach top_p (arXiv:1904.09751)
+    p(token) = softmax(logits / temperature) among the top_k largest, and among the likeliest of these whose sum of p
+               reaches top_p (arXiv:1904.09751)
     token    = the first whose cumulated p exceeds u,  u = uniform(key_of(seed, "generate"), step·B + row)
 
-Tokens are chosen where the logits lie, and never read; u comes from the counter-based generator on the CPU, B numbers a
-token. The same seed gives the same text on every rank, so ranks that hold the model together choose the same token and
-need not tell one another. Temperature 0 takes the largest.
+Tokens are chosen on the device of the logits and are not copied to the host; u comes from the counter-based generator
+on the CPU, B numbers per token. The same seed gives the same text on every rank, so ranks that share a model choose
+the same token without communication. Temperature 0 takes the largest logit.
 
-[Note: sliding] When the context is full, the window restarts with the latest half of it and is prefilled again.
-Cached keys cannot be shifted instead: they hold positions, and what they were computed from has left the window. One
-prefill of half a context in every half context costs less than a forward pass of the whole window for every token,
-and the text is a function of the tokens alone: the loop without a cache gives the same.
+[Note: sliding] If the context is full, the window restarts with the latest half of it and is prefilled again. Cached
+keys cannot be shifted instead: they contain positions, and the tokens from which they were computed have left the
+window. One prefill of half a context in every half context costs less than a forward pass of the whole window for
+every token, and the text is a function of the tokens only: the loop without a cache generates the same text.
 
 Cost: one forward pass of one token each, beside the prefills.
 Shapes: B batch, T tokens so far, V vocabulary.
@@ -43,10 +43,25 @@ def generate(
     context: int | None = None,
     cached: bool = True,
 ) -> Tensor:
-    """``tokens`` [B, T] and ``max_new_tokens`` more: [B, T + max_new_tokens].
+    """Generate ``max_new_tokens`` tokens after ``tokens``.
 
-    ``model`` is called as ``model(tokens, cache=cache)``, and never otherwise touched but to switch dropout off;
-    ``context`` is its ``policy.context`` unless given. ``cached=False`` computes the window anew for every token.
+    Args:
+        model: The model, called as ``model(tokens, cache=cache)``. A module in training mode is in evaluation mode
+            during the generation, which switches dropout off.
+        tokens: The prompt, [B, T].
+        max_new_tokens: The number of tokens to generate.
+        temperature: The divisor of the logits; 0 takes the likeliest token.
+        top_k: The number of likeliest tokens to draw from; None: all.
+        seed: The seed of the random numbers.
+        top_p: The sum of probabilities of the likeliest tokens to draw from; None: all.
+        context: The largest number of tokens of a forward pass; None: the model's ``policy.context``.
+        cached: False to compute the whole window for every token.
+
+    Returns:
+        The prompt and the generated tokens, [B, T + max_new_tokens].
+
+    Raises:
+        UsageError: if an argument is invalid, or the context is unknown.
     """
     _check(tokens, max_new_tokens, temperature, top_k, top_p)
     context = _context_of(model) if context is None else context
@@ -60,9 +75,8 @@ def generate(
                 cache.clear()
             if cached:
                 logits = model(tokens[:, start + cache.length :], cache=cache)[:, -1]
-                cache.length = (
-                    stop - start
-                )  # of a pipeline, the last stage alone comes to where the model counts
+                # A pipeline's model sets the length only on the last stage, so set it on every rank.
+                cache.length = stop - start
             else:
                 logits = model(tokens[:, start:])[:, -1]
             chosen = choose(logits, temperature, top_k, seed, step, top_p)
@@ -73,7 +87,16 @@ def generate(
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, seed: int, step: int, top_p: float | None = None
 ) -> Tensor:
-    """One token for each row of ``logits`` [B, V], where they lie: [B]."""
+    """Choose one token for each row of ``logits`` [B, V], on the device of the logits, and return the tokens: [B].
+
+    Args:
+        logits: [B, V].
+        temperature: The divisor of the logits; 0 takes the likeliest token.
+        top_k: The number of likeliest tokens to draw from; None: all.
+        seed: The seed of the random numbers.
+        step: The number of tokens generated before.
+        top_p: The sum of probabilities of the likeliest tokens to draw from; None: all.
+    """
     wide = logits.detach().to(torch.float64)
     if temperature == 0:
         return wide.argmax(-1)
@@ -83,21 +106,24 @@ def choose(
     p = (wide / temperature).softmax(-1)  # [B, V]
     if top_p is not None:
         falling, order = p.sort(dim=-1, descending=True, stable=True)
-        before = _cumulated(falling) - falling  # what the likelier ones reach without it
+        before = _cumulated(falling) - falling  # the sum of the likelier tokens, without the token itself
         p = p.scatter(-1, order, falling.where(before < top_p, 0.0))
     cumulated = _cumulated(p)
     rows = len(wide)
     u = philox.uniform(philox.key_of(seed, "generate"), step * rows, (step + 1) * rows)[:, None]
     u = to_device(u, wide.device)
-    # Scaled by the last sum, which rounding may leave below 1: else u could lie beyond every token.
+    # Scale u by the last sum, which rounding may leave below 1: else u could exceed the sum of all tokens.
     return torch.searchsorted(cumulated, u * cumulated[:, -1:], right=True)[:, 0].clamp_(
         max=wide.shape[1] - 1
     )
 
 
 def _cumulated(p: Tensor) -> Tensor:
-    """Sums of ``p`` [B, V] up to each token. A device adds floats in whatever order its blocks finish; there they are
-    whole steps of 2^-52 first, whose sum has the same bits in any order, so that ranks choose alike."""
+    """Return the sums of ``p`` [B, V] up to each token, with the same bits on every rank.
+
+    An accelerator adds floats in the order in which its blocks finish. The probabilities are therefore rounded to
+    integer multiples of 2^-52 first, whose sum has the same bits in any order, so that ranks choose the same token.
+    """
     if p.device.type == "cpu":
         return p.cumsum(-1)
     return (p * 2.0**52).round().long().cumsum(-1).double() * 2.0**-52
@@ -131,7 +157,7 @@ def _context_of(model: Any) -> int:
 
 @contextmanager
 def _evaluating(model: object) -> Iterator[None]:
-    """Without dropout, where the model is a module that has a mode to restore."""
+    """Run the model in evaluation mode, and restore the training mode afterwards if the model is a module."""
     if not isinstance(model, nn.Module) or not model.training:
         yield
         return

@@ -6,9 +6,9 @@
 
 With ``experts`` the feed-forward part of some blocks is a mixture of experts (parallel/expert/module.py).
 
-Nothing in it knows of ranks: the engine cuts it by its Units, and the attention function is given from outside.
-It can be built on the meta device, where it has neither weights nor buffers: rotary angles are a function of the
-position, and start weights follow from (seed, name) by ``initial_rules``.
+The model contains no code for ranks: the engine cuts it by its Units, and the attention function is an argument. The
+model can be built on the meta device, where it has neither weights nor buffers: rotary angles are a function of the
+position, and initial weights follow from (seed, name) by ``initial_rules``.
 
 Papers: Touvron et al. 2023, arXiv:2302.13971; Radford et al. 2019 (GPT-2).
 Cost:   ``flops_per_token``.
@@ -45,25 +45,25 @@ from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from shardwise.plan.policy import Policy
 
 _STD = 0.02
-"""Standard deviation of GPT-2's start weights."""
+"""The standard deviation of GPT-2's initial weights."""
 
 _HIDDEN_MULTIPLE = 64
-"""The default SwiGLU hidden width is rounded up to it: matrix units like multiples."""
+"""The number to whose multiple the default SwiGLU hidden width is rounded up, because matrix units prefer multiples."""
 
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
-"""A number of features, heads or tokens: beyond it is a slip, or a stranger's file."""
+"""A number of features, heads or tokens; a larger number is a typing error or from an untrusted file."""
 
 
 class RopeScaling(Policy):
-    """LLaMA 3.1's slower rotary angles for a context longer than the one first trained on."""
+    """LLaMA 3.1's slower rotary angles, for a context longer than that of the first training."""
 
     factor: Annotated[float, Field(ge=1)]
-    """How many times slower the slowest angles turn."""
+    """The factor by which the slowest angles are slowed down."""
     low_freq_factor: float = 1.0
-    """Angles that turn less often than this over ``original_context`` are slowed down by ``factor``."""
+    """The number of turns over ``original_context`` below which angles are slowed down by ``factor``."""
     high_freq_factor: float = 4.0
-    """Angles that turn more often than this over ``original_context`` stay as they are."""
+    """The number of turns over ``original_context`` above which angles stay as they are."""
     original_context: PositiveInt = 8192
     """Tokens of context in the first training."""
 
@@ -75,20 +75,20 @@ class RopeScaling(Policy):
 
 
 class GptExperts(Policy):
-    """Keys under ``model.experts``: which blocks have experts in the place of their feed-forward part, and which."""
+    """Keys under ``model.experts``: the experts, and the blocks that have experts as their feed-forward part."""
 
     count: Size
     """Experts of a block."""
     hidden: Size | None = None
-    """Features inside one expert; left out: as many as a dense block's feed-forward part has."""
+    """Features inside one expert; left out: as many as the feed-forward part of a dense block."""
     shared: Annotated[int, Field(ge=0, le=64)] = 0
-    """Experts beside these that every token goes through."""
+    """Experts in addition to ``count`` that every token passes through."""
     first: Annotated[int, Field(ge=0)] = 0
-    """The first block with experts, counted from 0: those before it are dense."""
+    """The first block with experts, counted from 0; the blocks before it are dense."""
     every: PositiveInt = 1
-    """From there on each block (1), every second one (2) ..."""
+    """The distance between blocks with experts, from ``first`` on: every block (1), every second block (2) ..."""
     router: RouterPolicy = RouterPolicy()
-    """How tokens choose."""
+    """The router, which chooses the experts of each token."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,15 +97,15 @@ class GptExperts(Policy):
         return self
 
     def in_block(self, index: int) -> bool:
-        """Whether the block of that index has experts."""
+        """Return whether the block at ``index`` has experts."""
         return index >= self.first and (index - self.first) % self.every == 0
 
 
 class GptPolicy(Policy):
-    """The shape of a :class:`Gpt`. Keys that are left out are filled by ``resolved``."""
+    """The shape of a :class:`Gpt`; ``resolved`` fills keys that are left out."""
 
     name: Literal["gpt"] = "gpt"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     family: Literal["llama", "gpt2"] = "llama"
     """``llama``: RMSNorm, rotary angles, SwiGLU; ``gpt2``: LayerNorm, learned positions, GELU."""
     layers: Annotated[int, Field(ge=1, le=10_000)] = 6
@@ -115,7 +115,7 @@ class GptPolicy(Policy):
     heads: Size = 6
     """Attention heads (queries)."""
     kv_heads: Size | None = None
-    """Heads of keys and values, shared by equal groups of query heads; left out: as many as ``heads``."""
+    """Heads of keys and values, each shared by an equal group of query heads; left out: as many as ``heads``."""
     head_size: Size | None = None
     """Features of a head; left out: width / heads."""
     context: Size = 256
@@ -123,20 +123,21 @@ class GptPolicy(Policy):
     vocab: Size | None = None
     """Tokens in the vocabulary; left out: the tokenizer's."""
     hidden: Size | None = None
-    """Features inside the feed-forward part; left out: 8/3 of the width (llama, rounded up to 64) or 4 times it."""
+    """Features inside the feed-forward part; left out: 8/3 of the width (llama, rounded up to 64) or 4 times the
+    width."""
     tied_head: bool | None = None
-    """Whether the head uses the embedding's weights; left out: true in the family gpt2 alone."""
+    """True if the head uses the embedding's weights; left out: true only for the family gpt2."""
     rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
-    """Base of the rotary angles (llama)."""
+    """The base of the rotary angles (llama)."""
     rope_scaling: RopeScaling | None = None
     """LLaMA 3.1's change of the rotary angles (llama)."""
     norm_eps: Annotated[float, Field(ge=0)] = 1e-5
-    """Added to the variance inside the norms."""
+    """The number that is added to the variance inside the norms."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of features zeroed in training after the embedding and after each half of a block. Attention weights
-    have none."""
+    """The share of features zeroed in training after the embedding and after each half of a block. Attention weights
+    have no dropout."""
     experts: GptExperts | None = None
-    """Mixtures of experts in the place of feed-forward parts; left out: none."""
+    """Mixtures of experts in place of feed-forward parts; left out: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -168,11 +169,18 @@ class GptPolicy(Policy):
             raise ValueError("rope_theta and rope_scaling are for family: llama; gpt2 learns its positions")
 
     def has_experts(self, block: int) -> bool:
-        """Whether the block of that index has a mixture of experts."""
+        """Return whether the block at index ``block`` has a mixture of experts."""
         return self.experts is not None and self.experts.in_block(block)
 
     def resolved(self, vocab: int | None = None) -> Self:
-        """The same policy with every key filled; ``vocab`` is the tokenizer's size, where there is a tokenizer."""
+        """Return the same policy with every key filled.
+
+        Args:
+            vocab: The size of the tokenizer's vocabulary; None: there is no tokenizer.
+
+        Raises:
+            ConfigError: if there is no size of the vocabulary, or the policy's is smaller than the tokenizer's.
+        """
         if vocab is None and self.vocab is None:
             raise ConfigError(
                 "model.vocab is not set and there is no tokenizer to take it from; set model.vocab"
@@ -199,7 +207,7 @@ class GptPolicy(Policy):
 
 
 class Gpt(nn.Module):
-    """The model. On a real device it starts with the weights of ``seed``; on the meta device without any."""
+    """A decoder-only language model; the initial weights follow from ``seed``, except on the meta device."""
 
     def __init__(
         self, policy: GptPolicy, attention: AttentionFunction = causal_attention, seed: int = 0
@@ -219,9 +227,19 @@ class Gpt(nn.Module):
             draw_all(self, self.initial_rules(), seed)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Logits [B, T, V] of ``tokens`` [B, T]; the mean loss [] in fp32 over ``targets`` != -100 where given.
+        """Return the logits of ``tokens``, or the mean loss if ``targets`` are given.
 
-        With a ``cache`` the tokens follow those it holds, and the logits are those of the last place: [B, 1, V].
+        Args:
+            tokens: [B, T].
+            targets: [B, T]; labels of -100 do not count.
+            cache: Keys and values of earlier tokens, which ``tokens`` continue. Only the logits of the last position
+                are computed then: [B, 1, V].
+
+        Returns:
+            Logits [B, T, V], or the loss [] in fp32.
+
+        Raises:
+            UsageError: if there are more tokens than the context has.
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
@@ -241,7 +259,11 @@ class Gpt(nn.Module):
         return self.head(self.norm(x), targets)
 
     def initial_rules(self) -> dict[str, Initializer]:
-        """GPT-2's start: normal of 0.02, what is added to the residual scaled by 1/√(2L); norms 1, biases 0."""
+        """Return GPT-2's initial rules.
+
+        Matrices are normal with standard deviation 0.02, scaled by 1/√(2L) if they add to the residual; norms are 1
+        and biases 0.
+        """
         residual = Normal(_STD / math.sqrt(2 * self.policy.layers))
         rules: dict[str, Initializer] = {}
         for name, parameter in self.named_parameters():
@@ -254,14 +276,14 @@ class Gpt(nn.Module):
         return rules
 
     def unit_patterns(self) -> list[str]:
-        """Modules whose parameters move together. What is left, a tied embedding too, belongs to the root.
+        """Return patterns of the modules whose parameters move together; all other parameters belong to the root.
 
         A tied embedding is read first and last: as a Unit of its own it would be gathered twice.
         """
         return ["blocks.*"] if self.policy.tied_head else ["embed", "blocks.*", "head"]
 
     def tensor_table(self) -> dict[str, str]:
-        """How tensor parallelism cuts each module, in the words of ``parallel/tensor/layout.py``."""
+        """Return the style of each module's cut along "tp"; ``parallel/tensor/layout.py`` defines the styles."""
         p = self.policy
         table = {
             "embed": "vocabulary",
@@ -313,17 +335,21 @@ class Gpt(nn.Module):
 
 
 def parameter_count(policy: GptPolicy) -> int:
-    """Parameters of the whole model, tied ones once."""
+    """Return the number of parameters of the whole model, with tied ones counted once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Gpt(policy).parameters())
 
 
 def flops_per_token(policy: GptPolicy, causal: bool = True) -> int:
-    """Floating-point operations of one token, forward and backward: 6·P + 12·L·H·K·C, the second term halved.
+    """Return the floating-point operations per token, forward and backward: 6·P + 12·L·H·K·C, the second term halved.
 
-    P counts the matrices that a token is multiplied with: not the embedding that it is only looked up in, but a head
-    tied to it; of E experts the k that it goes through. A causal query sees half of the context on average;
-    ``causal=False`` gives the figure of papers that count the whole square.
+    P counts the matrices with which a token is multiplied: not the embedding, in which it is only looked up, but a
+    head tied to the embedding; of E experts the k that the token passes through. A causal query reads half of the
+    context on average.
+
+    Args:
+        policy: The shape of the model.
+        causal: False for the figure of papers that count the whole square of the context.
     """
     p = policy.resolved()
     with torch.device("meta"):
@@ -357,6 +383,6 @@ def _norm(p: GptPolicy) -> nn.Module:
 
 
 def _set(value: int | None) -> int:
-    """A key that ``resolved`` has filled."""
+    """Return a key that ``resolved`` has filled."""
     assert value is not None, "a key of the policy is read before it is resolved"
     return value

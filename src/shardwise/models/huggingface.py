@@ -1,12 +1,13 @@
-"""What Hugging Face calls the parts of a Gpt: one table, read in one direction to import and in the other to export.
+"""Hugging Face's names for the parts of a Gpt: one table, read in one direction to import and in the other to export.
 
-Our tensor is the stored parts joined along dim 0, each transposed first where GPT-2 stores [inputs, outputs]:
+A Gpt's tensor is the stored parts joined along dim 0, each transposed first if GPT-2 stores [inputs, outputs]:
 
     blocks.3.attention.qkv.weight   =  rows of  layers.3.self_attn.{q,k,v}_proj.weight          (llama, mistral)
     blocks.3.attention.qkv.weight   =  transpose of  h.3.attn.c_attn.weight                     (gpt2)
-    blocks.3.mlp.experts.gate_up    =  rows of  block_sparse_moe.experts.{0.w1, 0.w3, 1.w1 ...}.weight         (mixtral)
+    blocks.3.mlp.experts.gate_up    =  rows of  block_sparse_moe.experts.{0.w1, 0.w3, 1.w1 ...}.weight
+    (mixtral)
 
-A configuration is accepted only where our model computes the same function; anything else is refused by its key.
+A configuration is accepted only if a Gpt computes the same function; any other configuration is refused with the key.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,34 +23,39 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 
 class StoredPart(NamedTuple):
-    """One stored tensor that is (a piece of) one of ours."""
+    """A stored tensor that is a Gpt's tensor, or a piece of one."""
 
     name: str
     shape: tuple[int, ...]
-    """As stored."""
+    """The shape in the file."""
     transposed: bool = False
     experts: int = 0
-    """Of how many experts our tensor is a stack; 0 where it is none."""
+    """The number of experts of which a Gpt's tensor is a stack; 0 for other tensors."""
 
     @property
     def our_shape(self) -> tuple[int, ...]:
-        """Shape of the piece in our tensor."""
+        """The shape of the piece in a Gpt's tensor."""
         return self.shape[::-1] if self.transposed else self.shape
 
 
 def joined_shape(parts: list[StoredPart]) -> tuple[int, ...]:
-    """Shape of our tensor made of ``parts``."""
+    """Return the shape of the Gpt's tensor that ``parts`` form."""
     first = parts[0].our_shape
     return stacked((sum(part.our_shape[0] for part in parts), *first[1:]), parts[0].experts)
 
 
 def stacked(shape: tuple[int, ...], experts: int) -> tuple[int, ...]:
-    """Shape of the stack whose matrices, one below the other, have ``shape``; ``experts`` 0: of no stack."""
+    """Return the shape of a stack whose matrices, one below the other, have ``shape``.
+
+    Args:
+        shape: The shape of the matrices joined along dim 0.
+        experts: The number of matrices; 0: ``shape`` is not a stack and is returned as it is.
+    """
     return (experts, shape[0] // experts, *shape[1:]) if experts else shape
 
 
 def parts_of(policy: GptPolicy) -> dict[str, list[StoredPart]]:
-    """Our parameter names to the stored tensors they are made of."""
+    """Return, for each parameter name of a Gpt, the stored tensors that form the parameter."""
     p = policy.resolved()
     return _llama_parts(p) if p.family == "llama" else _gpt2_parts(p)
 
@@ -88,7 +94,10 @@ def _llama_parts(p: GptPolicy) -> dict[str, list[StoredPart]]:
 
 
 def _expert_parts(p: GptPolicy, ours: str, theirs: str) -> dict[str, list[StoredPart]]:
-    """Those of one mixture. What a Mixtral has not (shared experts, the bias of a router) keeps our name."""
+    """Return the stored tensors of one mixture of experts.
+
+    Parts that a Mixtral does not have (shared experts, the bias of a router) keep the Gpt's names.
+    """
     assert p.experts is not None and p.experts.hidden is not None, "resolved() fills these"
     d, count, hidden = p.width, p.experts.count, p.experts.hidden
     each = [f"{theirs}.experts.{e}" for e in range(count)]
@@ -140,7 +149,15 @@ def _gpt2_parts(p: GptPolicy) -> dict[str, list[StoredPart]]:
 
 
 def policy_of(config: Mapping[str, Any], where: str) -> GptPolicy:
-    """The policy of the model that a ``config.json`` describes; ``where`` is for the error messages."""
+    """Return the policy of the model that a ``config.json`` describes.
+
+    Args:
+        config: The content of the file.
+        where: The name of the file, for errors.
+
+    Raises:
+        ConfigError: if a Gpt does not compute the same function, or the file is invalid.
+    """
     family = config.get("model_type")
     readers: dict[Any, Callable[[Mapping[str, Any], str], GptPolicy]]
     readers = {
@@ -183,7 +200,7 @@ def _llama_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
         config, where, {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
     )
     rope = _rope(config, where)
-    # Up to the window's length, attention in a sliding window is plain causal attention.
+    # Up to the window's length, sliding-window attention equals plain causal attention, so cut the context to it.
     window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
     context = config.get("max_position_embeddings", 2048)
     return GptPolicy(
@@ -256,13 +273,17 @@ def _gpt2_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
 
 
 def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` that describes ``policy``; ``dtype`` is torch's name of the weights' type."""
+    """Return the ``config.json`` that describes ``policy``; ``dtype`` is torch's name of the weights' dtype.
+
+    Raises:
+        ConfigError: if transformers has no model that computes the same function.
+    """
     p = policy.resolved()
     common = {
         "vocab_size": p.vocab,
         "tie_word_embeddings": p.tied_head,
         "dtype": dtype,
-        # Which tokens begin and end a text is the tokenizer's to say, not the model's.
+        # The tokens that begin and end a text depend on the tokenizer, not on the model.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -316,7 +337,11 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
 
 
 def _mixtral_config(experts: GptExperts, layers: int) -> dict[str, Any]:
-    """What a Mixtral's configuration has besides, or instead. Errors: ConfigError where it would compute otherwise."""
+    """Return the keys that a Mixtral's configuration adds or changes.
+
+    Raises:
+        ConfigError: if a Mixtral would compute another function.
+    """
     router = experts.router
     differs = {
         "experts.shared": experts.shared == 0,

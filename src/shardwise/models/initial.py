@@ -1,12 +1,12 @@
-"""How a parameter starts, as data: the same bits for the same element on every mesh.
+"""The initial values of parameters as data: the same bits for the same element on every mesh.
 
-A rule names a distribution; ``draw`` gives any elements of one parameter, keyed by (seed, its name, element):
+A rule names a distribution; ``draw`` returns any elements of one parameter, keyed by (seed, its name, element):
 
     weight[i] = rule(random(key_of(seed, name), i))         drawn in fp64, cast to the dtype
 
-so every rank draws what it keeps, nothing is broadcast, and no rank holds the model. A model that comes on the meta
-device brings its rules itself (``Gpt.initial_rules``), or gets torch's own defaults (``torch_rules``), or a table of
-patterns (``match_rules``).
+Every rank draws the elements that it keeps, so nothing is broadcast, and no rank holds the whole model. A model on
+the meta device provides its own rules (``Gpt.initial_rules``), or gets torch's defaults (``torch_rules``), or a table
+of patterns (``match_rules``).
 
 Cost: memory of the result and 2 MiB beside it.
 """
@@ -26,7 +26,16 @@ _CHUNK_ELEMENTS = 1 << 18
 
 
 def draw(rule: Initializer, seed: int, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Elements [start, stop) of the flattened global parameter ``name``, on the CPU: [stop - start]."""
+    """Draw elements [start, stop) of the flattened global parameter ``name`` on the CPU: [stop - start].
+
+    Args:
+        rule: The distribution.
+        seed: The seed of the run.
+        name: The parameter's fully qualified name.
+        start: The first element.
+        stop: The element after the last one.
+        dtype: The dtype of the result.
+    """
     if isinstance(rule, Constant):
         return torch.full((stop - start,), rule.value, dtype=dtype, device="cpu")
     key = philox.key_of(seed, name)
@@ -43,14 +52,18 @@ def draw(rule: Initializer, seed: int, name: str, start: int, stop: int, dtype: 
 
 @torch.no_grad()
 def draw_all(model: nn.Module, rules: Mapping[str, Initializer], seed: int) -> None:
-    """Fill every parameter of a model that is not on the meta device."""
+    """Draw every parameter of a model that is not on the meta device."""
     for name, parameter in model.named_parameters():
         elements = draw(rules[name], seed, name, 0, parameter.numel(), parameter.dtype)
         parameter.copy_(elements.view(parameter.shape))
 
 
 def match_rules(names: Iterable[str], table: Mapping[str, Initializer]) -> dict[str, Initializer]:
-    """The rule of the first pattern of ``table`` (shell style) that a parameter's name matches."""
+    """Return the rule of the first shell pattern of ``table`` that matches each parameter's name.
+
+    Raises:
+        PlanError: if no pattern matches a name.
+    """
     found = {}
     for name in names:
         rule = next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)
@@ -61,10 +74,12 @@ def match_rules(names: Iterable[str], table: Mapping[str, Initializer]) -> dict[
 
 
 def torch_rules(model: nn.Module) -> dict[str, Initializer]:
-    """The distributions of torch's own ``reset_parameters`` for the parameters of torch's common modules.
+    """Return the rules of torch's own ``reset_parameters`` for the parameters of torch's common modules.
 
-    A module inside that has ``initial_rules()`` says itself how it starts. A parameter of any other module has no known
-    start: the error names it.
+    A submodule with ``initial_rules()`` provides its own rules.
+
+    Raises:
+        PlanError: if the initial rule of a parameter is not known; the error names the parameter.
     """
     rules: dict[str, Initializer] = {}
     unknown = []

@@ -1,8 +1,8 @@
-"""The parts of a transformer block, of the LLaMA and of the GPT-2 family.
+"""The layers of a transformer block, for the LLaMA and the GPT-2 family.
 
 Projections that read the same input are one matrix: queries, keys and values (``qkv``, rows in that order), gate and
-up projection (``gate_up``). One large product is faster than three small ones, and a layout that cuts them later
-names the blocks.
+up projection (``gate_up``). One large product is faster than three small ones, and a layout that cuts the matrix
+names its blocks.
 
 Papers: Shazeer 2020, arXiv:2002.05202 (SwiGLU); Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention);
         Radford et al. 2019 (GPT-2).
@@ -24,20 +24,22 @@ from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q [B, H, T, K], k [B, N, S, K], v [B, N, S, K]) -> [B, H, T, K], causal, as ``kernels.attention`` defines it."""
+"""(q [B, H, T, K], k [B, N, S, K], v [B, N, S, K]) -> [B, H, T, K], causal; ``kernels.attention`` defines the
+function."""
 
 
 class Head(nn.Linear):
-    """The output matrix: logits, or the mean loss over ``targets`` where given.
+    """The output matrix, which returns logits, or the mean loss if ``targets`` are given.
 
-    Both in one module, so that a head that is cut along the vocabulary, or works by tiles of tokens, never has to make
-    whole logits for a loss.
+    Both are computed in one module, so that a head that is cut along the vocabulary, or computes tile by tile, never
+    makes whole logits for a loss.
     """
 
     tile: Tile | None = None
-    """Set from outside where the loss is to be computed by tiles."""
+    """The tile of tokens by which the loss is computed, set from outside; None: no tiles."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits [B, T, V] of ``x`` [B, T, D], or the mean loss [] over ``targets`` [B, T]."""
         if self.tile is not None and targets is not None:
             tokens = self.tile.of(targets.numel(), self.out_features, x)
             if tokens:
@@ -47,14 +49,15 @@ class Head(nn.Linear):
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMSNorm through the kernel that is fast on the CPU too."""
+    """RMSNorm with the package's kernel, which is also fast on the CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` [..., D] divided by its root mean square and multiplied by the weight."""
         return rms_norm(x, self.weight, self.eps or 0.0)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; positions by rotation where the block is given angles."""
+    """Causal self-attention; positions are rotations if the block gets angles."""
 
     def __init__(
         self,
@@ -75,10 +78,17 @@ class Attention(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor, at: Angles | None = None, cache: LayerCache | None = None) -> Tensor:
+        """Return the attention output for ``x`` [B, T, D].
+
+        Args:
+            x: [B, T, D].
+            at: Rotary angles of the positions; None: no rotation.
+            cache: Keys and values of earlier tokens, to which those of ``x`` are appended.
+        """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H + 2N, T, K]
         q, k, v = heads.split(self.head_counts, 1)
         if at is not None:
-            # A view of one head's values would keep the whole fused output for the backward pass.
+            # Without contiguous(), v would be a view, and the backward pass would keep the whole fused output alive.
             q, k, v = rotate(q, at), rotate(k, at), v.contiguous()
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -87,7 +97,7 @@ class Attention(nn.Module):
 
 
 class SwiGlu(nn.Module):
-    """down(silu(gate) · up)."""
+    """A gated feed-forward part: down(silu(gate) · up)."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -96,12 +106,13 @@ class SwiGlu(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output for ``x`` [..., D], of the same shape."""
         y: Tensor = self.dropout(self.down(gated(self.gate_up(x))))
         return y
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up)), with GPT-2's tanh form of the GELU."""
+    """A feed-forward part: down(gelu(up)), with GPT-2's tanh approximation of the GELU."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -110,12 +121,13 @@ class GeluMlp(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output for ``x`` [..., D], of the same shape."""
         y: Tensor = self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
         return y
 
 
 class ExpertMlp(MixtureOfExperts):
-    """A mixture of SwiGLU experts, then dropout."""
+    """A mixture of SwiGLU experts, followed by dropout."""
 
     def __init__(
         self, width: int, hidden: int, experts: int, router: RouterPolicy, shared: int, dropout: float
@@ -124,12 +136,13 @@ class ExpertMlp(MixtureOfExperts):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Return the output for ``x`` [B, T, D]; the base class documents ``mask`` and ``labels``."""
         y: Tensor = self.dropout(super().forward(x, mask, labels))
         return y
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block with pre-norms: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
         self, attention_norm: nn.Module, attention: Attention, mlp_norm: nn.Module, mlp: nn.Module
@@ -147,7 +160,14 @@ class TransformerBlock(nn.Module):
         cache: LayerCache | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """``labels`` [B]: how many each sequence has; experts are balanced by them."""
+        """Return the block's output for ``x`` [B, T, D].
+
+        Args:
+            x: [B, T, D].
+            at: Rotary angles of the positions; None: no rotation.
+            cache: Keys and values of earlier tokens.
+            labels: [B], the number of labels of each sequence, by which experts are balanced.
+        """
         x = x + self.attention(self.attention_norm(x), at, cache)
         y = self.mlp_norm(x)
         return x + (self.mlp(y, labels=labels) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y))

@@ -1,4 +1,4 @@
-"""Which model: the key ``model:`` of a configuration.
+"""The policy of the key ``model:`` of a configuration.
 
 model: {name: gpt, layers: 6, width: 384, heads: 6, context: 256}
 model: {name: bert, layers: 12, width: 768, heads: 12, context: 512}
@@ -29,19 +29,19 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class TargetPolicy(Policy):
-    """A model of the user's own: ``target`` is imported and called with the other keys."""
+    """A user's own model: ``target`` is imported and called with the other keys."""
 
     model_config = ConfigDict(extra="allow")
 
     target: str
     """``module:function`` that returns an ``nn.Module``."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments of ``target``; they may as well stand beside it."""
+    """Keyword arguments of ``target``; they may also be given as keys beside it."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, given: Any) -> Any:
-        return given  # Here every other key is an argument of the target.
+        return given  # not an error: every other key is an argument of the target
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -55,17 +55,17 @@ class TargetPolicy(Policy):
         return self
 
     def keywords(self) -> dict[str, Any]:
-        """What the target is called with."""
+        """Return the keyword arguments of the call of ``target``."""
         return {**self.arguments, **(self.model_extra or {})}
 
 
 def reads_clicks(given: Any) -> bool:
-    """True of what stands for one of our click-through models under ``model:``, checked or not."""
+    """Return True if the value of ``model:``, as a dictionary or a policy, is a built-in click-through model."""
     return _kind(given) in CTR_POLICIES
 
 
 def reads_images(given: Any) -> bool:
-    """True of what stands for one of our models of images under ``model:``, checked or not."""
+    """Return True if the value of ``model:``, as a dictionary or a policy, is a built-in model of images."""
     return _kind(given) in IMAGE_POLICIES
 
 

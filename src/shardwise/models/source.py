@@ -1,10 +1,11 @@
 """Weights to start from: a safetensors file or a Hugging Face folder, read slice by slice.
 
     source = open_weights("Llama-3.2-1B", policy)
-    source.read("blocks.3.attention.qkv.weight", start, stop)       # flat elements of OUR tensor
+    source.read("blocks.3.attention.qkv.weight", start, stop)       # flat elements of the Gpt's own tensor
 
-A rank reads the elements it keeps, whatever the file calls them: our tensor may be several stored ones joined, or a
-stored one transposed (``models/huggingface.py``). A user's own model reads its own names as they are.
+A rank reads only the elements that it keeps, under any names in the file: a Gpt's tensor may be several stored
+tensors joined, or a stored tensor transposed (``models/huggingface.py``). A user's own model reads its own names as
+they are.
 
 Cost: one open map and the memory of the slice.
 """
@@ -31,50 +32,54 @@ from shardwise.plan.words import in_words
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5
-"""Tensors that an error names."""
+"""Tensors that an error names, at most."""
 
 _SAME_FUNCTION = frozenset({"name", "dropout", "context"})
 """Keys that may differ between a folder's configuration and the policy."""
 _TOLD_BY_SHAPES = frozenset({"vocab", "tied_head"})
-"""Keys that may differ as well where tensors may be missing: what they change is seen in the tensors."""
+"""Keys that may also differ if tensors may be missing, because the shapes of the tensors show the difference."""
 
 
 class _WeightIndex(StrictModel):
     weight_map: dict[str, Annotated[str, Field(min_length=1, max_length=255)]]
-    """File by tensor."""
+    """The file of each tensor."""
 
 
 class _Piece(NamedTuple):
     stored: StoredTensor
     transposed: bool = False
     experts: int = 0
-    """Of how many experts the whole is a stack; 0 where it is none."""
+    """The number of experts of which the whole tensor is a stack; 0 for other tensors."""
 
 
 class WeightSource:
-    """Tensors by the model's names, each made of stored pieces joined along dim 0."""
+    """Tensors under the model's names, each made of stored pieces joined along dim 0."""
 
     def __init__(self, where: Path, recipes: Mapping[str, list[_Piece]]) -> None:
         self.where = where
         self._recipes = dict(recipes)
 
     def names(self) -> list[str]:
-        """All tensors, by the model's names."""
+        """Return the model's names of all tensors."""
         return list(self._recipes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape."""
+        """Return the global shape of a tensor."""
         pieces = self._recipe(name)
         shapes = [p.stored.shape[::-1] if p.transposed else p.stored.shape for p in pieces]
         joined = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
         return stacked(joined, pieces[0].experts)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that ``read`` returns."""
+        """Return the dtype of the elements that ``read`` returns."""
         return reduce(torch.promote_types, (piece.stored.dtype for piece in self._recipe(name)))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor: [stop - start]."""
+        """Read elements [start, stop) of the flattened tensor and return them: [stop - start].
+
+        Raises:
+            CheckpointError: if the tensor does not have these elements.
+        """
         pieces, total = self._recipe(name), math.prod(self.shape(name))
         if not 0 <= start <= stop <= total:
             raise CheckpointError(f"{self.where}: elements [{start}, {stop}) of {name}, which has {total}")
@@ -91,8 +96,16 @@ class WeightSource:
     def check(
         self, shapes: Mapping[str, Iterable[int]], dtypes: Mapping[str, torch.dtype] | None = None
     ) -> None:
-        """Refuse a source that lacks one of a model's tensors, or has it in another shape or as whole numbers where the
-        model has fractions (quantised weights), naming the first."""
+        """Raise MismatchError if the source does not fit a model; the error names the first tensors.
+
+        Args:
+            shapes: The shapes of the model's tensors, by name.
+            dtypes: The dtypes of the model's tensors, by name; None: all are floating.
+
+        Raises:
+            MismatchError: if a tensor is missing, has another shape, or contains integers where the model has
+                floating numbers (quantised weights).
+        """
         missing = [name for name in shapes if name not in self._recipes]
         if missing:
             raise MismatchError(
@@ -126,9 +139,16 @@ class WeightSource:
 def open_weights(
     path: str | Path, policy: GptPolicy | None = None, missing: Sequence[str] = ()
 ) -> WeightSource:
-    """The tensors of a safetensors file or of a folder, by the names of ``Gpt(policy)``; without policy as stored.
+    """Open the tensors of a safetensors file or of a folder.
 
-    ``missing``: patterns of names that may be lacking, or of another shape.
+    Args:
+        path: The file or folder.
+        policy: The shape of a Gpt, whose names the tensors get; None: the tensors keep their stored names.
+        missing: Patterns of names that may be missing or have another shape.
+
+    Raises:
+        CheckpointError: if the files cannot be read.
+        MismatchError: if the weights are those of another model.
     """
     where = Path(path)
     stored = _stored_tensors(where)
@@ -145,10 +165,13 @@ def open_weights(
 
 
 def gpt_policy_from_huggingface(folder: str | Path) -> GptPolicy:
-    """The policy of the model in a Hugging Face folder (llama, mistral, mixtral, gpt2).
+    """Return the policy of the model in a Hugging Face folder (llama, mistral, mixtral, gpt2).
 
-    The dropout of its training is left out: set ``model.dropout`` to train with one. Mistral's context is cut to its
-    attention window, within which a Gpt computes the same.
+    The dropout of the original training is left out: set ``model.dropout`` to train with dropout. Mistral's context
+    is cut to its attention window, within which a Gpt computes the same.
+
+    Raises:
+        ConfigError: if the folder has no ``config.json``, or a Gpt does not compute the same function.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
@@ -165,7 +188,7 @@ def _recipes(
         if policy.tied_head and "embed.weight" not in own:
             own["embed.weight"] = [_Piece(stored["head.weight"])]
         return own
-    # The files of GPT-2 itself, and of models saved without their head, leave out the first part of the name.
+    # Files of GPT-2 itself, and of models saved without their head, lack the first component of each name.
     found: dict[str, list[_Piece]] = {}
     missing = []
     for name, parts in table.items():
@@ -195,7 +218,10 @@ def _recipes(
 
 
 def _check_same_model(folder: Path, policy: GptPolicy, may_differ: Collection[str]) -> None:
-    """Shapes do not tell 8 heads of 64 from 16 of 32: the folder's own configuration does."""
+    """Raise MismatchError if the folder's ``config.json`` describes another model than ``policy``.
+
+    Shapes are not enough: 8 heads of 64 features and 16 heads of 32 have the same tensors.
+    """
     theirs, ours = gpt_policy_from_huggingface(folder).resolved(), policy
     if policy.experts is not None:
         same = policy.experts.router.without_training()

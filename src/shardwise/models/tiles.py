@@ -1,4 +1,4 @@
-"""Tiles: which modules of a model compute a tile of tokens at a time, by the policy of ``memory/tiles.py``.
+"""The modules of a model that compute one tile of tokens at a time, chosen by the policy of ``memory/tiles.py``.
 
 Cost: an attribute of each such module; see ``kernels/head_loss.py``.
 """
@@ -23,13 +23,19 @@ from shardwise.plan.errors import PlanError
 _log = logging.getLogger(__name__)
 
 _CALLED = re.compile("mlp|ffn|feed_?forward", re.IGNORECASE)
-"""Names of feed-forward parts, as a rule."""
+"""Usual names of feed-forward parts."""
 
 
 def check_tiles(model: nn.Module, policy: TilesPolicy, units: Collection[str] = ()) -> None:
-    """Before anything is changed. ``units``: names of modules whose weights are gathered by themselves.
+    """Check that a model can compute by tiles, before anything is changed.
 
-    Errors: PlanError where tiles are asked for by name and nothing here has any, or where they cannot be.
+    Args:
+        model: The whole model.
+        policy: The keys under ``tiles:``.
+        units: Names of modules whose weights are gathered separately.
+
+    Raises:
+        PlanError: if the policy asks for tiles that no module of the model supports.
     """
     kind = type(model).__name__
     if policy.mlp != "off":
@@ -64,7 +70,7 @@ def _check_parts(model: nn.Module, policy: TilesPolicy, units: Collection[str]) 
 
 
 def _has_matrices(name: str, module: nn.Module, parts: Collection[str], experts: Collection[str]) -> bool:
-    """Whether it is called a feed-forward part, and is none that is known."""
+    """Return whether a module is named like a feed-forward part and has matrices, but is not a known part."""
     called = _CALLED.search(type(module).__name__) or _CALLED.search(name.rpartition(".")[2])
     apart = not any(
         f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}.") for each in (*parts, *experts)
@@ -73,7 +79,11 @@ def _has_matrices(name: str, module: nn.Module, parts: Collection[str], experts:
 
 
 def check_heads(model: nn.Module, policy: TilesPolicy) -> None:
-    """Once more when the whole ``model`` is cut along "tp". Errors: PlanError as ``check_tiles``'."""
+    """Check the heads again after the whole ``model`` was cut along "tp".
+
+    Raises:
+        PlanError: if the policy asks for tiles of logits that no head supports.
+    """
     heads = [module for module in model.modules() if isinstance(module, Head | VocabularyHead)]
     if not any(isinstance(head, Head) or head.gives_loss or head.region.knows_loss for head in heads):
         _refuse_logits(policy, type(model).__name__)
@@ -91,15 +101,22 @@ def _refuse_logits(policy: TilesPolicy, kind: str) -> None:
 
 
 def tile_foreign(model: nn.Module, policy: TilesPolicy) -> None:
-    """Make head and loss of a model that is not ours, and not cut along "tp", one, where tiles are asked for."""
+    """Join head and loss of a foreign model that is not cut along "tp", if the policy asks for tiles of logits."""
     owner = None if policy.logits in (None, "off") else with_known_loss(model)
     if owner is not None:
         hold_head(owner)
 
 
 def tile_model(model: nn.Module, policy: TilesPolicy, replay: Replay, at_once: bool) -> None:
-    """Tell the modules of ``model``, a stage perhaps. ``at_once``: its backward passes follow their forward passes, so
-    that gradients which are made in the forward pass wait for one pass alone."""
+    """Set the tiles of the modules of a model or of a stage.
+
+    Args:
+        model: The model, or one stage of it.
+        policy: The keys under ``tiles:``.
+        replay: The engine's replay, with which tiles repeat dropout in the backward pass.
+        at_once: True if each backward pass follows its forward pass at once, so that gradients made in the forward
+            pass are kept for only one pass.
+    """
     loss, mlp = _tile(policy.logits, at_once), _tile(policy.mlp, at_once)
     for module in model.modules():
         ByTiles.undo(module)

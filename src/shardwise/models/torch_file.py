@@ -1,12 +1,13 @@
-"""A .pt, .pth or .bin of torch as plain tensors under dotted names; nothing in it is executed.
+"""The tensors of a .pt, .pth or .bin file of torch under dotted names; no code of the file is executed.
 
     {"model": {"a": t}, "steps": [u, v], "epoch": 3}    ->    model.a, steps.0, steps.1; left out: epoch
 
-torch reads the file with ``weights_only``, which builds tensors and plain containers alone. What it may ask for is held
-against the file before any memory is taken: a tensor of one stored element expanded to a billion is refused, and so is
-what a name cannot say: two entries with one dotted name, or one that safetensors keeps for itself.
+torch reads the file with ``weights_only``, which builds only tensors and plain containers. The sizes that the pickle
+asks for are compared with the file before memory is allocated: a tensor of one stored element expanded to a billion
+elements is refused. Ambiguous names are refused too: two entries with the same dotted name, or a name that
+safetensors reserves.
 
-Cost: a map of the file; the memory of one tensor while they are written.
+Cost: a map of the file; the memory of one tensor while tensors are written.
 """
 
 import stat
@@ -28,25 +29,31 @@ SUFFIXES = (".pt", ".pth", ".bin")
 _DEPTH_LIMIT = 50
 _ENTRY_LIMIT = 100_000
 _GROWTH_LIMIT = 16
-"""Bytes written for one read: tied weights are written once a name."""
+"""Bytes written per byte of the file, at most: tied weights are written once per name."""
 _SHOWN = 5
 
 
 class TorchFile(NamedTuple):
-    """What a file holds."""
+    """The content of a file of torch."""
 
     tensors: dict[str, Tensor]
-    """By dotted name. They lie in the map of the file, and may share storage."""
+    """The tensors by dotted name. They are in the memory map of the file and may share storage."""
     left_out: list[str]
-    """Entries that are no tensors, by dotted name."""
+    """The dotted names of entries that are not tensors."""
 
 
 def read_torch_file(path: Path) -> TorchFile:
-    """The tensors of ``path``. Errors: CheckpointError that names the entry which cannot be written as it is."""
+    """Read the tensors of the file ``path``.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or an entry cannot be written as it is; the error names the
+            entry.
+        DamagedError: if the file is damaged or was assembled by hand.
+    """
     size_bytes, parts = check_torch_file(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of many kinds; what the file asked for was not done in any case
+    except Exception as error:  # torch raises many types; in no case was code of the file executed
         raise CheckpointError(
             f"{path} does not load as plain tensors ({type(error).__name__}); a pickle can hold code, which is "
             f"never run here: save the tensors alone, as in torch.save(model.state_dict(), ...)"
@@ -82,9 +89,14 @@ def read_torch_file(path: Path) -> TorchFile:
 
 
 def check_torch_file(path: Path) -> tuple[int, dict[int, int]]:
-    """Refuse all but a regular file in torch's zip format that unpacks to no more than itself, its sums right.
+    """Refuse any file but a regular file in torch's zip format, uncompressed and with correct checksums.
 
-    Returns its size, and the sizes of its parts by where in the file they begin, in bytes.
+    Returns:
+        The file's size, and the size of each of its parts by the offset at which the part begins, in bytes.
+
+    Raises:
+        CheckpointError: if the file is not such a file.
+        DamagedError: if a checksum is wrong, or two parts have the same name.
     """
     try:
         found = path.stat()
@@ -93,7 +105,7 @@ def check_torch_file(path: Path) -> tuple[int, dict[int, int]]:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
             packed = [entry.filename for entry in parts if entry.compress_type != zipfile.ZIP_STORED]
-            damaged = None if packed else archive.testzip()  # torch does not look at these sums
+            damaged = None if packed else archive.testzip()  # torch does not check these sums
             places = {_data_start(archive, entry): entry.file_size for entry in parts}
     except OSError as error:
         raise CheckpointError(f"{in_words(error)}; expected a file that torch.save wrote") from None
@@ -109,7 +121,7 @@ def check_torch_file(path: Path) -> tuple[int, dict[int, int]]:
             f"{path} is cut short, damaged, or from before torch 1.6 ({error}); load it where it is trusted "
             "and torch.save its tensors again"
         ) from None
-    # torch looks parts up by name, whatever their case, and takes one of two.
+    # torch looks parts up by name without regard to case, so of two equal names it would silently read one.
     twice = [name for name, count in Counter(entry.filename.lower() for entry in parts).items() if count > 1]
     if twice:
         raise DamagedError(
@@ -129,7 +141,7 @@ def check_torch_file(path: Path) -> tuple[int, dict[int, int]]:
 
 
 def _data_start(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int:
-    """Where the bytes of a part begin: behind its own header, whose names and notes are of any length."""
+    """Return the offset of a part's bytes, which follow a header with a name and notes of any length."""
     stream = archive.fp
     assert stream is not None, "the archive is open"
     stream.seek(entry.header_offset + 26)
@@ -140,12 +152,13 @@ def _data_start(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int:
 def check_places(path: Path, tensors: Iterable[Tensor], parts: Mapping[int, int]) -> None:
     """Check that every storage is one whole part of the file.
 
-    torch takes a storage's size from the pickle and reads on behind a part that is shorter: other tensors' bytes.
+    torch takes a storage's size from the pickle; for a part that is shorter it would read the following bytes, which
+    belong to other tensors.
 
     Args:
         path: The file.
-        tensors: Its tensors, in the map of the file.
-        parts: Sizes of its parts by where they begin, as :func:`check_torch_file` returns them.
+        tensors: The file's tensors, in the memory map of the file.
+        parts: The sizes of the file's parts by their offsets, as :func:`check_torch_file` returns them.
 
     Raises:
         DamagedError: if a storage is not one of the parts.
@@ -165,7 +178,7 @@ def check_places(path: Path, tensors: Iterable[Tensor], parts: Mapping[int, int]
 def _leaves(
     path: Path, value: Any, keys: tuple[str, ...], above: tuple[int, ...]
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted name, what stands there) of everything in nested dictionaries, lists and tuples."""
+    """Yield (dotted name, value) for every value in nested dictionaries, lists and tuples."""
     if not isinstance(value, dict | list | tuple):
         yield ".".join(keys), value
         return
@@ -211,6 +224,6 @@ def _check_tensor(path: Path, name: str, tensor: Tensor) -> None:
 
 
 def summary(left_out: list[str]) -> str:
-    """Entries that were no tensors, in a few words."""
+    """Return a short text about the entries that are not tensors; empty if there are none."""
     more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
     return f"left out, no tensors: {', '.join(left_out[:_SHOWN])}{more}" if left_out else ""

@@ -1,10 +1,11 @@
-"""Upcycling: a mixture of experts that starts as the dense model it is made of.
+"""Upcycling: a mixture of experts that is initialized from a dense model.
 
     experts.gate_up[e], experts.down[e]  =  the block's gate_up.weight, down.weight       for each of the E experts
-    router.weight                        =  the start rule of a new model, by (seed, name)
+    router.weight                        =  the initial rule of a new model, by (seed, name)
 
-Each expert begins as a copy of the feed-forward part in its place. Where the weights of a token's experts add up to 1,
-the new model computes what the dense one did, whatever its routers choose; training tells the copies apart.
+Each expert starts as a copy of the feed-forward part that it replaces. If the weights of a token's experts add up to
+1, the new model computes the same function as the dense one for any choice of its routers; training makes the copies
+different.
 
 Paper: Komatsuzaki et al. 2023, arXiv:2212.05055.
 Cost:  one tensor at a time.
@@ -24,7 +25,11 @@ from shardwise.plan.errors import ConfigError
 
 
 def upcycled_policy(dense: GptPolicy, experts: GptExperts) -> GptPolicy:
-    """``dense`` with ``experts``. Errors: ConfigError where these would not start as it."""
+    """Return the policy of ``dense`` with ``experts``.
+
+    Raises:
+        ConfigError: if the model with experts would not start with the function of the dense model.
+    """
     hidden = dense.resolved().hidden
     router = experts.router
     wrong = ""
@@ -45,7 +50,7 @@ def upcycled_policy(dense: GptPolicy, experts: GptExperts) -> GptPolicy:
 
 
 class Made(NamedTuple):
-    """A tensor that is made when it is asked for."""
+    """A tensor that is computed when ``make`` is called."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,7 +60,14 @@ class Made(NamedTuple):
 def upcycled(
     policy: GptPolicy, read: Callable[[str], Tensor], dtype_of: Callable[[str], torch.dtype], seed: int = 0
 ) -> dict[str, Made]:
-    """The tensors of ``policy``, which has experts, out of a dense model's; ``read`` gives one of these by its name."""
+    """Return the tensors of a model with experts, made from a dense model's tensors.
+
+    Args:
+        policy: The shape of the model with experts.
+        read: A function that returns a tensor of the dense model by name.
+        dtype_of: A function that returns the dtype of a tensor of the dense model by name.
+        seed: The seed of the routers' weights.
+    """
     with torch.device("meta"):
         model = Gpt(policy)
     rules = model.initial_rules()

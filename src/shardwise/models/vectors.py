@@ -7,13 +7,14 @@
     vectors.lookup("tables.user", torch.tensor([7, 12]))           # [2, D]
     model.tables.load_rows("user", vectors.rows("tables.user"))    # back into a table, to train on
 
-The files are mapped: a lookup reads the pages of its rows alone, and many processes share one copy in memory.
+The files are memory-mapped: a lookup reads only the pages of its rows, and many processes share one copy in memory.
 
-A folder that is being read may be written again: files get new names, ``tables.json`` changes from the old ones to the
-new ones in one rename, and then the old ones go. Readers map all files as they open, so each reads the vectors of one
-step, the earlier one for as long as it likes. One process writes at a time.
+A folder may be written again while it is being read: new files get new names, one rename switches ``tables.json``
+from the old files to the new ones, and then the old files are removed. A reader maps all files when it opens the
+folder, so it reads the vectors of a single step, also after the folder has changed. Only one process may write at a
+time.
 
-Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a lookup is a binary search a key.
+Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a lookup is a binary search per key.
 Shapes: M rows of a table, D width, n keys.
 """
 
@@ -38,7 +39,7 @@ from shardwise.plan.strict_json import JSON_BYTES, Count, StrictModel, read_obje
 _INDEX = "tables.json"
 _FORMAT = 1
 _EARLIER = "removed"
-"""Key of an index: files that went when it came, or were still to go where its export was killed."""
+"""The key of an index for files that were removed with it, or were to be removed when the export was killed."""
 _CARRIERS = {
     torch.float64: np.float64,
     torch.float32: np.float32,
@@ -48,22 +49,33 @@ _CARRIERS = {
 
 
 class StoredTable(NamedTuple):
-    """One table, as whoever has its rows offers them."""
+    """A table to be written, with a function that yields its rows."""
 
     name: str
     rows: int
     width: int
     is_dynamic: bool
     parts: Callable[[], Iterator[tuple[int, Tensor, Tensor]]]
-    """Stretches of rows, that together are all: (first row, keys [n], vectors [n, D])."""
+    """A function that yields consecutive runs of rows until all rows are covered: (first row, keys [n], vectors [n,
+    D])."""
 
 
 def write_vectors(
     folder: str | Path, tables: Iterable[StoredTable], step: int, dtype: torch.dtype = torch.float32
 ) -> Path:
-    """Write tables, one stretch of rows in memory at a time; what an earlier export left in the folder goes at the end.
+    """Write tables into a folder, with one run of rows in memory at a time, and remove the files of an earlier export.
 
-    Errors: UsageError for a dtype or a name that does not do, before anything is written.
+    Args:
+        folder: The folder; created if it does not exist.
+        tables: The tables.
+        step: The number of optimizer steps done.
+        dtype: The dtype of the vectors: fp64, fp32 or fp16.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UsageError: before anything is written, if the dtype is another, or a table's name cannot be a file name.
     """
     if dtype not in (torch.float32, torch.float16, torch.float64):
         raise UsageError(f"vectors are written as fp64, fp32 or fp16; given {dtype}")
@@ -84,7 +96,7 @@ def write_vectors(
         for table, file in zip(tables, files, strict=True)
     }
     content = {"format": _FORMAT, "step": step, "tables": entries, _EARLIER: sorted(earlier)}
-    # Before the files: of an export that is killed, this tells the next one what it may remove.
+    # Write the list before the files: if this export is killed, the next one reads here which files it may remove.
     _write_json(coming, content)
     for table, file in zip(tables, files, strict=True):
         shapes = {"keys": (table.rows,), "vectors": (table.rows, table.width)}
@@ -100,7 +112,10 @@ def write_vectors(
 
 
 def _new_files(folder: Path, names: Sequence[str], step: int) -> list[str]:
-    """Names that no file has, not even one of the same step: a run that is done again has other vectors there."""
+    """Return file names that do not exist yet, even if the same step was exported before.
+
+    A run that is repeated has other vectors at the same step, and a reader may have mapped the old files.
+    """
     for number in itertools.count(1):
         again = f"-{number}" if number > 1 else ""
         files = [f"{name}.step_{step}{again}.safetensors" for name in names]
@@ -110,7 +125,7 @@ def _new_files(folder: Path, names: Sequence[str], step: int) -> list[str]:
 
 
 def _files_of(index: Path) -> set[str]:
-    """Files in the index's folder that were written with it, or were to go with it; none where it cannot be read."""
+    """Return the files that were written with an index or removed with it; empty if the index cannot be read."""
     try:
         content = json.loads(read_small_file(index, JSON_BYTES))
         files = {*(str(entry["file"]) for entry in content["tables"].values()), *content.get(_EARLIER, [])}
@@ -124,7 +139,12 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 class Vectors:
-    """The tables in a folder that :func:`write_vectors` made. Errors: CheckpointError, DamagedError."""
+    """The tables in a folder that :func:`write_vectors` wrote.
+
+    Raises:
+        CheckpointError: if the folder has no readable index.
+        DamagedError: if a file is missing or does not fit the index.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -134,28 +154,37 @@ class Vectors:
                 maps = {name: self._map(name, entry) for name, entry in index.tables.items()}
                 break
             except FileNotFoundError as error:
-                # An export that ended after the index was read has removed them; then there is a new index.
+                # An export that ended after the index was read has removed its files and written a new index.
                 before, index = index, self._read_index()
                 if index == before:
                     raise DamagedError(
                         f"{self.folder / _INDEX}: names {error.filename}, which is not there; export again"
                     ) from None
         self.step = index.step
-        """Optimizer steps done when it was saved."""
+        """The number of optimizer steps done when the vectors were saved."""
         self._entries = index.tables
         self._maps = maps
         self._order: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Of tables that were asked: keys in order, and the rows of these."""
+        """For tables that were looked up: the sorted keys, and the rows of these keys."""
 
     @property
     def tables(self) -> dict[str, tuple[int, int]]:
-        """(rows, width) by name."""
+        """The (rows, width) of each table, by name."""
         return {name: (entry.rows, entry.width) for name, entry in self._entries.items()}
 
     def lookup(self, table: str, keys: Tensor) -> Tensor:
-        """Vectors of keys: int64 [n] -> [n, D]. A key that a dynamic table has not reads zeros, as in training.
+        """Look up the vectors of keys.
 
-        Errors: UsageError for an unknown table, DataError for a key outside a static one.
+        Args:
+            table: The name of a table.
+            keys: int64 [n].
+
+        Returns:
+            Vectors [n, D]. A key that a dynamic table does not have reads zeros, as in training.
+
+        Raises:
+            UsageError: if there is no such table.
+            DataError: if a key is outside of a static table.
         """
         self._check_name(table)
         vectors, is_dynamic = self._maps[table].vectors, self._entries[table].dynamic
@@ -184,9 +213,10 @@ class Vectors:
         return torch.from_numpy(rows).view(*keys.shape, vectors.shape[1])
 
     def rows(self, table: str) -> Rows:
-        """All rows of a table, for ``EmbeddingCollection.load_rows``; their optimizer state starts anew.
+        """Return all rows of a table, for ``EmbeddingCollection.load_rows``; their optimizer state starts anew.
 
-        Errors: UsageError for an unknown table.
+        Raises:
+            UsageError: if there is no such table.
         """
         self._check_name(table)
         held = self._maps[table]
@@ -244,7 +274,7 @@ class _Entry(StrictModel):
 
 
 class _TablesIndex(StrictModel):
-    """``tables.json``."""
+    """The content of ``tables.json``."""
 
     format: int
     step: Count

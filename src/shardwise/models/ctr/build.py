@@ -1,4 +1,4 @@
-"""From a policy and the columns of the data to the model."""
+"""The construction of a click-through model from a policy and the columns of the data."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,18 @@ def build_ctr(
     rows: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> ClickModel:
-    """The model that ``policy`` describes, for data of ``schema``; ``rows``: those of features with keys below them."""
+    """Build the model that ``policy`` describes.
+
+    Args:
+        policy: The keys under ``model:``.
+        schema: The columns of the data.
+        tables: The keys under ``tables:``.
+        rows: The number of rows of each feature whose keys are 0 to rows - 1.
+        seed: The seed of the initial weights.
+
+    Raises:
+        ConfigError: if ``tables`` names a feature that the data does not have.
+    """
     tables = tables or TablesPolicy()
     given = (len(schema.dense), tables_for(schema, row_width(policy), tables, rows), tables.optimizer, seed)
     if isinstance(policy, LogisticRegressionPolicy):
@@ -42,7 +53,7 @@ def build_ctr(
 
 
 def row_width(policy: CtrPolicy) -> int:
-    """Numbers of a table's row."""
+    """Return the numbers in a row of a table."""
     if isinstance(policy, LogisticRegressionPolicy):
         return 1
     return policy.width + isinstance(policy, WideDeepPolicy | DeepFmPolicy)

@@ -4,7 +4,8 @@
     x_(l+1) = x_0 * (M x_l + b) + x_l          products of features up to the order l + 2
     M       = a matrix, or U V with a rank far below its size
 
-The network reads x_L (stacked), or x_0 beside it (parallel); the logit is linear in what comes out.
+The network reads x_L (stacked), or x_0 in parallel with the cross layers (parallel); the logit is linear in the
+result.
 
 Paper:  Wang et al. 2020, arXiv:2008.13535.
 Cost:   a cross layer takes X² multiplications a sample, with a rank 2·X·rank.
@@ -19,7 +20,7 @@ from shardwise.models.ctr.policy import DcnPolicy
 
 
 class Cross(nn.Module):
-    """One cross layer."""
+    """A cross layer: x_0 * (M x + b) + x."""
 
     def __init__(self, width: int, rank: int | None) -> None:
         super().__init__()
@@ -27,18 +28,18 @@ class Cross(nn.Module):
         self.up = nn.Linear(width if rank is None else rank, width)
 
     def forward(self, x0: Tensor, x: Tensor) -> Tensor:
-        """[B, X] and [B, X] -> [B, X]."""
+        """Return the layer's output [B, X] for the input of the network ``x0`` [B, X] and of the layer ``x`` [B, X]."""
         inner = x if self.down is None else self.down(x)
         return torch.addcmul(x, x0, self.up(inner))
 
 
 class Dcn(ClickModel):
-    """The model."""
+    """A click-through model with cross layers and a network (DCN, version 2)."""
 
     policy: DcnPolicy
 
     def make_layers(self, dense: int) -> None:
-        """For ``dense`` features."""
+        """Make the cross layers, the network and the output layer, for ``dense`` numbers per sample."""
         width = dense + len(self._features) * self.policy.width
         self.cross = nn.ModuleList(Cross(width, self.policy.rank) for _ in range(self.policy.cross_layers))
         self.deep = mlp(width, self.policy.hidden, ends_linear=False)
@@ -47,7 +48,7 @@ class Dcn(ClickModel):
         self.head = nn.Linear(width + deep_width if is_parallel else deep_width, 1)
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """From dense features [B, N] and rows [B, F, D]: [B]."""
+        """Return the logits [B] of dense features [B, N] and rows [B, F, D]."""
         x0 = torch.cat([dense, vectors.flatten(1)], 1)
         x = x0
         for layer in self.cross:

@@ -16,25 +16,25 @@ from shardwise.models.ctr.policy import DeepFmPolicy
 
 
 class DeepFm(ClickModel):
-    """The model."""
+    """A click-through model with a factorisation machine and a network (DeepFM)."""
 
     policy: DeepFmPolicy
 
     def make_layers(self, dense: int) -> None:
-        """For ``dense`` features."""
+        """Make the linear part and the network, for ``dense`` numbers per sample."""
         self.linear = Linear(dense)
         self.deep = mlp(
             dense + len(self._features) * self.policy.width, [*self.policy.hidden, 1], ends_linear=True
         )
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """From dense features [B, N] and rows [B, F, 1 + D]: [B]."""
+        """Return the logits [B] of dense features [B, N] and rows [B, F, 1 + D]."""
         first, v = vectors.split([1, self.policy.width], 2)
         linear: Tensor = self.linear(dense, first.squeeze(2))
         return linear + pairs(v) + widened(self.deep(torch.cat([dense, v.flatten(1)], 1)).squeeze(1))
 
 
 def pairs(v: Tensor) -> Tensor:
-    """Σ over i < j of <v_i, v_j> for vectors [B, F, D]: [B]."""
+    """Return Σ over i < j of <v_i, v_j> for vectors [B, F, D]: [B]."""
     v = widened(v)
     return (v.sum(1).square() - v.square().sum(1)).sum(1) / 2

@@ -1,4 +1,4 @@
-"""DLRM: the dense features become one more vector; all pairs of vectors meet in dot products.
+"""DLRM: the dense features become one more vector, and all pairs of vectors are multiplied in dot products.
 
     u     = bottom(dense)                                    [B, D]
     dots  = <z_i, z_j> of all pairs of z = (u, v_1, ..., v_F)
@@ -18,19 +18,22 @@ from shardwise.models.ctr.policy import DlrmPolicy
 
 
 class Dlrm(ClickModel):
-    """The model. Without dense features there is no bottom part."""
+    """A click-through model with dot products of all pairs of vectors (DLRM).
+
+    Without dense features there is no bottom part.
+    """
 
     policy: DlrmPolicy
 
     def make_layers(self, dense: int) -> None:
-        """For ``dense`` features."""
+        """Make the bottom and the top part, for ``dense`` numbers per sample."""
         width, vectors = self.policy.width, len(self._features) + bool(dense)
         self.bottom = mlp(dense, [*self.policy.bottom, width], ends_linear=False) if dense else None
         inputs = vectors * (vectors - 1) // 2 + (width if dense else 0)
         self.top = mlp(inputs, [*self.policy.top, 1], ends_linear=True)
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """From dense features [B, N] and rows [B, F, D]: [B]."""
+        """Return the logits [B] of dense features [B, N] and rows [B, F, D]."""
         if self.bottom is None:
             x = pairwise_dots(vectors)
         else:

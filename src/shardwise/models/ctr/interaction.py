@@ -2,8 +2,9 @@
 
     dots[b, p(i, j)] = <z[b, i], z[b, j]>,   i > j,   p(i, j) = i (i - 1) / 2 + j
 
-The lower triangle is taken out of z zᵀ by one ``index_select`` over flat columns, which is twice as fast on a CPU as
-indexing with two tensors. The gradient of z zᵀ is symmetric, so one product gives it where autograd would take two:
+One ``index_select`` over flat columns takes the lower triangle out of z zᵀ, which is twice as fast on a CPU as
+indexing with two tensors. The gradient of z zᵀ is symmetric, so one product computes it where autograd would take
+two:
 
     dz = S z,    S[i, j] = S[j, i] = the gradient of dots[p(i, j)],  0 on the diagonal
 
@@ -49,13 +50,13 @@ class _PairwiseDots(torch.autograd.Function):
 
 @operation("product")
 def pairwise_dots(z: Tensor) -> Tensor:
-    """[B, n, D] -> [B, n (n - 1) / 2]."""
+    """Return the dot products of all pairs of vectors, each pair once: [B, n, D] -> [B, n (n - 1) / 2]."""
     dots: Tensor = _PairwiseDots.apply(z)
     return dots
 
 
 def pairwise_dots_plain(z: Tensor) -> Tensor:
-    """The same by torch's own differentiation: what :func:`pairwise_dots` is tested against."""
+    """Return the same as :func:`pairwise_dots` with torch's own differentiation, as a reference for tests."""
     row, column = _pairs(z.shape[1], z.device)
     return (z @ z.transpose(1, 2))[:, row, column]
 

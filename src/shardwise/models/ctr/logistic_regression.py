@@ -15,15 +15,15 @@ from shardwise.models.ctr.policy import LogisticRegressionPolicy
 
 
 class LogisticRegression(ClickModel):
-    """The model."""
+    """A click-through model with one weight per key and a linear function of the dense features."""
 
     policy: LogisticRegressionPolicy
 
     def make_layers(self, dense: int) -> None:
-        """For ``dense`` features."""
+        """Make the linear part, for ``dense`` numbers per sample."""
         self.linear = Linear(dense)
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """From dense features [B, N] and rows [B, F, 1]: [B]."""
+        """Return the logits [B] of dense features [B, N] and rows [B, F, 1]."""
         logits: Tensor = self.linear(dense, vectors.squeeze(2))
         return logits

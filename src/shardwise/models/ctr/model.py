@@ -1,17 +1,17 @@
-"""What all click-through models share: a click log's batch in, the loss and one logit a sample out.
+"""The base of all click-through models: a batch of a click log as input, the loss and one logit per sample as output.
 
     vectors = tables(sparse)                                  [B, F, W]
-    logit   = what the model makes of dense and vectors       [B]
+    logit   = a function of dense and vectors                 [B]
     loss    = mean over b of softplus(logit) - label · logit  the binary cross-entropy, in fp32
 
-The tables are one ``EmbeddingCollection`` with a table of one width for every feature. A model with a weight of its own
-for every key (the wide part of Wide&Deep, the first order of a factorisation machine) keeps it as the first number of
-the key's row, W = 1 + D: one lookup brings both. Measured on one thread with 26 features x 2,048 samples, forward,
-backward and update: rows of D + 1 take 2 to 8 % longer than rows of D, a second collection of width 1 takes 50 to 70 %
-longer (Adagrad, Adam, row-wise Adagrad; D 8 and 16).
+The tables are one ``EmbeddingCollection`` with a table of the same width for every feature. A model with a separate
+weight for every key (the wide part of Wide&Deep, the first order of a factorisation machine) stores this weight as
+the first number of the key's row, W = 1 + D, so that one lookup reads both. Measured on one thread with 26 features x
+2,048 samples, forward, backward and update: rows of D + 1 take 2 to 8 % longer than rows of D, a second collection of
+width 1 takes 50 to 70 % longer (Adagrad, Adam, row-wise Adagrad; D 8 and 16).
 
-The dense parameters start by rules (models/initial.py), the rows by (seed, table, key): the same model on every layout.
-A batch of no samples has the loss 0, and gradients of 0.
+Dense parameters are initialized by rules (models/initial.py), rows by (seed, table, key): the model is the same on
+every layout. A batch without samples has the loss 0 and gradients of 0.
 
 Shapes: B samples, F features, D width of vectors, W width of rows, N dense features.
 """
@@ -34,7 +34,18 @@ from shardwise.plan.ragged import Ragged
 
 
 class ClickModel(nn.Module, ABC):
-    """Base of the models. ``tables``: one for each feature, all of one width; their order is the features' order."""
+    """The base class of click-through models.
+
+    Args:
+        policy: The keys under ``model:``.
+        dense: The number of dense features.
+        tables: One table for each feature, all of the same width, in the order of the features.
+        optimizer: The optimizer of the rows.
+        seed: The seed of the initial weights.
+
+    Raises:
+        ConfigError: if the tables have different widths.
+    """
 
     def __init__(
         self,
@@ -59,21 +70,31 @@ class ClickModel(nn.Module, ABC):
 
     @abstractmethod
     def make_layers(self, dense: int) -> None:
-        """The dense layers, for ``dense`` numbers a sample."""
+        """Make the dense layers, for ``dense`` numbers per sample."""
 
     @abstractmethod
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """From dense features [B, N] and rows [B, F, W]: [B]."""
+        """Return the logits [B] of dense features [B, N] and rows [B, F, W]."""
 
     def forward(
         self, dense: Tensor, sparse: Mapping[str, Ragged], labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """``{"loss": [], "logits": [B]}`` in fp32, fp64 where the model is; no loss without ``labels`` [B]."""
+        """Return ``{"loss": [], "logits": [B]}`` in fp32, or in fp64 if the model is in fp64.
+
+        Args:
+            dense: Dense features, [B, N].
+            sparse: The keys of each feature.
+            labels: [B]; None: the result has no loss.
+        """
         vectors = self._in_order(self.tables.stacked(sparse)).to(dense.dtype)
         return outcome(self.logits(dense, vectors), labels)
 
     def _in_order(self, stacked: Tensor) -> Tensor:
-        """Placements group tables, which moves features about: a model on another layout is the same model."""
+        """Return the vectors in the order of the features.
+
+        Placements group tables, which changes the order of features; without this step another layout would be
+        another model.
+        """
         there = self.tables.feature_names
         if there == self._features:
             return stacked
@@ -82,19 +103,22 @@ class ClickModel(nn.Module, ABC):
         return stacked.index_select(1, order)
 
     def initial_rules(self) -> dict[str, Initializer]:
-        """Matrices normal with variance 2 / (inputs + outputs), as in DLRM (Glorot and Bengio 2010); biases 0."""
+        """Return the initial rules: matrices normal with variance 2 / (inputs + outputs), biases 0.
+
+        DLRM uses the same rules (Glorot and Bengio 2010).
+        """
         return {
             name: Normal(math.sqrt(2 / sum(parameter.shape))) if parameter.dim() == 2 else Constant(0.0)
             for name, parameter in self.named_parameters()
         }
 
     def unit_patterns(self) -> list[str]:
-        """None: the dense part of a click-through model is small, and one bucket travels fastest."""
+        """Return no patterns: the dense part of a click-through model is small, and one bucket is reduced fastest."""
         return []
 
 
 def outcome(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
-    """What a model returns for logits [B]."""
+    """Return a model's output for logits [B]: the logits, and the loss if there are labels."""
     logits = widened(logits)
     if labels is None:
         return {"logits": logits}
@@ -103,12 +127,12 @@ def outcome(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """In fp32 at least: sums of logits are not taken in 16 bits."""
+    """Return ``x`` in fp32 or wider, because logits are not summed in 16 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def mlp(inputs: int, outputs: Sequence[int], ends_linear: bool) -> nn.Sequential:
-    """Linear layers with ReLU between them, and behind the last one unless ``ends_linear``."""
+    """Return linear layers, each followed by a ReLU, except the last one if ``ends_linear`` is True."""
     layers: list[nn.Module] = []
     for width in outputs:
         layers += [nn.Linear(inputs, width), nn.ReLU()]
@@ -117,7 +141,7 @@ def mlp(inputs: int, outputs: Sequence[int], ends_linear: bool) -> nn.Sequential
 
 
 class Linear(nn.Module):
-    """Σ of the weights of a sample's keys + w · dense + bias: [B]. What the wide part of every model is."""
+    """A linear function, the wide part of every model: Σ of the weights of a sample's keys + w · dense + bias, [B]."""
 
     def __init__(self, dense: int) -> None:
         super().__init__()
@@ -125,6 +149,6 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dense)) if dense else None
 
     def forward(self, dense: Tensor, key_weights: Tensor) -> Tensor:
-        """``key_weights``: [B, F]."""
+        """Return the logits [B] of dense features [B, N] and the weights of keys [B, F]."""
         total = widened(key_weights).sum(1) + self.bias
         return total if self.weight is None else total + widened(dense @ self.weight)

@@ -1,9 +1,9 @@
-"""The shapes of the click-through models: what stands under ``model:``.
+"""The policies of the click-through models, for the keys under ``model:``.
 
 model: {name: dlrm, width: 16, bottom: [64], top: [128, 64]}
 model: {name: dcn, width: 16, cross_layers: 3, rank: 64, hidden: [256, 128]}
 
-The tables follow from the features of the data; ``tables:`` says what differs.
+The tables follow from the features of the data; ``tables:`` contains what differs.
 """
 
 from typing import Literal
@@ -19,16 +19,16 @@ class LogisticRegressionPolicy(Policy):
     """The shape of a :class:`LogisticRegression`."""
 
     name: Literal["logistic_regression"] = "logistic_regression"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
 
 
 class WideDeepPolicy(Policy):
     """The shape of a :class:`WideDeep`."""
 
     name: Literal["wide_deep"] = "wide_deep"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     width: PositiveInt = 16
-    """Numbers of a key's vector; its weight in the wide part comes on top."""
+    """Numbers of a key's vector, without its weight in the wide part."""
     hidden: Layers = (128, 64)
     """Outputs of each layer of the deep part."""
 
@@ -37,9 +37,9 @@ class DeepFmPolicy(Policy):
     """The shape of a :class:`DeepFm`."""
 
     name: Literal["deepfm"] = "deepfm"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     width: PositiveInt = 16
-    """Numbers of a key's vector; its weight of first order comes on top."""
+    """Numbers of a key's vector, without its weight of first order."""
     hidden: Layers = (128, 64)
     """Outputs of each layer of the deep part."""
 
@@ -48,26 +48,27 @@ class DcnPolicy(Policy):
     """The shape of a :class:`Dcn`."""
 
     name: Literal["dcn"] = "dcn"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     width: PositiveInt = 16
     """Numbers of a key's vector."""
     cross_layers: PositiveInt = 3
-    """Layers that multiply by the input: the highest order of products is one more."""
+    """Layers that multiply by the input; the highest order of products is one more than their number."""
     rank: PositiveInt | None = None
-    """Matrices of the cross layers as products of two thin ones with so many columns; left out: whole matrices."""
+    """The number of columns of the two thin matrices whose product is the matrix of a cross layer; left out: whole
+    matrices."""
     hidden: Layers = (128, 64)
-    """Outputs of each layer of the deep part; none: the cross layers alone."""
+    """Outputs of each layer of the deep part; an empty list: only cross layers."""
     structure: Literal["stacked", "parallel"] = "stacked"
-    """The deep part reads what the cross layers give, or the same input as they."""
+    """The input of the deep part: the output of the cross layers (stacked), or the same input as theirs (parallel)."""
 
 
 class DlrmPolicy(Policy):
     """The shape of a :class:`Dlrm`."""
 
     name: Literal["dlrm"] = "dlrm"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     width: PositiveInt = 16
-    """Numbers of a key's vector, and outputs of the bottom part's last layer, which is added to ``bottom``."""
+    """Numbers of a key's vector, and outputs of the bottom part's last layer, which is appended to ``bottom``."""
     bottom: Layers = (64,)
     """Outputs of each layer between the dense features and their vector."""
     top: Layers = (128, 64)
@@ -82,4 +83,4 @@ CTR_POLICIES: dict[str, type[CtrPolicy]] = {
     "dcn": DcnPolicy,
     "dlrm": DlrmPolicy,
 }
-"""By the word under ``model.name``."""
+"""The policy of each word under ``model.name``."""

@@ -1,7 +1,7 @@
 """The tables of a click-through model: one for each feature of its data, under the feature's name.
 
-what a table is        from the first that says it
-rows or dynamic        tables.named, tables.defaults, the rows that the data is known to have; else dynamic
+option of a table      the first source that gives it
+rows or dynamic        tables.named, tables.defaults, the known number of rows in the data; else dynamic
 everything else        tables.named, tables.defaults, TablePolicy
 """
 
@@ -19,9 +19,16 @@ _KINDS = ("rows", "dynamic")
 def tables_for(
     schema: Schema, width: int, policy: TablesPolicy | None = None, rows: Mapping[str, int] | None = None
 ) -> list[TablePolicy]:
-    """A table of ``width`` for every feature, in their order. ``rows``: of features whose keys are 0 to rows - 1.
+    """Return a table of width ``width`` for every feature, in the order of the features.
 
-    Errors: ConfigError where the policy names a feature that there is not.
+    Args:
+        schema: The columns of the data.
+        width: The numbers in a row.
+        policy: The keys under ``tables:``.
+        rows: The number of rows of each feature whose keys are 0 to rows - 1.
+
+    Raises:
+        ConfigError: if the policy names a feature that the data does not have.
     """
     policy, rows = policy or TablesPolicy(), rows or {}
     features = [feature.name for feature in schema.features]
@@ -42,7 +49,7 @@ def _table(name: str, width: int, policy: TablesPolicy, rows: int | None) -> Tab
 
 
 def _given(options: TableOptions | None) -> dict[str, Any]:
-    """The keys that were given, their values as they are."""
+    """Return the keys that were given, with their values as they are."""
     if options is None:
         return {}
     return {key: value for key in options.model_fields_set if (value := getattr(options, key)) is not None}

@@ -1,4 +1,4 @@
-"""Wide&Deep: a linear model that remembers, beside a network that generalises.
+"""Wide&Deep: a linear model, which memorises single keys, beside a network, which generalises.
 
     logit = linear(dense, weights of keys) + mlp([dense, vectors of keys])
 
@@ -14,19 +14,19 @@ from shardwise.models.ctr.policy import WideDeepPolicy
 
 
 class WideDeep(ClickModel):
-    """The model."""
+    """A click-through model with a linear part and a network (Wide&Deep)."""
 
     policy: WideDeepPolicy
 
     def make_layers(self, dense: int) -> None:
-        """For ``dense`` features."""
+        """Make the linear part and the network, for ``dense`` numbers per sample."""
         self.linear = Linear(dense)
         self.deep = mlp(
             dense + len(self._features) * self.policy.width, [*self.policy.hidden, 1], ends_linear=True
         )
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """From dense features [B, N] and rows [B, F, 1 + D]: [B]."""
+        """Return the logits [B] of dense features [B, N] and rows [B, F, 1 + D]."""
         wide, deep = vectors.split([1, self.policy.width], 2)
         wide_logit: Tensor = self.linear(dense, wide.squeeze(2))
         return wide_logit + widened(self.deep(torch.cat([dense, deep.flatten(1)], 1)).squeeze(1))

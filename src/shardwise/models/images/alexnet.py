@@ -1,9 +1,9 @@
-"""AlexNet in its version of one tower, as a list of layers that a pipeline cuts anywhere.
+"""AlexNet in its version with one tower, as a list of layers that a pipeline cuts anywhere.
 
     11 x 11 / 4, pool   5 x 5, pool   3 x 3   3 x 3   3 x 3, pool   -> 6 x 6 x 4W -> hidden -> hidden -> classes
 
-Each pool is 3 x 3 with stride 2, a ReLU behind every layer but the last. Start weights by He's rule (arXiv:1502.01852):
-with torch's own the signal fades in eight layers without norms.
+Each pool is 3 x 3 with stride 2, and a ReLU follows every layer but the last. Initial weights follow He's rule
+(arXiv:1502.01852): with torch's own rule the signal fades in eight layers without norms.
 
 Paper: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks", arXiv:1404.5997.
 Shapes: W width, B batch, S side.
@@ -19,7 +19,16 @@ _LAST_SIDE = 6
 
 
 def alexnet(policy: AlexNetPolicy, classes: int, seed: int = 0) -> Layers:
-    """``model(images [B, 3, S, S], labels [B])`` is the mean loss, ``model(images)`` logits [B, classes]."""
+    """Build an AlexNet.
+
+    ``model(images [B, 3, S, S], labels [B])`` returns the mean loss, and ``model(images)`` returns logits [B,
+    classes].
+
+    Args:
+        policy: The keys under ``model:``.
+        classes: The number of outputs.
+        seed: The seed of the initial weights.
+    """
     w, hidden = policy.width, policy.hidden
     return Layers(
         [

@@ -1,4 +1,4 @@
-"""From a policy and the number of classes in the data to the model."""
+"""The construction of a model of images from a policy and the number of classes in the data."""
 
 from torch import nn
 
@@ -9,7 +9,16 @@ from shardwise.plan.errors import ConfigError
 
 
 def build_image_model(policy: ImageModelPolicy, classes: int, seed: int = 0) -> nn.Module:
-    """The model that ``policy`` describes, for data of ``classes``. Errors: ConfigError where it has fewer outputs."""
+    """Build the model that ``policy`` describes, for data of ``classes`` classes.
+
+    Args:
+        policy: The keys under ``model:``.
+        classes: The number of classes in the data.
+        seed: The seed of the initial weights.
+
+    Raises:
+        ConfigError: if the policy gives fewer outputs than the data has classes.
+    """
     outputs = policy.classes or classes
     if outputs < classes:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The shapes of the models of images: what stands under ``model:``.
+"""The policies of the models of images, for the keys under ``model:``.
 
 model: {name: resnet, depth: 50}                              # the paper's shape, for pictures of 224 pixels
 model: {name: resnet, depth: 18, width: 16, size: 32}         # one for a CPU
@@ -14,14 +14,14 @@ from pydantic import Field, PositiveInt
 from shardwise.plan.policy import Policy
 
 _LEAST_ALEXNET = 63
-"""Pixels that AlexNet's strides and pools leave one of."""
+"""The smallest side in pixels of which AlexNet's strides and pools leave one pixel."""
 
 
 class AlexNetPolicy(Policy):
     """The shape of an AlexNet, a list of layers that a pipeline cuts anywhere."""
 
     name: Literal["alexnet"] = "alexnet"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     size: Annotated[int, Field(ge=_LEAST_ALEXNET)] = 224
     """Side of the pictures, in pixels."""
     width: PositiveInt = 64
@@ -29,29 +29,29 @@ class AlexNetPolicy(Policy):
     hidden: PositiveInt = 4096
     """Features between the three matrices at the end."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Share of features zeroed before the first two of these matrices, in training."""
+    """The share of features zeroed before the first two matrices at the end, in training."""
     classes: PositiveInt | None = None
-    """Outputs; left out: the data's classes."""
+    """Outputs of the model; left out: the classes of the data."""
 
 
 class ResNetPolicy(Policy):
     """The shape of a :class:`ResNet`."""
 
     name: Literal["resnet"] = "resnet"
-    """Which of the models that come with the package."""
+    """The name of the built-in model."""
     depth: Literal[18, 34, 50, 101, 152] = 50
     """Layers with weights: 18 and 34 have blocks of two convolutions, the others of three."""
     size: Annotated[int, Field(ge=8)] = 224
     """Side of the pictures, in pixels."""
     width: PositiveInt = 64
-    """Channels of the first stage; each of the three others has twice as many as the one before."""
+    """Channels of the first stage; each of the three other stages has twice as many as the stage before."""
     stem: Literal["imagenet", "cifar"] | None = None
-    """What comes first: 7 x 7 with stride 2 and a pool, or 3 x 3 with stride 1 and none; left out: by ``size``, cifar
-    up to 64 pixels."""
+    """The first layers: 7 x 7 with stride 2 and a pool (imagenet), or 3 x 3 with stride 1 and no pool (cifar); left
+    out: cifar if ``size`` is at most 64 pixels."""
     classes: PositiveInt | None = None
-    """Outputs; left out: the data's classes."""
+    """Outputs of the model; left out: the classes of the data."""
 
 
 ImageModelPolicy = AlexNetPolicy | ResNetPolicy
 IMAGE_POLICIES: dict[str, type[ImageModelPolicy]] = {"alexnet": AlexNetPolicy, "resnet": ResNetPolicy}
-"""By the word under ``model.name``."""
+"""The policy of each word under ``model.name``."""

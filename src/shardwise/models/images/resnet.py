@@ -4,11 +4,11 @@
     18, 34   3 x 3, 3 x 3                         2 2 2 2,  3 4 6 3
     50 ...   1 x 1, 3 x 3, 1 x 1 (4 x as wide)    3 4 6 3,  3 4 23 3 (101),  3 8 36 3 (152)
 
-    y = relu(x + block(x)); where a block halves the side or changes the width, x goes through a 1 x 1 convolution
+    y = relu(x + block(x)); if a block halves the side or changes the width, x passes through a 1 x 1 convolution
 
-Version 1.5 halves the side in the 3 x 3 of a wide block, where 1.0 did in its first 1 x 1. Convolutions start by He's
-rule for what goes out, and the last norm of each block at 0, so that every block starts as the identity
-(Goyal et al. 2017, arXiv:1706.02677, 5.1).
+Version 1.5 halves the side in the 3 x 3 of a wide block, version 1.0 in its first 1 x 1. Convolutions are initialized
+by He's rule for outputs, and the last norm of each block with 0, so that every block starts as the identity (Goyal et
+al. 2017, arXiv:1706.02677, 5.1).
 
 Paper: He et al. 2015, arXiv:1512.03385.
 Cost:  4.1 GFLOP forward for a picture of 224 pixels at depth 50.
@@ -29,11 +29,11 @@ _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23,
 _NARROW = (18, 34)
 _WIDER = 4
 _CIFAR_SIDE = 64
-"""Pictures up to this side keep it in the stem."""
+"""The largest side in pixels of pictures for which the stem keeps the side."""
 
 
 class ResidualBlock(nn.Module):
-    """x + norm(conv(...)); the last norm of ``norms`` starts at 0."""
+    """A residual block: x + norm(conv(...)), where the last norm of ``norms`` starts with 0."""
 
     def __init__(self, inputs: int, width: int, stride: int, is_narrow: bool) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class ResidualBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output for ``x`` [B, channels, S, S]."""
         kept = x if self.shortcut is None else self.shortcut(x)
         for place, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
             x = norm(convolution(F.relu(x) if place else x))
@@ -58,7 +59,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The model, with the start weights of ``seed``."""
+    """A ResNet; the initial weights follow from ``seed``, except on the meta device."""
 
     def __init__(self, policy: ResNetPolicy, classes: int, seed: int = 0) -> None:
         super().__init__()
@@ -81,7 +82,15 @@ class ResNet(nn.Module):
             draw_all(self, self.initial_rules(), seed)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits [B, classes] of ``images`` [B, 3, S, S]; the mean loss [] in fp32 where ``labels`` [B] are given."""
+        """Return the logits of images, or the mean loss if ``labels`` are given.
+
+        Args:
+            images: [B, 3, S, S].
+            labels: [B].
+
+        Returns:
+            Logits [B, classes], or the loss [] in fp32.
+        """
         x = self.pool(F.relu(self.norm(self.stem(images))))
         for block in self.blocks:
             x = block(x)
@@ -89,7 +98,10 @@ class ResNet(nn.Module):
         return logits if labels is None else cross_entropy(logits, labels)
 
     def initial_rules(self) -> dict[str, Initializer]:
-        """See the module's docstring."""
+        """Return the initial rules: He's rule for convolutions, 0 for the last norm of each block.
+
+        The other norms are 1, biases 0, and the head is normal with standard deviation 0.01.
+        """
         last = {f"blocks.{i}.norms.{len(block.norms) - 1}.weight" for i, block in enumerate(self.blocks)}  # type: ignore[arg-type]
         rules: dict[str, Initializer] = {}
         for name, parameter in self.named_parameters():
@@ -102,7 +114,7 @@ class ResNet(nn.Module):
         return rules
 
     def unit_patterns(self) -> list[str]:
-        """Blocks move one by one, the stem and the head with the root."""
+        """Return patterns of the modules whose parameters move together: the blocks (stem and head: the root)."""
         return ["blocks.*"]
 
 
