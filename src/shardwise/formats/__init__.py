@@ -1,1 +1,1 @@
-"""Row 2: file formats of others, by their bytes. Who reads and writes such files is above."""
+"""Row 2: file formats of other projects at the level of bytes; higher rows read and write such files."""

@@ -1,10 +1,10 @@
-"""safetensors, by its bytes: what lies where in a file, so that any slice of a tensor is read or written alone.
+"""The safetensors format at the level of bytes, so that any slice of a tensor can be read or written by itself.
 
     8 bytes    length of the header, little endian
     header     JSON: {name: {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, "__metadata__": {...}}
-    data       the tensors, row-major; offsets count from here
+    data       the tensors, row-major; offsets count from the first byte of the data
 
-Reading goes through a memory map: only the pages of the slice are touched. Nothing in the file is executed.
+Files are read through a memory map: only the pages of the slice are read. No code of the file is executed.
 """
 
 import itertools
@@ -44,32 +44,38 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtype by the format's name of it."""
+"""The dtype for each name in the format."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-"""The other way round."""
+"""The format's name for each dtype."""
 METADATA = "__metadata__"
-"""Key of the header that is no tensor."""
+"""The key of the header that is not a tensor."""
 _CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""numpy has no bfloat16: bits travel in an integer of the same size."""
+"""Integers of the same size as a dtype, in which NumPy reads the bits, because NumPy has no bfloat16."""
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies."""
+    """The position, shape and dtype of one tensor in a file."""
 
     file: Path
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Byte in the file."""
+    """The offset of the first byte in the file."""
 
     @property
     def elements(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     def read(self, start: int, stop: int, transposed: bool = False) -> Tensor:
-        """Flat elements [start, stop) of the tensor, or of its transpose: [stop - start]."""
+        """Read flat elements [start, stop) of the tensor, or of its transpose, and return them: [stop - start].
+
+        Args:
+            start: The first element.
+            stop: The element after the last one.
+            transposed: True to count the elements in the transpose of the tensor.
+        """
         if start >= stop:
             return torch.empty(0, dtype=self.dtype)
         carrier = _CARRIERS[self.dtype.itemsize]
@@ -84,8 +90,10 @@ class StoredTensor(NamedTuple):
         return torch.from_numpy(values).view(self.dtype)
 
     def mapped(self) -> Tensor:
-        """The whole tensor in a map of the file: it may be read, and not written. One that does not begin at a multiple
-        of its dtype's size is read."""
+        """Return the whole tensor as a memory map of the file, which must not be written.
+
+        A tensor that does not begin at a multiple of its dtype's size is read into memory.
+        """
         if not self.elements or self.offset % self.dtype.itemsize:
             return self.read(0, self.elements).view(self.shape)
         carrier = _CARRIERS[self.dtype.itemsize]
@@ -96,7 +104,7 @@ class StoredTensor(NamedTuple):
 
 
 class _Stored(StrictModel):
-    """One tensor as the header has it."""
+    """An entry of the header."""
 
     dtype: str
     shape: Annotated[list[Count], Field(max_length=64)]
@@ -104,9 +112,11 @@ class _Stored(StrictModel):
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name, no two of them at one place, all within the file.
+    """Read the header of a file and return its tensors by name.
 
-    Errors: DamagedError names the tensor; CheckpointError a dtype that is not read, or a file that does not open.
+    Raises:
+        CheckpointError: if the file cannot be opened, or has a dtype that cannot be read.
+        DamagedError: if a tensor is not within the file or overlaps another; the error names the tensor.
     """
     try:
         found = file.stat()
@@ -121,7 +131,17 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def header_of(file: Path, size: int, read: Callable[[int, int], bytes]) -> dict[str, StoredTensor]:
-    """The same of a file of ``size`` bytes that ``read(start, count)`` reads, from the beginning on."""
+    """Return the tensors of a file by name, reading the header with a function.
+
+    Args:
+        file: The file's name.
+        size: The file's bytes.
+        read: A function (start, count) that returns bytes; called with ascending positions.
+
+    Raises:
+        CheckpointError: if the file has a dtype that cannot be read.
+        DamagedError: if a tensor is not within the file or overlaps another; the error names the tensor.
+    """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else 0
     if size < 8 or length > min(size - 8, JSON_BYTES):
         raise DamagedError(f"{file}: not a safetensors file: {size} bytes, header of {length} bytes")
@@ -134,11 +154,14 @@ def encoded_header(
     notes: Mapping[str, str] | None = None,
     alignment: int = 8,
 ) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file that holds ``tensors`` one behind the other, and the byte at which each begins.
+    """Return the first bytes of a file that contains ``tensors`` one after another, and the offset of each tensor.
 
-    ``notes``: further metadata. The data begins at a multiple of ``alignment``.
+    Args:
+        tensors: (name, dtype, shape) of each tensor.
+        notes: Further metadata.
+        alignment: The number of which the offset of the data is a multiple.
     """
-    # "format": transformers refuses weights without it.
+    # Without the key "format", transformers refuses to load the weights.
     header: dict[str, Any] = {METADATA: {"format": "pt", **(notes or {})}}
     offsets: dict[str, int] = {}
     end = 0
@@ -153,7 +176,7 @@ def encoded_header(
 
 
 def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[StoredTensor]:
-    """In the order of their places."""
+    """Return the tensors of a header, sorted by offset."""
     tensors = []
     for name, given in header.items():
         if name == METADATA:
@@ -180,10 +203,18 @@ def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[S
 
 
 class SafetensorsWriter:
-    """Writes tensors one at a time or part by part, in any order, at places fixed beforehand: memory of one of them.
+    """A writer of tensors whose positions are fixed in advance, tensor by tensor or part by part in any order.
 
-    ``dtype`` is that of all tensors, or of each by name. The file appears under its name when the last tensor is in and
-    the writer is left without an exception.
+    The writer needs memory for one part. The file gets its name when all tensors are written and the context ends
+    without an exception.
+
+    Args:
+        file: The file to write.
+        shapes: The shape of each tensor, by name.
+        dtype: The dtype of all tensors, or of each tensor by name.
+
+    Raises:
+        CheckpointError: if the format does not have a dtype.
     """
 
     def __init__(
@@ -211,7 +242,11 @@ class SafetensorsWriter:
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put one whole tensor in its place."""
+        """Write one whole tensor.
+
+        Raises:
+            MismatchError: if the tensor is unknown, has another shape, or was written before.
+        """
         expected = self._shapes.get(name)
         if expected is None or (self._missing[name] == 0 and 0 not in expected):
             raise MismatchError(f"{self._file}: {name} was written twice, or was not announced")
@@ -220,7 +255,13 @@ class SafetensorsWriter:
         self.write_part(name, 0, tensor)
 
     def write_part(self, name: str, start: int, part: Tensor) -> None:
-        """Put elements [start, start + n) of a tensor in their place; parts do not overlap."""
+        """Write elements [start, start + n) of a tensor; parts must not overlap.
+
+        Args:
+            name: The name of the tensor.
+            start: The first element.
+            part: The elements, of any shape.
+        """
         assert self._stream is not None, "SafetensorsWriter is a context manager"
         dtype = self._dtypes[name]
         bits = part.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)

@@ -241,7 +241,7 @@ class _PartCall:
             lead = list(x.shape[:-1])
             if isinstance(matrix, ColumnLinear) and _joins(matrix):
                 lead[1] *= matrix.region.group.size
-            with _disable_current_modes():  # a mode such as the fake-tensor mode would make a tensor of its own kind
+            with _disable_current_modes():  # a fake-tensor mode would make a tensor of its own kind
                 like = torch.empty(*lead, _sizes(matrix)[1], dtype=x.dtype, device="meta")
             return UnmadeFeatures.of(self, x, like, _Noted(_product, (matrix,), {}))
 

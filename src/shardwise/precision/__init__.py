@@ -1,1 +1,1 @@
-"""Row 2: dtypes and the loss scale."""
+"""Row 2: dtypes, dtypes by operation, and the loss scale."""

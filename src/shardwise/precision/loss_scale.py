@@ -1,10 +1,11 @@
-"""Loss scale: keeps small fp16 gradients from vanishing.
+"""The loss scale, which keeps small fp16 gradients from becoming zero.
 
     backward(loss · scale);   gradient / scale before the update
     overflow:                 skip the step; at the ``hysteresis``-th  scale ← scale · backoff_factor
     ``growth_interval`` clean steps in a row:                          scale ← scale · growth_factor
 
-Every rank feeds the same flag (the finite check travels with the norm), so all hold the same scale and skip together.
+Every rank passes the same flag (the check for finite gradients is reduced together with the norm), so all ranks have
+the same scale and skip the same steps.
 
 Paper: Micikevicius et al. 2018, arXiv:1710.03740.
 """
@@ -16,7 +17,7 @@ from shardwise.precision.policy import LossScalePolicy
 
 @dataclass
 class LossScale:
-    """State of the scale; ``update`` is called once per optimizer step."""
+    """The state of the loss scale; ``update`` is called once per optimizer step."""
 
     policy: LossScalePolicy
     scale: float = 0.0
@@ -30,11 +31,15 @@ class LossScale:
 
     @property
     def is_spent(self) -> bool:
-        """True where one more overflow would ask for a smaller scale than there is."""
+        """True if no smaller scale is available for one more overflow."""
         return not self.policy.dynamic or (self.overflows_left <= 1 and self.scale <= self.policy.min_scale)
 
     def update(self, finite: bool) -> None:
-        """Take note of one step's gradients."""
+        """Update the scale after one step.
+
+        Args:
+            finite: True if all gradients of the step were finite.
+        """
         policy = self.policy
         if not policy.dynamic:
             return
@@ -52,15 +57,15 @@ class LossScale:
         if self.overflows_left <= 0:
             self.scale = max(self.scale * policy.backoff_factor, policy.min_scale)
             self.overflows_left = (
-                1  # from here every further overflow counts, until the tolerance is restored
+                1  # until growth restores the tolerance, every further overflow reduces the scale
             )
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "clean_steps": self.clean_steps, "overflows_left": self.overflows_left}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """From the checkpoint. A scale that stays is the configuration's."""
+        """Restore the state from a checkpoint; a constant scale keeps the configuration's value."""
         if not self.policy.dynamic:
             return
         self.scale = float(state["scale"])

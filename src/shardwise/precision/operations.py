@@ -1,25 +1,27 @@
-"""The dtype of each operation: products in 16 bits, what sums or grows in fp32, all else as its inputs are.
+"""The dtype of each operation: products in 16 bits, sums and exponentials in fp32, all else in its inputs' dtype.
 
     product    linear, matmul, convolutions, attention, recurrent cells      floating inputs cast to 16 bits
     fp32       softmax, norms, losses, sums, exponentials, decompositions    16-bit inputs cast to fp32
-    widest     what takes tensors of one dtype alone (``scatter_add``, ...)  all cast to the widest among them
-    in place   ``addmm_``, ``index_add_``, ...                               all cast to the dtype of what is written
+    widest     functions that need equal dtypes (``scatter_add``, ...)       all cast to the widest among them
+    in place   ``addmm_``, ``index_add_``, ...                               all cast to the dtype of the written
+    tensor
     any other  relu, gelu, +, *, cat, views, ...                             torch's own promotion
 
-fp64 stays fp64, and so does a result whose ``dtype`` or ``out`` the caller names. The lists are ours, the same on every
-device: torch's autocast differs between devices (on the CPU it leaves softmax in 16 bits), keeps 16-bit copies of
-weights that ZeRO has released since, and does not reach into kernels of our own. Inside modules all of whose parameters
-``keep_fp32`` names, products are computed in fp32 too.
+fp64 stays fp64, and a result whose ``dtype`` or ``out`` the caller names keeps that dtype. The lists are the same on
+every device. torch's autocast is not used, because it differs between devices (on the CPU it leaves softmax in 16
+bits), keeps 16-bit copies of weights that ZeRO has released since, and does not apply to this package's own kernels.
+Inside modules all of whose parameters ``keep_fp32`` names, products are computed in fp32 too.
 
-A mode of torch's functions, entered around each pass (``engine/pass_context.py``) and around each recomputation
-(``memory/replay.py``), in no other run. Backward passes keep the dtypes of their forward passes. It sees what a model
-and a loss function call in Python; of what torch composes in C++ it sees the whole (a scaled dot product attention, an
-LSTM), of ``F.multi_head_attention_forward`` the parts. A function of ours is one operation where it says what it is
+The implementation is a torch function mode, which is entered around each pass (``engine/pass_context.py``) and around
+each recomputation (``memory/replay.py``), only in runs that set ``precision.operations``. Backward passes keep the
+dtypes of their forward passes. The mode sees the functions that a model and a loss function call in Python. A
+function that torch composes in C++ is one operation (a scaled dot product attention, an LSTM);
+``F.multi_head_attention_forward`` is its parts. A function of this package is one operation if it declares its kind
 (``kernels/operation.py``).
 
 Paper: Micikevicius et al. 2017, arXiv:1710.03740.
-Cost:  a few microseconds per operation; a product casts its weights anew each time it runs, so that no copy outlives a
-       gathered weight: ``linear`` keeps the fp32 weight and casts again in its backward pass.
+Cost:  a few microseconds per operation. A product casts its weights each time it runs, so that no copy outlives a
+gathered weight: ``linear`` keeps the fp32 weight and casts it again in its backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +63,8 @@ IN_FP32 = _words(
     "stft istft cholesky cholesky_solve cholesky_inverse inverse det logdet slogdet pinverse svd qr lu lu_solve "
     "triangular_solve matrix_exp matrix_power ormqr geqrf svd_lowrank pca_lowrank lobpcg"
 )
-"""Beside these: every ``*_loss``, all of ``torch.fft``, and all of ``torch.linalg`` but its products."""
+"""Functions in fp32, in addition to every ``*_loss``, all of ``torch.fft``, and all of ``torch.linalg`` but its
+products."""
 WIDEST = _words(
     "dot vdot addr addcmul addcdiv lerp cross prelu grid_sample embedding_bag complex polar bucketize searchsorted "
     "allclose isclose heaviside index_put index_add index_copy put scatter scatter_add scatter_reduce masked_scatter"
@@ -76,23 +79,26 @@ Rule = Callable[["DtypeByOperation", Callable[..., Any], tuple[Any, ...], dict[s
 
 
 class Operations:
-    """Of one engine: makes what its passes run in (``Replay.inside``), and knows the modules that stay in fp32."""
+    """The operation dtypes of one engine: makes the contexts of its passes and tracks modules in fp32."""
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self._policy = policy
         self.kept = 0
-        """Modules that stay in fp32 and run now, one in another perhaps."""
+        """The number of running modules that stay in fp32; they may be nested."""
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """Around a pass, or a part of one that runs again."""
+        """Return the context of a pass, or of a part of a pass that is recomputed."""
         narrow = self._policy.operations
         return nullcontext() if narrow is None else DtypeByOperation(narrow, self)
 
     def apply_to(self, root: nn.Module) -> None:
-        """Wrap ``forward`` of those modules that need it; hooks would stay outside where a module runs again.
+        """Wrap ``forward`` of the modules that need it; a hook would not run if a module is recomputed.
 
-        Recurrent ones get inputs of the dtype of their weights, which they check for before they call torch. Products
-        too are computed in fp32 in modules all of whose parameters ``keep_fp32`` names.
+        Recurrent modules get inputs with the dtype of their weights, because they check the dtype before they call
+        torch. Modules all of whose parameters ``keep_fp32`` names compute products in fp32 too.
+
+        Args:
+            root: The model.
         """
         if self._policy.operations is None:
             return
@@ -101,7 +107,7 @@ class Operations:
                 module.forward = _with_wide_inputs(module.forward)  # type: ignore[method-assign]
         if not self._policy.keep_fp32:
             return
-        for name, module in root.named_modules():  # those inside of others too: they may run again alone
+        for name, module in root.named_modules():  # also nested ones, which may be recomputed by themselves
             prefix = f"{name}." if name else ""
             held = [prefix + each for each, _ in module.named_parameters()]
             if held and all(map(self._policy.keeps, held)):
@@ -128,7 +134,10 @@ def _with_wide_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DtypeByOperation(TorchFunctionMode):
-    """Entered around a pass. Backward passes inside it do not see it: torch calls them as one operation."""
+    """A torch function mode that chooses the dtype of each operation of a pass.
+
+    Backward passes inside the mode are not affected: torch calls them as a single operation.
+    """
 
     def __init__(self, narrow: SixteenBits, of: Operations | None = None) -> None:
         super().__init__()
@@ -147,7 +156,7 @@ class DtypeByOperation(TorchFunctionMode):
 
 
 def running_dtypes_again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """``context_fn`` of torch's checkpoint: what runs again takes the dtypes that operations have now."""
+    """Return contexts that give a recomputation the current operation dtypes, for torch's checkpoint."""
     modes = torch.overrides._get_current_function_mode_stack()
     running = [mode for mode in modes if isinstance(mode, DtypeByOperation)]
     return nullcontext(), running[-1] if running else nullcontext()
@@ -175,7 +184,11 @@ def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def _attention(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
-    """A mask that adds the smallest number of fp32 adds the smallest of the 16 bits, and not -infinity."""
+    """Compute an attention as a product, with an additive mask cast to the 16-bit dtype.
+
+    The smallest number of fp32 in the mask becomes the smallest number of the 16-bit dtype: a plain cast would make
+    it -infinity, and a row of only such numbers would become NaN.
+    """
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if isinstance(mask, Tensor) and mask.dtype == torch.float32:
         least = torch.finfo(mode.narrow).min
@@ -209,14 +222,14 @@ def _in_place(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _parts(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function that torch composes in Python, operation by operation."""
+    """Run a function that torch composes in Python, so that each of its operations gets its own dtype."""
     with mode:
         return _open(func)(*args, **kwargs)
 
 
 @cache
 def _open(function: Any) -> Any:
-    """``function`` without its first lines, which would hand the call to the mode once more."""
+    """Return a copy of ``function`` without the check that would pass the call to the mode again."""
     around = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
     made = FunctionType(function.__code__, {**function.__globals__, **around}, function.__name__)
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
@@ -233,7 +246,7 @@ _OWN: dict[Any, Rule] = {"product": _product, "fp32": _in_fp32}
 
 @cache
 def _rules() -> dict[Any, Rule]:
-    """By function and method of torch."""
+    """Return the rule of each function and method of torch."""
     found: dict[Any, Rule] = {}
     losses = [name for space in _NAMESPACES for name in dir(space) if name.endswith("_loss")]
     for names, rule in (
@@ -255,7 +268,7 @@ def _rules() -> dict[Any, Rule]:
 
 
 def functions_named(name: str) -> Iterator[Any]:
-    """What torch has under ``name``: functions, methods, functions on modules."""
+    """Yield the functions and methods of torch with this name."""
     for space in _NAMESPACES:
         made = getattr(space, name, None)
         if callable(made):
@@ -301,18 +314,21 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """x W'ᵀ + b, W' being the weight in the dtype of x: [..., D], [F, D], [F] -> [..., F].
+    """A linear function x W'ᵀ + b, where W' is the weight in the dtype of x: [..., D], [F, D], [F] -> [..., F].
 
-    torch's own would keep W' until the backward pass: half of the weights, whole on every rank at any ZeRO stage.
+    torch's own linear would keep W' until the backward pass: half of the bytes of the weights, whole on every rank at
+    any ZeRO stage.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W'ᵀ + b and save the weight in its own dtype."""
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of input, weight and bias; the weight is cast again."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows, inputs = (each.flatten(0, -2) if each.dim() > 1 else each[None] for each in (grad, x))

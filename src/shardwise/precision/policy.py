@@ -1,10 +1,11 @@
-"""PrecisionPolicy: which dtype each buffer has.
+"""PrecisionPolicy: the dtype of each buffer.
 
     compute   weights and activations              grad     the buffer in which gradients accumulate
-    master    what the optimizer updates           reduce   gradients on the wire
+    master    the weights that the optimizer       reduce   gradients on the wire
+              updates
 
-The 16-bit contract: floating inputs are cast to ``compute`` at the root of the model, the loss is computed in fp32, and
-masters, moments and accumulated gradients are fp32 unless asked otherwise (arXiv:1710.03740).
+The 16-bit contract: floating inputs are cast to ``compute`` at the root of the model, the loss is computed in fp32,
+and masters, moments and accumulated gradients are fp32 unless configured otherwise (arXiv:1710.03740).
 """
 
 from collections.abc import Iterable
@@ -33,31 +34,34 @@ LEVELS: dict[Any, dict[str, Any]] = {
     "O2": {"compute": "fp16"},
     "O3": {"compute": "fp16", "grad": "fp16", "master": "fp16", "buffers": "fp16", "loss_scale": 1.0},
 }
-"""The keys that a level of ``amp`` stands for."""
+"""The keys for which a level of ``amp`` stands."""
 
 
 class LossScalePolicy(Policy):
-    """Keys under ``precision.loss_scale``; they act where fp16 computes alone. One number (``loss_scale: 128``) is a
-    scale that stays: ``{init_scale: 128, dynamic: false}``."""
+    """Keys under ``precision.loss_scale``, which have an effect only with fp16.
+
+    One number (``loss_scale: 128``) is a constant scale: ``{init_scale: 128, dynamic: false}``.
+    """
 
     init_scale: PositiveFloat = 2.0**16
-    """Scale of the first step."""
+    """The scale of the first step."""
     dynamic: bool = True
-    """False: the scale stays as it is, and an overflow is what ``precision.nonfinite`` says."""
+    """False for a constant scale; ``precision.nonfinite`` then applies at an overflow."""
     growth_interval: PositiveInt = 1000
     """Clean steps in a row after which the scale grows."""
     growth_delay: NonNegativeInt = 0
-    """Clean steps more that the first growth takes after the start and after an overflow (DeepSpeed: 1)."""
+    """Clean steps before the first growth after the start and after an overflow, in addition to ``growth_interval``
+    (DeepSpeed: 1)."""
     growth_factor: float = Field(2.0, gt=1)
-    """What the scale is multiplied by when it grows. A power of two changes no digit of a gradient."""
+    """The factor of the scale when it grows. A power of two changes no digit of a gradient."""
     backoff_factor: float = Field(0.5, gt=0, lt=1)
-    """What the scale is multiplied by at an overflow."""
+    """The factor of the scale at an overflow."""
     hysteresis: PositiveInt = 2
-    """Overflows that make the scale fall, the ones before being tolerated; growth restores the tolerance."""
+    """The overflow count at which the scale falls; earlier overflows are tolerated. Growth restores the tolerance."""
     consecutive_hysteresis: bool = False
-    """True: they must come in a row, for a clean step restores the tolerance too."""
+    """True if the overflows must be consecutive, because a clean step restores the tolerance too."""
     min_scale: PositiveFloat = 1.0
-    """Smallest scale; an overflow that would make it fall further is what ``precision.nonfinite`` says."""
+    """The smallest scale; ``precision.nonfinite`` applies at an overflow that would reduce the scale further."""
 
     @model_validator(mode="before")
     @classmethod
@@ -67,7 +71,7 @@ class LossScalePolicy(Policy):
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of one bucket."""
+    """The four dtypes of one bucket."""
 
     compute: torch.dtype
     grad: torch.dtype
@@ -76,40 +80,41 @@ class Dtypes(NamedTuple):
 
 
 class PrecisionPolicy(Policy):
-    """Keys under ``precision:``; one word (``precision: bf16``) sets ``compute`` and leaves the others to follow."""
+    """Keys under ``precision:``; one word (``precision: bf16``) sets ``compute``; the other dtypes follow."""
 
     amp: Level | None = None
-    """A level of mixed precision, by the names that apex gave them: short for the keys of ``LEVELS``. O0: all in fp32.
-    O1: fp32 weights, fp16 for products alone (``operations``). O2: fp16 weights, norms with statistics in fp32, fp32
-    masters. O3: all in fp16, the loss scale 1. ``compute: bf16`` beside it (O1: ``operations: bf16``) takes bf16 for
-    fp16; the other keys of a level may not be given otherwise."""
+    """The level of mixed precision, under apex's names; an abbreviation for the keys of ``LEVELS``. O0: all in fp32.
+    O1: fp32 weights, fp16 only for products (``operations``). O2: fp16 weights, norms with statistics in fp32, fp32
+    masters. O3: all in fp16, the loss scale 1. ``compute: bf16`` together with a level (O1: ``operations: bf16``)
+    replaces fp16 by bf16; the other keys of a level may not be given with other values."""
     compute: Name | None = None
-    """Dtype of weights and activations; left out, the model's own dtypes stay."""
+    """The dtype of weights and activations; left out, the model's own dtypes stay."""
     operations: SixteenBits | None = None
-    """Dtype of products and convolutions, operation by operation; softmax, norms, losses, sums and exponentials are
-    then computed in fp32 (``precision/operations.py`` lists them), and all others in the dtype of their inputs."""
+    """The dtype of products and convolutions, operation by operation; softmax, norms, losses, sums and exponentials are
+    then computed in fp32 (``precision/operations.py`` lists them), and all other operations in the dtype of their
+    inputs."""
     grad: Name | None = None
-    """Dtype of the gradient buffer; left out, fp32 for 16-bit compute, else as ``compute``."""
+    """The dtype of the gradient buffer; left out, fp32 for 16-bit compute, else as ``compute``."""
     reduce: Name | None = None
-    """Dtype of gradients between ranks; left out, as ``grad``. A wider one than ``compute`` is the dtype of the sum: a
-    16-bit gradient to which nothing was added yet travels in its own 16 bits, which are the same numbers."""
+    """The dtype of gradients between ranks; left out, as ``grad``. A dtype wider than ``compute`` is the dtype of the
+    sum: a 16-bit gradient to which nothing was added yet is sent in its own 16 bits, which are the same numbers."""
     master: Name | None = None
-    """Dtype of the weights that the optimizer updates; left out, fp32 for 16-bit compute, else as ``compute``."""
+    """The dtype of the weights that the optimizer updates; left out, fp32 for 16-bit compute, else as ``compute``."""
     buffers: Name | None = None
-    """Dtype of floating buffers; left out, they stay as they are."""
+    """The dtype of floating buffers; left out, the model's own dtypes stay."""
     keep_fp32: list[str] = Field(default_factory=list)
-    """Patterns of names of parameters and buffers that stay in fp32 under 16 bits; ``class:LayerNorm`` means all that
-    modules of this class, or one derived from it, hold. Norms with wide running statistics do so without being named.
-    Under ``operations`` a module all of whose parameters are named computes its products in fp32 too."""
+    """Patterns of names of parameters and buffers that stay in fp32 under 16 bits; ``class:LayerNorm`` matches those of
+    all modules of this class or a derived one. Norms with wide running statistics stay in fp32 without being named.
+    Under ``operations``, a module all of whose parameters are named computes its products in fp32 too."""
     narrow_reduce: list[str] = Field(default_factory=list)
-    """Patterns, as those of ``keep_fp32``, of parameters whose gradients travel between ranks in the dtype of
+    """Patterns, as in ``keep_fp32``, of parameters whose gradients are sent between ranks in the dtype of
     ``operations``."""
     loss_scale: LossScalePolicy = Field(default_factory=LossScalePolicy)
-    """Loss scale of fp16."""
+    """The loss scale of fp16."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """What a step with NaN or infinity does that no smaller loss scale would help (bf16, fp32, a scale that stays or is
-    at its minimum, a loss of NaN): ``raise`` ends the run and names the first module with such an output, ``skip``
-    leaves the weights as they are and goes on."""
+    """The reaction to a step with NaN or infinity that no smaller loss scale would avoid (bf16, fp32, a scale that is
+    constant or at its minimum, a loss of NaN): ``raise`` ends the run and names the first module with such an output,
+    ``skip`` leaves the weights as they are and continues."""
     max_skipped_steps: PositiveInt = 100
     """Steps in a row that may be skipped; one more ends the run as ``nonfinite: raise`` does."""
 
@@ -150,23 +155,33 @@ class PrecisionPolicy(Policy):
         return self
 
     def with_names(self, kept: Iterable[str] = (), narrow: Iterable[str] = ()) -> Self:
-        """The same policy, whose ``keep_fp32`` means the names ``kept`` too, its ``narrow_reduce`` ``narrow``."""
+        """Return the same policy with the names ``kept`` added to ``keep_fp32``, and ``narrow`` to ``narrow_reduce``.
+
+        Args:
+            kept: Names of parameters and buffers that stay in fp32.
+            narrow: Names of parameters whose gradients are sent in the dtype of ``operations``.
+        """
         made = self.model_copy()
         made._kept, made._narrow = self._kept.union(kept), self._narrow.union(narrow)
         return made
 
     @property
     def product_dtype(self) -> torch.dtype | None:
-        """Dtype of products; None where it follows from the model."""
+        """The dtype of products; None if it follows from the model."""
         return DTYPES[self.operations] if self.operations else self.compute_dtype
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Dtype to which floating inputs are cast; None where they stay."""
+        """The dtype to which floating inputs are cast; None if they are not cast."""
         return None if self.compute is None else DTYPES[self.compute]
 
     def dtypes(self, name: str, own: torch.dtype) -> Dtypes:
-        """Dtypes of the parameter ``name`` whose dtype in the model is ``own``."""
+        """Return the dtypes of a parameter.
+
+        Args:
+            name: The parameter's fully qualified name.
+            own: The parameter's dtype in the model.
+        """
         if not own.is_floating_point:
             return Dtypes(own, own, own, own)
         compute = self.compute_dtype or own
@@ -180,12 +195,17 @@ class PrecisionPolicy(Policy):
         return Dtypes(compute, grad, reduce, DTYPES[self.master] if self.master else wide)
 
     def buffer_dtype(self, name: str, own: torch.dtype) -> torch.dtype:
-        """Dtype of the buffer ``name`` whose dtype in the model is ``own``."""
+        """Return the dtype of a buffer.
+
+        Args:
+            name: The buffer's fully qualified name.
+            own: The buffer's dtype in the model.
+        """
         dtype = DTYPES[self.buffers] if self.buffers and own.is_floating_point else own
         return torch.float32 if dtype in SIXTEEN_BITS and self.keeps(name) else dtype
 
     def keeps(self, name: str) -> bool:
-        """Whether the parameter or buffer ``name`` stays in fp32."""
+        """Return whether the parameter or buffer ``name`` stays in fp32."""
         return name in self._kept or _matches(name, self.keep_fp32)
 
 

@@ -1,13 +1,13 @@
-"""Which tensors of a model a precision policy means: modules by class, and norms that keep fp32 weights unasked.
+"""The tensors of a model to which a precision policy applies: modules by class, and norms that keep fp32 weights.
 
-    class:LayerNorm, class:torch.nn.Linear     parameters and buffers in a module of the class, or of one derived from
-                                               it; with dots as in an import, or ``*`` in it
+    class:LayerNorm, class:torch.nn.Linear     parameters and buffers in a module of the class, or of a derived class;
+                                               with dots as in an import, or with ``*``
     norms with wide running statistics         y = (x - mean) / sqrt(var + eps) · weight + bias
                                                x and y in 16 bits; mean, var, weight, bias in fp32
 
-Statistics are averages over many steps, which 16 bits would not move any more, so buffers stay as they are unless
-``precision.buffers`` says otherwise; and torch's batch norm takes weights of the dtype of its statistics beside a
-16-bit input. It is what autocast does too.
+Statistics are averages over many steps, and in 16 bits their updates would be lost, so buffers keep their dtype
+unless ``precision.buffers`` gives another. torch's batch norm requires weights of the same dtype as its statistics if
+the input is in 16 bits. autocast does the same.
 """
 
 import sys
@@ -21,13 +21,18 @@ from shardwise.plan.errors import ConfigError
 from shardwise.precision.policy import SIXTEEN_BITS, PrecisionPolicy
 
 CLASS = "class:"
-"""How a pattern of classes begins."""
+"""The prefix of a pattern of classes."""
 
 
 def resolved(policy: PrecisionPolicy, model: nn.Module) -> tuple[PrecisionPolicy, tuple[str, ...]]:
-    """The policy that knows the names which it means in ``model``, and lines for the Plan.
+    """Return the policy with the names to which it applies in ``model``, and lines for the printed Plan.
 
-    Errors: ConfigError where the model runs parts of its passes again by itself.
+    Args:
+        policy: The policy as configured.
+        model: The whole model.
+
+    Raises:
+        ConfigError: if the model recomputes parts of its passes by itself and ``operations`` is set.
     """
     itself = [name for name, each in model.named_modules() if getattr(each, "gradient_checkpointing", False)]
     if policy.operations and itself:
@@ -59,8 +64,10 @@ def resolved(policy: PrecisionPolicy, model: nn.Module) -> tuple[PrecisionPolicy
 
 
 def shared_buffers_of(model: nn.Module) -> Iterator[str]:
-    """Names of the buffers that modules name in ``shared_buffers``: all ranks move them alike, by steps that 16 bits
-    would lose."""
+    """Yield the names of the buffers that modules list in ``shared_buffers``.
+
+    All ranks update these buffers equally, in steps that 16 bits would lose.
+    """
     for prefix, module in model.named_modules():
         for name in getattr(type(module), "shared_buffers", ()):
             if module._buffers.get(name) is not None:
@@ -68,7 +75,7 @@ def shared_buffers_of(model: nn.Module) -> Iterator[str]:
 
 
 def names_of(pattern: str, model: nn.Module) -> Iterator[str]:
-    """Parameters and buffers, by their first names, that the pattern ``class:...`` means; none for another pattern."""
+    """Yield the first names of the parameters and buffers that ``class:...`` matches; nothing for another pattern."""
     if not pattern.startswith(CLASS):
         return
     wanted = pattern.removeprefix(CLASS)
@@ -84,7 +91,7 @@ def names_of(pattern: str, model: nn.Module) -> Iterator[str]:
 
 
 def _names_of_class(kind: type) -> Iterator[str]:
-    """``Linear``, ``torch.nn.modules.linear.Linear``, ``torch.nn.Linear``: of a class and those it is derived from."""
+    """Yield the names of a class and its bases: ``Linear``, ``torch.nn.modules.linear.Linear``, ``torch.nn.Linear``."""
     for each in kind.__mro__:
         yield each.__name__
         package = each.__module__
@@ -95,7 +102,7 @@ def _names_of_class(kind: type) -> Iterator[str]:
 
 
 def norms_with_statistics(policy: PrecisionPolicy, model: nn.Module) -> list[str]:
-    """Names of modules that hold weights beside floating running statistics that are to be wider than 16 bits."""
+    """Return the names of modules with weights and floating running statistics that are wider than 16 bits."""
     found = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
