@@ -31,9 +31,9 @@ class BatchPolicy(Policy):
     the loss is the mean, read from the graph of the loss without ignored labels (-100), so that uneven ranks and
     microbatches give the gradient of one batch; equal weights if the graph has no labels or the loss is a sum; an error
     if the graph does not contain the number (a compiled model, a custom loss function) and the numbers of labels are
-    uneven. ``tokens``: in that case count the labels that are not -100; no labels are an error. ``shifted_tokens``: in
-    that case count all but the first label of each row, for a model that shifts its labels. ``batches``: equal
-    weights."""
+    uneven. ``tokens``: if the graph does not contain the number, the number of labels that are not -100; no labels are
+    an error. ``shifted_tokens``: as ``tokens``, but without the first label of each row, for a model that shifts its
+    labels. ``batches``: equal weights."""
     duplicates: Literal["error", "allow"] = "error"
     """The treatment of two data-parallel ranks with the same batches in the first step: an error, because usually a
     DataLoader was not divided among the ranks, or allowed."""

@@ -101,6 +101,6 @@ def shown(value: Any, place: str = "") -> str:
         value = {**value, "api_key": "..."}
     try:
         text = json.dumps(value, default=str)
-    except ValueError:  # an integer of more digits than Python writes out
+    except ValueError:  # an integer with more digits than Python converts to text
         return "a very large number"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -78,8 +78,7 @@ class Key(NamedTuple):
     sentence: str
     """The docstring of the field."""
     when: str
-    """The condition under which the key exists (``name: dlrm``, ``kind: clicks``), if only one form of its block has
-    it."""
+    """The condition of the key (``name: dlrm``, ``kind: clicks``), if only one form of the block has the key."""
     owner: type[Policy]
     """The policy that has the field."""
     holds: tuple[type[Policy], ...]

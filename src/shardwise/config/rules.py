@@ -211,7 +211,7 @@ RULES = (
         "reduce",
         lambda c: (
             c.zero.reduce != "microbatch"
-            or c.zero.stage >= (1 if c.batch.accumulation == 1 else 2)  # the only microbatch has no "between"
+            or c.zero.stage >= (1 if c.batch.accumulation == 1 else 2)  # nothing to keep between microbatches
         ),
         lambda c: (
             f"zero: reduce: microbatch keeps gradients cut between microbatches, which is stage 2; stage is "

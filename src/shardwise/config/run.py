@@ -368,7 +368,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _shown(value: Any) -> str:
     try:
         return _short(repr(value))
-    except ValueError:  # a number of more digits than Python writes out
+    except ValueError:  # a number with more digits than Python converts to text
         return f"a {type(value).__name__} of very many digits"
 
 
@@ -449,7 +449,7 @@ def _explained(error: ValidationError, where: str, overrides: Sequence[str] = ()
             ours = known_elsewhere(".".join(steps), given)
             message = f"{UNKNOWN} {given!r}; here it is {ours}" if ours else message
         message, known, names = message.partition("; known here: ")
-        if known and names not in listed:  # once for all unknown keys of a place
+        if known and names not in listed:  # list the known keys once for all unknown keys of a block
             listed.add(names)
             message += known + names
         shown = (

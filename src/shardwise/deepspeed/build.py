@@ -235,7 +235,7 @@ def _run_config(settings: DeepSpeedConfig, *said: Mapping[str, Any]) -> RunConfi
         for key, value in settings.translation.config.items()
         if key not in ("optimizer", "schedule")
     }
-    # DeepSpeed accepts ranks whose loaders were not divided and so train on the same data; refuse them no more than it.
+    # DeepSpeed accepts ranks whose loaders were not divided and so train on the same data; so accept them too.
     ours["batch"] = {**ours.get("batch", {}), "duplicates": "allow"}
     for block, values in (item for each in said for item in each.items()):
         if values:
@@ -277,7 +277,7 @@ def _trained(parameters: Iterable[Any]) -> list[Any]:
             inner = [inner] if isinstance(inner, torch.Tensor) else list(inner)
             if kept := [p for p in inner if p.requires_grad]:
                 found.append({**each, "params": kept})
-        elif isinstance(each, tuple):  # (name, parameter), as torch takes it
+        elif isinstance(each, tuple):  # (name, parameter), which torch accepts too
             found += [each] if each[1].requires_grad else []
         elif each.requires_grad:
             found.append(each)

@@ -147,7 +147,7 @@ class DeepSpeedEngine(EngineFacts):
         return self.ours.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next microbatch ends a step, in place of counting microbatches."""
+        """Set whether this microbatch and the following ones end a step, in place of counting microbatches."""
         self.ours.set_boundary(is_boundary)
 
     @contextmanager

@@ -81,7 +81,7 @@ class MoE(MixtureOfExperts):
         policy = RouterPolicy(top_k=k, noise=noise, **room)
         super().__init__(
             hidden_size,
-            hidden_size,  # unused beside ``expert``
+            hidden_size,  # the hidden width, which is unused if ``expert`` is given
             num_experts,
             router=policy,
             expert=lambda: copy.deepcopy(expert),

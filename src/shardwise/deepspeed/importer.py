@@ -12,8 +12,8 @@ name needs.
 Parts of DeepSpeed that are not implemented (absent_names.py) may be imported too, so that such an import does not end
 a program.
 
-Errors: a path or a name that is in neither table raises ModuleNotFoundError or AttributeError, whose message suggests
-a similar name. A name that is known but not supported imports as a class that raises an error when it is used.
+A path or a name that is in neither table raises ModuleNotFoundError or AttributeError, and the message suggests a
+similar name. A name that is known but not supported imports as a class that raises an error when it is used.
 """
 
 import importlib

@@ -140,7 +140,7 @@ class InferenceSchedule(PipeSchedule):
                 [SendActivation(other)] if self._has(microbatch - 1) and not self.is_last_stage else []
             )
             receive: Step = [RecvActivation(own)] if self._has(microbatch) and not self.is_first_stage else []
-            # Even stages send first and odd stages receive first, because sends block until they are received.
+            # Even stages send first and odd stages receive first, so that neighbours never wait for each other.
             step += receive + send if self.stage_id % 2 else send + receive
             if self._has(microbatch):
                 step.append(ForwardPass(own))

@@ -263,7 +263,7 @@ class PipelineEngine(DeepSpeedEngine):
         """True if there are several pipelines."""
         return self.grid.data_parallel_size > 1
 
-    # Not here --------------------------------------------------------------------------------------------------
+    # Refused --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise PipelineError: a pipeline runs whole batches."""

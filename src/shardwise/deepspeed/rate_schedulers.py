@@ -47,7 +47,7 @@ class RateScheduler:
         ]
         check_groups(policy, self._own)
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", _kept(group["lr"]))  # as torch's schedulers mark what they move
+            group.setdefault("initial_lr", _kept(group["lr"]))  # as torch's schedulers do
         if last_batch_iteration == -1:
             self._write()
 
@@ -88,7 +88,7 @@ class RateScheduler:
             for key in ("lr", "betas", "momentum"):
                 if key not in now:
                     continue
-                if hasattr(group[key], "fill_"):  # a tensor, as compiled optimizers have it
+                if hasattr(group[key], "fill_"):  # compiled optimizers store the rate as a tensor
                     group[key].fill_(now[key])
                 else:
                     group[key] = now[key]
@@ -263,7 +263,7 @@ def _warmup(
 
 
 class WarmupLR(_Bounds, _Rise, RateScheduler):
-    """A schedule that rises to the highest rate and stays there; None as the highest rate is each group's own rate."""
+    """A schedule that rises to the highest rate and keeps that rate; None stands for each group's own rate."""
 
     def __init__(
         self,

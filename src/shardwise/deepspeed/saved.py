@@ -36,7 +36,7 @@ from shardwise.plan.strict_json import JSON_BYTES
 _log = logging.getLogger(__name__)
 
 DeepSpeedEngine = Any
-"""The engine of engine.py, which calls these functions; ``Any`` here, because an import would be circular."""
+"""The engine of engine.py, which calls these functions; typed as ``Any``, because an import would be circular."""
 LATEST = "latest"
 SCRIPT = "zero_to_fp32.py"
 _TO_FP32 = '''#!/usr/bin/env python

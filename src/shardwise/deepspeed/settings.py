@@ -1,6 +1,6 @@
 """DeepSpeedConfig: a DeepSpeed configuration with a lookup for each key.
 
-    config = DeepSpeedConfig({"train_batch_size": 32}, world_size=2)
+    config = DeepSpeedConfig({"train_batch_size": 32})
     config.value("zero_optimization.stage")      0, the default
     config.train_batch_size                      32, as an attribute; blocks are dictionaries
 

@@ -88,7 +88,7 @@ _STAND_INS: list[Any] = [
 
 
 def find_step(folder: Path, tag: str | None = None) -> Path | None:
-    """Return the folder of a step that DeepSpeed saved; None if DeepSpeed did not write ``folder``.
+    """Return the folder of a step that DeepSpeed saved; None if there is no such step.
 
     Args:
         folder: The folder of all checkpoints, or of a step.

@@ -196,7 +196,7 @@ class PipelineParallelGrid:
         return [[rank] for rank in range(self.world_size)]
 
     def _is_grid_valid(self) -> bool:
-        """Return True if the topology has as many ranks as the job."""
+        """Return True if the topology and the job have the same number of ranks."""
         return self._topo.world_size() == default_group.size()
 
     @property

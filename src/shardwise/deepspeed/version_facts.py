@@ -1,4 +1,4 @@
-"""``deepspeed.git_version_info``: DeepSpeed's facts about its build, which here describe the torch that runs."""
+"""``deepspeed.git_version_info``: DeepSpeed's facts about its build, with the values of the installed torch."""
 
 from typing import Any
 

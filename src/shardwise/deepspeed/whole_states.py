@@ -126,7 +126,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def _check_wanted(excludes_frozen: bool) -> None:
-    # A parameter without masters and moments is frozen, or had no gradient yet, or its optimizer keeps none.
+    # A parameter without masters and moments is frozen, or had no gradient yet, or its optimizer has no state.
     if excludes_frozen:
         raise UsageError(
             "exclude_frozen_parameters: True: a step does not say which of its parameters train; leave it out and drop "

@@ -1,7 +1,8 @@
 """The export of a Gpt as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens.
 
 The folder contains config.json and model.safetensors. Tensors are passed one at a time under a Gpt's names, as an
-engine gathers them, so the export needs memory for one tensor. The folder loads without this package and computes the same logits.
+engine gathers them, so the export needs memory for one tensor. The folder loads without this package and computes the
+same logits.
 """
 
 import json

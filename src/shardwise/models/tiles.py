@@ -35,7 +35,7 @@ def check_tiles(model: nn.Module, policy: TilesPolicy, units: Collection[str] = 
         units: Names of modules whose weights are gathered separately.
 
     Raises:
-        PlanError: if the policy asks for tiles that no module of the model supports.
+        PlanError: if the policy requires tiles that no module of the model supports.
     """
     kind = type(model).__name__
     if policy.mlp != "off":
@@ -82,7 +82,7 @@ def check_heads(model: nn.Module, policy: TilesPolicy) -> None:
     """Check the heads again after the whole ``model`` was cut along "tp".
 
     Raises:
-        PlanError: if the policy asks for tiles of logits that no head supports.
+        PlanError: if the policy requires tiles of logits that no head supports.
     """
     heads = [module for module in model.modules() if isinstance(module, Head | VocabularyHead)]
     if not any(isinstance(head, Head) or head.gives_loss or head.region.knows_loss for head in heads):
@@ -101,7 +101,7 @@ def _refuse_logits(policy: TilesPolicy, kind: str) -> None:
 
 
 def tile_foreign(model: nn.Module, policy: TilesPolicy) -> None:
-    """Join head and loss of a foreign model that is not cut along "tp", if the policy asks for tiles of logits."""
+    """Join head and loss of a foreign model that is not cut along "tp", if the policy requires tiles of logits."""
     owner = None if policy.logits in (None, "off") else with_known_loss(model)
     if owner is not None:
         hold_head(owner)

@@ -2,8 +2,8 @@
 
     {"model": {"a": t}, "steps": [u, v], "epoch": 3}    ->    model.a, steps.0, steps.1; left out: epoch
 
-torch reads the file with ``weights_only``, which builds only tensors and plain containers. The sizes that the pickle
-asks for are compared with the file before memory is allocated: a tensor of one stored element expanded to a billion
+torch reads the file with ``weights_only``, which builds only tensors and plain containers. The sizes in the
+pickle are compared with the file before memory is allocated: a tensor of one stored element expanded to a billion
 elements is refused. Ambiguous names are refused too: two entries with the same dotted name, or a name that
 safetensors reserves.
 
