@@ -1,7 +1,6 @@
 """``init_inference``: a model for inference, cut over ``tensor_parallel.tp_size`` ranks, without an optimizer.
 
-    engine = deepspeed.init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16,
-    checkpoint="runs/x")
+    engine = deepspeed.init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16, checkpoint="runs/x")
     logits = engine(input_ids=tokens).logits
     tokens = engine.generate(tokens, max_new_tokens=20)
 
@@ -109,11 +108,9 @@ def init_inference(
     dtype             dtype of weights and activations (default fp16, as in DeepSpeed)
     tensor_parallel   {"tp_size": N}; also ``mp_size``
     moe               {"ep_size": N}: the number of ranks over which experts are distributed, if no layer gives it;
-    the
-                      other keys of the block describe the model
+                      the other keys of the block describe the model
     checkpoint        a folder that save_checkpoint wrote (Shardwise's or DeepSpeed's), a Shardwise run or step, or a
-    file
-                      of torch
+                      file of torch
     base_dir          the folder that ``checkpoint`` is relative to
 
     Args:

@@ -2,8 +2,7 @@
 
     loss = engine(batch)                     runs the model; outputs have the model's own dtypes
     engine.backward(loss)                    backward of the loss divided by gradient_accumulation_steps
-    engine.step()                            ends a microbatch; at the boundary, updates weights and steps the
-    scheduler
+    engine.step()                            ends a microbatch; at the boundary, updates weights, steps the scheduler
 
 Counters: ``micro_steps`` counts calls of ``step``; ``global_steps`` counts the calls at a boundary; ``skipped_steps``
 counts the calls at a boundary that changed no weight; ``global_samples`` is global_steps times train_batch_size.

@@ -1,8 +1,7 @@
 """Estimates of the bytes of model state per rank at stages 2 and 3, from the formulas of the layout.
 
     stage 2     weights P, gradients and optimizer state in N parts: with 16-bit compute 2P + (4 + 12) P / N
-    stage 3     all in N parts:                                                       (2 + 4 + 12) P / N + a Unit or
-    two
+    stage 3     all in N parts:                                                       (2 + 4 + 12) P / N + a Unit or two
 
 P is the number of parameters and N of data-parallel ranks; masters, moments and accumulated gradients are fp32. If
 the optimizer or the parameters are offloaded, their share is host memory. Activations are not included; ``shardwise

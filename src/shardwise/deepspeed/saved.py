@@ -1,8 +1,7 @@
 """``save_checkpoint`` and ``load_checkpoint``: DeepSpeed's folders with Shardwise's steps in them.
 
     DIR/latest                            the newest tag, written last
-    DIR/zero_to_fp32.py                   python zero_to_fp32.py . OUT writes the whole model in fp32
-    (whole_states.py)
+    DIR/zero_to_fp32.py                   python zero_to_fp32.py . OUT writes the whole model in fp32 (whole_states.py)
     DIR/TAG/step_00000003/                a Shardwise step, which loads on any ranks, stage and mesh; every byte has a
                                           checksum
     DIR/TAG/mp_rank_00_model_states.pt    a file for torch only: ["module"], counters, and the states of the scheduler

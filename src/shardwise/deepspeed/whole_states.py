@@ -3,8 +3,7 @@
     get_fp32_state_dict_from_zero_checkpoint         returns a dictionary of tensors
     load_state_dict_from_zero_checkpoint             returns a model with these weights
     convert_zero_checkpoint_to_fp32_state_dict       writes files of torch or safetensors, several if they are large
-    main                                             runs the same as a command, for the script in a checkpoint's
-    folder
+    main                                             runs the same as a command, for the script in a checkpoint
 
 Weights come from masters if the step has masters. For files, each block of the step is written to its position as
 soon as it is read, and files of torch are written from memory maps of temporary safetensors files.

@@ -1,8 +1,7 @@
 """Feed-forward parts of any model computed by tiles of tokens, without changes to the model's code.
 
     h = up(x)               is not computed: h stands for features that do not exist yet
-    h = act(h)              is recorded, like every operation on each token by itself: +, *, chunk(-1), dropout, a
-    norm
+    h = act(h)              is recorded, like every operation on each token by itself: +, *, chunk(-1), dropout, a norm
     y = down(h)             computes all of it, one tile of tokens at a time: y[tile] = down(act(up(x[tile])))
 
 A part's forward runs as it is written, once for all tokens; code before its first matrix and after its last one

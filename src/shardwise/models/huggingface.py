@@ -4,8 +4,7 @@ A Gpt's tensor is the stored parts joined along dim 0, each transposed first if 
 
     blocks.3.attention.qkv.weight   =  rows of  layers.3.self_attn.{q,k,v}_proj.weight          (llama, mistral)
     blocks.3.attention.qkv.weight   =  transpose of  h.3.attn.c_attn.weight                     (gpt2)
-    blocks.3.mlp.experts.gate_up    =  rows of  block_sparse_moe.experts.{0.w1, 0.w3, 1.w1 ...}.weight
-    (mixtral)
+    blocks.3.mlp.experts.gate_up    =  rows of  block_sparse_moe.experts.{0.w1, 0.w3, 1.w1 ...}.weight         (mixtral)
 
 A configuration is accepted only if a Gpt computes the same function; any other configuration is refused with the key.
 """

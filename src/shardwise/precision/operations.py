@@ -3,8 +3,7 @@
     product    linear, matmul, convolutions, attention, recurrent cells      floating inputs cast to 16 bits
     fp32       softmax, norms, losses, sums, exponentials, decompositions    16-bit inputs cast to fp32
     widest     functions that need equal dtypes (``scatter_add``, ...)       all cast to the widest among them
-    in place   ``addmm_``, ``index_add_``, ...                               all cast to the dtype of the written
-    tensor
+    in place   ``addmm_``, ``index_add_``, ...                               all cast to the dtype of the written tensor
     any other  relu, gelu, +, *, cat, views, ...                             torch's own promotion
 
 fp64 stays fp64, and a result whose ``dtype`` or ``out`` the caller names keeps that dtype. The lists are the same on
