@@ -201,6 +201,7 @@ def _load(engine: InferenceEngine, given: Any, base: str) -> None:
     path = Path(base) / given
     if path.is_file():
         check_torch_file(path)
+        # weights_only: without it, a pickle could run code.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         engine.ours.load_state_dict(state.get("module", state))
     elif steps_at(path) is not None:

@@ -73,7 +73,7 @@ def save(
     if ours.is_main:
         try:
             _write_for_torch(engine, folder, client, scheduler, exclude_frozen)
-            if save_latest:
+            if save_latest:  # after the step is written, so that ``latest`` never names an incomplete step
                 write_whole(Path(save_dir) / LATEST, lambda path: path.write_text(name, encoding="utf-8"))
             script = Path(save_dir) / SCRIPT
             if not script.exists():
@@ -192,6 +192,7 @@ def write_whole(path: Path, write: Any) -> None:
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)  # if this were a link, writing would overwrite the file behind it
     write(fresh)
+    # Flush before the rename: after a crash, the final name could otherwise point to an incomplete file.
     with fresh.open("rb") as file:
         os.fsync(file.fileno())
     fresh.replace(path)
@@ -225,6 +226,7 @@ def load(
     if step is None:
         user = engine.ours.load(folder, weights_only=weights_only, **extra)
         open_regular(folder / FOR_TORCH).close()
+        # weights_only: without it, a pickle could run code.
         told = torch.load(folder / FOR_TORCH, map_location="cpu", weights_only=True, mmap=True)
         told.pop("module")
         client = {key: value for key, value in told.items() if key not in _RESERVED}

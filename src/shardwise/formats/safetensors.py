@@ -278,6 +278,7 @@ class SafetensorsWriter:
                     f"{self._file}: {len(missing)} tensors were never written: {', '.join(missing[:3])}"
                 )
             if kind is None:
+                # Flush before the rename: after a crash, the final name could otherwise point to an incomplete file.
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
                 os.replace(self._temporary, self._file)

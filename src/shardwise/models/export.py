@@ -75,4 +75,4 @@ def write_huggingface(
 def _write_json(file: Path, content: dict[str, object]) -> None:
     temporary = file.with_name(file.name + ".part")
     temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    os.replace(temporary, file)  # a reader never finds an incomplete file

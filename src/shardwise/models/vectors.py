@@ -104,6 +104,7 @@ def write_vectors(
             for first, keys, vectors in table.parts():
                 writer.write_part("keys", first, keys)
                 writer.write_part("vectors", first * table.width, vectors)
+    # The rename switches readers to the new files; removing the old files earlier would break the old index.
     os.replace(coming, index)
     for file in earlier:
         (folder / file).unlink(missing_ok=True)
