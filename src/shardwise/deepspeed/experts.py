@@ -142,7 +142,7 @@ class MoE(MixtureOfExperts):
 
         Returns:
             The output with the shape of ``hidden_states``, l_aux [], and the number of tokens that chose each expert,
-                int64 [E].
+            int64 [E].
 
         Raises:
             UsageError: if the last dim of ``hidden_states`` is not D.
@@ -248,7 +248,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
     Returns:
         The given groups without their experts, then the groups of experts. Each group of experts has the numbers of
-            its original group, ``moe`` True, and as ``name`` the name of the layer's group of ranks.
+        its original group, ``moe`` True, and as ``name`` the name of the layer's group of ranks.
     """
     given = (
         [dict(param_groups)] if isinstance(param_groups, Mapping) else [dict(each) for each in param_groups]
@@ -272,7 +272,10 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Split parameters, or groups of parameters, into groups with and without experts, unless they are split."""
+    """Split parameters, or groups of parameters, into groups with and without experts.
+
+    Groups that are split already are returned as they are.
+    """
     if not any(isinstance(each, Mapping) for each in model_parameters):
         group = {"params": model_parameters, "name": "dense-params"}
         return split_params_into_different_moe_groups_for_optimizer(group)

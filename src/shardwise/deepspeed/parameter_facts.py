@@ -34,7 +34,11 @@ class Partitioned:
 
     @property
     def ds_id(self) -> int:
-        """The number of the parameter in the model."""
+        """The number of the parameter in the model.
+
+        Raises:
+            AttributeError: for a copy of a parameter, which belongs to no engine.
+        """
         found = self._numbers.numbers.get(id(self))
         if found is None:  # a copy of the parameter
             raise AttributeError("ds_id: this parameter belongs to no engine")
