@@ -115,6 +115,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Read the header of a file and return its tensors by name.
 
     Raises:
+        FileNotFoundError: if the file does not exist.
         CheckpointError: if the file cannot be opened, or has a dtype that cannot be read.
         DamagedError: if a tensor is not within the file or overlaps another; the error names the tensor.
     """
