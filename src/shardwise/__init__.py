@@ -1,4 +1,4 @@
-"""Shardwise trains PyTorch models that are larger than the hardware at hand.
+"""Train PyTorch models that are larger than the memory of one device.
 
     engine = shardwise.initialize(model, config="run.yaml")
     for batch in loader:
@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-Names are loaded on first use, so that the import is quick, prints nothing and touches no device.
+Names are imported on first use. ``import shardwise`` is therefore quick, prints nothing and touches no device.
 """
 
 import importlib
@@ -86,10 +86,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would take any name
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any name
 
     def __getattr__(name: str) -> Any:
-        if name == "launch":  # a package that can be called
+        if name == "launch":  # the subpackage itself is callable
             return importlib.import_module("shardwise.launch")
         if name in _HOME:
             return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,4 +1,4 @@
-"""``python -m shardwise``: the same program as the installed ``shardwise``."""
+"""Run the command line with ``python -m shardwise``: the same program as the installed ``shardwise``."""
 
 from shardwise.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Checkpoints that any number of ranks can save and any other number load, and that survive a kill at any moment."""
+"""Checkpoints that any number of ranks can save and any other number can load, and that survive a kill."""
 
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.inspect import FolderSummary, StepSummary, describe

@@ -1,11 +1,11 @@
-"""Checkpoints: the folder of steps of one run, saved to behind training and loaded from on any number of ranks.
+"""Checkpoints: the folder of steps of one run, saved while training continues and loaded on any number of ranks.
 
     checkpoints = Checkpoints("runs/gpt/checkpoints", peers)
     checkpoints.save(200, items, {"consumed_samples": 12800})     # returns after a copy to host memory
-    checkpoints.wait()                                            # until it is committed; raises what went wrong
+    checkpoints.wait()                                            # until it is committed; raises its failure
     loaded = checkpoints.load(items)                              # newest whole step, or None
 
-Every rank makes the same calls in the same order. A save waits for the one before it. The writing thread is not a
+Every rank makes the same calls in the same order. A save waits for the save before it. The writing thread is not a
 daemon: a process that ends normally finishes its save first.
 
     a save in the background fails ── logged by ``warn`` ──► the next ``save`` tries again ── committed: forgotten
@@ -39,14 +39,14 @@ from shardwise.plan.errors import CheckpointError, TierError
 
 
 class HostBuffer:
-    """Host memory for a copy of this rank's pieces, used again by every save.
+    """Host memory for a copy of this rank's pieces, reused by every save.
 
-    It comes in pages of one size, and pieces are cut where a page ends: torch rounds pinned memory up to a power of
-    two, so that 17 GiB in one allocation would pin 32.
+    The memory consists of pages of one size, and pieces are cut where a page ends. Torch rounds pinned memory up to a
+    power of two, so that 17 GiB in one allocation would pin 32.
     """
 
     _ALIGN_BYTES = 64
-    """A multiple of every dtype's size."""
+    """Alignment of each tensor: a multiple of every dtype's size."""
     _PAGE_BYTES = 1 << 30
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class HostBuffer:
 
     @property
     def bytes(self) -> int:
-        """Of the pages."""
+        """Bytes of all pages."""
         return sum(page.nbytes for page in self._pages)
 
     def copy(self, items: Sequence[Item]) -> list[Item]:
-        """``items`` with their tensors copied here; the copies are complete on return."""
+        """Return ``items`` with their tensors copied into the buffer; the copies are complete on return."""
         check_pieces(items)
         tensors = [piece.tensor for item in items for piece in item.pieces]
         offsets, total = [], 0
@@ -77,18 +77,21 @@ class HostBuffer:
         return copied
 
     def _reserve(self, total: int, pinned: bool) -> None:
-        """Let there be pages for ``total`` bytes; all are full but the last."""
+        """Allocate pages for ``total`` bytes; all pages but the last are full."""
         size = self._PAGE_BYTES
         for place, start in enumerate(range(0, total, size)):
             wanted = min(size, total - start)
             if place == len(self._pages):
                 self._pages.append(torch.empty(0, dtype=torch.uint8))
             if self._pages[place].numel() < wanted:
-                self._pages[place] = torch.empty(0, dtype=torch.uint8)  # let the old go before the new comes
+                self._pages[place] = torch.empty(0, dtype=torch.uint8)  # free the old page first
                 self._pages[place] = pinned_empty(wanted, torch.uint8, pinned)
 
     def _put(self, piece: FlatSlice, offset: int) -> Iterator[FlatSlice]:
-        """``piece`` at ``offset``, a slice for each page that it lies in; an empty one stays as it is."""
+        """Copy ``piece`` to ``offset`` and yield a slice for each page that it lies in.
+
+        An empty piece is yielded as it is.
+        """
         tensor, each = piece.tensor, piece.tensor.dtype.itemsize
         tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor.cpu()
         if not tensor.numel():
@@ -104,7 +107,19 @@ class HostBuffer:
 
 
 class Checkpoints:
-    """The steps in one folder. One object per folder and run: two would count as two writers."""
+    """The steps in one folder.
+
+    Use one object per folder and run: two objects would count as two writers.
+
+    Args:
+        root: Folder of the steps.
+        peers: Ranks of the job; None: a single process.
+        policy: When and how to save.
+        run: Name of the run in the manifest.
+        warn: Function that takes one line of a warning; None: logging.
+        sizes: Sizes at which files are cut.
+        files: Access to the file system; tests replace it.
+    """
 
     def __init__(
         self,
@@ -117,7 +132,6 @@ class Checkpoints:
         sizes: Sizes | None = None,
         files: Files | None = None,
     ) -> None:
-        """``run`` names the run in the manifest; ``warn`` takes one line at a time."""
         self.root = Path(root)
         self.policy = policy or CheckpointPolicy()
         self._peers: JobRanks = peers or Solo()
@@ -135,11 +149,11 @@ class Checkpoints:
         self._buffer = HostBuffer()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        """Of the last save, where it failed."""
+        """Failure of the last save, or None."""
         self._failures = 0
-        """Saves in a row that failed."""
+        """Number of saves in a row that failed."""
         self.failed_saves = 0
-        """Saves that failed in all."""
+        """Number of all saves that failed."""
 
     # -- saving
 
@@ -156,17 +170,28 @@ class Checkpoints:
         copies: Sequence[Item] = (),
         best: int | None = None,
     ) -> None:
-        """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy.
+        """Save ``items`` as step ``step``.
 
-        A failure in the foreground is raised at once, one in the background is logged and raised as the module says.
+        A failure in the foreground is raised at once. A failure in the background is logged, and raised by a later call
+        if too many follow one another.
 
-        ``copies`` are items more, of tensors that nobody else will touch: they are written as they are.
+        Args:
+            step: Number of the step.
+            items: Tensors to save, with this rank's pieces.
+            trainer: State of the trainer, as JSON values.
+            aliases: Other names of tied tensors, by the name under which they are saved; noted in the manifest.
+            write_aliases: Also write tied tensors under each alias.
+            texts: Contents of small files by path, such as ``model/config.json``.
+            asynchronous: Write while training continues; None: as the policy says.
+            copies: More items, whose tensors no other code changes: they are written without a copy.
+            best: Number of a step that is kept whatever ``keep_last`` is.
 
-        ``aliases`` maps the name of a tied tensor to its other names; they are noted, and with ``write_aliases``
-        written as tensors of their own. ``texts`` are small files to go along, such as ``model/config.json``. ``best``
-        is the number of a step that is kept whatever ``keep_last`` says.
+        Raises:
+            CheckpointError: if the step is not saved, or earlier saves failed too often.
+            TierError: if state on disk cannot be read.
         """
-        coordinator = self._open(f"save of step {step}")  # before anything may raise: ranks count alike
+        # Before anything may raise, so that all ranks count the same calls.
+        coordinator = self._open(f"save of step {step}")
         self._join()
         if self._failures > self.policy.tolerate_failures:
             self.wait()
@@ -191,7 +216,7 @@ class Checkpoints:
             self._failures = 0
 
     def _report(self, coordinator: Coordinator, error: Exception) -> None:
-        """Post a failure before the first phase in its place, so that no rank waits for this one."""
+        """Post a failure in place of the first phase, so that no rank waits for this one."""
 
         def fail() -> None:
             raise error
@@ -234,12 +259,16 @@ class Checkpoints:
 
     @staticmethod
     def _yield_to_training() -> None:
-        """The lowest priority but one for this thread, where the system knows priorities of threads."""
+        """Lower the priority of this thread, if the system has priorities of threads."""
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
     def wait(self) -> None:
-        """Until the save behind training, if any, is committed; raises what went wrong with it."""
+        """Wait until the background save, if any, is committed.
+
+        Raises:
+            CheckpointError: if that save failed.
+        """
         self._join()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -253,12 +282,12 @@ class Checkpoints:
 
     @property
     def copy_bytes(self) -> int:
-        """Of host memory that saves behind training are copied to."""
+        """Bytes of host memory into which background saves copy."""
         return self._buffer.bytes
 
     @property
     def saving(self) -> bool:
-        """Whether a save is being written now."""
+        """True while a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     # -- loading
@@ -273,14 +302,24 @@ class Checkpoints:
         examine: Callable[[StepReader], None] | None = None,
         look_first: Callable[[], None] | None = None,
     ) -> Loaded | None:
-        """Fill ``items`` from the newest whole step, or from the step at ``path`` and no other.
+        """Fill ``items`` from the newest whole step, or only from the step at ``path``.
 
-        ``items`` may be a function of the manifest, for callers whose requests depend on what a step holds. ``partial``
-        allows the step to hold more tensors of a kind than are asked for. ``is_checked``: every block was checked a
-        moment ago, in an earlier load of parts of the same step; what is read now is checked as it is read.
-        ``examine`` may read what it likes of a step before anything is filled, and refuse it on this rank, and so on
-        all, by raising DamagedError. ``look_first`` runs on rank 0 before it looks for steps, and ends the load on all
-        ranks by raising CheckpointError. None where the folder has no step.
+        Args:
+            items: Tensors to fill, or a function of the manifest that returns them.
+            path: Folder of the step; None: the newest whole step.
+            partial: Allow the step to hold more tensors of a kind than are requested.
+            is_checked: True if an earlier load of parts of the same step has just checked every block. Blocks that are
+                read are still checked.
+            examine: Function that may read the step before anything is filled. It refuses the step on all ranks by
+                raising DamagedError.
+            look_first: Function that runs on rank 0 before it looks for steps. It ends the load on all ranks by raising
+                CheckpointError.
+
+        Returns:
+            The loaded step; None if the folder has no step.
+
+        Raises:
+            CheckpointError: if the step cannot be loaded.
         """
         coordinator = self._open("load")
         self.wait()
@@ -294,7 +333,7 @@ class Checkpoints:
                 coordinator.end()
 
     def steps(self) -> list[StepDirectory]:
-        """What lies in the folder, newest first; asks this process's view of the disk alone."""
+        """Return the steps in the folder as this process sees them, newest first."""
         return self._folder.scan()
 
     def _open(self, purpose: str) -> Coordinator:

@@ -1,8 +1,8 @@
-"""From what each rank wrote to what the files hold: every byte once, and the sums of blocks and tensors.
+"""Coverage of files by the ranks' writes: every byte once, and the sums of blocks and tensors.
 
-A rank reports one ``Extent`` per stretch of bytes that it wrote, cut where a tensor or a CRC block ends. Sorted by
-position, the extents of all ranks must tile every file: a gap is an element that no rank wrote, an overlap one that two
-did. The CRC-32s of blocks and pieces follow by ``crc32_combine``; no byte is read again.
+A rank reports one ``Extent`` per range of bytes that it wrote, cut where a tensor or a CRC block ends. Sorted by
+position, the extents of all ranks must tile every file. A gap is an element that no rank wrote; an overlap is an
+element that two ranks wrote. The CRC-32s of blocks and pieces follow by ``crc32_combine``; no byte is read again.
 
 Cost: O(extents) on rank 0; 40 bytes of text per extent from each rank.
 """
@@ -20,7 +20,7 @@ from shardwise.plan.errors import CheckpointError
 
 
 class Extent(NamedTuple):
-    """Bytes ``[start, stop)`` of file number ``file``, written with this CRC-32."""
+    """Bytes ``[start, stop)`` of file number ``file``, written with the CRC-32 ``crc``."""
 
     file: int
     start: int
@@ -37,11 +37,12 @@ class FileSums:
     slots: list[int] = field(default_factory=list)
 
     def stored(self) -> StoredFile:
+        """Return the file's entry of the manifest."""
         return StoredFile(bytes=self.bytes, crc32="".join(f"{crc:08x}" for crc in self.blocks))
 
 
 def cut_at_blocks(start: int, stop: int, block_bytes: int) -> list[tuple[int, int]]:
-    """``[start, stop)`` cut where blocks end."""
+    """Return ``[start, stop)`` as ranges that are cut where blocks end."""
     cuts = []
     while start < stop:
         end = min(stop, (start // block_bytes + 1) * block_bytes)
@@ -53,7 +54,16 @@ def cut_at_blocks(start: int, stop: int, block_bytes: int) -> list[tuple[int, in
 def sum_up(
     layouts: Sequence[FileLayout], extents: Iterable[Sequence[Extent]], block_bytes: int
 ) -> list[FileSums]:
-    """The sums of every file from the extents of every rank, each rank's in rising order."""
+    """Return the sums of every file from the extents of every rank.
+
+    Args:
+        layouts: Layout of every file.
+        extents: Extents of each rank, in rising order.
+        block_bytes: Bytes covered by one CRC-32.
+
+    Raises:
+        CheckpointError: if a byte was written never or twice.
+    """
     by_file: list[list[Extent]] = [[] for _ in layouts]
     for extent in heapq.merge(*extents):
         by_file[extent.file].append(extent)
@@ -63,7 +73,7 @@ def sum_up(
 def _sum_file(layout: FileLayout, extents: list[Extent], block_bytes: int) -> FileSums:
     sums = FileSums(layout.bytes, [0] * -(-layout.bytes // block_bytes), [0] * len(layout.slots))
     position = 0
-    slot = -1  # before the first slot lies the header
+    slot = -1  # -1: the header, which lies before the first slot
     for extent in extents:
         if extent.start != position:
             _refuse(layout, position, extent.start)
@@ -81,7 +91,7 @@ def _sum_file(layout: FileLayout, extents: list[Extent], block_bytes: int) -> Fi
 
 
 def _refuse(layout: FileLayout, position: int, found: int) -> None:
-    """The next extent starts at ``found`` where ``position`` was expected."""
+    """Raise the error for an extent that starts at ``found`` instead of ``position``."""
     first, last = min(position, found), max(position, found)
     slot = next((slot for slot in layout.slots if slot.offset <= first < slot.end), None)
     many = "no rank wrote" if found > position else "several ranks wrote"
@@ -97,7 +107,7 @@ def _refuse(layout: FileLayout, position: int, found: int) -> None:
 
 
 def stored_tensors(layouts: Sequence[FileLayout], sums: Sequence[FileSums]) -> list[ManifestTensor]:
-    """The manifest's list of tensors, by kind and name."""
+    """Return the manifest's list of tensors, by kind and name."""
     pieces: dict[tuple[str, str], list[StoredPiece]] = {}
     slots: dict[tuple[str, str], FileSlot] = {}
     for layout, file in zip(layouts, sums, strict=True):

@@ -1,15 +1,15 @@
-"""Every call by which a checkpoint touches a disk goes through ``Files``.
+"""Access of checkpoints to the disk: every call goes through ``Files``.
 
-Two reasons. The order of writes, fsyncs and renames is the whole of crash safety, so it is kept where it can be
-read; and a test derives from this class to fail, cut short or kill at the n-th call.
+There are two reasons. Crash safety consists of the order of writes, fsyncs and renames, so that order is kept in one
+place; and a test derives from this class to fail, cut short or kill at the n-th call.
 
-What is asked of the file system:
+Requirements on the file system:
   * rename of a directory is atomic, and fsync of a file and of a directory make content and names durable;
   * several processes may write disjoint byte ranges of one file (POSIX ``pwrite``: local disks, Lustre, GPFS, CephFS,
-    and NFS where no range shares a page with another client's cached copy; reading back before the commit catches a
+    and NFS if no range shares a page with another client's cached copy; reading back before the commit catches a
     lost range);
-  * ``flock`` tells whether another process is saving into the folder; where it is missing, leftovers of dead
-    writers are not removed.
+  * ``flock`` detects whether another process is saving into the folder; without it, leftovers of dead writers are not
+    removed.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from pathlib import Path
 
 from shardwise.plan.errors import CheckpointError
 
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang us
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a FIFO must not hang
 _WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def lies_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one under that name."""
+    """Return whether the open file is still the file at ``path``."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -38,16 +38,17 @@ class Files:
     """The file system, call by call. ``before`` is called with (operation, path) ahead of each change."""
 
     def before(self, operation: str, path: Path) -> None:
-        """For tests: may raise or kill."""
+        """Do nothing; tests override this method to raise or to kill the process."""
 
     # -- writing
 
     def make_directory(self, path: Path) -> None:
+        """Make the directory ``path``."""
         self.before("mkdir", path)
         path.mkdir()
 
     def create(self, path: Path, size: int) -> int:
-        """A new file of ``size`` bytes, open for writing."""
+        """Create a file of ``size`` bytes and return its descriptor, open for writing."""
         self.before("create", path)
         descriptor = os.open(path, _WRITE | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -58,10 +59,11 @@ class Files:
         return descriptor
 
     def open_for_writing(self, path: Path) -> int:
+        """Open an existing file for writing, without following a link."""
         return os.open(path, _WRITE)
 
     def write_at(self, descriptor: int, path: Path, data: bytes | memoryview, offset: int) -> None:
-        """All of ``data`` at ``offset``; the kernel may take it in several parts."""
+        """Write all of ``data`` at ``offset``; the kernel may take it in several parts."""
         rest = memoryview(data)
         while rest:
             self.before("write", path)
@@ -75,16 +77,20 @@ class Files:
             rest, offset = rest[written:], offset + written
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Write a part of ``data`` at ``offset`` and return the number of bytes written."""
         return os.pwrite(descriptor, data, offset)
 
     def sync(self, descriptor: int, path: Path) -> None:
+        """Make the file's content durable."""
         self.before("sync", path)
         os.fdatasync(descriptor)
 
     def close(self, descriptor: int) -> None:
+        """Close the file of ``descriptor``."""
         os.close(descriptor)
 
     def sync_directory(self, path: Path) -> None:
+        """Make the names in the directory ``path`` durable."""
         self.before("sync_directory", path)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -96,21 +102,27 @@ class Files:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
+        """Rename ``old`` to ``new``."""
         self.before("rename", old)
         old.rename(new)
 
     def unlink(self, path: Path) -> None:
+        """Remove the file or link ``path``."""
         self.before("unlink", path)
         path.unlink()
 
     def remove_directory(self, path: Path) -> None:
+        """Remove the empty directory ``path``."""
         self.before("rmdir", path)
         path.rmdir()
 
     # -- put together from the above
 
     def replace(self, path: Path, data: bytes) -> None:
-        """``path`` holds either what it held or all of ``data``, whatever happens; the name is not yet durable."""
+        """Replace the content of ``path`` by ``data``: a crash leaves the old content or all of the new.
+
+        The name is not yet durable.
+        """
         temporary = path.with_name(path.name + ".tmp")
         with contextlib.suppress(FileNotFoundError):
             self.unlink(temporary)
@@ -123,7 +135,11 @@ class Files:
         self.rename(temporary, path)
 
     def make_folder(self, path: Path) -> None:
-        """``path`` and what is missing above it, each name durable."""
+        """Make the folder ``path`` and its missing parents, each name durable.
+
+        Raises:
+            CheckpointError: if a file or a broken link is in the way.
+        """
         if not path.is_dir():
             if path.is_symlink():
                 raise CheckpointError(
@@ -137,7 +153,7 @@ class Files:
             self.sync_directory(path.parent)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove ``path`` and what lies under it; links are removed, never followed, ``path`` itself included."""
+        """Remove ``path`` and everything under it; links are removed, never followed, ``path`` itself included."""
         if path.is_symlink():
             self.unlink(path)
             return
@@ -152,14 +168,20 @@ class Files:
     # -- asking and reading
 
     def free_bytes(self, path: Path) -> int:
+        """Return the free bytes of the file system of ``path``."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
     def lock(self, path: Path) -> Callable[[], None] | None:
-        """Hold ``path`` against other processes until the returned call, which removes it; None where locks do not
-        exist.
+        """Lock ``path`` against other processes.
 
-        The kernel drops the lock when its holder dies, however it dies: no lease, no clock.
+        The kernel releases the lock when its holder dies, however it dies, without a lease or a clock.
+
+        Returns:
+            Function that releases the lock and removes ``path``; None if the file system has no locks.
+
+        Raises:
+            CheckpointError: if another process holds the lock.
         """
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -175,7 +197,8 @@ class Files:
                 return None
             if lies_at(descriptor, path):
                 break
-            os.close(descriptor)  # whoever held it removed it in between: a lock on it keeps nobody out
+            # The last holder removed the file in between; a lock on a removed file excludes no other process.
+            os.close(descriptor)
 
         def release() -> None:
             try:
@@ -183,7 +206,7 @@ class Files:
                     if lies_at(descriptor, path):
                         path.unlink()
                 with contextlib.suppress(OSError):
-                    # closing alone leaves it held by a forked data worker
+                    # unlock explicitly: after only a close, a forked data worker would still hold the lock
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             finally:
                 os.close(descriptor)
@@ -191,7 +214,11 @@ class Files:
         return release
 
     def open_for_reading(self, path: Path) -> int:
-        """A regular file, not a link to one."""
+        """Open a regular file for reading, without following a link.
+
+        Raises:
+            OSError: if ``path`` is no regular file.
+        """
         descriptor = os.open(path, _READ)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -199,7 +226,11 @@ class Files:
         return descriptor
 
     def read_at(self, descriptor: int, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` from ``offset``; a file that ends early is an error."""
+        """Fill ``buffer`` from ``offset``.
+
+        Raises:
+            OSError: if the file ends early.
+        """
         while buffer:
             got = os.preadv(descriptor, [buffer], offset)
             if got == 0:
@@ -207,7 +238,11 @@ class Files:
             buffer, offset = buffer[got:], offset + got
 
     def read_bytes(self, path: Path, limit_bytes: int) -> bytes:
-        """A small file whole; larger than ``limit_bytes`` is refused unread."""
+        """Return the content of a small file.
+
+        Raises:
+            OSError: if the file is larger than ``limit_bytes``; it is not read then.
+        """
         descriptor = self.open_for_reading(path)
         try:
             size = os.fstat(descriptor).st_size

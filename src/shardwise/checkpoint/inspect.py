@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for ``shardwise inspect``: one step, or a folder of them."""
+"""Contents of a checkpoint for ``shardwise inspect``: one step, or a folder of steps."""
 
 import os
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from shardwise.plan.strict_json import read_object
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a step."""
+    """One tensor of a step, for display."""
 
     kind: str
     name: str
@@ -29,7 +29,10 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One step. ``problem`` says why it cannot be opened; everything but ``path`` is then empty."""
+    """Contents of one step.
+
+    If ``problem`` is set, the step cannot be opened and all fields but ``path`` and ``damage`` are empty.
+    """
 
     path: Path
     problem: str = ""
@@ -41,18 +44,19 @@ class StepSummary:
     tensors: tuple[TensorRow, ...] = ()
     aliases: dict[str, list[str]] | None = None
     versions: dict[str, str] | None = None
-    """Of the programs that wrote it; empty where it does not say."""
+    """Versions of the programs that wrote the step; empty if it does not record them."""
     trainer: dict[str, Any] | None = None
     damage: tuple[Damage, ...] | None = None
-    """What verification found; None if it was not asked for."""
+    """Damage that verification found; None if verification was not requested."""
 
     @property
     def bytes(self) -> int:
+        """Bytes of all files."""
         return sum((self.bytes_by_file or {}).values())
 
     @property
     def elements(self) -> int:
-        """Elements of the model's weights."""
+        """Number of elements of the model's weights."""
         sizes = [
             row.bytes // manifests.DTYPES[row.dtype].itemsize for row in self.tensors if row.kind == "weight"
         ]
@@ -60,6 +64,7 @@ class StepSummary:
 
     @property
     def is_whole(self) -> bool:
+        """True if the step opens and no damage was found."""
         return not self.problem and not self.damage
 
 
@@ -70,13 +75,21 @@ class FolderSummary:
     path: Path
     steps: tuple[StepSummary, ...]
     latest: str
-    """The hint, as it stands."""
+    """Contents of the file ``latest``."""
     leftovers: tuple[str, ...]
     """Directories of saves in progress or of writers that died; the next save removes the latter."""
 
 
 def describe(directory: Path | str, check: bool = True) -> StepSummary | FolderSummary:
-    """Summarise a step, or a folder of steps; with ``check``, verify every byte of each."""
+    """Summarise a step, or a folder of steps.
+
+    Args:
+        directory: Folder of a step, or of steps.
+        check: Verify every byte of each step.
+
+    Raises:
+        CheckpointError: if ``directory`` is neither.
+    """
     path = Path(directory)
     if not os.path.isdir(path):  # False for a name too long, too
         if not os.path.exists(path):

@@ -1,4 +1,4 @@
-"""Where every byte lies: a pure function of the tensors' names, shapes and dtypes.
+"""The position of every byte: a pure function of the tensors' names, shapes and dtypes.
 
     step_00001234/
       model/model.safetensors                  whole tensors under the model's own names; or, above ``file_bytes``,
@@ -8,10 +8,10 @@
       trainer.json, manifest.json
 
 A safetensors file is 8 bytes of header length, a JSON header with the byte range of each tensor, then the bytes. So
-each rank computes every header and offset alone, and a rank that holds elements [a, b) of a tensor writes them at
-``slot.offset + (a - slot.start) * itemsize``: no all-to-all before a save, no rank ever holds a whole tensor, and no
-file tells how the job was cut. Tensors are ordered by falling itemsize and then by name, which keeps every element
-aligned; the header is padded with spaces so that data starts on a page.
+each rank computes every header and offset by itself, and a rank that holds elements [a, b) of a tensor writes them at
+``slot.offset + (a - slot.start) * itemsize``: there is no all-to-all before a save, no rank ever holds a whole tensor,
+and no file depends on how the job was cut. Tensors are ordered by falling itemsize and then by name, which keeps every
+element aligned; the header is padded with spaces so that data starts on a page.
 """
 
 import json
@@ -29,18 +29,18 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes at which things are cut. Fixed in the format's first version; tests make them tiny."""
+    """Sizes at which files, tensors and blocks are cut. They are fixed in format version 1; tests use tiny values."""
 
     file_bytes: int = 5_000_000_000
-    """A file takes tensors up to this many bytes; one larger tensor has a file of its own."""
+    """Largest size of a file with several tensors; one larger tensor has a file of its own."""
     piece_elements: int = 2**28
-    """The grid of state tensors: as many whole rows as fit, at least one."""
+    """Grid of state tensors: as many whole rows as fit, at least one."""
     block_bytes: int = 2**24
-    """What one CRC-32 covers; a multiple of 16, so that no element lies in two blocks."""
+    """Bytes covered by one CRC-32; a multiple of 16, so that no element lies in two blocks."""
 
 
 class FileSlot(NamedTuple):
-    """Elements ``[start, stop)`` of one tensor, at ``offset`` of a file, there called ``key``."""
+    """Elements ``[start, stop)`` of one tensor, stored at ``offset`` of a file under the name ``key``."""
 
     spec: Spec
     start: int
@@ -51,11 +51,12 @@ class FileSlot(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Offset of the byte after the last element."""
         return self.offset + (self.stop - self.start) * self.spec.dtype.itemsize
 
 
 class FileLayout(NamedTuple):
-    """One safetensors file: its header and where the tensors lie behind it."""
+    """One safetensors file: its header and the positions of the tensors behind it."""
 
     path: str
     header: bytes
@@ -64,7 +65,16 @@ class FileLayout(NamedTuple):
 
 
 def arrange(specs: Iterable[Spec], sizes: Sizes, aliases: Mapping[str, Sequence[str]]) -> list[FileLayout]:
-    """Every safetensors file of a step. ``aliases``: the other names of tied tensors, noted in the headers."""
+    """Return the layout of every safetensors file of a step.
+
+    Args:
+        specs: All tensors of the step.
+        sizes: Sizes at which files and tensors are cut.
+        aliases: Other names of tied tensors, which the headers note.
+
+    Raises:
+        CheckpointError: if a weight and a buffer have the same name.
+    """
     groups: dict[str, list[FileSlot]] = {}
     for spec in specs:
         group = "model/model" if spec.kind in MODEL_KINDS else f"state/{spec.kind}"
@@ -84,7 +94,7 @@ def arrange(specs: Iterable[Spec], sizes: Sizes, aliases: Mapping[str, Sequence[
 
 
 def _cut(spec: Spec, piece_elements: int) -> list[FileSlot]:
-    """The slots of one tensor, offsets still unset: one if it belongs to the model, else rows of the grid."""
+    """Return the slots of one tensor, offsets unset: one slot for a tensor of the model, else rows of the grid."""
     if spec.kind in MODEL_KINDS:
         return [FileSlot(spec, 0, spec.elements, spec.name, spec.shape, 0)]
     rows = spec.shape[0] if spec.shape else 1
@@ -103,7 +113,7 @@ def _cut(spec: Spec, piece_elements: int) -> list[FileSlot]:
 def _files(
     group: str, slots: list[FileSlot], file_bytes: int, aliases: Mapping[str, Sequence[str]]
 ) -> list[FileLayout]:
-    """Fill files in order up to ``file_bytes``."""
+    """Return files that are filled in order up to ``file_bytes``."""
     fills: list[list[FileSlot]] = [[]]
     filled = 0
     for slot in slots:
@@ -118,7 +128,7 @@ def _files(
 
 
 def _file(path: str, slots: list[FileSlot], aliases: Mapping[str, Sequence[str]]) -> FileLayout:
-    """The header in bytes, and the slots at their offsets."""
+    """Return the layout of one file: its header and the slots at their offsets."""
     # An alias maps to the name that holds the tensor, as safetensors.torch.save_model writes it.
     notes = {
         alias: slot.key
@@ -136,7 +146,7 @@ def _file(path: str, slots: list[FileSlot], aliases: Mapping[str, Sequence[str]]
 
 
 def index_text(layouts: Sequence[FileLayout]) -> bytes | None:
-    """``model.safetensors.index.json``, where the model takes more than one file."""
+    """Return ``model.safetensors.index.json`` if the model has more than one file, else None."""
     files = [layout for layout in layouts if layout.path.startswith("model/")]
     if len(files) < 2:
         return None

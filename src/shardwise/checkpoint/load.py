@@ -1,18 +1,18 @@
-"""Loading: choose a step together, then read the slices, checking every byte that is read.
+"""Loading: all ranks choose a step together, then read their slices, checking every byte that is read.
 
     candidates   rank 0 scans the folder, newest first; all ranks take its list
     check        each rank opens the manifest, compares its tensors, and reads its share of all blocks against their
-                 CRC-32, so that every block of the step is read once by someone. All hear how all fared: damage
+                 CRC-32, so that every block of the step is read once by some rank. All ranks get all results: damage
                  anywhere turns every rank to the next older step while no destination has been touched
     read         each rank reads the blocks that its pieces lie in, checks them once more as it reads, and copies
 
-Two passes instead of one with a second copy of the state: memory is what is short when a run starts. The second pass
-reads mostly from the page cache and costs a CRC; because it checks too, bytes that went bad in between are not
-taken either. Then every rank turns to the next older step, which fills every destination anew; only when no step is
-left does loading fail with destinations half filled, and it says so.
+There are two passes instead of one with a second copy of the state, because memory is short when a run starts. The
+second pass reads mostly from the page cache and costs a CRC. Because the second pass checks too, bytes that were
+damaged in between are not used either: every rank then turns to the next older step, which fills every destination
+anew. Only if no step is left does loading fail with destinations half filled, and the error says so.
 
-Blocks are the grain: a slice is checked by the whole blocks around it, and a rank reads each block once, in file order,
-however many of its slices lie in it.
+Checks work on blocks: a slice is checked by the whole blocks around it, and a rank reads each block once, in file
+order, however many of its slices lie in it.
 """
 
 import json
@@ -36,11 +36,11 @@ from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError, 
 from shardwise.plan.strict_json import read_object
 
 Choose = Sequence[Item] | Callable[[Manifest], Sequence[Item]]
-"""What to fill: the items, or a function that gives them for the step at hand."""
+"""Items to fill, or a function that returns them for the manifest of a step."""
 
 
 class Loaded(NamedTuple):
-    """The step that was loaded."""
+    """The step that was loaded, with its trainer state and manifest."""
 
     step: int
     trainer: dict[str, Any]
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """What is wrong with one file of a step, and with which tensors."""
+    """Damage to one file of a step, and the tensors that it affects."""
 
     file: str
     tensors: tuple[str, ...]
@@ -61,7 +61,7 @@ class Damage(NamedTuple):
 
 
 class StepReader:
-    """The bytes of one step, never returned unchecked. Holds one block of memory."""
+    """Reads the bytes of one step, and returns none that fail their check. Uses one block of memory."""
 
     def __init__(self, path: Path, manifest: Manifest, files: Files) -> None:
         self.path, self.manifest = path, manifest
@@ -72,12 +72,16 @@ class StepReader:
         self._sum = sum_for(sum(file.bytes for file in manifest.files.values()))
 
     def blocks(self) -> list[tuple[str, int]]:
-        """(file, block) of the whole step, in order."""
+        """Return (file, block) for every block of the step, in order."""
         files = sorted(self.manifest.files.items())
         return [(name, block) for name, file in files for block in range(file.blocks)]
 
     def check(self, blocks: Iterable[tuple[str, int]]) -> None:
-        """Read ``blocks`` and compare; raises at the first that differs."""
+        """Read ``blocks`` and compare them with their CRC-32.
+
+        Raises:
+            DamagedError: at the first block that differs or cannot be read.
+        """
         by_file: dict[str, list[int]] = {}
         for name, block in blocks:
             by_file.setdefault(name, []).append(block)
@@ -85,14 +89,14 @@ class StepReader:
             self._each_block(name, wanted, lambda block, data: None)
 
     def text(self, name: str) -> bytes:
-        """A small file whole."""
+        """Return the contents of a small file."""
         parts: list[bytes] = []
         file = self.manifest.files[name]
         self._each_block(name, range(file.blocks), lambda block, data: parts.append(data.numpy().tobytes()))
         return b"".join(parts)
 
     def fill(self, items: Sequence[Item]) -> None:
-        """Copy the stored elements into the pieces of ``items``, casting where the dtype differs."""
+        """Copy the stored elements into the pieces of ``items``, casting if the dtype differs."""
         for name, requests in self._requests(items).items():
             requests.sort(key=lambda request: request.start)
             size = self.manifest.block_bytes
@@ -121,7 +125,7 @@ class StepReader:
         return requests
 
     def _each_block(self, name: str, blocks: Iterable[int], use: Callable[[int, Tensor], None]) -> None:
-        """Read and check ``blocks`` of one file, handing each to ``use``."""
+        """Read and check ``blocks`` of one file, and call ``use`` with each."""
         file = self.manifest.files[name]
         size = self.manifest.block_bytes
         place = self.path / name
@@ -153,7 +157,7 @@ class StepReader:
         return Damage(name, self.suspects(name, block * size, (block + 1) * size), what)
 
     def suspects(self, name: str, start: int, stop: int) -> tuple[str, ...]:
-        """The tensors within bytes ``[start, stop)`` of a file whose own CRC-32 no longer holds."""
+        """Return the tensors within bytes ``[start, stop)`` of a file whose own CRC-32 no longer matches."""
         return tuple(
             f"{tensor.kind} {tensor.name!r}"
             for tensor in self.manifest.tensors
@@ -165,7 +169,7 @@ class StepReader:
         )
 
     def _sum_of(self, name: str, start: int, stop: int) -> int:
-        """The CRC-32 of a range as it is now; -1 where it cannot be read."""
+        """Return the CRC-32 of a range as it is now; -1 if it cannot be read."""
         total = 0
         part = bytearray(min(2**20, stop - start))
         try:
@@ -184,7 +188,7 @@ class StepReader:
 
 
 class _ReadRequest(NamedTuple):
-    """Bytes ``[start, stop)`` of a file, of ``dtype``, wanted in ``tensor``."""
+    """Bytes ``[start, stop)`` of a file, of dtype ``dtype``, to be copied into ``tensor``."""
 
     start: int
     stop: int
@@ -193,7 +197,7 @@ class _ReadRequest(NamedTuple):
 
 
 def _copier(requests: Sequence[_ReadRequest], block_bytes: int) -> Callable[[int, Tensor], None]:
-    """Serve sorted ``requests`` from blocks that come in rising order."""
+    """Return a function that serves sorted ``requests`` from blocks in rising order."""
     waiting = list(reversed(requests))
     open_requests: list[_ReadRequest] = []
 
@@ -216,7 +220,7 @@ def _copier(requests: Sequence[_ReadRequest], block_bytes: int) -> Callable[[int
 
 
 def differences(items: Sequence[Item], manifest: Manifest) -> list[str]:
-    """Where this rank's items and the step are not the same model, in words."""
+    """Return the differences between this rank's items and the tensors of the step, as text."""
     found = []
     for item in items:
         stored = manifest.find(item.kind, item.name)
@@ -239,14 +243,14 @@ def _castable(stored: ManifestTensor, wanted: torch.dtype) -> bool:
 
 
 def _requested(items: Sequence[Item], manifest: Manifest) -> str:
-    """Which of the manifest's tensors this rank asks for: a bit each, in hex."""
+    """Return the manifest's tensors that this rank requests: a bit each, in hex."""
     wanted = {id(manifest.find(item.kind, name)) for item in items for name in manifest.names_of(item.name)}
     bits = "".join("1" if id(tensor) in wanted else "0" for tensor in manifest.tensors)
     return f"{int(bits, 2):x}" if bits else "0"
 
 
 def _unrequested(answers: Sequence[dict[str, Any]], manifest: Manifest) -> list[str]:
-    """Tensors that no rank asked for, of kinds that some rank did ask for."""
+    """Return the tensors that no rank requested, of kinds that some rank did request."""
     union = 0
     for answer in answers:
         union |= int(answer["requested"], 16)
@@ -264,7 +268,17 @@ def _unrequested(answers: Sequence[dict[str, Any]], manifest: Manifest) -> list[
 
 
 class Loading:
-    """One load in progress, the same on every rank."""
+    """One load in progress, the same on every rank.
+
+    Args:
+        folder: Folder of the steps.
+        files: Access to the file system.
+        coordinator: Exchange with the other ranks.
+        warn: Function that takes one line of a warning; called on rank 0 only.
+        partial: Allow the step to hold more tensors of a kind than are requested.
+        is_checked: True if every block of the step was checked before.
+        examine: Function that may refuse a step by raising DamagedError.
+    """
 
     def __init__(
         self,
@@ -283,7 +297,18 @@ class Loading:
         self._touched = False
 
     def newest(self, choose: Choose, look_first: Callable[[], None] | None = None) -> Loaded | None:
-        """The newest step that is whole, older ones where newer are damaged; None where there is no step at all."""
+        """Load the newest whole step; an older step if newer steps are damaged.
+
+        Args:
+            choose: Items to fill.
+            look_first: Function that runs on rank 0 before it looks for steps.
+
+        Returns:
+            The loaded step; None if there is no step at all.
+
+        Raises:
+            DamagedError: if there are steps and none can be loaded.
+        """
         steps: list[StepDirectory] = []
 
         def scan() -> list[str]:
@@ -300,7 +325,7 @@ class Loading:
             try:
                 return self._one(self._folder.root / str(name), choose, str(number), name)
             except TierError:
-                raise  # what is loaded into is damaged, and not the step
+                raise  # the destination on disk is damaged, not the step
             except DamagedError as damage:
                 problems.append(str(damage))
                 older = (
@@ -311,7 +336,7 @@ class Loading:
         return None
 
     def _pass_over(self, steps: Sequence[StepDirectory]) -> None:
-        """A word on steps newer than the newest readable one; a step of a newer format is no reason to go back."""
+        """Warn of damaged steps newer than the newest readable step; raise for a step of a newer format."""
         newest = max((one.step for one in steps if one.manifest is not None), default=-1)
         for one in steps:
             if one.problem is not None and one.step >= newest:
@@ -329,11 +354,22 @@ class Loading:
             )
 
     def exactly(self, path: Path, choose: Choose) -> Loaded:
-        """This step and no other."""
+        """Load the step at ``path`` and no other.
+
+        Args:
+            path: Folder of the step.
+            choose: Items to fill.
+
+        Raises:
+            CheckpointError: if the step cannot be loaded.
+        """
         return self._one(path, choose, "only")
 
     def _one(self, path: Path, choose: Choose, turn: str, given_name: object = None) -> Loaded:
-        """Check ``path`` together, then fill. ``given_name``: its name, if it came from another rank."""
+        """Check the step at ``path`` together with the other ranks, then fill.
+
+        ``given_name`` is the step's name if another rank sent it.
+        """
         opened: list[tuple[StepReader, Sequence[Item]]] = []
 
         def check() -> dict[str, Any]:
@@ -369,7 +405,7 @@ class Loading:
         return Loaded(reader.manifest.step, trainer, path, reader.manifest)
 
     def _judge(self, answers: Sequence[dict[str, Any]], reader: StepReader) -> None:
-        """Equal on all ranks, since all judge the same answers."""
+        """Raise the same error on all ranks if the answers of any rank differ or refuse the step."""
         if len({answer["seal"] for answer in answers}) > 1:
             raise CheckpointError(
                 f"{reader.path}: the ranks see different manifests under this name; the checkpoint folder must lie on "

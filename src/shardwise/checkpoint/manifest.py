@@ -1,4 +1,4 @@
-"""The manifest: what a step holds, and the sums by which its bytes are known.
+"""The manifest: the contents of a step, and the checksums of its bytes.
 
     {"format":1, "run":..., "generation":..., "writer":..., "step":1234, "block_bytes":16777216,
      "files":   {"model/model.safetensors": {"bytes":..., "crc32":"<8 hex digits per block>"}, ...},
@@ -9,8 +9,8 @@
 
 One CRC-32 per block lets a reader check what it reads without reading the rest; one per piece names the tensor that a
 damaged block belongs to. The SHA-256 covers the sums, so that a flipped bit in them is found too. None of this is
-a signature: it finds accidents, not forgery. Against forgery stands that nothing here is ever executed: JSON with
-a fixed schema, bounded in size and in nodes before it is parsed, duplicate keys and NaN refused, file names plain.
+a signature: it finds accidents, not forgery. The protection against forgery is that no content is ever executed: JSON
+with a fixed schema, bounded in size and in nodes before it is parsed, duplicate keys and NaN refused, file names plain.
 Unknown keys are ignored, an unknown format is refused.
 """
 
@@ -43,17 +43,27 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether ``path`` may name a file of a step: one plain name, or one in ``model/`` or ``state/``."""
+    """Return whether ``path`` may name a file of a step: one plain name, or one in ``model/`` or ``state/``."""
     return _PATH.fullmatch(path) is not None and path != NAME
 
 
 def versions() -> dict[str, str]:
-    """Of what writes a step; for people."""
+    """Return the versions of the programs that write a step; for people."""
     return {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def write_json(value: dict[str, Any], where: str) -> bytes:
-    """``value`` as JSON that ``read_object`` takes; refused now rather than when the run is to be resumed."""
+    """Return ``value`` as JSON that ``read_object`` accepts.
+
+    The check runs when a step is saved, so that a value does not fail when the run is resumed.
+
+    Args:
+        value: Value to write.
+        where: Name of the file, for errors.
+
+    Raises:
+        CheckpointError: if ``value`` cannot be written or read back.
+    """
     try:
         data = json.dumps(value, allow_nan=False, indent=1).encode() + b"\n"
         read_object(data, where)
@@ -69,7 +79,7 @@ def write_json(value: dict[str, Any], where: str) -> bytes:
 
 
 class StoredPiece(StrictModel):
-    """Elements ``[start, stop)`` of a tensor, at ``offset`` of ``file``."""
+    """Elements ``[start, stop)`` of a tensor, stored at ``offset`` of ``file``."""
 
     file: str
     offset: Count
@@ -79,7 +89,7 @@ class StoredPiece(StrictModel):
 
 
 class ManifestTensor(StrictModel):
-    """One tensor and the pieces that make it whole, in order."""
+    """One tensor and the pieces that make up the whole, in order."""
 
     kind: str
     name: str
@@ -89,14 +99,17 @@ class ManifestTensor(StrictModel):
 
     @property
     def spec(self) -> Spec:
+        """Spec of the tensor."""
         return Spec(self.kind, self.name, tuple(self.shape), DTYPES[self.dtype])
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Torch dtype of the elements."""
         return DTYPES[self.dtype]
 
     @property
     def bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @model_validator(mode="after")
@@ -128,30 +141,32 @@ class StoredFile(StrictModel):
     crc32: Annotated[str, Field(pattern=r"^([0-9a-f]{8})*$")]
 
     def block_crc(self, block: int) -> int:
+        """Return the CRC-32 of one block."""
         return int(self.crc32[8 * block : 8 * block + 8], 16)
 
     @property
     def blocks(self) -> int:
+        """Number of blocks."""
         return len(self.crc32) // 8
 
 
 class Manifest(StrictModel):
-    """The whole of ``manifest.json``."""
+    """The contents of ``manifest.json``."""
 
     format: int
     run: Annotated[str, Field(max_length=200)]
     """Name of the run that wrote the step."""
     generation: Count
-    """How many writers this folder had before: a later life of a run counts one more, whatever its step."""
+    """Number of earlier writers of this folder: a later life of a run counts one more, whatever its step."""
     writer: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
-    """Random; tells two writers of the same generation apart."""
+    """Random number that distinguishes two writers of the same generation."""
     step: Count
     block_bytes: Annotated[int, Field(ge=64, le=2**26)]
     files: dict[str, StoredFile]
     tensors: list[ManifestTensor]
     aliases: dict[str, list[str]]
     versions: Annotated[dict[str, Annotated[str, Field(max_length=100)]], Field(max_length=20)] = {}
-    """Of the programs that wrote the step, by name; steps written before there was this key do not say."""
+    """Versions of the programs that wrote the step, by name; empty in steps written before this key existed."""
     sha256: str = ""
 
     @model_validator(mode="after")
@@ -190,11 +205,11 @@ class Manifest(StrictModel):
                 raise ValueError(f"two tensors overlap in {path}")
 
     def find(self, kind: str, name: str) -> ManifestTensor | None:
-        """Return a tensor by any of its names, with or without what ``torch.compile`` puts into them."""
+        """Return a tensor by any of its names, with or without the prefix that ``torch.compile`` adds."""
         return self._by_name.get((kind, name)) or self._by_name.get((kind, plain_name(name)))
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """All names of the tensor called ``name``."""
+        """Return all names of the tensor called ``name``."""
         return self._ties.get(name, (name,))
 
     @cached_property
@@ -214,20 +229,29 @@ class Manifest(StrictModel):
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind."""
+        """Bytes of all tensors, by kind."""
         totals: dict[str, int] = {}
         for tensor in self.tensors:
             totals[tensor.kind] = totals.get(tensor.kind, 0) + tensor.bytes
         return totals
 
     def encode(self) -> bytes:
-        """The bytes of ``manifest.json``, sealed."""
+        """Return the bytes of ``manifest.json``, with its SHA-256."""
         body = json.dumps(self.model_dump(exclude={"sha256"}), separators=(",", ":"))[:-1].encode()
         return body + b',\n"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
     @staticmethod
     def decode(data: bytes, where: str) -> "Manifest":
-        """Check the seal, then the JSON, then the format, then the schema."""
+        """Check the SHA-256, then the JSON, then the format, then the schema, and return the manifest.
+
+        Args:
+            data: Bytes of ``manifest.json``.
+            where: Name of the file, for errors.
+
+        Raises:
+            DamagedError: if the bytes changed or do not fit the schema.
+            CheckpointError: if the format is not that of this version.
+        """
         tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
         body = data[:-_TAIL_BYTES]
         if tail is None or hashlib.sha256(body).hexdigest().encode() != tail.group(1):

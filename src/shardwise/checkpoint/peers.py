@@ -1,10 +1,10 @@
-"""How the ranks of a save or a load agree: short texts over a store, no collective.
+"""Agreement among the ranks of a save or a load: short texts over a store, no collective.
 
-A save runs behind training in its own thread, where a collective would tangle with the training's own. Texts under
-agreed keys do not. Every phase of a save or load is one ``Coordinator.gather``: each rank does its part, posts how it
-went, and reads how all the others fared, so that all of them go on or all of them raise, and no rank is left waiting
-for one that failed. A rank that died or hangs does not post: ``JobRanks.collect`` raises, which names it, and a rank
-that does its own part says so by ``JobRanks.at_work``.
+A save runs in its own thread while training continues, and a collective there would mix with training's own. Texts
+under agreed keys do not. Every phase of a save or load is one ``Coordinator.gather``: each rank does its part, posts
+the result, and reads the results of all others. So either all ranks continue or all raise, and no rank waits for a rank
+that failed. A rank that died or hangs does not post: ``JobRanks.collect`` raises an error that names it. A rank that is
+still working reports so by ``JobRanks.at_work``.
 
 Cost: one text per rank and phase; 5 to 7 phases a save, 3 a load.
 """
@@ -28,39 +28,50 @@ from shardwise.plan.errors import (
 from shardwise.plan.words import in_words
 
 _END_S = 10.0
-"""For the others to read a text that lies there."""
+"""Seconds that rank 0 waits until the others have read the last text."""
 
 
 class JobRanks(Protocol):
-    """The ranks of a job, as the checkpoint sees them. ``World`` is one; a single process has ``Solo``."""
+    """The ranks of a job, as checkpoints use them: ``World``, or ``Solo`` for a single process."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this rank."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        ...
 
     def post(self, key: str, text: str) -> None:
-        """Leave ``text`` for the others under ``key``."""
+        """Store ``text`` for the other ranks under ``key``."""
 
     def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
-        """Return what every rank posted under ``key``, by rank; raise if one does not come within ``timeout_s``.
-        ``what`` names the meeting in errors."""
+        """Return the texts that all ranks posted under ``key``, by rank.
+
+        Args:
+            key: Key of the texts.
+            timeout_s: Seconds to wait for a rank; an error is raised after them.
+            what: Name of the phase in errors.
+        """
 
     def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
-        """Inside, the calling thread does this rank's part of what all meet for at keys below ``key``."""
+        """Return a context in which the calling thread works on this rank's part of ``what``, below ``key``."""
 
     def joining(self, thread: int) -> AbstractContextManager[None]:
-        """Inside, the calling thread waits for the thread of this process with that number."""
+        """Return a context in which the calling thread waits for the thread ``thread`` of this process."""
 
     def forget(self, key: str) -> None:
-        """Drop what all ranks posted under ``key``; for one of them, when all have read it."""
+        """Delete what all ranks posted under ``key``; called by one rank after all have read it."""
 
 
 class Solo:
-    """The one rank of a single process."""
+    """The only rank of a single process."""
 
     rank = 0
     size = 1
@@ -69,31 +80,34 @@ class Solo:
         self._posted: dict[str, str] = {}
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Do nothing, because there is no other rank."""
 
     def post(self, key: str, text: str) -> None:
+        """Store ``text`` under ``key``."""
         self._posted[key] = text
 
     def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
+        """Return and delete the text under ``key``."""
         return [self._posted.pop(key)]
 
     def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
-        """Nobody to tell."""
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def joining(self, thread: int) -> AbstractContextManager[None]:
-        """Nobody to tell."""
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def forget(self, key: str) -> None:
-        """It is gone since it was read."""
+        """Do nothing, because ``collect`` has deleted the text."""
 
 
 class _Turns:
-    """Numbers for the conversations over one ``JobRanks``: keys must never be used twice on one store.
+    """Numbers of the exchanges over one ``JobRanks``: a key must never be used twice on one store.
 
-    Ranks open their conversations in the same order, so equal numbers meet. Counted per JobRanks object and not per
-    folder, since several engines of one process may share the store; by identity, since it need not be hashable.
+    Ranks open their exchanges in the same order, so that equal numbers belong together. Exchanges are counted per
+    JobRanks object and not per folder, because several engines of one process may share the store; by identity, because
+    the object need not be hashable.
     """
 
     def __init__(self) -> None:
@@ -114,17 +128,23 @@ _turns = _Turns()
 
 
 def _story(error: Exception) -> str:
-    """What the other ranks and the user read of it."""
+    """Return the text of ``error`` for the other ranks and the user."""
     if isinstance(error, ShardwiseError):
         return str(error)
     return in_words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 class Coordinator:
-    """The phases of one save or one load. Open it in the caller's thread, use it in any."""
+    """The phases of one save or one load. Create it in the caller's thread and use it in any.
 
-    # The order in which failures of several ranks are judged, the same on every rank: what cannot be cured by an
-    # older step comes first. State on disk that fails, while it is saved or loaded, is no fault of any step.
+    Args:
+        peers: Ranks of the job.
+        purpose: Name of the save or load in errors.
+        timeout_s: Seconds that a rank waits for the others within a phase.
+    """
+
+    # Order in which failures of several ranks are judged, the same on every rank. Failures that an older step cannot
+    # cure come first: state on disk that fails while it is saved or loaded is no fault of any step.
     _KINDS: tuple[type[ShardwiseError], ...] = (
         TierError,
         DamagedStateError,
@@ -141,16 +161,22 @@ class Coordinator:
         self._key = f"checkpoint/{_turns.next(peers)}"
         self._phases: list[str] = []
         self._is_open = False
-        """True from the beginning of a phase until all have come, and for ever if one of them does not."""
+        """True from the beginning of a phase until all ranks have come, and forever if one does not."""
 
     def at_work(self) -> AbstractContextManager[None]:
-        """Inside, the calling thread runs this conversation: between its waits it works for the others."""
+        """Return a context in which the calling thread runs this exchange and counts as working between its waits."""
         return self._peers.at_work(self._key, self._purpose)
 
     def gather(self, phase: str, work: Callable[[], Any]) -> list[str]:
-        """Do ``work``, tell the others, and return the JSON text of every rank's result.
+        """Run ``work``, post its result, and return the JSON text of every rank's result.
 
-        Raises on all ranks if any failed: the same class with the same story.
+        Args:
+            phase: Name of the phase.
+            work: Function whose result JSON can hold.
+
+        Raises:
+            CheckpointError: if any rank failed or did not come. All ranks raise the same class with the same text,
+                which may be a subclass or a TierError.
         """
         failure: Exception | None = None
         self._is_open = True
@@ -180,14 +206,14 @@ class Coordinator:
         return [answer[1:] for answer in answers]
 
     def end(self) -> None:
-        """End the conversation, also if it has failed on all ranks: rank 0 goes on when all have read the outcome.
-        The store may live in its process, and a script may end right after a save or a load; the others would take a
-        step that is committed for one that is lost. Nobody reads a text of this conversation any more, and they are
-        dropped.
+        """End the exchange, also if it has failed on all ranks, and delete its texts.
+
+        Rank 0 returns when all ranks have read the outcome, or after a few seconds. The store may run in its process,
+        and a script may end right after a save or a load; the other ranks would then report a committed step as lost.
         """
         if self.size == 1 or self._is_open:
             return
-        with contextlib.suppress(Exception):  # who died here has lost nothing that was saved
+        with contextlib.suppress(Exception):  # a failure here loses nothing that was saved
             self._peers.post(f"{self._key}/end", "")
             if self.rank == 0:
                 self._peers.collect(f"{self._key}/end", min(self._timeout_s, _END_S))
@@ -195,9 +221,9 @@ class Coordinator:
                     self._peers.forget(f"{self._key}/{phase}")
 
     def _forget(self, phase: str) -> None:
-        """Whoever posted ``phase`` has read the one before it. Its text, which may be long, goes at once."""
+        """Empty this rank's text of the phase before ``phase``, which may be long, because all ranks have read it."""
         if self._phases and self.size > 1:
-            with contextlib.suppress(Exception):  # the next gather tells of a store that is gone
+            with contextlib.suppress(Exception):  # the next gather reports a store that is gone
                 self._peers.post(f"{self._key}/{self._phases[-1]}", "")
         self._phases.append(phase)
 

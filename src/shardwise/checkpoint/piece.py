@@ -1,11 +1,11 @@
-"""FlatSlice and Item: how model state meets the checkpoint, as flat element ranges of whole tensors.
+"""FlatSlice and Item: the form in which checkpoints receive model state, flat element ranges of whole tensors.
 
-A checkpoint knows nothing of meshes or stages. Whatever cut a tensor, a rank says which elements it holds:
+A checkpoint is independent of meshes and stages. However a tensor is cut, each rank names the elements that it holds:
 
     element e of tensor t  =  t.reshape(-1)[e]          FlatSlice(start, stop) = elements [start, stop)
 
-Saving takes the pieces that a rank writes; loading takes pieces to fill. Replicas are the caller's affair: on saving
-each element comes from exactly one rank, on loading any rank may ask for any element.
+Saving takes the pieces that a rank writes; loading takes pieces to fill. The caller handles replicas: on saving,
+each element comes from exactly one rank; on loading, any rank may request any element.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,20 +19,20 @@ from shardwise.formats.safetensors import CODES
 from shardwise.plan.errors import CheckpointError
 
 MODEL_KINDS = ("weight", "buffer")
-"""Kinds that are stored whole under the model's own names; every other kind is cut on the grid of ``layout``."""
+"""Kinds that are stored whole under the model's own names; all other kinds are cut on the grid of ``layout``."""
 
 
 class Source(NamedTuple):
-    """Whoever has the elements of a flat tensor."""
+    """Functions that read and write the elements of a flat tensor."""
 
     read: Callable[[int, int], Tensor]
-    """Elements [start, stop)."""
+    """Function that returns elements [start, stop)."""
     write: Callable[[int, Tensor], None]
-    """New elements from one on."""
+    """Function that stores new elements from a position on."""
 
 
 class Elsewhere:
-    """A stretch of a flat tensor that is not in memory as it is: ``source`` brings elements, to be used at once."""
+    """A range of a flat tensor that is not in memory; ``source`` reads elements, which must be used at once."""
 
     def __init__(self, source: Source, elements: int, dtype: torch.dtype, start: int = 0):
         self._source, self._elements, self._start = source, elements, start
@@ -41,21 +41,27 @@ class Elsewhere:
 
     @property
     def shape(self) -> torch.Size:
+        """Shape, with one dimension."""
         return torch.Size((self._elements,))
 
     def numel(self) -> int:
+        """Return the number of elements."""
         return self._elements
 
     def dim(self) -> int:
+        """Return 1, the number of dimensions."""
         return 1
 
     def stride(self) -> tuple[int, ...]:
+        """Return the stride, (1,)."""
         return (1,)
 
     def is_contiguous(self) -> bool:
+        """Return True, because elements follow one another."""
         return True
 
     def detach(self) -> "Elsewhere":
+        """Return self, because there is no autograd graph."""
         return self
 
     def __getitem__(self, wanted: slice) -> "Elsewhere":
@@ -63,16 +69,16 @@ class Elsewhere:
         return Elsewhere(self._source, max(stop - start, 0), self.dtype, self._start + start)
 
     def cpu(self) -> Tensor:
-        """The elements."""
+        """Read and return the elements."""
         return self._source.read(self._start, self._start + self._elements).cpu()
 
     def copy_(self, values: Tensor) -> None:
-        """New elements."""
+        """Store ``values`` as the new elements."""
         self._source.write(self._start, values)
 
 
 Flat = Tensor | Elsewhere
-"""Where elements are read from or written into."""
+"""Tensor or range from which elements are read, or into which they are written."""
 
 
 class FlatSlice(NamedTuple):
@@ -84,7 +90,7 @@ class FlatSlice(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One global tensor and this rank's pieces of it: to be written (save) or filled in place (load)."""
+    """One global tensor and this rank's pieces, to be written (save) or filled in place (load)."""
 
     kind: str
     """``weight``, ``buffer``, or a kind of optimizer state: ``master``, ``exp_avg``, ..."""
@@ -95,7 +101,7 @@ class Item(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What every rank must know of a tensor to compute where its bytes lie."""
+    """Properties of a tensor from which every rank computes the position of its bytes."""
 
     kind: str
     name: str
@@ -104,11 +110,16 @@ class Spec(NamedTuple):
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 
 def specs_of(items: Iterable[Item]) -> list[Spec]:
-    """The specs of ``items`` in canonical order; refuses names that the format cannot hold, and duplicates."""
+    """Return the specs of ``items`` in canonical order.
+
+    Raises:
+        CheckpointError: if the format cannot hold a name, or a tensor is given twice.
+    """
     seen: dict[tuple[str, str], Spec] = {}
     for item in items:
         spec = Spec(item.kind, item.name, tuple(item.shape), item.dtype)
@@ -120,7 +131,11 @@ def specs_of(items: Iterable[Item]) -> list[Spec]:
 
 
 def check_spec(spec: Spec) -> None:
-    """Refuse what could not be read back: odd kinds, unprintable or reserved names, dtypes without a code."""
+    """Check that a tensor can be read back.
+
+    Raises:
+        CheckpointError: if the kind, the name or the dtype cannot be stored.
+    """
     if not (spec.kind.isascii() and spec.kind.isidentifier() and spec.kind == spec.kind.lower()):
         raise CheckpointError(
             f"kind {spec.kind!r} of {spec.name!r}: a kind becomes part of a file name and is a lower-case "
@@ -136,7 +151,11 @@ def check_spec(spec: Spec) -> None:
 
 
 def check_pieces(items: Sequence[Item]) -> None:
-    """Refuse pieces that do not say what they hold."""
+    """Check that the shape, range and dtype of every piece agree with its tensor.
+
+    Raises:
+        CheckpointError: if not.
+    """
     for item in items:
         elements = prod(item.shape)
         for start, stop, tensor in item.pieces:
@@ -153,5 +172,5 @@ def check_pieces(items: Sequence[Item]) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D CPU tensor, without a copy; writable."""
+    """Return the memory of a contiguous 1-D CPU tensor without a copy; writable."""
     return tensor.detach().view(torch.uint8).numpy().data

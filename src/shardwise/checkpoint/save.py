@@ -1,15 +1,15 @@
-"""Saving one step: every rank writes its own ranges, one rename commits.
+"""Saving one step: every rank writes its own ranges, and one rename commits the step.
 
     specs       the ranks agree on the list of tensors, and from it on every file and offset     (layout.py)
     directory   rank 0 takes the lock, removes leftovers, checks for 1.1 x the space, makes step_N.tmp-* and its files
     write       every rank writes its pieces at their offsets, syncs, and reports the CRC-32 of each extent
-    read back   rank 0 puts the sums together and checks coverage; every rank re-reads its share of the blocks
+    read back   rank 0 combines the sums and checks coverage; every rank re-reads its share of the blocks
     commit      rank 0 compares, writes the manifest (tmp, sync, rename), syncs the directories, renames step_N.tmp-*
                 to step_N, syncs the folder
 
-A rank that fails says so in its phase and all raise; a rank that dies lets the others' time run out. Until the last
-rename nothing but a directory that no reader looks at has changed; older steps are removed only after it, once
-the new one was read back.
+If a rank fails, it reports the failure in its phase and all ranks raise; if a rank dies, the other ranks time out.
+Until the last rename, only a directory that no reader opens has changed. Older steps are removed after the rename,
+once the new step was read back.
 
 Cost: the bytes of the model state once to the disk; CRC-32 twice (write, read back; kernels/crc.py), without the
 interpreter's lock. Memory: nothing beyond the pieces given.
@@ -49,25 +49,25 @@ from shardwise.plan.words import in_words
 
 @dataclass(frozen=True)
 class Contents:
-    """What one step is to hold, as this rank has it."""
+    """Contents of one step on this rank."""
 
     step: int
     items: Sequence[Item]
     trainer: Mapping[str, Any]
-    """Only rank 0's is written."""
+    """State of the trainer. Only rank 0's is written."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The other names of tied tensors, by the name under which they are saved."""
+    """Other names of tied tensors, by the name under which they are saved."""
     write_aliases: bool = False
-    """Write tied tensors under all their names, for readers that know no ties."""
+    """Write tied tensors under all their names, for readers without support for ties."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Small files more, by path: ``model/config.json`` and the like. Only rank 0's are written."""
+    """Contents of more small files by path: ``model/config.json`` and the like. Only rank 0's are written."""
     best: int | None = None
-    """The step that is never removed, however many come after it."""
+    """Number of the step that is never removed, however many follow."""
 
 
 @dataclass
 class Saver:
-    """Who saves: its place among all who ever wrote into the folder."""
+    """Settings of a writer, and its generation among all writers of the folder."""
 
     run: str
     keep_last: int | None
@@ -76,11 +76,11 @@ class Saver:
     warn: Callable[[str], None]
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     generation: int | None = None
-    """Known to rank 0 from its first save on."""
+    """Generation of this writer, set on rank 0 by its first save."""
 
 
 def with_aliases(contents: Contents) -> list[Item]:
-    """The items, and where asked once more under every alias."""
+    """Return the items, with a copy under every alias if ``write_aliases`` is set."""
     items = list(contents.items)
     if contents.write_aliases:
         for item in contents.items:
@@ -90,7 +90,7 @@ def with_aliases(contents: Contents) -> list[Item]:
 
 
 class Saving:
-    """One save in progress. ``run`` does it, in any thread."""
+    """One save in progress. ``run`` executes it, in any thread."""
 
     def __init__(
         self,
@@ -112,6 +112,12 @@ class Saving:
         self._sum: Sum = sum_for(0)
 
     def run(self) -> None:
+        """Run all phases of the save.
+
+        Raises:
+            CheckpointError: if any rank fails.
+            TierError: if state on disk cannot be read.
+        """
         items = with_aliases(self._contents)
         try:
             layouts = self._agree(items)
@@ -129,7 +135,7 @@ class Saving:
             if self._leads:
                 self._tidy()
         except Exception:
-            # Other ranks may still be writing if one died; their files vanish under them, which harms nobody.
+            # If a rank died, other ranks may still be writing; their files are removed meanwhile, which is harmless.
             if self._leads and self._temporary is not None:
                 with contextlib.suppress(OSError):
                     self._folder.trash(self._temporary)
@@ -142,7 +148,7 @@ class Saving:
     # -- specs
 
     def _agree(self, items: Sequence[Item]) -> list[FileLayout]:
-        """The layout of every file, the same on every rank."""
+        """Return the layout of every file, the same on every rank."""
         own: list[Spec] = []
 
         def digest() -> str:
@@ -153,7 +159,7 @@ class Saving:
         aliases: dict[str, list[str]] = {k: list(v) for k, v in self._contents.aliases.items()}
         if (
             len(set(self._coordinator.gather("specs", digest))) > 1
-        ):  # ranks of a pipeline know their own stage alone
+        ):  # ranks of a pipeline have only the tensors of their own stages
             answers = self._coordinator.gather("all specs", lambda: json.loads(self._describe(own)))
             own, aliases = _merge(answers)
         self._aliases = aliases
@@ -167,7 +173,7 @@ class Saving:
     # -- directory
 
     def _prepare(self, layouts: Sequence[FileLayout]) -> str:
-        """Rank 0: a directory with every file at its size, headers and small files written."""
+        """Make, on rank 0, a directory with every file at its size, headers and small files written."""
         if not self._leads:
             return ""
         root, files = self._folder.root, self._files
@@ -228,7 +234,7 @@ class Saving:
     # -- write
 
     def _write(self, temporary: Path, layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[Extent]:
-        """This rank's ranges of every file; rank 0 also accounts for the headers it wrote."""
+        """Write this rank's ranges of every file; rank 0 also reports the headers that it wrote."""
         jobs = _jobs(layouts, items)
         extents: list[Extent] = []
         for number, layout in enumerate(layouts):
@@ -268,10 +274,10 @@ class Saving:
     def _read_back(
         self, temporary: Path, layouts: Sequence[FileLayout], answers: Sequence[str], sums: list[FileSums]
     ) -> list[int]:
-        """Rank 0: coverage and sums. Every rank: the CRC-32 of its share of blocks, as the file system returns them.
+        """Return the CRC-32 of this rank's share of blocks as the file system returns them; rank 0 also fills ``sums``.
 
-        It tells a write that got lost between two writers of one file, while the step is not yet committed and the
-        older ones are not yet removed. It reads what the system would give any reader, cached pages included.
+        Reading back detects a write that was lost between two writers of one file, while the step is not yet committed
+        and the older steps are not yet removed. It reads what any reader would get, cached pages included.
         """
         if self._leads:
             extents = [[Extent(*row) for row in json.loads(text)] for text in answers]
@@ -343,7 +349,7 @@ class Saving:
                     )
 
     def _check_claim(self) -> None:
-        """A writer that was cut off and comes back must not commit over a later life of its run."""
+        """Refuse to commit if a later process of the run has saved: this one was cut off and has come back."""
         for generation, writer in self._folder.claims():
             if generation >= (self._writer.generation or 0) and writer != self._writer.nonce:
                 raise CheckpointError(
@@ -354,7 +360,7 @@ class Saving:
     # -- after the commit
 
     def _tidy(self) -> None:
-        """The hint and the removal of older steps; the step is safe whatever happens here."""
+        """Write the hint and remove older steps; a failure leaves the committed step intact."""
         assert self._committed is not None, "only a committed step is followed by tidying"
         try:
             self._files.replace(self._folder.root / LATEST, f"{self._committed.name}\n".encode())
@@ -367,7 +373,7 @@ class Saving:
 
 
 def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
-    """The tensors of all ranks together; one that several ranks hold must be the same on all of them."""
+    """Return the tensors of all ranks; a tensor that several ranks hold must be the same on all of them."""
     specs: dict[tuple[str, str], Spec] = {}
     aliases: dict[str, list[str]] = {}
     first: tuple[Any, Any] | None = None
@@ -392,7 +398,7 @@ def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
 
 
 def _jobs(layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[list[tuple[int, Flat]]]:
-    """Per file: which bytes of this rank go to which offset."""
+    """Return for each file the offsets and tensors that this rank writes."""
     slots: dict[tuple[str, str], list[tuple[int, FileSlot]]] = {}
     for number, layout in enumerate(layouts):
         for slot in layout.slots:
@@ -410,7 +416,7 @@ def _jobs(layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[list[tup
 
 
 def _share(layouts: Sequence[FileLayout], block_bytes: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """(file, block) for the stretch of blocks that ``rank`` reads back: each block by one rank, in file order."""
+    """Return (file, block) for the range of blocks that ``rank`` reads back: each block on one rank, in file order."""
     blocks = [
         (number, block)
         for number, file in enumerate(layouts)

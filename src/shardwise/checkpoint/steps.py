@@ -1,23 +1,23 @@
-"""A folder of steps: names, order, and what may be removed when.
+"""A folder of steps: names, order, and the rules of removal.
 
     runs/gpt/checkpoints/
-      step_00000200/                     committed: carries a manifest, complete by construction
+      step_00000200/                     committed: contains a manifest, complete by construction
       step_00000400/
       step_00000400.old-1f0a.../         the step of that number which a later life of the run is replacing
       step_00000600.tmp-2-9c31.../       being written, or left by a writer that died
       .trash-77d0.../                    being removed, or left by a writer that died
       latest                             a hint for people; never read
-      .writing                           there and locked while a rank 0 is saving
+      .writing                           exists and is locked while a rank 0 is saving
 
-One rename, ``step_N.tmp-*`` to ``step_N``, commits a step; nothing else makes one loadable. Removal goes the other way:
-rename to ``.trash-*``, sync, then unlink, so that no step is ever seen half removed, not even after a power loss that
-keeps the unlinks and forgets the rename.
+One rename, ``step_N.tmp-*`` to ``step_N``, commits a step; nothing else makes a step loadable. Removal takes the
+reverse way: rename to ``.trash-*``, sync, then unlink. So a half-removed step is never visible, not even after a power
+loss that keeps the unlinks and loses the rename.
 
-A step may be a link to a folder elsewhere: an archive. It loads as any other. Where it is due to go, the link goes, and
-what it points to stays.
+A step may be a link to a folder elsewhere, such as an archive, and loads as any other. When such a step is removed,
+only the link is removed, and its target stays.
 
-Order: newest first is by (generation, step). A run that went back to step 300 and now stands at 350 is newer than the
-step 400 of its earlier life, and outlives it.
+Order: newest first is by (generation, step). A run that went back to step 300 and is now at step 350 is newer than the
+step 400 of its earlier life, and is kept longer.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ LOCK = ".writing"
 
 
 class StepDirectory(NamedTuple):
-    """A directory under the name of a step; ``manifest`` is None where ``problem`` says why."""
+    """A directory with the name of a step. Either ``manifest`` or ``problem`` is None."""
 
     path: Path
     step: int
@@ -49,16 +49,18 @@ class StepDirectory(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, bool]:
+        """Key of the order: the newest step has the largest."""
         generation = -1 if self.manifest is None else self.manifest.generation
         return generation, self.step, ".old-" not in self.path.name
 
 
 def step_name(step: int) -> str:
+    """Return the directory name of a step."""
     return f"step_{step:08d}"
 
 
 def steps_at(path: Path) -> Path | None:
-    """The step at ``path``, or the folder of steps that it is, or that the run there has; None where there is none."""
+    """Return the step at ``path``, or the folder of steps there, or that of the run there; None if there is none."""
     if (path / manifests.NAME).is_file():
         return path
     for folder in (path, path / "checkpoints"):
@@ -68,17 +70,36 @@ def steps_at(path: Path) -> Path | None:
 
 
 def temporary_of(root: Path, name: object) -> Path:
-    """The directory in which a step is written, by the name that another rank posted. Errors: CheckpointError."""
+    """Return the directory in which a step is written, by the name that another rank posted.
+
+    Args:
+        root: Folder of the steps.
+        name: Posted name.
+
+    Raises:
+        CheckpointError: if ``name`` has not the form of such a name.
+    """
     return _named(root, name, _TEMPORARY)
 
 
 def step_of(root: Path, name: object) -> Path:
-    """The directory of a step, by the name that another rank posted. Errors: CheckpointError."""
+    """Return the directory of a step, by the name that another rank posted.
+
+    Args:
+        root: Folder of the steps.
+        name: Posted name.
+
+    Raises:
+        CheckpointError: if ``name`` has not the form of such a name.
+    """
     return _named(root, name, _STEP)
 
 
 def _named(root: Path, name: object, form: re.Pattern[str]) -> Path:
-    """What comes over a wire may be an absolute path, or lead out of the folder: names of our own form alone."""
+    """Return ``root / name`` if ``name`` matches ``form``.
+
+    The check is needed because a name from a store may be absolute or lead out of the folder.
+    """
     if isinstance(name, str) and form.fullmatch(name):
         return root / name
     raise CheckpointError(
@@ -88,7 +109,16 @@ def _named(root: Path, name: object, form: re.Pattern[str]) -> Path:
 
 
 def open_step(path: Path, files: Files) -> Manifest:
-    """The manifest of one step, with every file there and of its size. Contents are not read."""
+    """Return the manifest of one step after checking that every file exists and has its size; contents are not read.
+
+    Args:
+        path: Folder of the step.
+        files: Access to the file system.
+
+    Raises:
+        DamagedError: if the manifest or a file is missing or damaged.
+        CheckpointError: if the manifest has another format.
+    """
     try:
         data = files.read_bytes(path / manifests.NAME, JSON_BYTES)
     except OSError as error:
@@ -110,7 +140,7 @@ def open_step(path: Path, files: Files) -> Manifest:
 
 
 def _holding(manifest: Manifest, file: str) -> str:
-    """Which tensors a file holds, for an error about it."""
+    """Return the tensors that a file holds, for an error."""
     names = [f"{t.kind} {t.name!r}" for t in manifest.tensors if any(p.file == file for p in t.pieces)]
     if not names:
         return ""
@@ -127,7 +157,7 @@ class Folder:
         self._claims: dict[tuple[str, int, int], tuple[int, str]] = {}
 
     def scan(self) -> list[StepDirectory]:
-        """Every directory under the name of a step: readable ones first, newest first."""
+        """Return every directory with the name of a step: readable steps first, newest first."""
         found = []
         for path, step in self._paths():
             try:
@@ -148,7 +178,7 @@ class Folder:
         return [(path, int(match.group(1))) for path, match in matches if match and path.is_dir()]
 
     def claims(self) -> list[tuple[int, str]]:
-        """(generation, writer) of every readable step; a manifest is parsed once per writer's life."""
+        """Return (generation, writer) of every readable step; each manifest is parsed once in a writer's life."""
         known = self._claims
         self._claims = {}
         for path, _ in self._paths():
@@ -165,7 +195,10 @@ class Folder:
         return list(self._claims.values())
 
     def commit(self, temporary: Path, step: int) -> Path:
-        """The commit point. A step of that number is set aside under a name that still loads, not removed."""
+        """Rename ``temporary`` to the step's directory, which commits the step.
+
+        An existing step of that number is not removed but renamed to a name that still loads.
+        """
         final = self.root / step_name(step)
         if final.is_dir() or final.is_symlink():
             self._files.rename(final, final.with_name(f"{final.name}.old-{secrets.token_hex(4)}"))
@@ -174,7 +207,7 @@ class Folder:
         return final
 
     def trash(self, path: Path) -> None:
-        """Remove a step or a leftover; of a link the link alone."""
+        """Remove a step or a leftover; if it is a link, only the link."""
         if not path.name.startswith(".trash-"):
             trash = self.root / f".trash-{secrets.token_hex(8)}"
             self._files.rename(path, trash)
@@ -183,13 +216,19 @@ class Folder:
         self._files.remove_tree(path)
 
     def remove_leftovers(self) -> None:
-        """What dead writers left. Only under the lock: a live writer's directory has the same looks."""
+        """Remove what dead writers left.
+
+        Call only under the lock: a live writer's directory has the same form of name.
+        """
         for path in sorted(self.root.iterdir()):
             if _STALE.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 self.trash(path)
 
     def tidy(self) -> None:
-        """At the start of a run: what a killed save left, unless a live one is at work; and the folder, if empty."""
+        """Remove what a killed save left, unless a live save is running, and the folder if it is empty.
+
+        A run calls this at its start.
+        """
         if not self.root.is_dir():
             return
         try:
@@ -202,15 +241,25 @@ class Folder:
             self.remove_leftovers()
         finally:
             unlock()
-        with contextlib.suppress(OSError):  # not empty, as a rule
+        with contextlib.suppress(OSError):  # fails if the folder is not empty, the usual case
             self.root.rmdir()
 
     def retain(
         self, keep_last: int | None, keep_every: int | None, committed: Path, best: int | None = None
     ) -> None:
-        """Remove what is older than the newest ``keep_last`` steps, save every ``keep_every``-th and the ``best`` one.
+        """Remove steps older than the newest ``keep_last``, except every ``keep_every``-th step and the ``best``.
 
-        Only readable steps count, so damaged ones never push out the last good one; they are left to the user.
+        Only readable steps count, so damaged steps never push out the last good one; damaged steps are left to the
+        user.
+
+        Args:
+            keep_last: Number of steps to keep; None: all.
+            keep_every: Interval of steps that are kept in addition.
+            committed: The step just committed.
+            best: Number of a step that is kept.
+
+        Raises:
+            DamagedError: if ``committed`` cannot be read; nothing is removed then.
         """
         if keep_last is None and not any(".old-" in path.name for path, _ in self._paths()):
             return
@@ -222,7 +271,8 @@ class Folder:
             )
         kept: set[int] = set()
         for one in found:
-            if ".old-" in one.path.name:  # readable or not: what took its place is
+            # Remove the old step, readable or not, if the step that replaced it is readable.
+            if ".old-" in one.path.name:
                 if any(other.step == one.step and ".old-" not in other.path.name for other in readable):
                     self.trash(one.path)
                 continue

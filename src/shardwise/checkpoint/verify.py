@@ -1,10 +1,10 @@
-"""Every byte of a step against its manifest, and the manifest against itself.
+"""Verification of every byte of a step against its manifest, and of the manifest against itself.
 
-What is found: a flipped bit anywhere (tensor data, headers, padding, JSON, the manifest with its own sums), a file
+Verification finds a flipped bit anywhere (tensor data, headers, padding, JSON, the manifest with its own sums), a file
 that is missing, of another size, swapped or left from another step, a header that describes other tensors than the
-manifest, a file that no manifest knows (a reader that knows none either, such as plain safetensors, might take it).
+manifest, and a file that is not in the manifest (a reader without a manifest, such as plain safetensors, might use it).
 
-Cost: one read of the step and its CRC-32, 1 to 2 GB/s a core.
+Cost: one read of the step and its CRC-32, 1 to 2 GB/s per core.
 """
 
 from pathlib import Path
@@ -20,7 +20,12 @@ from shardwise.plan.strict_json import JSON_BYTES
 
 
 def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
-    """Everything that is wrong with one step; empty when it is whole."""
+    """Return all damage to one step; empty if the step is whole.
+
+    Args:
+        directory: Folder of the step.
+        files: Access to the file system; tests replace it.
+    """
     path = Path(directory)
     files = files or Files()
     try:
@@ -40,7 +45,7 @@ def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
 
 
 def _what_opens(path: Path, problem: DamagedError, files: Files) -> list[Damage]:
-    """The step does not open: is it the manifest, or a file that it names?"""
+    """Return the damage of a step that does not open: to the manifest, or to files that it names."""
     try:
         manifest = Manifest.decode(
             files.read_bytes(path / manifests.NAME, JSON_BYTES), str(path / manifests.NAME)
@@ -63,7 +68,7 @@ def _what_opens(path: Path, problem: DamagedError, files: Files) -> list[Damage]
 
 
 def _check_file(reader: StepReader, name: str) -> Damage | None:
-    """The first bad block of a file, with every tensor of the file whose own sum fails."""
+    """Return the first bad block of a file, with every tensor of the file whose own sum fails."""
     file = reader.manifest.files[name]
     for block in range(file.blocks):
         try:
@@ -78,7 +83,7 @@ def _check_file(reader: StepReader, name: str) -> Damage | None:
 
 
 def _check_header(reader: StepReader, name: str) -> Damage | None:
-    """Whether plain safetensors would read from this file what the manifest says is there."""
+    """Return the damage if plain safetensors would read other tensors from this file than the manifest lists."""
     wanted = {}
     for tensor in reader.manifest.tensors:
         for piece in tensor.pieces:
@@ -101,7 +106,7 @@ def _check_header(reader: StepReader, name: str) -> Damage | None:
 
 
 def _header(path: Path, size: int) -> dict[str, StoredTensor]:
-    """The header of a safetensors file, read through ``Files``."""
+    """Return the header of a safetensors file, read through ``Files``."""
     files = Files()
     descriptor = files.open_for_reading(path)
 

@@ -1,1 +1,1 @@
-"""Row 0: the five nouns, pure data. Runs on a laptop for 100,000 ranks."""
+"""Import row 0: the five nouns as pure data, which a laptop can compute for 100,000 ranks."""

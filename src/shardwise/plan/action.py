@@ -1,26 +1,26 @@
-"""Action: one thing that a rank does in a training step.
+"""Action: one operation of a rank in a training step.
 
     F  forward            B  backward (= I input gradient + W weight gradient)
-    SEND, RECV            an activation or its gradient, between pipeline stages
-    BRING                 bring a rank's shard of a Unit's weights from the tier where it lies, ahead of its UNSHARD
-    UNSHARD, RESHARD      gather a Unit's weights, give the memory back
+    SEND, RECV            send and receive an activation or its gradient between pipeline stages
+    BRING                 copy a rank's shard of a Unit's weights from its tier to the device, ahead of its UNSHARD
+    UNSHARD, RESHARD      gather a Unit's weights; free the gathered memory
     RECALL                bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it
     REDUCE                reduce a Unit's gradients over the data-parallel ranks
-    ASK                   tell the owners of rows the keys of a batch, ahead of its step
-    FETCH, DELIVER        bring the rows that a batch asks of tables, take their gradients to their owners
-    SUM                   add up the gradients that model-parallel ranks hold in common
-    NORM                  the norm of all gradients, and what all ranks decide by it: scale, clip, or skip
-    DIRECT                the first half of an update that looks beyond its own element: a Unit's moments and directions
-    TRUST                 the norms of whole tensors, of weights and of directions
-    DEAL                  whole matrices of directions to one rank each, and what it makes of them back
-    ADOPT                 let a Unit's weights become those of the update before this one, where it counts one step late
-    LOAD, STORE           bring a Unit's masters and moments from a disk into host memory, and back
-    STEP                  update a Unit's masters and moments where they live
+    ASK                   send the keys of a batch to the owners of their rows, ahead of the batch's step
+    FETCH, DELIVER        gather the table rows that a batch uses; send their gradients to the owners of the rows
+    SUM                   sum the gradients that model-parallel ranks hold in common
+    NORM                  compute the norm of all gradients and what all ranks derive from it: scale, clip, or skip
+    DIRECT                compute a Unit's moments and update directions, if the update needs more than its own element
+    TRUST                 compute the norms of whole tensors, of weights and of directions
+    DEAL                  send whole matrices of directions to one rank each, and receive the updates back
+    ADOPT                 replace a Unit's weights by the result of the previous step's update (delayed updates)
+    LOAD, STORE           read a Unit's masters and moments from a disk into host memory; write them back
+    STEP                  update a Unit's masters and moments on their tier
 
-A step is a list of Actions. Under a schedule a loop walks the list; in a user's own loop the order of Units belongs to
-the user's Python, and the module hooks walk the same list with a cursor.
+A step is a list of Actions. Under a schedule a loop walks the list. In a user's own loop the user's Python decides the
+order of Units, and the module hooks follow the same list with a cursor.
 
-A stage's passes name the stage and a microbatch; what happens inside one names a Unit, and is written with a u:
+A stage's passes name the stage and a microbatch. An Action inside a pass names a Unit, written with a u:
 
     F(2,5)          forward of stage 2, microbatch 5                F(u1,5)          forward of Unit 1
     SEND(2,5,3)     stage 2 sends to 3: an activation, for 3 > 2    UNSHARD(u1,5)    for that pass
@@ -29,19 +29,19 @@ A stage's passes name the stage and a microbatch; what happens inside one names 
 A rank has one SUM and one NORM, between its last REDUCE or DELIVER and its first STEP:
 
     ... REDUCE(u1,5) DELIVER(u3) SUM NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) ... STEP(u3)
-    ... NORM DIRECT(u0) DIRECT(u1) ... TRUST DEAL STEP(u0) UNSHARD(u0) ...      where updates look at whole tensors
+    ... NORM DIRECT(u0) DIRECT(u1) ... TRUST DEAL STEP(u0) UNSHARD(u0) ...      if updates need whole tensors
 
-What lies on another tier than the device is updated while the next step begins: its LOAD, STEP and STORE only begin
-here, on a thread that does them in this order, and whoever uses the Unit's weights waits for its STEP:
+State on another tier than the device is updated while the next step begins. Its LOAD, STEP and STORE are only started
+at their places in the list; a thread runs them in this order, and each user of the Unit's weights waits for its STEP:
 
     ... NORM STEP(u0) LOAD(u1) LOAD(u2) STEP(u1) STORE(u1) STEP(u2) STORE(u2) ...
 
-or the whole of the next step runs on the weights before it, which become the new ones at that step's end:
+With delayed updates the whole next step runs on the old weights, and ADOPT installs the new weights at its end:
 
     ... NORM ADOPT(u0) ADOPT(u1) ADOPT(u2) LOAD(u2) LOAD(u1) STEP(u2) STORE(u2) ...
 
-ASK is the half of FETCH that reads no weight. It stands in a list of its own, which a thread walks while the steps
-before are computed (``plan.lists.keys_ahead``); a FETCH whose keys nobody asked for does both halves.
+ASK is the half of FETCH that reads no weight. ASKs have a list of their own, which a thread walks while the steps
+before are computed (``plan.lists.keys_ahead``). A FETCH without an earlier ASK does both halves.
 """
 
 from enum import Enum
@@ -49,7 +49,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What an Action does."""
+    """The operation that an Action stands for."""
 
     F = "F"
     B = "B"
@@ -77,22 +77,22 @@ class Kind(Enum):
 
     @property
     def ends_step(self) -> bool:
-        """True for what comes after all passes of a step."""
+        """True for the Kinds that follow all passes of a step."""
         return self in _ENDS_STEP
 
     @property
     def updates(self) -> bool:
-        """True for what comes after NORM; where a step is skipped, ADOPT alone."""
+        """True for the Kinds that follow NORM. A skipped step runs only ADOPT of these."""
         return self in _UPDATES
 
     @property
     def is_announced(self) -> bool:
-        """True for what the user's model comes to by itself, inside a pass: the cursor is told of it."""
+        """True for the Kinds that the user's model reaches by itself inside a pass, as module hooks report."""
         return self.computes or self is Kind.FETCH
 
     @property
     def computes(self) -> bool:
-        """True for the passes through a model, false for what serves them."""
+        """True for the passes through a model, False for the Actions that serve a pass."""
         return self in _COMPUTES
 
 
@@ -102,54 +102,54 @@ _ENDS_STEP = frozenset({Kind.DELIVER, Kind.SUM, Kind.NORM, *_UPDATES})
 
 
 class Action(NamedTuple):
-    """One Action: what, on which Unit or stage, for which microbatch (-1: once per step)."""
+    """One Action: its Kind, its Unit or stage, and its microbatch (-1: once per step)."""
 
     kind: Kind
     unit: int = -1
     """Index of a Unit; -1 for an Action of a whole stage, or of the rank."""
     microbatch: int = -1
     stage: int = -1
-    """Pipeline stage; -1 where there is no pipeline."""
+    """Pipeline stage; -1 without a pipeline."""
     other: int = -1
     """The stage at the other end of a SEND or RECV."""
 
     def __str__(self) -> str:
-        """``F(2,5)`` of stage 2, ``F(u2,5)`` of Unit 2."""
+        """Return the Action as text: ``F(2,5)`` for stage 2, ``F(u2,5)`` for Unit 2."""
         where = [f"u{self.unit}"] if self.unit >= 0 else [str(self.stage)] if self.stage >= 0 else []
         where += [str(number) for number in (self.microbatch, self.other) if number >= 0]
         return f"{self.kind.value}({','.join(where)})" if where else self.kind.value
 
     @property
     def carries_gradient(self) -> bool:
-        """For SEND and RECV: whether a gradient travels, from a stage to the one before; else an activation."""
+        """True if this SEND or RECV carries a gradient, to an earlier stage; False if it carries an activation."""
         return (self.other < self.stage) == (self.kind is Kind.SEND)
 
 
 def F(stage: int, microbatch: int) -> Action:
-    """Forward of a stage."""
+    """Return the forward Action of a stage for one microbatch."""
     return Action(Kind.F, -1, microbatch, stage)
 
 
 def B(stage: int, microbatch: int) -> Action:
-    """Backward of a stage: input and weight gradients."""
+    """Return the backward Action of a stage for one microbatch: input and weight gradients."""
     return Action(Kind.B, -1, microbatch, stage)
 
 
 def SEND(stage: int, microbatch: int, other: int) -> Action:
-    """Stage ``stage`` sends to ``other``."""
+    """Return the Action with which ``stage`` sends to the stage ``other``."""
     return Action(Kind.SEND, -1, microbatch, stage, other)
 
 
 def RECV(stage: int, microbatch: int, other: int) -> Action:
-    """Stage ``stage`` receives from ``other``."""
+    """Return the Action with which ``stage`` receives from the stage ``other``."""
     return Action(Kind.RECV, -1, microbatch, stage, other)
 
 
 SUM = Action(Kind.SUM)
-"""Of the whole rank, once per step."""
+"""The SUM of a rank, once per step."""
 NORM = Action(Kind.NORM)
-"""Of the whole rank, once per step."""
+"""The NORM of a rank, once per step."""
 TRUST = Action(Kind.TRUST)
-"""Of the whole rank, once per step."""
+"""The TRUST of a rank, once per step."""
 DEAL = Action(Kind.DEAL)
-"""Of the whole rank, once per step."""
+"""The DEAL of a rank, once per step."""

@@ -1,9 +1,9 @@
-"""What a pass needs before it can run, and the walk through lists that follows from it.
+"""The results that a pass needs before it can run, and the order of lists that follows from them.
 
     F(s, i)   F(s - 1, i)                            SEND, RECV   a RECV needs its SEND
     B(s, i)   B(s + 1, i), on the last stage F(s, i)    W(s, i)   I(s, i)
 
-B may be whole or in two parts, of which I (the gradient of the input) is what other stages need.
+B may be whole or in two parts, of which other stages need I (the gradient of the input).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +15,23 @@ from shardwise.plan.timeline import Span, Timeline
 Lists = dict[int, list[Action]]
 """Actions by the rank's index on "pp"."""
 Result = tuple[int, ...]
-"""What an Action leaves behind: equal for B and I."""
+"""The result of an Action as a key; equal for B and I."""
 
 _ACTIVATION, _GRADIENT, _MESSAGE = range(3)
 
 
 def stages_of(lists: Mapping[int, Sequence[Action]]) -> int:
-    """Stages of the pipeline whose lists these are."""
+    """Return the number of pipeline stages in ``lists``."""
     return 1 + max((action.stage for row in lists.values() for action in row), default=-1)
 
 
 def need(action: Action, stages: int) -> Result | None:
-    """The result of another Action that this one takes."""
+    """Return the result of another Action that ``action`` needs, or None.
+
+    Args:
+        action: The Action.
+        stages: Stages of the pipeline.
+    """
     kind, unit, microbatch, stage, other = action
     if unit >= 0:
         return None
@@ -40,7 +45,7 @@ def need(action: Action, stages: int) -> Result | None:
 
 
 def result(action: Action) -> Result | None:
-    """What this Action leaves for others."""
+    """Return the result that ``action`` leaves for others, or None."""
     kind, unit, microbatch, stage, other = action
     if unit >= 0:
         return None
@@ -52,9 +57,14 @@ def result(action: Action) -> Result | None:
 
 
 def walk(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], float]) -> list[Span]:
-    """When each Action runs if every rank walks its list, ``seconds`` occupies it, and sends do not wait.
+    """Return the time span of each Action if every rank walks its list and sends do not wait.
 
-    Errors: PlanError where ranks wait for each other, or for an Action that is in no list.
+    Args:
+        lists: Actions by the rank's index on "pp".
+        seconds: Seconds that an Action occupies its rank.
+
+    Raises:
+        PlanError: if ranks wait for each other, or for an Action that is in no list.
     """
     stages = stages_of(lists)
     stop_s: dict[Result, float] = {}
@@ -72,7 +82,7 @@ def walk(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], floa
                 waiting.setdefault(needed, []).append(rank)
                 break
             ready = now[rank] if needed is None else max(now[rank], stop_s[needed])
-            # A wait for a message belongs to the RECV; a pass starts when what it takes is there.
+            # The wait for a message counts as part of the RECV; a pass starts when its inputs are ready.
             start = now[rank] if action.kind is Kind.RECV else ready
             now[rank] = ready + seconds(action)
             spans.append(Span(rank, action, start, now[rank]))
@@ -92,5 +102,13 @@ def walk(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], floa
 
 
 def timeline_of(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], float]) -> Timeline:
-    """The walk as a timeline, by rank. Errors: as ``walk``'s."""
+    """Return the result of ``walk`` as a timeline, by rank.
+
+    Args:
+        lists: Actions by the rank's index on "pp".
+        seconds: Seconds that an Action occupies its rank.
+
+    Raises:
+        PlanError: if ranks wait for each other, or for an Action that is in no list.
+    """
     return Timeline.of(walk(lists, seconds))

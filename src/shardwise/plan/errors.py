@@ -1,33 +1,33 @@
-"""Every error that Shardwise raises on purpose, in one tree.
+"""The tree of all errors that Shardwise raises on purpose.
 
     ShardwiseError
     ├── ConfigError        a key, a value or a combination in the configuration      (also a ValueError)
     ├── MeshError          axes that do not cover the ranks
     ├── PlanError          a model that cannot be planned: no Units, a tensor without a placement
     ├── UsageError         a call that cannot work where it was made
-    ├── TableFullError     an embedding table that met more keys than it may hold
+    ├── TableFullError     an embedding table that received more keys than it may hold
     ├── DataError          a missing, empty or damaged source of data
-    │   └── SourceError    ... because the configuration names what is not there  (also a ConfigError)
+    │   └── SourceError    ... because the configuration names a source that does not exist  (also a ConfigError)
     ├── NonFiniteError     a NaN or an infinity in loss or gradients
     ├── CommError          a collective that failed, by rank, operation, Unit and step
     │   └── DeadlineError  ... because another rank did not arrive in time
-    ├── OutOfMemoryError   memory that ended while an engine was made or computed       (also a MemoryError and a
+    ├── OutOfMemoryError   memory exhausted while an engine was built or computed       (also a MemoryError and a
     │                      RuntimeError, as torch's own is)
-    ├── RankError          a rank that ``launch`` started, by its traceback
+    ├── RankError          a failure of a rank that ``launch`` started, with its traceback
     ├── TierError               state on disk (``offload``) that cannot be read or written
     │   └── DamagedStateError   ... because its bytes changed                         (also a DamagedError)
     └── CheckpointError         a checkpoint that cannot be written or read
         ├── MismatchError       ... because it belongs to another model
         └── DamagedError        ... because its bytes changed: names the file and the tensor
 
-A message says where, what was given, what was expected and what to do.
+A message contains the place, the given value, the expected value and a suggested repair.
 """
 
 from collections.abc import Sequence
 
 
 class ShardwiseError(Exception):
-    """Root of the tree above."""
+    """The base class of every error that Shardwise raises on purpose."""
 
 
 class ConfigError(ShardwiseError, ValueError):
@@ -47,7 +47,7 @@ class UsageError(ShardwiseError):
 
 
 class TableFullError(ShardwiseError):
-    """An embedding table that met more keys than it may hold."""
+    """An embedding table that received more keys than it may hold."""
 
 
 class DataError(ShardwiseError):
@@ -55,7 +55,7 @@ class DataError(ShardwiseError):
 
 
 class SourceError(DataError, ConfigError):
-    """A source of data, or a tokenizer, that the configuration names and that is not there or is none."""
+    """A source of data or a tokenizer that the configuration names and that does not exist or cannot be used."""
 
 
 class NonFiniteError(ShardwiseError):
@@ -71,15 +71,15 @@ class DeadlineError(CommError):
 
 
 class OutOfMemoryError(ShardwiseError, MemoryError, RuntimeError):
-    """Memory that ended while an engine was made or computed."""
+    """Memory that was exhausted while an engine was built or computed."""
 
 
 class RankError(ShardwiseError):
-    """A rank that ``shardwise.launch`` started failed."""
+    """A failure of a rank that ``shardwise.launch`` started."""
 
 
 class TierError(ShardwiseError):
-    """State on disk that cannot be read or written; the last checkpoint is whole."""
+    """State on disk that cannot be read or written; the last checkpoint is unaffected."""
 
 
 class CheckpointError(ShardwiseError):
@@ -90,10 +90,10 @@ class MismatchError(CheckpointError):
     """A checkpoint of another model.
 
     Args:
-        what: Where the checkpoint and the model differ.
-        way: The cure for a Python program.
-        missing: Names of the model that the checkpoint lacks, or holds in another shape.
-        unexpected: Names of the checkpoint that the model lacks.
+        what: Difference between the checkpoint and the model.
+        way: Suggested repair for a Python program.
+        missing: Names in the model that the checkpoint lacks, or stores in another shape.
+        unexpected: Names in the checkpoint that the model lacks.
     """
 
     def __init__(
@@ -108,4 +108,4 @@ class DamagedError(CheckpointError):
 
 
 class DamagedStateError(TierError, DamagedError):
-    """State on disk whose bytes changed after they were written; the last checkpoint is whole."""
+    """State on disk whose bytes changed after they were written; the last checkpoint is unaffected."""

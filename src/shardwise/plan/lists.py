@@ -1,34 +1,35 @@
-"""The lists of Units: in which order a rank gathers, computes, releases, reduces and updates them.
+"""The Actions of Units: the order in which a rank gathers, computes, releases, reduces and updates each Unit.
 
-The moves are those of ``placement.py``, read off where a Unit's buffers lie: weight S -> R before use is UNSHARD;
-gradient P -> the master's placement is REDUCE; after STEP a weight that is R while its master is S is gathered once.
+The moves are those of ``placement.py`` and follow from the placements of a Unit's buffers: weight S -> R before use is
+UNSHARD; gradient P -> the master's placement is REDUCE; after STEP a weight that is R while its master is S is gathered
+once.
 
 A microbatch runs a list. In the forward pass Units open and close like brackets; the backward pass is the mirror image:
 
     forward    UNSHARD(u) F(u) ... RESHARD(u)
     backward   UNSHARD(u) B(u) ... RESHARD(u) REDUCE(u)
 
-so gathers come in the reverse order of closing and reductions in the reverse order of opening, on every rank alike,
-whatever order the gradients arrive in. Gathers go ahead of their use by bytes, in this order (``Prefetch``); where a
-shard lies on another tier, BRING(u) goes as far ahead of its gather. What a Unit's forward has saved on another tier
-comes one such Unit ahead of its backward: RECALL(u3) RECALL(u2) B(u3) ... RECALL(u1) B(u2) ... B(u1). Vectors of
-embedding tables come where the model asks for them: FETCH(t) behind some F(u). Their keys may go ahead of the step, in
-a list of their own: ASK(t) (``keys_ahead``).
+so gathers come in the reverse order of closing and reductions in the reverse order of opening. The order is the same on
+every rank, whatever order the gradients arrive in. Gathers go ahead of their use in this order, limited by bytes
+(``Prefetch``); if a shard lies on another tier, BRING(u) goes as far ahead of its gather. Tensors that a Unit's forward
+saved on another tier are brought back one such Unit ahead of its backward: RECALL(u3) RECALL(u2) B(u3) ... RECALL(u1)
+B(u2) ... B(u1). Vectors of embedding tables are fetched where the model calls the tables: FETCH(t) behind some F(u).
+Their keys may go ahead of the step, in a list of their own: ASK(t) (``keys_ahead``).
 
 [Note: gathers behind updates]
-Where STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) it would hold up F(u-1) as
-well, and with it all that STEP(u) could hide behind. So the first few such gathers of a step stay behind the F in front
-of them; a little later updates are done before their gathers go ahead:
+If STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) the gather would delay F(u-1)
+as well, and STEP(u) would have no computation to hide behind. So the first few such gathers of a step stay behind the F
+in front of them; a little later, updates are done before their gathers go ahead:
 
     not held    STEP(1) STEP(2) | F(1)    F(2)            two updates are waited for
     held        STEP(1) | F(1)    | F(2)    F(3)          one is, and the gathers of Units 2 and 3
                         | STEP(2)   STEP(3)
 
 A device computes F(u-1) while its host waits for STEP(u), and the gather still runs beside it; ranks that share memory
-copy at the gather's use in any case. Only where hosts compute themselves and gather over a network does the computation
-wait for a held gather (benchmarks/offload: 1 % of it), which is why they are few.
+copy at the gather's use in any case. The computation waits for a held gather only if hosts compute themselves and
+gather over a network (benchmarks/offload: 1 % of it), which is why only few gathers are held.
 
-Cost: one look at each Action; for a gather one at each that it goes ahead of.
+Cost: one look at each Action; for a gather, one look at each Action that it goes ahead of.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -41,36 +42,38 @@ from shardwise.plan.mesh import DENSE, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
 
 _HELD = 4
-"""Gathers that stay behind their updates, the step's first one among them: with so many an update may take three
-quarters of its Unit's forward pass and more."""
+"""Number of gathers that stay behind their updates, including the step's first.
+
+With this number an update may take three quarters of its Unit's forward pass and more.
+"""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Placements on two axes, the outer and the inner one; whether gradients travel with every microbatch."""
+    """Placements of a Unit's state on an outer and an inner axis, its tiers, and the times of its moves."""
 
     weight: tuple[Placement, Placement]
     grad: tuple[Placement, Placement]
     master: tuple[Placement, Placement]
     windows: bool = False
-    """Whether weights that are not cut have windows too."""
+    """True if weights that are not cut have windows too."""
     tier: Tier = "device"
-    """Where master and moments lie, and are updated."""
+    """Tier on which master and moments lie and are updated."""
     weight_tier: Tier = "device"
-    """Where the weight lies between its windows."""
+    """Tier on which the weight lies between its windows."""
     is_delayed: bool = False
-    """Whether an update counts one step late: ADOPT, in the next step's end."""
+    """True if an update takes effect one step late: ADOPT, at the next step's end."""
     grad_tier: Tier = "device"
-    """Where the gradient lies from a reduction to the next one of the step, or to the update."""
+    """Tier on which the gradient lies from a reduction to the next reduction of the step, or to the update."""
     leaves_each: bool = False
-    """Whether it goes there after every microbatch though nothing cuts it: one rank has the sum."""
+    """True if the gradient moves to its tier after every microbatch though no axis cuts it: one rank has the sum."""
     saved_tier: Tier = "device"
-    """Where what its forward saves waits for its backward."""
+    """Tier on which tensors that the forward saves wait for the backward."""
     axes: StateAxes = DENSE
-    """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
+    """The two axes, whose ranks together sum the gradient. Units may have different axes (experts, for example)."""
 
     def __post_init__(self) -> None:
-        # The UNSHARD behind STEP, which gathers what was updated in pieces, would be taken for that of a window.
+        # The UNSHARD behind STEP, which gathers what was updated in pieces, would be mistaken for a window's UNSHARD.
         assert not self.has_windows or self.cuts_weight or not self.cuts_master, (
             "windows on updates in pieces"
         )
@@ -80,60 +83,70 @@ class Strategy:
 
     @property
     def has_windows(self) -> bool:
-        """True where a weight is whole on the device inside its Unit's windows alone: one that is cut, or lies on
-        another tier, and any where the caller wants so."""
+        """True if the whole weight is on the device only inside its Unit's windows.
+
+        This holds if the weight is cut or lies on another tier, and if the caller sets ``windows``.
+        """
         return self.windows or self.cuts_weight or self.weight_tier != "device"
 
     @property
     def brings_shard(self) -> bool:
-        """True where a rank's shard of the weights comes from another tier before it is gathered."""
+        """True if a rank's shard of the weights comes from another tier before it is gathered."""
         return self.cuts_weight and self.weight_tier != "device"
 
     @property
     def gathers_behind_update(self) -> bool:
-        """True where the weight is gathered from what an update beside the forward pass leaves."""
+        """True if the weight is gathered from the result of an update that runs beside the forward pass."""
         return self.cuts_weight and self.tier != "device" and not self.is_delayed
 
     @property
     def cuts_weight(self) -> bool:
-        """True where a rank keeps its shard of the weights alone."""
+        """True if a rank keeps only its shard of the weights."""
         return self.weight[1] == Shard()
 
     @property
     def cuts_grad(self) -> bool:
-        """True where a rank keeps its shard of the gradients alone."""
+        """True if a rank keeps only its shard of the gradients."""
         return self.grad[1] == Shard()
 
     @property
     def reduces_each(self) -> bool:
-        """True where gradients are reduced with every microbatch."""
+        """True if gradients are reduced with every microbatch."""
         return self.cuts_grad or self.leaves_each
 
     @property
     def cuts_master(self) -> bool:
-        """True where a rank updates its shard alone."""
+        """True if a rank updates only its shard."""
         return self.master[1] == Shard()
 
 
 class Prefetch(NamedTuple):
-    """How far gathers go ahead of their use: small Units many at once, a larger one alone."""
+    """Limits on how far gathers go ahead of their use: many small Units at once, or one large Unit."""
 
     limit_bytes: int = 0
-    """Of weights that wait while others compute; the next Unit may exceed it, where none waits beside it. 0: none
-    wait."""
+    """Bytes of gathered weights that may wait while other Units compute; 0: none wait.
+
+    The next Unit may exceed the limit if no other waits beside it.
+    """
     unit_bytes: Sequence[int] = ()
-    """By Unit, its whole weights'."""
+    """Bytes of the whole weights, by Unit."""
     held: Collection[int] = ()
     """Units whose gathers go ahead of no compute. [Note: gathers behind updates]"""
 
     def has_room(self, waiting_bytes: int, unit: int) -> bool:
-        """Whether ``unit`` may wait beside ``waiting_bytes`` of others."""
+        """Return whether ``unit`` may wait beside ``waiting_bytes`` of other Units."""
         return not waiting_bytes or waiting_bytes + self.unit_bytes[unit] <= self.limit_bytes
 
     def behind_updates(
         self, boundaries: Sequence["Boundary"], strategies: Sequence[Strategy], trained: Sequence[bool]
     ) -> "Prefetch":
-        """That of the first forward pass of a step. [Note: gathers behind updates]"""
+        """Return the prefetch of a step's first forward pass, with held gathers: [Note: gathers behind updates].
+
+        Args:
+            boundaries: Boundaries of the forward pass.
+            strategies: Strategy of each Unit.
+            trained: True for each Unit with a trained parameter.
+        """
         entered = dict.fromkeys(boundary.unit for boundary in boundaries)
         beside = [unit for unit in entered if trained[unit] and strategies[unit].gathers_behind_update]
         return self._replace(held=beside[:_HELD])
@@ -143,7 +156,7 @@ NO_PREFETCH = Prefetch()
 
 
 class Boundary(NamedTuple):
-    """A forward pass enters or leaves a Unit."""
+    """The point at which a forward pass enters or leaves a Unit."""
 
     enters: bool
     unit: int
@@ -152,7 +165,13 @@ class Boundary(NamedTuple):
 def forward_actions(
     boundaries: Sequence[Boundary], strategies: Sequence[Strategy], prefetch: Prefetch = NO_PREFETCH
 ) -> list[Action]:
-    """The forward pass of one microbatch. ``strategies``: by Unit."""
+    """Return the Actions of the forward pass of one microbatch.
+
+    Args:
+        boundaries: Order in which the pass enters and leaves the Units.
+        strategies: Strategy of each Unit.
+        prefetch: How far gathers go ahead of their use.
+    """
     actions: list[Action] = []
     for (enters, unit), is_outermost in zip(boundaries, _outermost(boundaries), strict=True):
         moves = strategies[unit].has_windows and is_outermost
@@ -170,11 +189,17 @@ def backward_actions(
     last: bool,
     prefetch: Prefetch = NO_PREFETCH,
 ) -> list[Action]:
-    """The backward pass of one microbatch: the mirror image of ``boundaries``.
+    """Return the Actions of the backward pass of one microbatch: the mirror image of ``boundaries``.
 
-    A Unit that ran twice opens twice, as in the forward pass, so that what ran in between may stand in its memory. It
-    is reduced once, after its last window: autograd delivers the sum of both gradients then. ``last``: gradients that
-    stay whole between microbatches are reduced now.
+    A Unit that ran twice opens twice, as in the forward pass, so that the memory is free for what ran in between. The
+    Unit is reduced once, after its last window, when autograd delivers the sum of both gradients.
+
+    Args:
+        boundaries: Order in which the forward pass enters and leaves the Units.
+        strategies: Strategy of each Unit.
+        trained: True for each Unit with a trained parameter.
+        last: True for the last microbatch: gradients that stay whole between microbatches are reduced now.
+        prefetch: How far gathers go ahead of their use.
     """
     mirror = [Boundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
     last_close = {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
@@ -193,7 +218,7 @@ def backward_actions(
 
 
 def _recalls(mirror: Sequence[Boundary], strategies: Sequence[Strategy]) -> dict[int, list[int]]:
-    """By place of a boundary the Units whose saved tensors are recalled before it."""
+    """Return the Units whose saved tensors are recalled before a boundary, by position of the boundary."""
     opened = [
         (i, boundary.unit)
         for i, boundary in enumerate(mirror)
@@ -207,7 +232,10 @@ def _recalls(mirror: Sequence[Boundary], strategies: Sequence[Strategy]) -> dict
 
 
 def _outermost(boundaries: Sequence[Boundary]) -> list[bool]:
-    """For each whether its Unit is not open already: a Unit that calls itself is gathered by its outer call."""
+    """Return for each boundary whether its Unit is not open already.
+
+    A Unit that calls itself is gathered by its outer call.
+    """
     depth: dict[int, int] = {}
     found = []
     for enters, unit in boundaries:
@@ -217,7 +245,7 @@ def _outermost(boundaries: Sequence[Boundary]) -> list[bool]:
 
 
 def _without_pauses(actions: list[Action]) -> list[Action]:
-    """A Unit that would be released and gathered again with nothing in between stays."""
+    """Keep a Unit gathered that would be released and gathered again with nothing in between."""
     kept: list[Action] = []
     for action in actions:
         if (
@@ -232,7 +260,7 @@ def _without_pauses(actions: list[Action]) -> list[Action]:
 
 
 def _moved_ahead(actions: list[Action], strategies: Sequence[Strategy], prefetch: Prefetch) -> list[Action]:
-    """Gathers go ahead of their use, and what they send goes as far ahead of them."""
+    """Move gathers ahead of their use, and each BRING as far ahead of its gather."""
     if not prefetch.limit_bytes:
         return actions
     brought: list[Action] = []
@@ -244,12 +272,14 @@ def _moved_ahead(actions: list[Action], strategies: Sequence[Strategy], prefetch
 
 
 def _ahead(kind: Kind, actions: Sequence[Action], prefetch: Prefetch) -> list[Action]:
-    """Move every Action of ``kind``, UNSHARD or BRING, before the compute Actions in front of it, as far as there is
-    room, and a BRING before the gathers there: it runs while others compute. None overtakes another of its kind, nor
-    the RESHARD of its own Unit."""
+    """Move every Action of ``kind``, UNSHARD or BRING, before the compute Actions in front, as far as there is room.
+
+    A BRING also moves before the gathers there, because it runs while other Units compute. No Action overtakes another
+    of its kind, nor the RESHARD of its own Unit.
+    """
     moved: list[Action] = []
     waiting: list[int] = []
-    """By Action of ``moved``: bytes that were gathered before it for what comes behind it."""
+    """Bytes, by Action of ``moved``, that were gathered before the Action for later Actions."""
     for action in actions:
         place = len(moved)
         if action.kind is kind:
@@ -271,9 +301,11 @@ def _ahead(kind: Kind, actions: Sequence[Action], prefetch: Prefetch) -> list[Ac
 
 
 def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[Action]:
-    """The forward pass ``actions`` with a FETCH of each collection of embedding tables behind the first F of a Unit.
+    """Return ``actions`` with a FETCH of each collection of embedding tables behind the first F of a Unit.
 
-    ``behind``: by a collection's number that of the Unit; those behind one Unit come in the order given here.
+    Args:
+        actions: Actions of a forward pass.
+        behind: Number of the Unit, by number of the collection. Collections behind one Unit are fetched in this order.
     """
     made: list[Action] = []
     left = dict(behind)
@@ -287,8 +319,10 @@ def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[A
 
 
 def keys_ahead(actions: Sequence[Action]) -> list[Action]:
-    """What of the list ``actions`` may be done while the steps before it are computed: of each FETCH the half that
-    reads no weights, in the order of FETCHes."""
+    """Return the Actions of ``actions`` that may run while the steps before are computed.
+
+    These are the halves of the FETCHes that read no weights, as ASKs, in the order of the FETCHes.
+    """
     return [action._replace(kind=Kind.ASK) for action in actions if action.kind is Kind.FETCH]
 
 
@@ -299,10 +333,14 @@ def update_actions(
     between: Sequence[Action] = (),
     loads_ahead: int = 1,
 ) -> list[Action]:
-    """The end of the step: update what is owned, gather what is kept whole.
+    """Return the end of the step: update the state that a rank owns, gather the weights that it keeps whole.
 
-    ``directed``: Units with updates that look beyond their own element; what they look at is found ``between`` the two
-    halves of the update. ``loads_ahead``: of how many Units the state is under way from a disk at once.
+    Args:
+        trained: True for each Unit with a trained parameter.
+        strategies: Strategy of each Unit.
+        directed: Units with updates that need more than their own element.
+        between: Actions between the two halves of those updates, which compute what the second half needs.
+        loads_ahead: Number of Units whose state is read from a disk at once.
     """
     actions = [*(Action(Kind.DIRECT, unit) for unit in directed), *between]
     is_delayed = any(strategy.is_delayed for strategy in strategies)
@@ -314,7 +352,8 @@ def update_actions(
         return [Action(Kind.UNSHARD, unit)] * is_in_pieces
 
     if is_delayed:
-        # Beside the next step, whose gradients come from the last Unit on, each where the one before it has to be gone.
+        # The updates run beside the next step. Its backward pass frees gradients from the last Unit on, and each of
+        # them needs the place of the Unit's gradient before it.
         actions += [each for unit in away for each in (Action(Kind.ADOPT, unit), *gathered(unit))]
         away.reverse()
     for unit in units:
@@ -333,9 +372,12 @@ def update_actions(
 
 
 def registration_boundaries(names: Sequence[str]) -> list[Boundary]:
-    """Brackets in the order in which the modules were registered: the order until the first step has shown its own.
+    """Return boundaries in the order in which modules were registered.
 
-    ``names``: module names of the Units in order of registration; a Unit lies inside another where its name does.
+    This order is used until the first step has shown its own.
+
+    Args:
+        names: Module names of the Units in order of registration. A Unit lies inside another if its name does.
     """
     boundaries: list[Boundary] = []
     open_units: list[int] = []
@@ -348,17 +390,16 @@ def registration_boundaries(names: Sequence[str]) -> list[Boundary]:
 
 
 def with_absent(seen: Sequence[Boundary], before: Sequence[Boundary]) -> tuple[Boundary, ...]:
-    """The order ``seen`` of a forward pass with the Units that did not run, each where it stood in the order
-    ``before``: behind the neighbour in front of it. So data that skips blocks, now these and now those, finds them in
-    their places.
+    """Return the order ``seen`` of a forward pass with the Units that did not run, each at its position in ``before``.
 
-    Both begin and end with the root's boundary.
+    A Unit that did not run is inserted behind its neighbour in ``before``. Data that skips different blocks in
+    different batches therefore finds all Units in their positions. Both orders begin and end with the root's boundary.
     """
     order = list(seen)
     ran = {boundary.unit for boundary in seen}
     around: list[int] = []
     last_inside: dict[int, int] = {}
-    """Of each Unit whose window is open in ``before``: the last Unit that stood directly in it."""
+    """Last Unit that stood directly inside each Unit whose window is open in ``before``."""
     for enters, unit in before:
         if not enters:
             around.pop()
@@ -368,7 +409,7 @@ def with_absent(seen: Sequence[Boundary], before: Sequence[Boundary]) -> tuple[B
             neighbour = last_inside.get(parent)
             if neighbour is None:
                 place = order.index(Boundary(True, parent)) + 1
-            else:  # behind its last window
+            else:  # behind the neighbour's last window
                 place = len(order) - order[::-1].index(Boundary(False, neighbour))
             order[place:place] = [Boundary(True, unit), Boundary(False, unit)]
             ran.add(unit)
@@ -379,5 +420,5 @@ def with_absent(seen: Sequence[Boundary], before: Sequence[Boundary]) -> tuple[B
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """True where the module ``outer`` contains the module ``name``, by their names."""
+    """Return True if the module ``outer`` contains the module ``name``, by their names."""
     return not outer or name.startswith(outer + ".")

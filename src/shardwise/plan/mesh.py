@@ -4,18 +4,18 @@ The ranks lie in a row-major array, slowest axis first:
 
     arange(world_size).view(pp, dp_replicate, dp_shard, cp, tp)
 
-so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost. Experts see the
-same ranks in the same order another way, within a stage and a copy of the sharded state:
+so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost. Experts use another
+view of the same ranks in the same order, within a stage and a copy of the sharded state:
 
     arange(world_size).view(pp, dp_replicate, edp, ep, etp)        edp · ep · etp = dp_shard · cp · tp
 
-so ranks along ``ep``, which hold unlike experts, are neighbours, whatever they share in the other view.
+so the ranks along ``ep``, which hold different experts, are neighbours, whatever they share in the other view.
 
-"dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``;
-"expert_dp" those of experts, whose ranks sum one expert's gradient. "model" names the axes that share one model (and
-one microbatch), "stage" those whose ranks hold the same stage, "world" names all.
+"dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``.
+"expert_dp" names the data-parallel axes of experts, whose ranks sum one expert's gradient. "model" names the axes that
+share one model (and one microbatch), "stage" the axes whose ranks hold the same stage, and "world" all axes.
 
-Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
+Cost: O(number of axes) per call; ``ranks`` is O(size of the axis).
 """
 
 import math
@@ -30,8 +30,9 @@ from shardwise.plan.policy import Policy
 from shardwise.plan.words import counted
 
 StateAxes = tuple[str, str]
-"""The axes over which ranks hold copies and shards of one state, the outer and the inner one; together they sum its
-gradient."""
+"""The axes over which ranks hold copies and shards of one state, the outer and the inner axis. The ranks of both
+together sum the gradient of the state.
+"""
 DENSE: StateAxes = ("dp_replicate", "dp_shard")
 EXPERT: StateAxes = ("dp_replicate", "edp")
 _MODEL_AXES = {DENSE: ("cp", "tp"), EXPERT: ("ep", "etp")}
@@ -56,9 +57,9 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Ranks that share the experts."""
+    """Ranks over which the experts are distributed."""
     etp: int = 1
-    """Ranks that share every matrix of an expert."""
+    """Ranks over which every matrix of an expert is cut."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,44 +78,47 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the elementary axes, slowest first; those of experts are others (module docstring)."""
+        """Names of the elementary axes, slowest first, without the axes of experts."""
         return _AXES
 
     @property
     def edp(self) -> int:
-        """Ranks that share the state of one expert."""
+        """Number of ranks that share the state of one expert."""
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     def model_axes(self, state: StateAxes = DENSE) -> tuple[str, ...]:
-        """The axes whose ranks hold slices of one tensor, whose shards lie on ``state``."""
+        """Return the axes whose ranks hold slices of one tensor whose shards lie on the axes ``state``."""
         return _MODEL_AXES[state]
 
     def stage_axes(self, state: StateAxes = DENSE) -> tuple[str, ...]:
-        """All axes whose ranks hold the same stage, in the view that ``state`` belongs to."""
+        """Return all axes whose ranks hold the same stage, in the view that ``state`` belongs to."""
         return (*state, *_MODEL_AXES[state])
 
     def view(self, state: StateAxes = DENSE) -> str:
-        """The view that ``state`` belongs to, within a stage: ``edp=2 × ep=4``."""
+        """Return the view that ``state`` belongs to, within a stage, as text: ``edp=2 × ep=4``."""
         return self._sizes(self.stage_axes(state)) or "1 rank"
 
     @property
     def world_size(self) -> int:
-        """Ranks that the mesh covers."""
+        """Number of ranks that the mesh covers."""
         return math.prod(getattr(self, axis) for axis in self.axes)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``, which may be several together."""
+        """Return the number of ranks along ``axis``, which may name several axes together."""
         return math.prod(getattr(self, part) for part in self._parts(axis))
 
     def index(self, axis: str, rank: int) -> int:
-        """Place of ``rank`` on ``axis``, from 0."""
+        """Return the index of ``rank`` on ``axis``, from 0."""
         index = 0
         for part in self._parts(axis):
             index = index * getattr(self, part) + rank // self._stride(part) % getattr(self, part)
         return index
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` on ``axis`` alone, in order of their index: its group."""
+        """Return the group of ``rank`` on ``axis``, in order of the index on it.
+
+        The group holds the ranks that differ from ``rank`` only in their index on ``axis``.
+        """
         ranks = [rank]
         for part in self._parts(axis):
             stride, size = self._stride(part), getattr(self, part)
@@ -122,7 +126,12 @@ class Mesh:
         return tuple(ranks)
 
     def neighbours(self, rank: int, counts: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks in whose blocks of ``counts`` neighbours, on each of the axes named, ``rank`` stands; ascending."""
+        """Return the ranks, ascending, that share a block of neighbours with ``rank`` on each of the named axes.
+
+        Args:
+            rank: Global rank.
+            counts: Size of a block of neighbours, by axis.
+        """
         ranks = [rank]
         for axis, count in counts.items():
             first = self.index(axis, rank) // count * count
@@ -131,22 +140,28 @@ class Mesh:
         return tuple(sorted(ranks))
 
     def along(self, axis: str, ranks: Sequence[int]) -> tuple[int, ...]:
-        """What ``ranks`` become for each rank of the axis in turn: as they stand in the places of its rank 0, of its
-        rank 1 ..."""
+        """Return the ranks that correspond to ``ranks`` at each index of ``axis``: at index 0, then at 1 ..."""
         rows = [self.ranks(axis, rank) for rank in ranks]
         return tuple(row[index] for index in range(self.size(axis)) for row in rows)
 
     def stage_ranks(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
-        """The ranks that hold ``stages`` of the model that ``rank`` has a part of, in its place on all other axes."""
+        """Return the ranks, ascending, that hold ``stages`` of the same model as ``rank``.
+
+        The ranks have the same index as ``rank`` on all axes but "pp".
+        """
         along = self.ranks("pp", rank)
         return tuple(sorted({along[stage % len(along)] for stage in stages}))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Every group of ``axis``: they cover each rank once."""
+        """Return every group of ``axis``; together the groups cover each rank once."""
         return tuple(self.ranks(axis, rank) for rank in range(self.world_size) if self.index(axis, rank) == 0)
 
     def check(self, world_size: int) -> None:
-        """Raise where the mesh does not cover a job of ``world_size`` ranks exactly."""
+        """Check that the mesh covers a job of ``world_size`` ranks exactly.
+
+        Raises:
+            MeshError: if the numbers of ranks differ.
+        """
         if self.world_size == world_size:
             return
         model = self.size("pp") * self.size("cp") * self.size("tp")
@@ -160,7 +175,11 @@ class Mesh:
         )
 
     def name_of(self, axes: Sequence[str]) -> str:
-        """The axis, or the name of several together, that ``axes`` make. Errors: MeshError where these have no name."""
+        """Return the name of an axis or of several axes together.
+
+        Raises:
+            MeshError: if the combination of ``axes`` has no name.
+        """
         names = {parts: name for name, parts in _TOGETHER.items()}
         names |= {(axis,): axis for axis in (*_AXES, *_EXPERT_AXES)}
         if tuple(axes) not in names:
@@ -190,15 +209,15 @@ class Mesh:
 
 
 class DataParallelPolicy(Policy):
-    """``mesh.dp`` in two parts: HSDP."""
+    """Keys under ``mesh.dp``, which split the data-parallel ranks into two axes: HSDP."""
 
     replicate: Literal["auto"] | PositiveInt = 1
-    """Ranks over which the sharded state is copied; ``auto``: the ranks that remain."""
+    """Ranks over which the sharded state is copied; ``auto``: all remaining ranks."""
     shard: PositiveInt = 1
-    """Ranks that share one copy."""
+    """Ranks over which one copy is cut."""
 
     def of(self, ranks: int) -> tuple[int, int]:
-        """``replicate`` and ``shard`` among ``ranks`` data-parallel ranks."""
+        """Return the sizes of ``replicate`` and ``shard`` for ``ranks`` data-parallel ranks."""
         remain = max(ranks // self.shard, 1)
         return remain if self.replicate == "auto" else self.replicate, self.shard
 
@@ -207,20 +226,24 @@ class MeshPolicy(Policy):
     """Keys under ``mesh:``, in ranks."""
 
     pp: PositiveInt = 1
-    """Ranks in a row, each with its layers (pipeline parallelism)."""
+    """Ranks in a row, each with its own layers (pipeline parallelism)."""
     dp: PositiveInt | DataParallelPolicy | None = None
-    """Data-parallel ranks; left out, the ranks that remain; ``{replicate: 2, shard: 4}`` for HSDP."""
+    """Data-parallel ranks; if left out, all remaining ranks; ``{replicate: 2, shard: 4}`` for HSDP."""
     cp: PositiveInt = 1
-    """Ranks that share a sequence (context parallelism); 1 in this version."""
+    """Ranks over which a sequence is cut (context parallelism); 1 in this version."""
     tp: PositiveInt = 1
-    """Ranks that share every matrix (tensor parallelism)."""
+    """Ranks over which every matrix is cut (tensor parallelism)."""
     ep: PositiveInt = 1
-    """Ranks that share the experts of a layer (expert parallelism), among those of dp and tp."""
+    """Ranks over which the experts of a layer are distributed (expert parallelism), among the ranks of dp and tp."""
     etp: PositiveInt = 1
-    """Ranks that share every matrix of an expert."""
+    """Ranks over which every matrix of an expert is cut."""
 
     def mesh(self, world_size: int) -> Mesh:
-        """The mesh over ``world_size`` ranks. Errors: MeshError where the axes do not cover them."""
+        """Return the mesh over ``world_size`` ranks.
+
+        Raises:
+            MeshError: if the axes do not cover the ranks.
+        """
         model = self.pp * self.cp * self.tp
         dp = self.dp
         if dp is None:

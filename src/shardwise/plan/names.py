@@ -1,4 +1,4 @@
-"""Names of modules, chosen by patterns.
+"""Choose names of modules by patterns.
 
 blocks.*.mlp    ``*`` stands for any letters of one part of a name: blocks.0.mlp, not blocks.0.experts.mlp
 """
@@ -10,16 +10,22 @@ from shardwise.plan.errors import ConfigError
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """Those of ``names`` that ``pattern`` stands for, in their order."""
+    """Return the ``names`` that match ``pattern``, in their order."""
     expression = re.compile("[^.]*".join(re.escape(part) for part in pattern.split("*")))
     return [name for name in names if expression.fullmatch(name)]
 
 
 def chosen_by(patterns: Sequence[str], names: Sequence[str], key: str, kind: str) -> list[str]:
-    """Those of ``names`` that any of ``patterns`` stands for, in their order.
+    """Return the ``names`` that match any of ``patterns``, in their order.
 
-    ``key`` is where the configuration holds the patterns, ``kind`` what the names are of.
-    Errors: ConfigError where a pattern matches nothing.
+    Args:
+        patterns: Patterns with ``*`` for one part of a name.
+        names: Names to choose from.
+        key: Configuration key that holds the patterns, for the error.
+        kind: Noun for the named things, for the error.
+
+    Raises:
+        ConfigError: if a pattern matches nothing.
     """
     found: set[str] = set()
     for pattern in patterns:

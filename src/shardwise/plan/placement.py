@@ -4,9 +4,9 @@
     Shard(dim, blocks)   the ranks hold equal pieces of dimension ``dim``, each block cut by itself; ``FLAT`` cuts the
                          flattened elements
     Partial              every rank holds an addend; the sum is the tensor
-    PerRank              every rank holds values of its own; the first rank's stand for all
+    PerRank              every rank holds values of its own; the first rank's values stand for all
     OnRank(index)        one rank holds the whole, the others nothing
-    ByHash(buckets)      rows live where the bucket of their key says
+    ByHash(buckets)      a row lies on the rank that the bucket of its key names
 
 Legal moves, and the elements that a rank sends for each (ring algorithms, P elements, N ranks on the axis):
 
@@ -15,7 +15,7 @@ Legal moves, and the elements that a rank sends for each (ring algorithms, P ele
     Partial -> Replicate   all-reduce      2P (N-1)/N
     Replicate -> Shard     slice            0
 
-Beside where it lies among the ranks, a tensor lies on a ``Tier`` of its rank: the device, host memory, or a disk.
+Besides its placement among the ranks, a tensor has a ``Tier`` on its rank: the device, host memory, or a disk.
 
 Source: the collectives' lower bounds as used in ZeRO (arXiv:1910.02054, section 7).
 """
@@ -28,22 +28,22 @@ from typing import Literal, NamedTuple, TypeAlias
 from shardwise.plan.errors import PlanError
 
 Tier = Literal["device", "host", "disk"]
-"""Where a rank keeps a buffer between its uses. On a CPU host memory is the device's."""
+"""Memory in which a rank keeps a buffer between uses. On a CPU, host memory is the device's memory."""
 
 FLAT = -1
-"""The ``dim`` of a Shard that cuts the flattened tensor by elements."""
+"""Value of ``Shard.dim`` that cuts the flattened tensor by elements."""
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank holds the whole tensor."""
+    """Placement in which every rank holds the whole tensor."""
 
     def __str__(self) -> str:
         return "R"
 
 
 class Block(NamedTuple):
-    """A stretch of a dimension that is cut by itself: the queries of a fused QKV matrix, say."""
+    """A range of a dimension that is cut by itself: the queries of a fused QKV matrix, for example."""
 
     size: int
     """Elements along the dimension."""
@@ -51,16 +51,17 @@ class Block(NamedTuple):
     """Indivisible equal parts (heads). With fewer parts than ranks, neighbouring ranks hold the same part."""
 
     def replicas(self, ranks: int) -> int:
-        """Neighbouring ranks that hold the same part."""
+        """Return the number of neighbouring ranks that hold the same part."""
         return max(ranks // self.parts, 1)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank i holds piece i of ``dim``; each of ``blocks`` is cut by itself.
+    """Placement in which rank i holds piece i of ``dim``; each of ``blocks`` is cut by itself.
 
-    Without blocks the dimension is one, cut by elements; where the ranks do not divide it, the last pieces are padded
-    to the size of the first, or, ``balanced``, pieces differ by one element and none is padded.
+    Without blocks, the dimension is one block that is cut by elements. If the number of ranks does not divide its size,
+    the last pieces are padded to the size of the first. With ``balanced``, pieces differ by at most one element instead
+    and none is padded.
     """
 
     dim: int = FLAT
@@ -73,7 +74,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank holds an addend of the tensor."""
+    """Placement in which every rank holds an addend of the tensor."""
 
     def __str__(self) -> str:
         return "P"
@@ -81,7 +82,10 @@ class Partial:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Every rank holds values of its own, as statistics of its own batches; the first rank's stand for all."""
+    """Placement in which every rank holds values of its own; the first rank's values stand for all.
+
+    An example are the statistics that each rank keeps of its own batches.
+    """
 
     def __str__(self) -> str:
         return "1"
@@ -89,7 +93,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class OnRank:
-    """One rank holds the whole tensor, the others nothing of it."""
+    """Placement in which one rank holds the whole tensor and the others nothing."""
 
     index: int = 0
 
@@ -99,10 +103,11 @@ class OnRank:
 
 @dataclass(frozen=True)
 class ByHash:
-    """Rows live on the rank that their bucket names, bucket b on rank b mod N.
+    """Placement in which a row lies on the rank that its bucket names: bucket b on rank b mod N.
 
-    Of a static table row q·buckets + b is in bucket b, and each bucket has as many lines as the fullest. Without
-    ``buckets``, of a dynamic table, the hash of a row's key says where it is: about as many on every rank.
+    In a static table, row q·buckets + b is in bucket b, and each bucket has as many lines as the fullest. In a dynamic
+    table, which has ``buckets`` = 0, the hash of a row's key determines the rank, so that every rank holds about as
+    many rows.
     """
 
     buckets: int = 0
@@ -122,7 +127,11 @@ _MOVES: dict[tuple[type, type], tuple[str, int]] = {
 
 
 def move(source: Placement, target: Placement) -> str:
-    """Name of the collective that takes a tensor from ``source`` to ``target``; "" where they are equal."""
+    """Return the name of the collective that takes a tensor from ``source`` to ``target``; "" if the two are equal.
+
+    Raises:
+        PlanError: if no legal move leads from ``source`` to ``target``.
+    """
     if source == target:
         return ""
     if (type(source), type(target)) not in _MOVES:
@@ -131,7 +140,14 @@ def move(source: Placement, target: Placement) -> str:
 
 
 def elements_sent(source: Placement, target: Placement, elements: int, ranks: int) -> int:
-    """Elements that one rank sends to move a tensor of ``elements``, rounded down."""
+    """Return the elements that one rank sends to move a tensor of ``elements``, rounded down.
+
+    Args:
+        source: Placement before the move.
+        target: Placement after the move.
+        elements: Elements of the full tensor.
+        ranks: Ranks on the axis.
+    """
     if source == target:
         return 0
     move(source, target)
@@ -142,18 +158,25 @@ def elements_sent(source: Placement, target: Placement, elements: int, ranks: in
 
 
 class Piece(NamedTuple):
-    """Places [start, stop) of the dimension that is cut, in the order in which a rank holds them."""
+    """Positions [start, stop) of the dimension that is cut, in the order in which a rank holds them."""
 
     start: int
     stop: int
     replicas: int = 1
-    """Neighbouring ranks that hold them."""
+    """Number of neighbouring ranks that hold these positions."""
 
 
 def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
-    """What rank ``index`` of ``ranks`` holds of a dimension of ``size``; padding is not in it.
+    """Return the positions that rank ``index`` holds of a dimension; padding is left out.
 
-    Errors: PlanError where a block's parts and the ranks do not divide one another.
+    Args:
+        shard: Placement of the tensor.
+        size: Size of the full dimension.
+        index: Index of the rank on the axis.
+        ranks: Ranks on the axis.
+
+    Raises:
+        PlanError: if a block's parts and the ranks do not divide one another.
     """
     if not shard.blocks and shard.balanced:
         return [Piece(index * size // ranks, (index + 1) * size // ranks)]
@@ -186,44 +209,50 @@ def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
 
 
 class Cut(NamedTuple):
-    """What one axis does to a tensor, seen from one rank on it."""
+    """The effect of one axis on a tensor, seen from one rank on the axis."""
 
     where: Placement
     place: int
-    """The rank's, on the axis."""
+    """Index of the rank on the axis."""
     ranks: int
-    """On the axis."""
+    """Number of ranks on the axis."""
 
     @property
     def dim(self) -> int | None:
-        """The dimension that is cut; None where the whole is held, or cut flat."""
+        """The dimension that is cut; None if the whole tensor is held or the cut is flat."""
         is_slice = isinstance(self.where, Shard) and self.where.dim != FLAT and self.ranks > 1
         return self.where.dim if isinstance(self.where, Shard) and is_slice else None
 
 
 class LocalSpan(NamedTuple):
-    """Places of one dimension that lie together both in a rank's piece and in the whole tensor."""
+    """Positions of one dimension that are contiguous both in a rank's piece and in the whole tensor."""
 
     local: int
     full: int
     size: int
     replicas: dict[int, int]
-    """Neighbouring ranks that hold them, by the number of the cut, where it is more than one."""
+    """Number of neighbouring ranks that hold the positions, keyed by cut number.
+
+    Cuts with one such rank are left out.
+    """
 
 
 class Run(NamedTuple):
-    """Elements that lie together both in a rank's flattened piece and in the flattened whole tensor."""
+    """Elements that are contiguous both in a rank's flattened piece and in the flattened whole tensor."""
 
     local: int
     full: int
     elements: int
     replicas: tuple[int, ...] = ()
-    """Neighbouring ranks that hold them, by cut; the first of these stands for all."""
+    """Number of neighbouring ranks that hold the elements, by cut; the first of these ranks stands for all."""
 
 
 def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[LocalSpan], int]:
-    """What a rank holds of dimension ``dim`` of ``size``, in the order in which it holds it, and the size of its piece,
-    padding included. Where several axes cut the dimension, each cuts what those before it left."""
+    """Return the positions of dimension ``dim`` that a rank holds, and the size of its piece with padding.
+
+    The positions come in the order in which the rank holds them. If several axes cut the dimension, each cuts what the
+    axes before it left.
+    """
     held, length = [LocalSpan(0, 0, size, {})], size
     for number, cut in enumerate(cuts):
         if cut.dim != dim:
@@ -246,12 +275,15 @@ def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[LocalSpan], in
 
 
 def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """Shape of one rank's piece, padding included: the same on every rank."""
+    """Return the shape of one rank's piece, padding included: the same on every rank."""
     return tuple(spans(size, dim, cuts)[1] for dim, size in enumerate(shape))
 
 
 def shape_on(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """Shape of what the rank of ``cuts`` holds, padding included: pieces that differ from rank to rank too."""
+    """Return the shape of what the rank of ``cuts`` holds, padding included.
+
+    Unlike ``local_shape``, this also covers placements whose pieces differ from rank to rank.
+    """
     rows, rest = shape[0] if shape else 1, []
     for cut in cuts:
         if isinstance(cut.where, OnRank):
@@ -270,9 +302,15 @@ def shape_on(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
 
 
 def runs(shape: Sequence[int], cuts: Sequence[Cut], start: int = 0, stop: int | None = None) -> Iterator[Run]:
-    """How elements [start, stop) of a rank's flattened piece lie in the whole tensor of ``shape``; padding is left out.
+    """Yield the runs in which a rank's flattened piece lies in the whole tensor, without padding.
 
     A tensor may be cut along several dimensions by several axes: ``[E/ep, 2F/etp, D]``.
+
+    Args:
+        shape: Shape of the whole tensor.
+        cuts: The axes' cuts, seen from the rank.
+        start: First element of the flattened piece.
+        stop: End of the elements; None: the end of the piece.
     """
     everywhere = tuple(1 if cut.dim is not None else cut.ranks for cut in cuts)
     dims = {cut.dim for cut in cuts if cut.dim is not None}
@@ -286,7 +324,7 @@ def runs(shape: Sequence[int], cuts: Sequence[Cut], start: int = 0, stop: int | 
     inner = math.prod(shape[last + 1 :])
     row_elements = local[last] * inner
     stop = math.prod(local) * inner if stop is None else stop
-    # By outer dimension where each place of the piece lies in the whole; padding lies nowhere.
+    # For each outer dimension, map each position of the piece to its position in the whole; padding has no entry.
     places = [
         {span.local + i: (span.full + i, span.replicas) for span in each for i in range(span.size)}
         for each in (held[:last] if len(dims) > 1 else ())
@@ -311,7 +349,7 @@ def _outer(
     shape: Sequence[int],
     places: Sequence[Mapping[int, tuple[int, dict[int, int]]]],
 ) -> tuple[int, dict[int, int]] | None:
-    """The row of the whole tensor that is row ``row`` of a piece, and who else holds it; None for padding."""
+    """Return the row of the whole tensor that is row ``row`` of a piece, and its replicas by cut; None for padding."""
     full, stride = 0, 1
     replicas: dict[int, int] = {}
     for size, whole, known in zip(reversed(local), reversed(shape), reversed(places), strict=True):

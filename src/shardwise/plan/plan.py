@@ -2,10 +2,11 @@
 
     Plan = Mesh + tensor registry + for each class of ranks: Units, their buffers, and one list of Actions
 
-Ranks that differ on the data-parallel axes and on "tp" alone do the same: they are one class, "all"; with a pipeline
-there is one for each place on "pp": "pp 0", "pp 1" ... So a Plan for 131,072 ranks is as small as one for 8.
+Ranks that differ only on the data-parallel axes and on "tp" do the same and form one class, "all". With a pipeline
+there is one class for each index on "pp": "pp 0", "pp 1" ... A Plan for 131,072 ranks is therefore as small as a Plan
+for 8.
 
-The engine runs it, the simulator prices it, the verifier proves it, the checkpoint stores by it.
+The engine runs the Plan, the simulator prices it, the verifier proves it, and checkpoints store tensors by it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,62 +25,64 @@ from shardwise.plan.words import counted, grouped
 
 @dataclass(frozen=True)
 class Buffers:
-    """The flat buffers of one bucket that live from step to step: dtype size and placement of each."""
+    """The flat buffers of one bucket that live from step to step: element size and placement of each."""
 
     kind: str
-    """``weight``, ``grad``, ``master``, ``next weight`` (of an update that counts one step late) or the name of a
-    moment."""
+    """Name of a moment, or ``weight``, ``grad``, ``master`` or ``next weight``.
+
+    The next weight is that of an update that takes effect one step late.
+    """
     itemsize: int
     placement: Mapping[str, Placement]
     tier: Tier = "device"
     form: StateForm = "fp32"
-    """Of a moment: with scales behind its elements, or without."""
+    """Form of a moment: with scales behind its elements, or without."""
 
     @property
     def row(self) -> str:
-        """Row of the ledger (memory/ledger.py) that it stands under."""
+        """Row of the ledger (memory/ledger.py) in which the buffer is counted."""
         if self.tier != "device":
             return self.tier
         return {"weight": "weights", "grad": "gradients", "master": "master"}.get(self.kind, "moments")
 
     @property
     def is_moment(self) -> bool:
-        """Whether it is one of the optimizer's."""
+        """True if the buffer is a moment of the optimizer."""
         return self.kind not in ("weight", "grad", "master", "next weight")
 
     def elements(self, bucket: Bucket, mesh: Mesh) -> int:
-        """Elements on one rank."""
+        """Return the elements on one rank."""
         cut = any(isinstance(where, Shard) for where in self.placement.values())
         return bucket.shard_elements if cut else bucket.elements
 
     def nbytes(self, bucket: Bucket, mesh: Mesh) -> int:
-        """On one rank, scales included."""
+        """Return the bytes on one rank, including scales."""
         return stored_elements(self.form, self.elements(bucket, mesh)) * self.itemsize
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """What each rank of one class holds and does."""
+    """State and Actions of each rank of one class."""
 
     stages: tuple[int, ...]
-    """The pipeline stages that live on it, ascending; (0,) without a pipeline."""
+    """Pipeline stages on the rank, ascending; (0,) without a pipeline."""
     units: tuple[Unit, ...]
-    """Of all its stages, numbered through; collections of embedding tables behind all others."""
+    """Units of all the rank's stages, numbered consecutively; collections of embedding tables behind all others."""
     unit_stages: tuple[int, ...]
-    """The stage of each Unit."""
+    """Stage of each Unit."""
     buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
     """Persistent buffers by (Unit, bucket)."""
     windows: bool = False
-    """Whether weights that no rank cuts are gathered before use and released after, too."""
+    """True if weights that no axis cuts are also gathered before use and released after use."""
     actions: tuple[Action, ...] = ()
-    """One optimizer step."""
+    """Actions of one optimizer step."""
 
     def units_of(self, stage: int) -> tuple[Unit, ...]:
-        """The Units of parameters of one stage, its root first."""
+        """Return the Units of parameters of one stage, its root first."""
         return tuple(unit for unit in self._at(stage) if not unit.has_rows)
 
     def tables_of(self, stage: int) -> tuple[Unit, ...]:
-        """The collections of embedding tables of one stage."""
+        """Return the collections of embedding tables of one stage."""
         return tuple(unit for unit in self._at(stage) if unit.has_rows)
 
     def _at(self, stage: int) -> Iterator[Unit]:
@@ -87,16 +90,21 @@ class RankClass:
 
     @property
     def tables(self) -> tuple[Unit, ...]:
-        """The collections of embedding tables of all its stages."""
+        """Collections of embedding tables of all stages."""
         return tuple(unit for unit in self.units if unit.has_rows)
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Of each Unit whether any parameter in it trains."""
+        """True for each Unit in which any parameter trains."""
         return tuple(any(bucket.key.trained for bucket in unit.buckets) for unit in self.units)
 
     def bytes_of_units(self, mesh: Mesh, axes: StateAxes | None = None) -> dict[str, int]:
-        """Model-state bytes of the Units (of those with state on ``axes``) by row of the ledger, padding included."""
+        """Return the model-state bytes of the Units by row of the ledger, padding included.
+
+        Args:
+            mesh: The mesh.
+            axes: Count only Units with state on these axes; None: all Units.
+        """
         total: dict[str, int] = {}
         for (unit, bucket), buffers in self.buffers.items():
             if axes is not None and self.units[unit].axes != axes:
@@ -108,64 +116,86 @@ class RankClass:
 
 
 class RowExchange(NamedTuple):
-    """What a layer of experts sends along "ep" where its router chooses evenly; routing alone knows what it does."""
+    """Rows that a layer of experts sends along "ep" if its router chooses evenly.
+
+    The real numbers depend on the routing.
+    """
 
     layer: str
     experts: int
     top_k: int
-    """Experts of a token."""
+    """Experts per token."""
     rows: float
-    """That leave their rank, of one token."""
+    """Rows of one token that leave their rank."""
     row_bytes: int
-    """All-to-all of a row: there and back, forward and backward."""
+    """All-to-all bytes of one row: there and back, forward and backward."""
     crossing: float = 0.0
-    """Rows of one token that leave their host, where they go in two levels."""
+    """Rows of one token that leave their host, if the exchange has two levels."""
     in_blocks: bool = False
-    """Whether they fill blocks of fixed size, whatever the router chooses."""
+    """True if the rows fill blocks of fixed size, whatever the router chooses."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module's docstring. ``units``, ``buffers`` and bytes are those of ``rank``."""
+    """A training step as data. ``units``, ``buffers`` and bytes are those of ``rank``."""
 
     mesh: Mesh
     registry: Registry
     classes: Mapping[str, RankClass]
     rank: int = 0
-    """The rank that asks; of a Plan made for none, the first."""
+    """The rank whose view this is; 0 in a Plan that was made for no rank."""
     notes: tuple[str, ...] = field(default=())
-    """What was found or chosen by itself, for people."""
+    """Findings and automatic choices of the planner, for people."""
     exchanges: tuple[RowExchange, ...] = ()
-    """Of each mixture of experts of the model, where "ep" has several ranks."""
+    """Exchanges of each mixture of experts of the model, if "ep" has several ranks."""
     tokens: int | None = None
-    """Of one optimizer step, over all ranks; None where nobody knows before the batches come."""
+    """Tokens of one optimizer step over all ranks; None if unknown before the batches arrive."""
 
     @property
     def own(self) -> RankClass:
-        """What this rank holds and does."""
+        """State and Actions of this rank."""
         return self.classes[class_of(self.mesh, self.rank)]
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """The Units of this rank."""
+        """Units of this rank."""
         return self.own.units
 
     @property
     def buffers(self) -> Mapping[tuple[int, int], tuple[Buffers, ...]]:
-        """The persistent buffers of this rank, by (Unit, bucket)."""
+        """Persistent buffers of this rank, by (Unit, bucket)."""
         return self.own.buffers
 
     @property
     def actions(self) -> Mapping[str, tuple[Action, ...]]:
-        """One list per class of ranks."""
+        """The list of Actions of each class of ranks."""
         return {name: each.actions for name, each in self.classes.items()}
 
-    def bytes_per_rank(self, rank: int | None = None, axes: StateAxes | None = None) -> dict[str, int]:
-        """Model-state bytes on ``rank`` (default: this one) by row of the ledger, padding included; those of state on
-        ``axes``: of one of the mesh's two views.
+<<<<<<< HEAD
+=======
+    @property
+    def fingerprint(self) -> int:
+        """Checksum (32 bits) of the parts that ranks must share: parameters with stages, Units with places."""
+        tensors = [
+            (info.name, info.shape, str(info.dtype), info.stages)
+            for info in self.registry.of_kind("parameter")
+        ]
+        units = [
+            (name, [(unit.name, unit.elements) for unit in each.units], each.unit_stages)
+            for name, each in self.classes.items()
+        ]
+        return zlib.crc32(repr((tensors, units)).encode())
 
-        Embedding tables take theirs from the registry. What dynamic ones take depends on the keys that come: they count
-        as full, evenly spread and without their index, those without a limit as nothing.
+>>>>>>> 5eff822 (Rewrite the docstrings of plan and checkpoint as whole sentences)
+    def bytes_per_rank(self, rank: int | None = None, axes: StateAxes | None = None) -> dict[str, int]:
+        """Return the model-state bytes on one rank by row of the ledger, padding included.
+
+        Embedding tables are counted from the registry. The size of dynamic tables depends on the keys: they count as
+        full, evenly spread and without their index, and tables without a limit count as nothing.
+
+        Args:
+            rank: The rank; None: this rank.
+            axes: Count only state on these axes, of one of the mesh's two views; None: all state.
         """
         rank = self.rank if rank is None else rank
         total = self.classes[class_of(self.mesh, rank)].bytes_of_units(self.mesh, axes)
@@ -201,12 +231,12 @@ class Plan:
 
 
 def class_of(mesh: Mesh, rank: int) -> str:
-    """Name of the class that ``rank`` belongs to."""
+    """Return the name of the class that ``rank`` belongs to."""
     return "all" if mesh.pp == 1 else f"pp {mesh.index('pp', rank)}"
 
 
 def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
-    """Rows of the table; neighbouring Units with the same layout share one."""
+    """Return the rows of the printed table; neighbouring Units with the same layout share a row."""
     rows: list[tuple[str, int, str]] = []
     first = ""
     for unit in ranks.units:
@@ -229,7 +259,7 @@ def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
 
 
 def _exchange_rows(plan: Plan) -> list[str]:
-    """What experts send, for people; neighbouring layers that send alike share a row."""
+    """Return lines on the exchanges of experts; neighbouring layers that send the same share a line."""
     rows: list[str] = []
     alike = groupby(plan.exchanges, key=lambda each: each[1:])
     for _, (first, *more) in ((key, list(layers)) for key, layers in alike):
@@ -256,16 +286,16 @@ _TIER_OF: Mapping[str, Tier] = {
     "leaving": "host",
     "disk": "disk",
 }
-"""Of rows that do not lie on the device."""
+"""Tiers of the rows that do not lie on the device."""
 
 
 def tier_of_row(row: str) -> Tier:
-    """Where a row of the ledger, or of a step's timeline (simulate/timeline.py), lies."""
+    """Return the tier of a row of the ledger, or of a step's timeline (simulate/timeline.py)."""
     return _TIER_OF.get(row, "device")
 
 
 def bytes_by_tier(by_row: Mapping[str, int]) -> dict[Tier, int]:
-    """What rows of the ledger come to on the device, and where there is any, in host memory beside it and on a disk."""
+    """Return the bytes of ledger rows by tier: the device always, host memory and disk if they hold any."""
     found: dict[Tier, int] = {"device": 0}
     for row, size in by_row.items():
         tier = tier_of_row(row)
@@ -282,7 +312,7 @@ def _held(by_row: Mapping[str, int]) -> str:
 
 
 def _summary(actions: tuple[Action, ...]) -> str:
-    """How often each Action occurs; (u): on a Unit."""
+    """Return how often each Action occurs; (u) marks an Action on a Unit."""
     counts: dict[str, int] = {}
     for action in actions:
         name = action.kind.value + "(u)" * (action.unit >= 0)

@@ -1,7 +1,7 @@
-"""Policy: what the user may set about one component, as a small frozen model.
+"""Policy: the user's settings of one component, as a small frozen model.
 
 A policy stands beside the component that it steers. It checks its own fields and never changes them; rules that
-span several policies are rows of ``config/rules.py``. An unknown key is an error that names the nearest known one.
+span several policies are rows of ``config/rules.py``. An unknown key is an error that names the nearest known key.
 """
 
 import difflib
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 UNKNOWN = "unknown key"
-"""How the fault of an unknown key begins; the key itself is its input."""
+"""Start of the message for an unknown key; the key itself is the fault's input."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` where one of ``known`` is close to ``given``, else the list of the known."""
+    """Return ``"; did you mean 'x'?"`` if a name in ``known`` is close to ``given``, else the list of known names."""
     known = sorted(known)
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known) or 'none'}"
@@ -32,7 +32,7 @@ class Policy(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_unknown_keys(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Every unknown key is a fault of its own, and what stands beside it is checked all the same."""
+        """Report every unknown key as a fault of its own, together with the faults of the known keys."""
         unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, dict) else []
         if not unknown:
             return handler(given)
@@ -47,7 +47,7 @@ class Policy(BaseModel):
 
 
 def _fault(said: str, place: tuple[int | str, ...], given: Any) -> InitErrorDetails:
-    # The sentence goes in as a value: a brace in it is no placeholder.
+    # The sentence is passed as a value, so that a brace in it is not taken for a placeholder.
     return InitErrorDetails(
         type=PydanticCustomError("fault", "{said}", {"said": said}), loc=place, input=given
     )

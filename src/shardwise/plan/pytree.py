@@ -10,9 +10,15 @@ from torch import Tensor
 
 
 def part_named(output: Any, name: str) -> Any:
-    """``name`` of what a model returned: an entry, an attribute (a named tuple's too), or the first of a tuple.
+    """Return one part of a model's output: an entry, an attribute (a named tuple's too), or the first of a tuple.
 
-    A tensor is all there is; None where there is none."""
+    Args:
+        output: Output of a model. A tensor is returned as it is.
+        name: Name of the part.
+
+    Returns:
+        The part, or None if there is none.
+    """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
@@ -23,15 +29,18 @@ def part_named(output: Any, name: str) -> Any:
 
 
 class Laden(ABC):
-    """A mapping with state beside its items, which its class rebuilds by itself."""
+    """A mapping with state besides its items, which its class rebuilds by itself."""
 
     @abstractmethod
     def carried(self) -> Iterable[Any]:
-        """The rest."""
+        """Return the values besides the items."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists, mappings and dataclasses, in order; behind a mapping's items what it carries."""
+    """Yield every tensor in tuples, lists, mappings and dataclasses, in order.
+
+    A mapping's items come first, then the values that a ``Laden`` mapping carries.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -49,9 +58,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of what a model returned, with its path: ``hidden_states[1]``, or ``logits``.
+    """Yield every tensor of a model's output with its path: ``hidden_states[1]``, or ``logits``.
 
-    A path names the same tensor in two models of which one returns less; a number of ``tensors_in`` does not.
+    A path names the same tensor in two models of which one returns less; a position in ``tensors_in`` does not.
     """
     if isinstance(value, Tensor):
         yield path, value
@@ -68,8 +77,14 @@ def tensors_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
-    """A tuple, list, mapping or dataclass again, of its own class, of what ``of`` makes of its parts; anything else,
-    mappings that nobody can write into among it, as it is."""
+    """Return a tuple, list, mapping or dataclass of the same class whose parts are replaced by ``of(part)``.
+
+    Anything else is returned as it is, and so are mappings that cannot be written.
+
+    Args:
+        value: The value.
+        of: Function that returns the new part.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(of, value))
     if isinstance(value, tuple | list):
@@ -79,7 +94,7 @@ def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
     if isinstance(value, MutableMapping) and not isinstance(value, Laden):
         made = copy(
             value
-        )  # a class of its own may hold more than its items, as what transformers return does
+        )  # a class of its own may hold more than its items, as the outputs of transformers do
         for key, inner in value.items():
             made[key] = of(inner)
         return made

@@ -2,9 +2,9 @@
 
     values   7 3 | | 9 9 4      keys, int64 [N]
     offsets  0 2 2 5            sample b has values[offsets[b] : offsets[b+1]], int64 [B+1]
-    weights  1. .5 | | ...      of the keys, fp32 [N], or None
+    weights  1. .5 | | ...      weights of the keys, fp32 [N], or None
 
-A sample without a key is an empty stretch; a batch of no samples has offsets [0].
+A sample without a key is an empty range; a batch of no samples has offsets [0].
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,24 @@ class Ragged(NamedTuple):
     values: Tensor
     """Keys: int64 [N]."""
     offsets: Tensor
-    """Where each sample's keys begin, and the end: int64 [B+1]."""
+    """Start of each sample's keys, and the end: int64 [B+1]."""
     weights: Tensor | None = None
-    """What each key counts in its sample: fp32 [N]; None is 1."""
+    """Weight of each key in its sample: fp32 [N]; None: 1 for every key."""
 
     @property
     def samples(self) -> int:
-        """B."""
+        """Number of samples, B."""
         return self.offsets.numel() - 1
 
     def check_form(self, name: str) -> None:
-        """Raise DataError where a part has another type or shape than it must; looks at no number."""
+        """Check the types and shapes of the parts without reading any value.
+
+        Args:
+            name: Name of the feature, for the error.
+
+        Raises:
+            DataError: if a part has the wrong type, dtype or shape.
+        """
         values, offsets, weights = self
         for part, tensor in (("values", values), ("offsets", offsets), ("weights", weights)):
             if not isinstance(tensor, Tensor) and (tensor is not None or part != "weights"):
@@ -53,7 +60,14 @@ class Ragged(NamedTuple):
             )
 
     def check(self, name: str) -> None:
-        """Raise DataError where the parts do not fit together; ``name`` is the feature's."""
+        """Check that the parts fit together.
+
+        Args:
+            name: Name of the feature, for the error.
+
+        Raises:
+            DataError: if a part has the wrong form, or the offsets fall or do not cover the values.
+        """
         self.check_form(name)
         values, offsets, _ = self
         first, last = int(offsets[0]), int(offsets[-1])
@@ -72,22 +86,31 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of_lists(cls, lists: Sequence[Sequence[int]]) -> "Ragged":
-        """From the keys of each sample."""
+        """Build a feature from a list of keys for each sample."""
         lengths = torch.tensor([len(keys) for keys in lists], dtype=torch.int64)
         values = torch.tensor([key for keys in lists for key in keys], dtype=torch.int64)
         return cls(values, offsets_of(lengths))
 
     @classmethod
     def of_ones(cls, values: Tensor) -> "Ragged":
-        """From one key for each sample: [B]."""
+        """Build a feature with one key for each sample from ``values`` [B]."""
         return cls(values, torch.arange(values.numel() + 1, device=values.device))
 
     @classmethod
     def of(cls, jagged: Any) -> "dict[str, Ragged]":
-        """The features of a jagged tensor with keys, such as TorchRec's ``KeyedJaggedTensor``: views, no copies.
+        """Return the features of a jagged tensor with keys, as views without copies.
 
-        It has ``keys()``, ``values()``, ``offsets()`` (feature after feature, sample after sample: [F·B+1]) and
-        ``weights_or_none()``. Errors: DataError for anything else, and where features differ in their samples.
+        An example of such a tensor is TorchRec's ``KeyedJaggedTensor``.
+
+        Args:
+            jagged: An object with ``keys()``, ``values()``, ``offsets()`` (feature after feature, sample after sample:
+                [F·B+1]) and, optionally, ``weights_or_none()``.
+
+        Returns:
+            Features by name.
+
+        Raises:
+            DataError: if ``jagged`` is anything else, or its features differ in their number of samples.
         """
         try:
             names, values, offsets = list(jagged.keys()), jagged.values(), jagged.offsets()
@@ -114,7 +137,7 @@ class Ragged(NamedTuple):
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Offsets [B+1] of stretches of these lengths [B]."""
+    """Return the offsets [B+1] of ranges with ``lengths`` [B]."""
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets

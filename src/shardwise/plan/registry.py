@@ -1,8 +1,8 @@
-"""The tensor registry: every persistent tensor, once, with its place on every axis.
+"""The tensor registry: every persistent tensor, once, with its placement on every axis.
 
-Everything that must know about a tensor reads it here: bytes per rank (plan), how to put a global tensor together
-(verify), which slices to write and read (checkpoint), which gradients still need a reduction. No attribute is hung on
-a tensor and no module-level table exists.
+All parts of the package read the placement of a tensor in the registry: bytes per rank (plan), how to assemble a global
+tensor (verify), which slices to write and read (checkpoint), which gradients still need a reduction. No attribute is
+set on a tensor and no module-level table exists.
 
 Cost: one entry per tensor, nothing per rank.
 """
@@ -21,20 +21,20 @@ from shardwise.plan.unit import Unit
 
 Kind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
 Needs = Literal["elements", "norm", "matrix"]
-"""What the update of a tensor looks at: each element alone, the norm of the whole tensor too, or the whole matrix."""
+"""Inputs of a tensor's update: each element by itself, also the norm of the whole tensor, or the whole matrix."""
 
 
 class UpdateRule(NamedTuple):
-    """How an optimizer updates the parameters of one of its groups."""
+    """The way in which an optimizer updates the parameters of one group."""
 
     moments: tuple[str, ...] = ()
-    """Names of what it keeps for every element."""
+    """Names of the values that the optimizer keeps for every element."""
     needs: Needs = "elements"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One persistent tensor."""
+    """Name, shape and placements of one persistent tensor."""
 
     name: str
     """Fully qualified name in the user's model."""
@@ -43,21 +43,30 @@ class TensorInfo:
     dtype: torch.dtype
     kind: Kind
     placement: Mapping[str, Placement] = field(default_factory=dict)
-    """Placement per axis; an axis that is not named is Replicate. Tables lie on "dp", its two axes as one."""
+    """Placement per axis; an axis that is not named is Replicate.
+
+    Tables lie on "dp", both data-parallel axes as one.
+    """
     grad_placement: Mapping[str, Placement] = field(default_factory=dict)
-    """For a parameter: placement of its gradient per axis before reduction."""
+    """Placement of a parameter's gradient per axis, before reduction."""
     axes: StateAxes = DENSE
-    """Over which its state is copied and cut; which axes may cut it into slices follows (``Mesh.model_axes``)."""
+    """Axes over which the state is copied and cut.
+
+    They determine which axes may cut the tensor into slices (``Mesh.model_axes``).
+    """
     label: str = ""
-    """Which moment: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ...; of a table, which state of its rows."""
+    """Name of a moment (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ...) or of a state of a table's rows."""
     aliases: tuple[str, ...] = ()
     """Further names of the same tensor (tied parameters)."""
     stages: tuple[int, ...] = (0,)
-    """Pipeline stages that hold it: more than one where it is tied across stages. The first one is its owner."""
+    """Pipeline stages that hold the tensor: several if it is tied across stages. The first stage is its owner."""
     needs: Needs = "elements"
-    """Of a master: what its update looks at."""
+    """Inputs of the update, for a master."""
     grows: bool = False
-    """Rows come with their keys (a dynamic table): dim 0 of the shape is the most there may be, 0 without a limit."""
+    """True if rows are added with their keys (a dynamic table).
+
+    Dim 0 of the shape is then the most rows; 0: no limit.
+    """
 
     @property
     def elements(self) -> int:
@@ -65,7 +74,10 @@ class TensorInfo:
         return math.prod(self.shape)
 
     def bytes_on(self, mesh: Mesh, rank: int) -> float:
-        """Bytes of one rank's piece, flat padding left out; of a table that grows the most that may be, evenly."""
+        """Return the bytes of one rank's piece, flat padding left out.
+
+        A table that grows counts its most rows, spread evenly.
+        """
         if mesh.index("pp", rank) not in {stage % mesh.pp for stage in self.stages}:
             return 0.0
         cuts = [Cut(where, mesh.index(axis, rank), mesh.size(axis)) for axis, where in self.placement.items()]
@@ -76,19 +88,19 @@ class TensorInfo:
         return elements * self.dtype.itemsize / math.prod(mesh.size(axis) for axis in flat)
 
     def on(self, axis: str) -> Placement:
-        """Placement on one axis."""
+        """Return the placement on one axis."""
         return self.placement.get(axis, Replicate())
 
     def gradient_on(self, axis: str) -> Placement:
-        """Placement of its gradient on one axis, before reduction."""
+        """Return the placement of the gradient on one axis, before reduction."""
         return self.grad_placement.get(axis, Replicate())
 
 
 class Registry:
     """Tensors by (kind, label, name), placed on ``mesh``.
 
-    It refuses a second registration, and a trained tensor of whose gradient nobody has said how it lies, before it is
-    reduced, on an axis with more than one rank: there it would be summed nowhere, or twice.
+    The registry refuses a second registration of a tensor. It also refuses a trained tensor whose gradient has no
+    placement on an axis with several ranks: there the gradient would be summed never, or twice.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -96,7 +108,11 @@ class Registry:
         self._tensors: dict[tuple[str, str, str], TensorInfo] = {}
 
     def add(self, info: TensorInfo) -> None:
-        """Register one tensor."""
+        """Register one tensor.
+
+        Raises:
+            PlanError: if the tensor is registered already, or its gradient lacks a placement.
+        """
         key = (info.kind, info.label, info.name)
         if key in self._tensors:
             raise PlanError(f"registry: {info.kind} {info.name!r} is registered twice")
@@ -118,7 +134,11 @@ class Registry:
             )
 
     def get(self, kind: Kind, name: str, label: str = "") -> TensorInfo:
-        """The tensor of that kind and name."""
+        """Return the tensor of that kind and name.
+
+        Raises:
+            PlanError: if there is none.
+        """
         try:
             return self._tensors[kind, label, name]
         except KeyError:
@@ -131,18 +151,18 @@ class Registry:
         return len(self._tensors)
 
     def of_kind(self, kind: Kind) -> list[TensorInfo]:
-        """All tensors of one kind, in order of registration."""
+        """Return all tensors of one kind, in order of registration."""
         return [info for info in self if info.kind == kind]
 
     def needs(self, what: Needs) -> list[TensorInfo]:
-        """The masters whose update needs it, in order of registration."""
+        """Return the masters whose update needs ``what``, in order of registration."""
         return [info for info in self.of_kind("master") if info.needs == what]
 
     def needs_of(self, unit: Unit) -> set[Needs]:
-        """What the updates of a Unit's parameters look at."""
+        """Return what the updates of a Unit's parameters need."""
         names = [slot.name for bucket in unit.buckets if bucket.key.trained for slot in bucket.slots]
         return {self.get("master", name).needs for name in names}
 
     def cut_axes(self, info: TensorInfo) -> tuple[str, ...]:
-        """Axes on which the tensor is not replicated."""
+        """Return the axes on which the tensor is not replicated."""
         return tuple(axis for axis, where in info.placement.items() if not isinstance(where, Replicate))

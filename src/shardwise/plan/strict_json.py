@@ -1,10 +1,10 @@
-"""JSON that came from a file, and the schema it is held against: for every header and manifest that Shardwise reads.
+"""Strict reading of JSON files by a schema: for every header and manifest that Shardwise reads.
 
     found = read_object(data, "x.tokens, header")            # bounded before it is parsed; one object
     header = validated(Header, found, "x.tokens, header")    # a pydantic model: exact types, exact bounds
 
-A checksum says that bytes are as they were written, not that they were written well: whoever can write a file can write
-its checksum. So nothing in a header is believed before it has passed both, and nothing is allocated for it.
+A checksum proves that bytes are as they were written, not that they are valid: whoever can write a file can write its
+checksum. So no value of a header is used, and no memory is allocated for it, before the header has passed both checks.
 """
 
 import json
@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardwise.plan.errors import DamagedError, ShardwiseError
 
 JSON_BYTES = 64 * 2**20
-"""No JSON of a checkpoint is larger."""
+"""Largest JSON of a checkpoint."""
 JSON_NODES = 1_000_000
-"""Nor has more values: what Python makes of a value weighs tens of bytes for one in the file."""
+"""Most values in one JSON: Python uses tens of bytes for each byte-sized value of the file."""
 _SHOWN = 400
 """Characters of a fault that an error repeats."""
 
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class StrictModel(BaseModel):
-    """Base of what stands in files: exact types, frozen, keys of later versions ignored."""
+    """Base of the schemas of files: exact types, frozen, keys of later versions ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -38,7 +38,17 @@ Schema = TypeVar("Schema", bound=BaseModel)
 def read_object(
     data: bytes, where: str, *, limit_bytes: int = JSON_BYTES, kind: type[ShardwiseError] = DamagedError
 ) -> dict[str, Any]:
-    """One JSON object, parsed strictly; ``where`` opens the error, which is a ``kind``."""
+    """Parse one JSON object strictly.
+
+    Args:
+        data: Bytes of the file.
+        where: Place of the data, which begins the error.
+        limit_bytes: Largest size that is parsed.
+        kind: Class of the error.
+
+    Raises:
+        kind: if the data are too large or not one valid JSON object.
+    """
     nodes = data.count(b",") + data.count(b"[") + data.count(b"{")
     if len(data) > limit_bytes or nodes > JSON_NODES:
         raise kind(
@@ -58,7 +68,17 @@ def read_object(
 def validated(
     schema: type[Schema], found: Any, where: str, *, kind: type[ShardwiseError] = DamagedError
 ) -> Schema:
-    """``found`` as ``schema``; the error, a ``kind``, names the first key that does not fit."""
+    """Return ``found`` as an object of ``schema``.
+
+    Args:
+        schema: A pydantic model.
+        found: Parsed JSON.
+        where: Place of the data, which begins the error.
+        kind: Class of the error.
+
+    Raises:
+        kind: if a key does not fit; the message names the first.
+    """
     try:
         return schema.model_validate(found)
     except ValidationError as error:

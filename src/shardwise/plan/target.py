@@ -1,4 +1,4 @@
-"""``module:function`` in a configuration: the user's own code, imported and called with keyword arguments."""
+"""Import and call the user's own code, named ``module:function`` in a configuration."""
 
 import importlib
 from typing import Any
@@ -8,17 +8,34 @@ from shardwise.plan.policy import nearest
 
 
 def call_target(key: str, target: str, arguments: dict[str, Any]) -> Any:
-    """What the function behind ``target`` returns; ``key`` is where the configuration names it."""
+    """Call the function that ``target`` names with keyword arguments and return its result.
+
+    Args:
+        key: Configuration key that names the function, for errors.
+        target: ``module:function``.
+        arguments: Keyword arguments of the call.
+
+    Raises:
+        ConfigError: if the function cannot be found or called.
+    """
     return load_target(key, target)(**arguments)
 
 
 def load_target(key: str, target: str) -> Any:
-    """The function behind ``target``. Errors: ConfigError where it cannot be found or called."""
+    """Return the function that ``target`` names.
+
+    Args:
+        key: Configuration key that names the function, for errors.
+        target: ``module:function``.
+
+    Raises:
+        ConfigError: if the function cannot be found or called.
+    """
     module_name, _, name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # An import that fails inside the user's module is the user's to see as it is.
+        # An import that fails inside the user's own module is raised unchanged, so that the user sees its cause.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(

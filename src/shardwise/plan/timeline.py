@@ -1,7 +1,7 @@
-"""Timeline: which Action ran on which rank from when to when, predicted or measured.
+"""Timeline: the times at which Actions ran on each rank, predicted or measured.
 
 A rank is busy while a stage computes (F, B, I or W of a whole stage); all other time between the first Action of any
-rank and the last is idle, waiting for a message included:
+rank and the last is idle, including waits for a message:
 
     idle share = 1 - busy seconds of all ranks / (ranks * makespan)
 
@@ -26,20 +26,20 @@ class Span(NamedTuple):
 
     @property
     def is_pass(self) -> bool:
-        """Whether a whole stage computes."""
+        """True if a whole stage computes."""
         return self.action.kind.computes and self.action.unit < 0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """See the module's docstring."""
+    """Spans of all ranks of a run, predicted or measured."""
 
     spans: Mapping[int, tuple[Span, ...]]
-    """By rank, in the order in which they ran."""
+    """Spans by rank, in the order in which they ran."""
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "Timeline":
-        """Spans of any ranks in any order; those of a rank are sorted by their start."""
+        """Build a timeline from spans of any ranks in any order; the spans of a rank are sorted by their start."""
         by_rank: dict[int, list[Span]] = {}
         for span in spans:
             by_rank.setdefault(span.rank, []).append(span)
@@ -52,12 +52,12 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """Start of the first Action."""
+        """Start of the first Action, in seconds."""
         return min((span.start_s for row in self.spans.values() for span in row), default=0.0)
 
     @cached_property
     def stop_s(self) -> float:
-        """Stop of the last Action."""
+        """Stop of the last Action, in seconds."""
         return max((span.stop_s for row in self.spans.values() for span in row), default=0.0)
 
     @property
@@ -66,15 +66,15 @@ class Timeline:
         return self.stop_s - self.start_s
 
     def passes(self, rank: int) -> list[Span]:
-        """The spans in which a stage of ``rank`` computes."""
+        """Return the spans in which a stage of ``rank`` computes."""
         return [span for span in self.spans[rank] if span.is_pass]
 
     def busy_s(self, rank: int) -> float:
-        """Seconds in which a stage of ``rank`` computes."""
+        """Return the seconds in which a stage of ``rank`` computes."""
         return sum(span.stop_s - span.start_s for span in self.passes(rank))
 
     def idle(self, rank: int) -> float:
-        """Share of the makespan in which ``rank`` computes nothing."""
+        """Return the share of the makespan in which ``rank`` computes nothing."""
         return 1 - self.busy_s(rank) / self.makespan_s if self.makespan_s else 0.0
 
     @property
@@ -83,7 +83,7 @@ class Timeline:
         return sum(map(self.idle, self.spans)) / len(self.spans) if self.spans else 0.0
 
     def peak_live(self, rank: int) -> int:
-        """Most activations that live at once on ``rank``; the unit is one microbatch of one stage."""
+        """Return the most activations that live at once on ``rank``; the unit is one microbatch of one stage."""
         live, most = set(), 0
         for span in self.passes(rank):
             kind, place = span.action.kind, (span.action.stage, span.action.microbatch)

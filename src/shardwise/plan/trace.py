@@ -1,16 +1,17 @@
 """Trace: what a rank did in a step, Action by Action, and where that differs from the Plan.
 
     Plan.actions   F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what is to be done
-    trace.actions  F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what was done: equal where the model keeps to the Plan
+    trace.actions  F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what was done: equal if the model follows the Plan
 
-Whoever acts writes into it, through the walker. A departure from the list (a Unit that the data skipped, another
-order, a second use) stands in ``divergences`` in words: 100 of a step at most, and their number.
+The walker writes each Action into the trace. ``divergences`` describes each departure from the list (a Unit that the
+data skipped, another order, a second use): at most 100 of a step, while ``diverged`` counts all.
 
-Times are marks of a ``TraceClock``. That of a CPU is the host's, a mark of which is a number. A device runs behind the
-host: a mark is an event there (memory/streams.py), whose time is known when the device has come past it, so what asks
-for times of the running step may wait. ``seconds`` never does: its passes are over behind the norm, which is read.
+Times are marks of a ``TraceClock``. A mark of a CPU's clock is a number, the host's time. A device runs behind the
+host: a mark is an event on the device (memory/streams.py), whose time is known after the device has passed it, so a
+call that reads times of the running step may wait. ``seconds`` never waits: the passes that it measures are over before
+the norm, which the host reads.
 
-Cost: two marks and four appends per Action; a step's trace lives until the next one is over.
+Cost: two marks and four appends per Action; a step's trace is kept until the next step is over.
 """
 
 import time
@@ -26,44 +27,47 @@ _MOST = 100
 
 
 class SentBytes(Protocol):
-    """Counts what this rank sends."""
+    """A counter of the bytes that this rank sends."""
 
     bytes: int
-    """All so far."""
+    """Bytes sent so far."""
 
 
 class TraceClock(Protocol):
-    """Says when work was done."""
+    """A clock that marks points of the work and returns their times."""
 
     runs_behind: bool
-    """Whether what the host has just asked for is done later."""
+    """True if work that the host starts runs later, on a device."""
 
     def mark(self) -> Any:
-        """This point of the work."""
+        """Return a mark of the current point of the work."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """When the work came past each, in seconds of the host's monotonic clock; waits for those that it has not."""
+        """Return the time at which the work passed each mark, in seconds of the host's monotonic clock.
+
+        Waits for the marks that the work has not passed.
+        """
 
     def anchor(self, mark: Any) -> None:
-        """The host has just read what was computed at ``mark``."""
+        """Align the device's times with the host's: the host has just read what was computed at ``mark``."""
 
 
 class HostClock:
-    """Of a device whose work is done when a call returns."""
+    """Clock of a device whose work is done when a call returns."""
 
     runs_behind = False
     mark = staticmethod(time.perf_counter)
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
-        """See ``TraceClock``."""
+        """Return ``marks``, which are host times already."""
         return list(marks)
 
     def anchor(self, mark: float) -> None:
-        """See ``TraceClock``."""
+        """Do nothing, because marks are host times."""
 
 
 class Done(NamedTuple):
-    """One Action that ran: when, and what it sent."""
+    """One Action that ran, with its times and the bytes that it sent."""
 
     action: Action
     start_s: float
@@ -72,42 +76,42 @@ class Done(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """A step's seconds on one rank."""
+    """Seconds that one rank spent in the parts of a step."""
 
     forward_s: float
     backward_s: float
     update_s: float
-    """On a device that of the step before: this one's still runs there."""
+    """Seconds of the update. On a device, those of the step before, because this step's update still runs."""
 
 
 @dataclass
 class Trace:
-    """The running step. ``sent``: None where nothing is sent."""
+    """The trace of the running step. ``sent`` is None if nothing is sent."""
 
     sent: SentBytes | None = None
     clock: TraceClock = field(default_factory=HostClock)
     actions: list[Action] = field(default_factory=list)
-    """In the order in which they began."""
+    """Actions in the order in which they began."""
     starts: list[Any] = field(default_factory=list)
-    """Marks of ``clock``, as in ``stops``."""
+    """Marks of ``clock`` at which the Actions began, as ``stops`` for their ends."""
     stops: list[Any] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
-    """What each Action sent, those inside it included: a pass contains what its Units do."""
+    """Bytes that each Action sent, including the Actions inside: a pass contains what its Units do."""
     divergences: list[str] = field(default_factory=list)
     ahead: list[Done] = field(default_factory=list)
-    """What was done for the step ahead of it, in a list of its own (ASK), as far as the step made use of it."""
+    """Actions that ran ahead of the step from a list of their own (ASK), as far as the step used their results."""
     diverged: int = 0
-    """Divergences of the step, also those that are not kept."""
+    """Number of divergences of the step, including those that are not kept."""
     update_before: tuple[Any, Any] | None = None
-    """Where the update of the step before began and ended."""
+    """Marks at which the update of the step before began and ended."""
 
     def begin(self) -> "Trace":
-        """A new trace for the next step; this one stays as it is."""
+        """Return a new trace for the next step; this trace stays as it is."""
         update = (self._update() or self.update_before) if self.clock.runs_behind else None
         return Trace(self.sent, self.clock, update_before=update)
 
     def start(self, action: Action) -> int:
-        """``action`` begins; returns its place, for ``stop``."""
+        """Record that ``action`` begins, and return its position for ``stop``."""
         self.actions.append(action)
         now = self.clock.mark()
         self.starts.append(now)
@@ -116,13 +120,13 @@ class Trace:
         return len(self.actions) - 1
 
     def stop(self, place: int) -> None:
-        """The Action at ``place`` is over."""
+        """Record that the Action at position ``place`` is over."""
         self.stops[place] = self.clock.mark()
         if self.sent is not None:
             self.bytes[place] += self.sent.bytes
 
     def passed(self, action: Action) -> None:
-        """A Unit's pass, which the user's model computes: its time is that until the next Action begins."""
+        """Record a Unit's pass, which the user's model computes; its time is the time until the next Action begins."""
         self.actions.append(action)
         now = self.clock.mark()
         self.starts.append(now)
@@ -130,21 +134,21 @@ class Trace:
         self.bytes.append(0)
 
     def passed_at(self, place: int) -> None:
-        """The pass at ``place``, which ``passed`` began, is over."""
+        """Record that the pass at position ``place``, which ``passed`` began, is over."""
         self.stops[place] = self.clock.mark()
 
     def diverge(self, text: str) -> None:
-        """Something was done otherwise than the list had it."""
+        """Record a departure from the list, described by ``text``."""
         self.diverged += 1
         if len(self.divergences) < _MOST:
             self.divergences.append(text)
 
     def news(self, before: "Trace") -> tuple[str, ...]:
-        """Divergences that the step ``before`` did not have, each once."""
+        """Return the divergences that the step ``before`` did not have, each once."""
         return tuple(dict.fromkeys(text for text in self.divergences if text not in before.divergences))
 
     def cut(self, actions: int, diverged: int) -> None:
-        """Keep the first Actions and divergences alone."""
+        """Keep only the first ``actions`` Actions and the first ``diverged`` divergences."""
         for column in (self.actions, self.starts, self.stops, self.bytes):
             del column[actions:]
         del self.divergences[diverged:]
@@ -152,24 +156,26 @@ class Trace:
 
     @property
     def starts_s(self) -> list[float]:
-        """When each Action began."""
+        """Start of each Action, in seconds of the host's monotonic clock."""
         return self.clock.seconds(self.starts)
 
     @property
     def stops_s(self) -> list[float]:
-        """When each Action was over."""
+        """End of each Action, in seconds of the host's monotonic clock."""
         return self.clock.seconds(self.stops)
 
     def rows(self) -> Iterator[Done]:
-        """The Actions, one by one."""
+        """Yield the Actions with their times and bytes."""
         times = self.clock.seconds(
             [*self.starts, *self.stops]
-        )  # at once: between two calls the clock may be set
+        )  # one call for both, because the clock may be anchored anew between two calls
         return map(Done, self.actions, times, times[len(self.actions) :], self.bytes)
 
     def seconds(self) -> "PassSeconds":
-        """Where the step's time went. In a user's own loop a pass lasts until its hooks are through; what the loop does
-        between passes is nobody's."""
+        """Return the seconds of the step's forward passes, backward passes and update.
+
+        In a user's own loop a pass lasts until its hooks have run; the time between passes is not counted.
+        """
         passes = [
             place for place, action in enumerate(self.actions) if action.unit < 0 and action.kind.computes
         ]
@@ -186,10 +192,10 @@ class Trace:
         return PassSeconds(spent["F"], spent["B"], times[-1] - times[-2] if update else 0.0)
 
     def _update(self) -> tuple[Any, Any] | None:
-        """From the first Action that ends the step to the last."""
+        """Return the marks from the start of the first Action that ends the step to the end of the last Action."""
         first = next((place for place, action in enumerate(self.actions) if action.kind.ends_step), None)
         return None if first is None else (self.starts[first], self.stops[-1])
 
     def spans(self, rank: int) -> list[Span]:
-        """The Actions as spans of ``rank``, in seconds of the host's monotonic clock."""
+        """Return the Actions as spans of ``rank``, in seconds of the host's monotonic clock."""
         return [Span(rank, done.action, done.start_s, done.stop_s) for done in self.rows()]

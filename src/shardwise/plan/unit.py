@@ -1,13 +1,13 @@
-"""Unit: the parameters that move together, laid out in flat buckets.
+"""Unit: the parameters that are gathered, reduced and updated together, laid out in flat buckets.
 
-A Unit (a transformer block, say) has one bucket per group of parameters that share dtype, whether they are trained,
-and their optimizer group. In a bucket the parameters lie one after another, each at a 64-byte offset, and the end is
-padded so that N ranks own equal ranges:
+A Unit (a transformer block, for example) has one bucket for each group of parameters that share their dtype, whether
+they are trained, and their optimizer group. In a bucket the parameters follow one another, each at a 64-byte offset,
+and the end is padded so that N ranks own equal ranges:
 
     |--- wq ---|.|--- wk ---|.|-- norm --|....|        P elements, P a multiple of N
     |  rank 0        |  rank 1        |  rank 2 ...    cuts fall on elements, not on parameters
 
-The layout is a pure function of shapes and N, so every rank computes the same one, and a gather or a reduction of a
+The layout is a pure function of shapes and N, so every rank computes the same layout. A gather or a reduction of a
 Unit is one collective on one buffer, without a copy in or out.
 
 Source: flat parameters as in ZeRO (arXiv:1910.02054) and FSDP (arXiv:2304.11277).
@@ -28,7 +28,7 @@ ALIGNMENT_BYTES = 64
 
 
 class Slot(NamedTuple):
-    """One parameter's place in a bucket, in elements."""
+    """The range of one parameter in a bucket, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,28 +45,31 @@ class Overlap(NamedTuple):
     """First element, counted inside the parameter."""
     stop: int
     local: int
-    """Where that element lies inside the shard."""
+    """Offset of that element inside the shard."""
 
 
 class BucketKey(NamedTuple):
-    """What the parameters of one bucket have in common."""
+    """Properties that the parameters of one bucket have in common."""
 
     dtype: torch.dtype
     """Compute dtype."""
     trained: bool
     optimizer_group: int
     tie: str = ""
-    """Name of the parameter whose copies on other pipeline stages are summed with it: alone in its bucket, so that the
-    layout is the same on every stage that holds it."""
+    """Name of the parameter whose copies on other pipeline stages are summed with this one; "" if there are none. A
+    tied parameter has a bucket of its own, so that the layout is the same on every stage that holds it.
+    """
     reduce_dtype: torch.dtype | None = None
-    """Of gradients between ranks; None: as it follows from the compute dtype."""
+    """Dtype in which ranks reduce the gradients; None: derived from the compute dtype."""
     axes: StateAxes = DENSE
-    """Over which its state is copied and cut; the same for all buckets of a Unit, which is reduced at one time."""
+    """Mesh axes over which the state is copied and cut. All buckets of a Unit have the same, because a Unit is reduced
+    at one time.
+    """
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Flat layout of one group of parameters, cut in ``shards`` equal ranges."""
+    """Flat layout of one group of parameters, cut into ``shards`` equal ranges."""
 
     key: BucketKey
     slots: tuple[Slot, ...]
@@ -92,7 +95,12 @@ class Bucket:
         return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
 
     def overlaps(self, index: int, shards: int | None = None) -> Iterator[Overlap]:
-        """The parts of parameters inside range ``index`` of ``shards`` (default: as the bucket is cut)."""
+        """Yield the parts of parameters inside one range of the bucket.
+
+        Args:
+            index: Number of the range.
+            shards: Number of equal ranges; None: as the bucket is cut.
+        """
         size = self.elements // (self.shards if shards is None else shards)
         first, last = index * size, (index + 1) * size
         for slot in self.slots:
@@ -103,22 +111,24 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that move together, or a collection of embedding tables, whose rows do."""
+    """Parameters that move together, or a collection of embedding tables, whose rows move together."""
 
     index: int
-    """Place in the order of registration."""
+    """Number of the Unit in the order of registration."""
     name: str
     """Name of the module; "" is the root of the model."""
     buckets: tuple[Bucket, ...]
     has_rows: bool = False
-    """Whether it is a collection of embedding tables: without buckets, for rows lie in the tables' own stores."""
+    """True if the Unit is a collection of embedding tables. Such a Unit has no buckets, because rows lie in the tables'
+    own stores.
+    """
 
     def __post_init__(self) -> None:
         assert len({bucket.key.axes for bucket in self.buckets}) <= 1, f"{self.title}: state on several axes"
 
     @property
     def axes(self) -> StateAxes:
-        """Over which its state is copied and cut."""
+        """Mesh axes over which the Unit's state is copied and cut."""
         return self.buckets[0].key.axes if self.buckets else DENSE
 
     @property
@@ -128,7 +138,7 @@ class Unit:
 
     @property
     def weight_bytes(self) -> int:
-        """Of its whole weights as they are computed with."""
+        """Bytes of the full weights in their compute dtypes."""
         return sum(bucket.elements * bucket.key.dtype.itemsize for bucket in self.buckets)
 
     @property
@@ -137,19 +147,25 @@ class Unit:
         return sum(bucket.used_elements for bucket in self.buckets)
 
     def title_of(self, place: int) -> str:
-        """Of one of its buckets."""
+        """Return the title of bucket number ``place`` for messages."""
         return f"Unit {self.title}" + (f" bucket {place}" if len(self.buckets) > 1 else "")
 
     @property
     def title(self) -> str:
-        """Name for people."""
+        """Name of the Unit for messages: ``(root)`` for the root of the model."""
         return self.name or "(root)"
 
 
 def lay_out(
     key: BucketKey, parameters: Sequence[tuple[str, tuple[int, ...], tuple[str, ...]]], shards: int
 ) -> Bucket:
-    """Place ``(name, shape, aliases)`` one after another at 64-byte offsets and pad to ``shards`` equal ranges."""
+    """Place parameters one after another at 64-byte offsets and pad the end to ``shards`` equal ranges.
+
+    Args:
+        key: Properties that the parameters share.
+        parameters: (name, shape, aliases) of each parameter.
+        shards: Number of equal ranges.
+    """
     alignment = ALIGNMENT_BYTES // key.dtype.itemsize
     slots, offset = [], 0
     for name, shape, aliases in parameters:

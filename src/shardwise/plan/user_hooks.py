@@ -1,7 +1,7 @@
-"""The hooks on modules that are a user's own: not those of torch's utilities, of transformers, nor of this package.
+"""Find the hooks on modules that are a user's own, not those of torch's utilities, of transformers or of this package.
 
-A model of transformers records its hidden states and attentions by hooks that it puts on its layers in its first
-call. A copy of the model does the same, and would record each of them twice with the first model's hooks.
+A model of transformers records its hidden states and attentions by hooks that it registers on its layers in its first
+call. A copy of the model registers its own, and would record each tensor twice with the first model's hooks.
 """
 
 import functools
@@ -25,7 +25,7 @@ def is_users(hook: Any) -> bool:
     """Return True if ``hook`` was made neither by torch's utilities, nor by transformers, nor by this package."""
     made = hook.func if isinstance(hook, functools.partial) else hook
     made = getattr(made, "__func__", made)
-    # ``functools.wraps`` gives a function the name of another one's module.
+    # ``functools.wraps`` gives a function the ``__module__`` of the wrapped function, but not its ``__globals__``.
     around = getattr(made, "__globals__", None)
     where = getattr(made, "__module__", None) if around is None else around.get("__name__")
     return not str(where or "").startswith(_NOT_USERS)

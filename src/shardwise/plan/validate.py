@@ -1,16 +1,16 @@
-"""Proof of a Plan: what must hold before its lists may run.
+"""Proof of a Plan: the conditions that its lists must fulfil before they may run.
 
     schedule     passes and messages of all stages                                     (validate_schedule.py)
-    registry     buffers, buckets and Units hold what is registered, as it is          (validate_registry.py)
+    registry     buffers, buckets and Units agree with the registered tensors          (validate_registry.py)
     Units        F and B of a Unit only while its weights are gathered, and inside a pass of its own stage; what was
                  brought is gathered in that pass, what was gathered is released; one REDUCE per step, or per
-                 microbatch where the gradient is kept cut
+                 microbatch if the gradient is kept cut
     tables       one FETCH of each collection per microbatch, inside its forward pass; one DELIVER after all passes
-    end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
-                 tables among them, and the gather of weights that are whole but were updated in pieces; where updates
-                 look at whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL as these need;
-                 where state lies on a disk, LOAD of the Unit before its STEP and STORE after it; where updates
-                 count one step late, ADOPT of each Unit, and its gather, before the first STEP
+    end          SUM if ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
+                 tables among them, and the gather of weights that are whole but were updated in pieces; if updates
+                 need whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL if needed;
+                 if state lies on a disk, LOAD of the Unit before its STEP and STORE after it; if updates take effect
+                 one step late, ADOPT of each Unit, and its gather, before the first STEP
 
 Cost: one look at each Action and at each tensor.
 """
@@ -32,8 +32,15 @@ from shardwise.plan.validate_schedule import validate_schedule
 
 
 def validate_plan(plan: Plan, microbatches: int) -> None:
-    """Raise PlanError, naming ranks and Action or tensor, where the lists of ``plan`` are not one optimizer step of
-    ``microbatches``, or its parts do not fit together."""
+    """Check that the lists of ``plan`` are one optimizer step and that its parts fit together.
+
+    Args:
+        plan: The Plan.
+        microbatches: Microbatches of the step.
+
+    Raises:
+        PlanError: if not; the message names ranks and Action or tensor.
+    """
     lists = {place: list(each.actions) for place, each in enumerate(plan.classes.values())}
     validate_schedule(lists, plan.mesh.pp, microbatches)
     slices = Slices(plan.registry, plan.mesh, 0)
@@ -43,23 +50,23 @@ def validate_plan(plan: Plan, microbatches: int) -> None:
 
 
 class _Rules(NamedTuple):
-    """What the placements of a Unit's tensors ask of its Actions."""
+    """Conditions that the placements of a Unit's tensors set for its Actions."""
 
     trains: bool
     moves: bool
-    """Its weights are cut or have windows all the same: gathered before use, released after."""
+    """The Unit's weights are cut or have windows: gathered before use, released after use."""
     reduces_each: bool
-    """Its gradients are cut between microbatches, or lie elsewhere."""
+    """The Unit's gradients are cut between microbatches, or lie on another tier."""
     returns: bool
-    """Its weights are whole, but updated in pieces: gathered after STEP."""
+    """The Unit's weights are whole, but updated in pieces: gathered after STEP."""
     directs: bool = False
-    """Its updates look at whole tensors: a DIRECT before STEP."""
+    """The Unit's updates need whole tensors: a DIRECT before STEP."""
     brings: bool = False
-    """Its shard comes from another tier before it is gathered: a BRING may begin that."""
+    """The Unit's shard comes from another tier before it is gathered; a BRING may start this."""
     adopts: bool = False
-    """Its updates count one step late: an ADOPT before STEP."""
+    """The Unit's updates take effect one step late: an ADOPT before STEP."""
     loads: bool = False
-    """Its masters and moments lie on a disk: a LOAD before STEP, a STORE after it."""
+    """The Unit's masters and moments lie on a disk: a LOAD before STEP, a STORE after it."""
 
 
 def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
@@ -68,7 +75,7 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
         [(slot.name, bucket.key.trained) for bucket in unit.buckets for slot in bucket.slots]
         for unit in ranks.units
     ]
-    # A root that holds no parameter is gathered as the dense ones are.
+    # A root that holds no parameter is gathered if the dense Units are.
     dense = [held for unit, held in zip(ranks.units, names, strict=True) if unit.axes == DENSE and held]
     any_moves = any(_is_cut(registry, "parameter", name) for held in dense or names for name, _ in held)
     for unit, held in zip(ranks.units, names, strict=True):
@@ -93,7 +100,7 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
 
 
 def _is_cut(registry: Registry, kind: RegisteredKind, name: str) -> bool:
-    """Whether a rank keeps a range of the tensor's elements alone."""
+    """Return whether a rank keeps only a range of the tensor's elements."""
     placed = registry.get(kind, name).placement.values()
     return any(isinstance(where, Shard) and where.dim == FLAT for where in placed)
 
@@ -101,11 +108,14 @@ def _is_cut(registry: Registry, kind: RegisteredKind, name: str) -> bool:
 _INSIDE = {Kind.F: (Kind.F,), Kind.FETCH: (Kind.F,)} | {
     kind: (Kind.B,) for kind in (Kind.B, Kind.RECALL, Kind.REDUCE)
 }
-"""In which passes of a stage an Action may stand, where not in both."""
+"""Passes of a stage in which an Action may stand, for Kinds that may not stand in both."""
 
 
 class _Updates:
-    """What comes after NORM. ``ended``: DELIVER, SUM, NORM and what else ends the step, so far."""
+    """Checks of the Actions after NORM.
+
+    ``ended`` is the caller's list of DELIVER, SUM, NORM and the other Actions that end the step, which grows meanwhile.
+    """
 
     def __init__(
         self,
@@ -119,7 +129,7 @@ class _Updates:
         self._ended = ended
         self._refuse = refuse
         self.between: list[Action] = [TRUST] * bool(registry.needs("norm"))
-        """What stands between DIRECT and STEP."""
+        """Actions that stand between DIRECT and STEP."""
         if any("matrix" in registry.needs_of(unit) for unit in ranks.units):
             self.between.append(DEAL)
         self._directed: set[int] = set()
@@ -129,7 +139,7 @@ class _Updates:
         """LOAD, STORE and ADOPT so far."""
 
     def of_unit(self, action: Action, rules: _Rules) -> None:
-        """DIRECT, ADOPT, LOAD, STEP, STORE, or the UNSHARD behind STEP or ADOPT."""
+        """Check a DIRECT, ADOPT, LOAD, STEP, STORE, or the UNSHARD behind STEP or ADOPT."""
         if action.kind is Kind.UNSHARD:
             self._return(action, rules)
             return
@@ -145,7 +155,7 @@ class _Updates:
             self._step(action, rules)
 
     def look(self, action: Action) -> None:
-        """TRUST or DEAL."""
+        """Check a TRUST or DEAL."""
         if action not in self.between:
             self._refuse(action, "though no update here needs it (registry: needs)")
         for unit, rules in enumerate(self._rules):
@@ -153,7 +163,7 @@ class _Updates:
                 self._refuse(action, f"before {Action(Kind.DIRECT, unit)}, whose directions it looks at")
 
     def complete(self) -> None:
-        """Nothing is missing between the halves of updates."""
+        """Check that no Action is missing between the halves of updates."""
         for action in self.between:
             if action not in self._ended:
                 self._refuse(f"no {action}", "though updates need it (registry: needs)")
@@ -216,7 +226,7 @@ class _Updates:
 
 
 class _RankList:
-    """The list of one class of ranks, looked at Action by Action."""
+    """Check of the list of one class of ranks, Action by Action."""
 
     def __init__(self, name: str, ranks: RankClass, microbatches: int, slices: Slices):
         self._name = name
@@ -229,12 +239,12 @@ class _RankList:
         }
         self._pass: Action | None = None
         self._is_sent = False
-        """Whether the result of the running pass has been sent."""
+        """True if the result of the running pass has been sent."""
         self._is_opened = False
-        """Whether the root of its stage has begun, which is around all other Units."""
+        """True if the root of the pass's stage has begun, which encloses all other Units."""
         self._gathered: set[int] = set()
         self._brought: set[int] = set()
-        """Units whose shard is on its way to a gather."""
+        """Units whose BRING has run and whose gather has not."""
         self._counts: Counter[Action] = Counter()
         """F, B, REDUCE and FETCH of Units so far."""
         self._ended: list[Action] = []
@@ -242,7 +252,11 @@ class _RankList:
         self._updates = _Updates(self._rules, ranks, slices.registry, self._ended, self._refuse)
 
     def check(self) -> None:
-        """Errors: PlanError."""
+        """Check the list.
+
+        Raises:
+            PlanError: at the first Action that is missing or wrong.
+        """
         for action in self._ranks.actions:
             if action.kind in (Kind.SUM, Kind.NORM):
                 self._end(action)
@@ -360,7 +374,10 @@ class _RankList:
             self._refuse(action, why)
 
     def _in_its_pass(self, action: Action) -> None:
-        """Inside a pass of its stage and microbatch; gathers and releases for a whole step name no microbatch."""
+        """Check that ``action`` stands inside a pass of its stage and microbatch.
+
+        Gathers and releases for a whole step name no microbatch.
+        """
         stage = self._ranks.unit_stages[action.unit]
         if action.microbatch < 0 and action.kind is Kind.UNSHARD:
             return
@@ -373,7 +390,7 @@ class _RankList:
 
     @property
     def _recalled(self) -> set[int]:
-        """Units whose forward saves elsewhere."""
+        """Units whose forward saves tensors on another tier."""
         return {action.unit for action in self._counts if action.kind is Kind.RECALL}
 
     def _complete(self) -> None:

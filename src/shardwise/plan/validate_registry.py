@@ -1,9 +1,9 @@
-"""Proof that a Plan and its registry say the same.
+"""Proof that a Plan and its registry agree.
 
     buffers      lie as the tensors in them are registered
-    parameters   every one in one bucket of each stage that holds it
-    tables       every one in one Unit of its stage
-    gradients    every one that ranks add to is summed
+    parameters   every parameter in one bucket of each stage that holds it
+    tables       every table in one Unit of its stage
+    gradients    every gradient with addends on several ranks is summed
 
 Cost: one look at each tensor.
 """
@@ -23,14 +23,22 @@ from shardwise.plan.unit import Bucket, Slot
 
 
 def validate_registered(plan: Plan, slices: Slices) -> None:
-    """Raise PlanError, naming ranks and tensor, where the parts of ``plan`` do not lie as they are registered."""
+    """Check that the parts of ``plan`` lie as they are registered.
+
+    Args:
+        plan: The Plan.
+        slices: Slices of its registry, seen from any rank.
+
+    Raises:
+        PlanError: if not; the message names ranks and tensor.
+    """
     for name, each in plan.classes.items():
         _registered(name, each, plan, slices)
     _everywhere(plan)
 
 
 def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None:
-    """Buffers lie as the tensors in them are registered."""
+    """Check that buffers lie as the tensors in them are registered."""
     for unit, stage in zip(ranks.units, ranks.unit_stages, strict=True):
         for place, bucket in enumerate(unit.buckets):
             rows = ranks.buffers.get((unit.index, place), ())
@@ -91,7 +99,7 @@ _KIND_OF: Mapping[str, RegisteredKind] = {
 def _check_gradient(
     where: str, gradient: TensorInfo, info: TensorInfo, data_axes: Iterable[str], mesh: Mesh
 ) -> None:
-    """Every rank of a data-parallel axis brings an addend; on other axes gradients are cut as their weights are."""
+    """Check that each data-parallel rank has an addend, and that other axes cut gradients as they cut weights."""
     if gradient.grad_placement != info.grad_placement:
         raise PlanError(f"{where}: parameter and gradient are registered with different gradient placements")
     for axis in data_axes:
@@ -112,7 +120,7 @@ def _check_gradient(
 
 
 def _everywhere(plan: Plan) -> None:
-    """Every parameter is in one bucket of each stage that holds it, every table in one Unit of its stage."""
+    """Check that every parameter is in one bucket of each of its stages, and every table in one Unit of its stage."""
     found = Counter(
         (slot.name, stage)
         for each in plan.classes.values()
@@ -130,9 +138,10 @@ def _everywhere(plan: Plan) -> None:
 
 
 def _tables(plan: Plan) -> None:
-    """A table that no Unit has would be fetched, delivered and updated by nobody; a Unit without a table moves no row.
+    """Check that every table is in one Unit and every Unit of tables has a table.
 
-    Tables are registered when they have places, which a Plan is made before: one of no table says nothing of Units.
+    A table in no Unit would never be fetched, delivered or updated. Tables are registered after the Plan is made, when
+    they have places, so a Plan without registered tables is not checked for Units.
     """
     placed = [
         (unit, stage)

@@ -1,9 +1,9 @@
-"""Proof of a schedule: what must hold of the passes and messages of all stages before they may run.
+"""Proof of a schedule: the conditions on passes and messages of all stages before they may run.
 
     passes       every microbatch once per stage, on the stage's rank: F, and B or I and W
     dataflow     F after its activation arrived, B after its F and after its gradient arrived, W after its I
     messages     every result goes to the next stage; two ranks send and receive in one order
-    progress     no deadlock where a SEND blocks until it is received
+    progress     no deadlock if a SEND blocks until it is received
 
 Cost: one look at each Action.
 """
@@ -22,10 +22,16 @@ _Lists = Mapping[int, Sequence[Action]]
 def validate_schedule(
     lists: _Lists, ranks: int, microbatches: int | None = None, forward_only: bool = False
 ) -> None:
-    """Raise PlanError, naming rank and Action, where the passes and messages of ``lists`` would hang or compute
-    something else than one step.
+    """Check that the passes and messages of ``lists`` compute one step and cannot deadlock.
 
-    ``microbatches``: how many there must be (default: as many as stage 0 runs).
+    Args:
+        lists: Actions by the rank's index on "pp".
+        ranks: Ranks of the pipeline.
+        microbatches: Microbatches of the step; None: as many as stage 0 runs.
+        forward_only: True for lists without backward passes.
+
+    Raises:
+        PlanError: if the lists would hang or compute anything else; the message names rank and Action.
     """
     stages = stages_of(lists)
     _every_rank_has_its_stages(lists, ranks, stages)
@@ -84,7 +90,7 @@ def _passes_once(
 
 
 def _in_order(rank: int, row: Sequence[Action], ranks: int, stages: int) -> None:
-    """A pass and a SEND come after what they take; every result for another rank is sent."""
+    """Check that a pass or SEND comes after its inputs, and that every result for another rank is sent."""
     done: set[Action] = set()
     for action in row:
         for needed in _before(action, ranks, stages):
@@ -104,7 +110,7 @@ def _in_order(rank: int, row: Sequence[Action], ranks: int, stages: int) -> None
 
 
 def _before(action: Action, ranks: int, stages: int) -> Iterator[Action]:
-    """What stands before ``action`` in the list of the same rank; a B may be its I."""
+    """Yield the Actions that must stand before ``action`` in the same rank's list; an I may stand for its B."""
     kind, unit, i, stage, other = action
     if unit >= 0:
         return
@@ -121,7 +127,7 @@ def _before(action: Action, ranks: int, stages: int) -> Iterator[Action]:
 
 
 def _channels(lists: _Lists, ranks: int) -> None:
-    """Between two ranks messages are received in the order in which they are sent."""
+    """Check that messages between two ranks are received in the order in which they are sent."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, row in lists.items():
@@ -147,7 +153,10 @@ def _other_end(action: Action) -> Action:
 
 
 def _progress(lists: _Lists, ranks: int) -> None:
-    """Run the messages alone; a SEND and its RECV take place together, when both ranks stand before them."""
+    """Check for deadlocks by running only the messages.
+
+    A SEND and its RECV take place together, when both ranks have reached them.
+    """
     rows = {rank: [a for a in row if a.kind in (Kind.SEND, Kind.RECV)] for rank, row in lists.items()}
     position = dict.fromkeys(rows, 0)
     free = list(rows)

@@ -7,15 +7,15 @@
 Three callers move the cursor, all with the same handlers:
 
     a schedule's loop        ``run``             one Action after another
-    a user's own loop        ``enter``           its next pass begins: the module's hooks found out
+    a user's own loop        ``enter``           the module's hooks found that its next pass begins
     hooks on the Units       ``run_to(F, u)``    everything in front of F(u), which the model computes now
 
-A pass F(stage, i) or B(stage, i) is followed by what its Units do in it, up to the next Action without a Unit. Its
-handler computes the stage (or is the user's own Python); the hooks that this sets off walk the pass, and what they
-leave is done at its end.
+A pass F(stage, i) or B(stage, i) is followed by the Actions of its Units, up to the next Action without a Unit. Its
+handler computes the stage (or is the user's own Python). The hooks that run meanwhile walk the pass, and what the
+hooks leave is done at the end of the pass.
 
-Passes that are no part of a step (an evaluation, a second forward pass, another engine's loss) walk a list of their
-own, ``aside``, with a trace of its own, and the step's cursor waits. What departs from a list goes into its trace.
+Passes that are not part of a step (an evaluation, a second forward pass, another engine's loss) walk a list of their
+own, ``aside``, with a trace of its own, and the step's cursor waits. Departures from a list are recorded in its trace.
 
 Cost: one look at each Action.
 """
@@ -28,11 +28,14 @@ from shardwise.plan.action import Action, Kind
 from shardwise.plan.trace import Trace
 
 Handler = Callable[[Action], None]
-"""Does one Action. That of a pass is also told of a Unit's pass that nobody announced: the data skipped it."""
+"""Function that does one Action.
+
+The handler of a pass is also called for a Unit's pass that no hook announced, because the data skipped the Unit.
+"""
 
 
 class _Interrupted(NamedTuple):
-    """Where a list stands."""
+    """State of a list that waits while another list runs."""
 
     actions: Sequence[Action]
     cursor: int
@@ -43,42 +46,51 @@ class _Interrupted(NamedTuple):
 
 
 class Walker:
-    """See the module's docstring."""
+    """Runs a rank's list of Actions and stores the position in it.
+
+    Args:
+        handlers: Function that does an Action, by Kind.
+        trace: Trace of the first step.
+    """
 
     def __init__(self, handlers: Mapping[Kind, Handler], trace: Trace):
         self.handlers = dict(handlers)
         self.trace = trace
-        """Of the list under way."""
+        """Trace of the list that is running."""
         self.last = trace
-        """Of the step before."""
+        """Trace of the step before."""
         self.last_aside = trace.begin()
-        """Of the last list that was no part of a step."""
+        """Trace of the last list that was not part of a step."""
         self._actions: Sequence[Action] = ()
         self._cursor = 0
         self._stop = 0
-        """Where the running pass ends."""
+        """End of the running pass."""
         self._point = 0
-        """The Action without a Unit that is under way."""
+        """Position of the Action without a Unit that is running."""
         self._is_aside = False
         self._before_pass: tuple[int, int] | None = None
-        """Actions and divergences of the trace when the user's Python began the pass under way; None where another list
-        came in between."""
+        """Actions and divergences of the trace when the user's Python began the running pass.
+
+        None if another list ran in between.
+        """
         self._outer: list[_Interrupted] = []
         self.target: Action | None = None
-        """The Unit's pass that the cursor is on its way to."""
+        """The Unit's pass that the cursor is moving to."""
 
     # Lists -----------------------------------------------------------------------------------------------------
 
     def begin(self, actions: Sequence[Action]) -> None:
-        """A step's list, from its start."""
+        """Start a step with its list of Actions."""
         self._outer.clear()
         self._before_pass = None
         self._actions, self._cursor, self._stop, self._point, self._is_aside = actions, 0, 0, 0, False
         self.trace = self.trace.begin()
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """The step is that of ``actions``, which has more passes than the list under way, or fewer: from the next pass
-        on. Between two passes alone."""
+        """Continue the step from the next pass on with ``actions``, which have more or fewer passes.
+
+        May be called only between two passes.
+        """
         assert not self._is_aside, "the step's own list goes on"
         kept = max(self._cursor, self._stop)
         done = self._actions[:kept]
@@ -90,17 +102,22 @@ class Walker:
         self._actions = (*done, *actions[rest:])
 
     def insert(self, actions: Sequence[Action], why: str) -> None:
-        """Between two passes: ``actions`` come first now, which the list had elsewhere."""
+        """Put ``actions`` in front of the cursor; the list had these Actions at another place. Only between two passes.
+
+        Args:
+            actions: Actions to run next.
+            why: Reason, for the divergence.
+        """
         self.diverge(f"{actions[0]} comes late: {why}")
         self._actions = (*self._actions[: self._cursor], *actions, *self._actions[self._cursor :])
 
     def close(self) -> None:
-        """The step is over: its trace is that of the last one."""
+        """End the step, and keep its trace as that of the last step."""
         self.last = self.trace
 
     @contextmanager
     def aside(self, actions: Sequence[Action]) -> Iterator[None]:
-        """Walk another list meanwhile."""
+        """Walk another list inside the ``with`` block, then continue the interrupted list."""
         self.turn_aside(actions)
         try:
             yield
@@ -108,7 +125,10 @@ class Walker:
             self.turn_back()
 
     def turn_aside(self, actions: Sequence[Action]) -> None:
-        """Begin another list; the one under way waits. It is one pass until ``enter`` or ``run`` find more in it."""
+        """Interrupt the running list and begin another list.
+
+        The new list is one pass until ``enter`` or ``run`` find more passes in it.
+        """
         place = (self._actions, self._cursor, self._stop, self._point, self._is_aside, self.trace)
         self._outer.append(_Interrupted(*place))
         self._before_pass = None
@@ -117,7 +137,7 @@ class Walker:
         self.trace = self.last_aside = self.trace.begin()
 
     def turn_back(self) -> None:
-        """Go on with the list that waits; a step that has begun meanwhile has forgotten it."""
+        """Continue the interrupted list; do nothing if a step that began meanwhile has dropped it."""
         if not self._outer:
             return
         place = self._outer.pop()
@@ -125,28 +145,28 @@ class Walker:
 
     @property
     def is_aside(self) -> bool:
-        """Whether the list under way is no part of the step."""
+        """True if the running list is not part of the step."""
         return self._is_aside
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of the step's list has been done."""
+        """True if any Action of the step's list has run."""
         return self._cursor > 0 and not self._is_aside
 
     @property
     def left(self) -> Sequence[Action]:
-        """What is left of the list, from the Action without a Unit that is under way."""
+        """Rest of the list, from the Action without a Unit that is running."""
         return self._actions[self._point :]
 
     @property
     def under_way(self) -> Action | None:
-        """The Action that was begun last; None before the first one of a list."""
+        """The Action that was begun last; None before the first Action of a list."""
         return self._actions[self._cursor - 1] if self._cursor else None
 
     # A schedule's loop -----------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[Action], bool] | None = None) -> None:
-        """Do one Action after another, to the end or up to the first one that ``until`` is true of."""
+        """Run one Action after another, to the end of the list or to the first for which ``until`` is True."""
         while self._cursor < len(self._actions):
             self._point = self._cursor
             action = self._actions[self._cursor]
@@ -162,16 +182,19 @@ class Walker:
         self._point = self._cursor
 
     def skip_rest(self) -> None:
-        """What is left of the list is not done: all ranks have decided so."""
+        """Leave out the rest of the list, as all ranks have decided."""
         self._cursor = self._stop = len(self._actions)
 
     # A user's own loop -----------------------------------------------------------------------------------------
 
     def enter(self, kind: Kind, stage: int) -> bool:
-        """The user's Python begins a pass of ``stage``; False where the list has another Action next.
+        """Begin a pass of ``stage`` in the user's own loop.
 
-        A pass that an exception ended begins again. A forward pass whose loss was not taken from the model is passed
-        over: its backward pass comes.
+        A pass that an exception ended begins again. A forward pass without a loss is passed over if its backward pass
+        comes.
+
+        Returns:
+            False if the list has another Action next.
         """
         place = self._cursor
         if place < self._stop:
@@ -190,7 +213,7 @@ class Walker:
         return True
 
     def withdraw(self) -> None:
-        """The pass that ``enter`` began was no part of the step after all: it is next again, and leaves no trace."""
+        """Undo the last ``enter``, whose pass was not part of the step: the pass is next again and leaves no trace."""
         if self._before_pass is not None:
             self._cursor = self._stop = self._point
             self.trace.cut(*self._before_pass)
@@ -202,8 +225,11 @@ class Walker:
     # Inside a pass ---------------------------------------------------------------------------------------------
 
     def run_to(self, kind: Kind, unit: int) -> bool:
-        """Do what stands in front of the pass ``kind`` of ``unit``, and put the cursor behind it. False, and nothing
-        done, where it does not come any more."""
+        """Run the Actions in front of the pass ``kind`` of ``unit`` and move the cursor behind it.
+
+        Returns:
+            False, with nothing done, if the pass has no such Action left.
+        """
         actions = self._actions
         for place in range(self._cursor, self._stop):
             if actions[place][1] == unit and actions[place][0] is kind:
@@ -217,7 +243,7 @@ class Walker:
         return True
 
     def finish_pass(self) -> None:
-        """Do what is left of the pass."""
+        """Run the Actions that are left of the pass."""
         self.target = None
         self._serve(self._stop)
         if self._before_pass is not None:
@@ -233,15 +259,18 @@ class Walker:
                 self._do(action)
 
     def next_in_pass(self) -> Action | None:
-        """The Action at the cursor, None at the end of the pass."""
+        """Return the Action at the cursor, or None at the end of the pass."""
         return self._actions[self._cursor] if self._cursor < self._stop else None
 
     def run_next(self) -> None:
-        """Do the Action at the cursor."""
+        """Run the Action at the cursor."""
         self._serve(self._cursor + 1)
 
     def run_while(self, may: Callable[[Action], bool]) -> None:
-        """Do what comes next as long as ``may`` is true of it; the passes of Units in between go by."""
+        """Run the next Actions of the pass as long as ``may`` returns True for them.
+
+        The passes of Units in between are skipped.
+        """
         self.target = None
         place = self._cursor
         while place < self._stop:
@@ -254,11 +283,16 @@ class Walker:
             self._serve(place)
 
     def rest_of_pass(self) -> Sequence[Action]:
-        """What the pass has left."""
+        """Return the Actions that are left of the pass."""
         return self._actions[self._cursor : self._stop]
 
     def replan(self, actions: Sequence[Action], why: str) -> None:
-        """The rest of the pass is ``actions``."""
+        """Replace the rest of the pass by ``actions``.
+
+        Args:
+            actions: Actions of the rest of the pass; their microbatch is set to the pass's.
+            why: Reason, for the divergence.
+        """
         point = self._actions[self._point]
         self.diverge(f"{point} was planned anew: {why}")
         actions = [action._replace(microbatch=point.microbatch) for action in actions]
@@ -268,11 +302,11 @@ class Walker:
     # Trace -----------------------------------------------------------------------------------------------------
 
     def passed(self, action: Action) -> None:
-        """A Unit's pass ran without a word of its own."""
+        """Record in the trace that a Unit's pass ran which no hook announced."""
         self.trace.passed(action)
 
     def diverge(self, text: str) -> None:
-        """Something was done otherwise than the list had it."""
+        """Record a departure from the list, described by ``text``."""
         self.trace.diverge(text)
 
     def _do(self, action: Action) -> None:
@@ -283,7 +317,7 @@ class Walker:
 
 
 def _end_of_pass(actions: Sequence[Action], place: int) -> int:
-    """Where the pass ends that ``place`` lies in."""
+    """Return the end of the pass that contains position ``place``."""
     while place < len(actions) and actions[place][1] >= 0 and not actions[place][0].ends_step:
         place += 1
     return place

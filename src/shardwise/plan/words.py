@@ -1,27 +1,30 @@
-"""Words in sentences of ours: what the system said of a failure, text that files brought along, counted things."""
+"""Format messages: reasons of system errors, text that comes from files, counted things."""
 
 import os
 from collections.abc import Sequence
 
 
 def in_words(error: OSError) -> str:
-    """What the system said, and about which file, without its numbers: for the middle of a sentence of ours."""
+    """Return the system's reason for ``error`` and its file, without error numbers, for the middle of a sentence."""
     what = error.strerror or (os.strerror(error.errno) if error.errno is not None else str(error))
     return what if error.filename is None else f"{os.fsdecode(error.filename)}: {what}"
 
 
 def printable(text: str) -> str:
-    """``text`` without what would command a terminal: names in files, and models of bytes, may hold any of it."""
+    """Return ``text`` with every unprintable character replaced, so that it cannot send commands to a terminal.
+
+    Names in files and the output of byte-level models may contain any character.
+    """
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def grouped(notes: Sequence[str]) -> list[str]:
-    """Return ``notes`` with neighbours that differ in their first word alone as one: ``C1 to C26 (...): ...``."""
+    """Return ``notes`` with neighbours merged that differ only in their first word: ``C1 to C26 (...): ...``."""
     found: list[tuple[list[str], str]] = []
     for note in notes:
         name, _, rest = note.partition(" ")
@@ -37,10 +40,10 @@ def grouped(notes: Sequence[str]) -> list[str]:
 
 
 def named_ranks(numbers: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 3, 5``."""
+    """Return rank numbers as text: ``rank 3``, ``ranks 3, 5``."""
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter or buffer as in a model that ``torch.compile`` did not wrap."""
+    """Return the name that a parameter or buffer has in a model that ``torch.compile`` did not wrap."""
     return name.replace("_orig_mod.", "")
