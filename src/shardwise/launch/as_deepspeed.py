@@ -1,11 +1,11 @@
-"""``shardwise launch --as-deepspeed``: in this job, ``import deepspeed`` is Shardwise.
+"""``shardwise launch --as-deepspeed``: in this job, ``import deepspeed`` imports Shardwise.
 
-A folder of the job alone comes first on the path of its ranks and of every Python process that they start:
+A folder of this job comes first on the path of its ranks and of every Python process that they start:
 
-    deepspeed/__init__.py                hands the name over to ``shardwise.deepspeed``
-    deepspeed-VERSION.dist-info/         what Hugging Face's libraries look for before they use DeepSpeed
+    deepspeed/__init__.py                forwards the name to ``shardwise.deepspeed``
+    deepspeed-VERSION.dist-info/         metadata that Hugging Face's libraries look for before they use DeepSpeed
 
-Nothing is installed, a DeepSpeed that is stays as it is, and the folder ends with the job.
+Nothing is installed, an installed DeepSpeed stays as it is, and the folder is removed with the job.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.plan.regular_files import read_small_text
 
 VERSION = "0.19.8"
-"""Of the DeepSpeed whose names and keys are answered."""
+"""Version of DeepSpeed whose names and keys are supported."""
 
 _PACKAGE = '''"""Shardwise under the name of DeepSpeed, in this job alone."""
 
@@ -31,9 +31,11 @@ _ENV_FILE = ".deepspeed_env"
 
 
 def names_of_deepspeed(folder: Path, path: str) -> dict[str, str]:
-    """Write the package into ``folder``; the variables that make it the first that Python finds.
+    """Write the package into ``folder`` and return the variables that make Python find it first.
 
-    ``path``: the ``PYTHONPATH`` that stands.
+    Args:
+        folder: Folder of the job.
+        path: Current value of ``PYTHONPATH``.
     """
     names = folder / "names"
     (names / "deepspeed").mkdir(parents=True)
@@ -45,7 +47,10 @@ def names_of_deepspeed(folder: Path, path: str) -> dict[str, str]:
 
 
 def read_env_file() -> dict[str, str]:
-    """The variables in ``.deepspeed_env``, of this folder, else of the home folder: a line ``NAME=VALUE`` each."""
+    """Return the variables in ``.deepspeed_env``, one line ``NAME=VALUE`` each.
+
+    The file is that of this folder, else that of the home folder.
+    """
     for place in (Path.cwd, Path.home):
         try:
             text = read_small_text(place() / _ENV_FILE)

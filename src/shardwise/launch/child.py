@@ -1,8 +1,8 @@
-"""One rank's side of the launcher: runs the script or module and says how it failed.
+"""The launcher's part in each rank: runs the script or module and reports how it failed.
 
     python -m shardwise.launch.child (script|module|program) NAME [ARGUMENT ...]
 
-It must stay light: it is imported before anything of the user's, in every rank.
+This module must stay light: every rank imports it before any of the user's modules.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(launcher_pid: int | None) -> None:
-    """Have the kernel kill this process when the launcher's ends, however that happens."""
+    """Have the kernel kill this process when the launcher's process ends, however that happens."""
     if launcher_pid is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != launcher_pid:  # it ended before the line above took effect
+    if os.getppid() != launcher_pid:  # the launcher ended before the line above took effect
         os._exit(128 + signal.SIGKILL)
 
 
 def _prepare(here: RankEnvironment) -> None:
-    """Signals, streams and descriptors as a program expects to find them."""
+    """Set up signals, streams and descriptors as a program expects to find them."""
     die_with(here.launcher_pid)
     # A launcher in the background of a shell has SIGINT ignored, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,7 +41,8 @@ def _prepare(here: RankEnvironment) -> None:
         os.set_inheritable(here.store_fd, False)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # A log that is read while the run goes on; and a name with odd bytes must not end a run.
+            # Line buffering, because logs are read while the run continues; backslashes, because a name with odd bytes
+            # must not end a run.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
 
 
@@ -56,7 +57,7 @@ def _run(kind: str, name: str, arguments: list[str]) -> None:
 
 
 def _leave(here: RankEnvironment, failure: failures.Failure) -> int:
-    """Tell the launcher; without one, tell the terminal."""
+    """Report the failure to the launcher, or to the terminal if there is no launcher, and return its exit code."""
     if here.failure_path is not None:
         failures.write(failure, here.failure_path)
     else:
@@ -65,7 +66,7 @@ def _leave(here: RankEnvironment, failure: failures.Failure) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program of this rank; returns the exit code."""
+    """Run the program of this rank and return the exit code."""
     here = seat()
     _prepare(here)
     kind, name, *rest = arguments
@@ -73,7 +74,8 @@ def main(arguments: list[str]) -> int:
         if here.store_fd is not None:
             os.set_inheritable(here.store_fd, True)
         try:
-            os.execvp(name, [name, *rest])  # this process becomes it, and still dies with the launcher
+            # The program replaces this process, and still dies with the launcher.
+            os.execvp(name, [name, *rest])
         except OSError as error:
             return _leave(
                 here, failures.of_own_exit(here.rank, 127, f"cannot start {name!r}: {error.strerror}")
@@ -85,7 +87,7 @@ def main(arguments: list[str]) -> int:
             return 0
         code = end.code if isinstance(end.code, int) else 1
         said = f"exited with code {code}" if isinstance(end.code, int) else str(end.code)
-        if code > 128:  # stopped by a signal that it handled
+        if code > 128:  # a stop by a signal that the program handled
             return code
         return _leave(here, failures.of_own_exit(here.rank, code, said))
     except KeyboardInterrupt:

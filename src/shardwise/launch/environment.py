@@ -1,20 +1,20 @@
-"""The environment variables between launcher and ranks, the only ones that Shardwise's launcher reads or sets.
+"""Environment variables between launcher and ranks, the only variables that Shardwise's launcher reads or sets.
 
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as torchrun sets them
     SHARDWISE_LAUNCHER=1       the ranks were started by this launcher
     SHARDWISE_STORE_FD         rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT, for the store to listen on
-    SHARDWISE_SECRET           random, of the job: the ranks seal what they tell one another with it
+    SHARDWISE_SECRET           random, of the job: the ranks seal their messages to one another with it
     NCCL_LAUNCH_ORDER_IMPLICIT=1   unless it is set: kernels of several communicators start in the order of the calls
                                (several of ours run at once; not measured yet)
     SHARDWISE_JOB              one random word per job; every descendant of a rank inherits it
-    SHARDWISE_LAUNCHER_PID     whom to die with
-    SHARDWISE_FAILURE          file in which the rank leaves its failure
+    SHARDWISE_LAUNCHER_PID     process with which the rank ends
+    SHARDWISE_FAILURE          file to which the rank writes its failure
     SHARDWISE_CORES            processor cores that the rank binds itself to
-    CUDA_VISIBLE_DEVICES       the host's chosen slots, where slots were chosen
+    CUDA_VISIBLE_DEVICES       the host's chosen slots, if slots were chosen
 
-On one host everything stays on the loopback interface: gloo and NCCL otherwise pick the first interface that the
-host's name resolves to, and are then reachable from outside. On several it is the one on the way to the store, unless
-``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` says otherwise.
+On one host all traffic stays on the loopback interface: gloo and NCCL otherwise pick the first interface that the
+host's name resolves to, and are then reachable from outside. On several hosts the interface is that of the route to the
+store, unless ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names another.
 """
 
 import os
@@ -37,33 +37,36 @@ _OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _C
 
 
 class Job(NamedTuple):
-    """What the ranks of one launch on this host share."""
+    """Data that the ranks of one launch on this host share."""
 
     word: str
-    """Random; marks every process of this job on this host."""
+    """Random word; marks every process of this job on this host."""
     here: HostRanks
     failures: Path
-    """Folder in which ranks leave their failures."""
+    """Folder to which ranks write their failures."""
     secret: str
-    """Of the whole job; only the environment of the ranks has it, which this user alone can read. Several hosts have
-    the one that the user exports; empty without it."""
+    """Secret of the whole job.
+
+    It is only in the environment of the ranks, which only this user can read. Several hosts use the secret that the
+    user exports; empty without it.
+    """
     cores: Sequence[Sequence[int]] = ()
-    """By local rank, the cores that it binds itself to; empty: any."""
+    """Cores that each rank binds itself to, by local rank; empty: any."""
     exports: Mapping[str, str] = {}
     """More variables for every rank."""
 
     @property
     def ranks(self) -> range:
-        """Of this host."""
+        """Ranks of this host."""
         return range(self.here.first, self.here.first + self.here.local)
 
     def failure_path(self, rank: int) -> Path:
-        """File in which one rank leaves its failure."""
+        """Return the file to which one rank writes its failure."""
         return self.failures / f"rank_{rank:05d}.json"
 
 
 class RankEnvironment(NamedTuple):
-    """What a rank process finds in its environment."""
+    """Values that a rank process finds in its environment."""
 
     rank: int
     launcher_pid: int | None
@@ -73,15 +76,22 @@ class RankEnvironment(NamedTuple):
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def of_rank(
     job: Job, rank: int, store_fd: int | None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The whole environment of one rank."""
-    # What an outer launcher left would contradict ours: torch obeys TORCHELASTIC_USE_AGENT_STORE above all.
+    """Return the whole environment of one rank.
+
+    Args:
+        job: The job.
+        rank: The rank.
+        store_fd: Descriptor of the store's socket, for rank 0.
+        base: Environment to start from.
+    """
+    # Variables of an outer launcher would contradict ours: torch obeys TORCHELASTIC_USE_AGENT_STORE above all.
     kept = {k: v for k, v in base.items() if not k.startswith("TORCHELASTIC_") and k not in _OURS} | dict(
         job.exports
     )
@@ -111,13 +121,13 @@ def of_rank(
     if job.cores:
         threads = len(job.cores[place])
         ours[_CORES] = ",".join(map(str, job.cores[place]))
-    # Every rank would otherwise start a thread per core, and N ranks N times as many as there are cores.
+    # Otherwise every rank would start a thread per core, and N ranks N times as many as there are cores.
     defaults = {"OMP_NUM_THREADS": str(threads), "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} | interfaces
     return defaults | kept | {name: str(value) for name, value in ours.items()}
 
 
 def seat(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Where this process sits, if a launcher started it."""
+    """Return the launcher's variables in the environment of this process, with None for those that are not set."""
 
     def number(name: str) -> int | None:
         return int(environment[name]) if name in environment else None
@@ -133,5 +143,5 @@ def seat(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
 
 
 def is_in_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """This process is already a rank that our launcher started."""
+    """Return whether this process is a rank that Shardwise's launcher started."""
     return environment.get(_LAUNCHER) == "1"

@@ -1,8 +1,8 @@
-"""How a rank failed: told by the rank itself as JSON, or concluded from how its process ended.
+"""Failures of ranks: reported by the rank itself as JSON, or derived from the end of its process.
 
-When one rank fails its peers soon fail too, because they wait for it: a broken connection on three ranks and the
-one real error. The one to show is the first in time; among failures that are close together, one of communication
-yields to any other.
+When one rank fails, its peers soon fail too, because they wait for it: a broken connection on three ranks and the
+one real error. The failure to show is the first in time; among failures that are close together, a failure of
+communication yields to any other.
 
 Times are of the monotonic clock, which all processes of one host share.
 """
@@ -24,7 +24,7 @@ from shardwise.plan.errors import CommError, ConfigError, MeshError, PlanError, 
 from shardwise.plan.regular_files import read_small_file
 
 CLOSE_S = 1.0
-"""Failures no further apart than this may be one the cause of the other, in either order of arrival."""
+"""Seconds between failures of which one may be the cause of the other, in either order of arrival."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _OUR_FRAMES = (
@@ -39,7 +39,7 @@ _SIGNAL_HINTS: dict[int, str] = {
 }
 _RECORD_BYTES = 64 << 20
 _KINDS: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), str: (str,), bool: (bool,)}
-"""Types that the fields of a record may have in JSON, by their own."""
+"""JSON types that a field of a record may have, by the field's type."""
 _PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError", CommError.__name__)
 
 
@@ -60,31 +60,31 @@ EXIT_CODES: dict[str, str] = {
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what the user can repair in the configuration or the call, 1 for any other error."""
+    """Return 2 for errors that the user can repair in the configuration or the call, 1 for any other error."""
     return 2 if isinstance(error, (ConfigError, MeshError, PlanError, UsageError)) else 1
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end."""
+    """The failure of one rank."""
 
     rank: int
     time_s: float
-    """Monotonic clock when it failed, as near as is known."""
+    """Time of the failure by the monotonic clock, as near as is known."""
     code: int
-    """Exit code of the rank's process; a signal counts 128 + its number, as shells do."""
+    """Exit code of the rank's process; 128 + number for a signal, as in shells."""
     headline: str
     """:func:`headline` of the exception, or how the process ended."""
     traceback: str = ""
-    """Without the launcher's own frames; empty for an error that is an answer to the user, and for a signal."""
+    """Traceback without the launcher's own frames; empty for an error that needs none, and for a signal."""
     is_of_peers: bool = False
-    """It failed in communication, so that another rank's failure may be the cause."""
+    """True if the rank failed in communication, so that another rank's failure may be the cause."""
     is_answer: bool = False
-    """A :class:`ShardwiseError`: its sentence says everything and needs no traceback."""
+    """True for a :class:`ShardwiseError`, whose message is complete without a traceback."""
 
 
 def headline(error: BaseException) -> str:
-    """``ValueError: bad value``; an answer to the user is its sentence alone."""
+    """Return the first line for an error: ``ValueError: bad value``; for a ShardwiseError only its message."""
     kind = type(error)
     if isinstance(error, ShardwiseError):
         return str(error) or kind.__name__
@@ -93,7 +93,12 @@ def headline(error: BaseException) -> str:
 
 
 def of_exception(rank: int, error: BaseException) -> Failure:
-    """What the rank itself knows, at the moment when the exception leaves the program."""
+    """Build the failure of this rank from the exception that left its program.
+
+    Args:
+        rank: This rank.
+        error: The exception.
+    """
     lineage = {kind.__name__ for kind in type(error).__mro__}
     # gloo raises a plain RuntimeError that carries the path of its source file.
     is_of_peers = bool(lineage.intersection(_PEER_LOST)) or "/gloo/" in str(error)
@@ -112,8 +117,7 @@ def of_exception(rank: int, error: BaseException) -> Failure:
 def users_part(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame of the user's own code; None if there is no such frame.
 
-    Frames of this package, of installed packages and of Python's start belong to nobody who reads the traceback for
-    a fault of their own.
+    Frames of this package, of installed packages and of Python's start are left out.
     """
     while trace is not None and _is_installed(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -125,7 +129,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _user_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is the user's; all but the launcher's own frames if none is."""
+    """Return the traceback from the user's first frame; if there is none, all frames but the launcher's own."""
     if (found := users_part(trace)) is not None:
         return found
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OUR_FRAMES):
@@ -134,12 +138,24 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def of_own_exit(rank: int, code: int, said: str) -> Failure:
-    """A program that ended itself by ``sys.exit``."""
+    """Build the failure of a program that ended itself by ``sys.exit``.
+
+    Args:
+        rank: The rank.
+        code: Exit code.
+        said: Message.
+    """
     return Failure(rank, time.monotonic(), code, said)
 
 
 def of_exit(rank: int, time_s: float, status: int) -> Failure:
-    """What is known from outside: ``status`` as :mod:`subprocess` has it, negative for a signal."""
+    """Build the failure of a process that left no record.
+
+    Args:
+        rank: The rank.
+        time_s: Time of the failure by the monotonic clock.
+        status: Exit status as in :mod:`subprocess`, negative for a signal.
+    """
     if status >= 0:
         return Failure(rank, time_s, status, f"exited with code {status} and left no traceback")
     number = -status
@@ -148,7 +164,12 @@ def of_exit(rank: int, time_s: float, status: int) -> Failure:
 
 
 def write(failure: Failure, path: str | os.PathLike[str]) -> None:
-    """Leave the record for the launcher, whole or not at all."""
+    """Write the record of a failure for the launcher, whole or not at all.
+
+    Args:
+        failure: The failure.
+        path: File of the record.
+    """
     path = Path(path)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(asdict(failure)), encoding="utf-8")
@@ -161,10 +182,10 @@ def read(path: str | os.PathLike[str], rank: int, time_s: float) -> Failure:
     Args:
         path: The file; a program of the rank may have written anything into it.
         rank: The rank whose record it is.
-        time_s: Monotonic clock of the failure, if the record cannot be read.
+        time_s: Time of the failure by the monotonic clock, if the record cannot be read.
 
     Returns:
-        The failure; for a record that cannot be read, one that says so.
+        The failure. If the record cannot be read, the failure says so.
     """
     try:
         found = json.loads(read_small_file(path, _RECORD_BYTES, follows_links=False))
@@ -185,7 +206,7 @@ def read(path: str | os.PathLike[str], rank: int, time_s: float) -> Failure:
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """The failure to show: the earliest, unless it is of communication and another kind came close after it."""
+    """Return the failure to show: the earliest, unless it is of communication and another kind came close after it."""
     in_time = sorted(failures, key=lambda failure: failure.time_s)
     close = (f for f in in_time if f.time_s - in_time[0].time_s <= CLOSE_S)
     return next((f for f in close if not f.is_of_peers), in_time[0])

@@ -3,10 +3,11 @@
     parent ── fork ──► rank 0 ── function(*arguments) ──► result ──┐
            ── fork ──► rank 1 ── function(*arguments) ──► result ──┴──► rank 0's (or all of them)
 
-The ranks are forks of this process, so the function may stand in a cell, a closure or ``__main__``, and its arguments
-are there without a copy; they meet at a store as those of ``shardwise launch`` do, with a thread each, because thread
-pools do not survive a fork. Results come back through a pipe of this process tree. The first failure ends all ranks and
-is raised here with its rank's traceback; whatever ends this call ends the ranks and what they started.
+The ranks are forks of this process, so the function may be defined in a cell, a closure or ``__main__``, and its
+arguments need no copy. The ranks connect through a store as those of ``shardwise launch`` do, with one thread each,
+because thread pools do not survive a fork. Results come back through a pipe of this process tree. The first failure
+ends all ranks and is raised in this process with its rank's traceback. However this call ends, it ends the ranks and
+the processes that they started.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from shardwise.plan.errors import RankError, UsageError
 Result = TypeVar("Result")
 """The type that the function returns."""
 _SETTLE_S = 0.5
-"""After the first failure: so long other ranks may report theirs, to find the cause and not its effects."""
+"""Seconds after the first failure in which other ranks may report theirs, to find the cause and not its effects."""
 
 
 class _FunctionCall(NamedTuple):
@@ -45,7 +46,7 @@ class _FunctionCall(NamedTuple):
     arguments: Sequence[Any]
     named: Mapping[str, Any]
     wants: bool
-    """Whether this rank's result is asked for."""
+    """True if the result of this rank is returned."""
 
 
 @overload
@@ -67,11 +68,22 @@ def launch(
 def launch(
     function: Callable[..., Any], *arguments: Any, ranks: int = 2, every: bool = False, **named: Any
 ) -> Any:
-    """Call ``function(*arguments, **named)`` on ``ranks`` ranks of this host; returns rank 0's result.
+    """Call ``function(*arguments, **named)`` on ``ranks`` ranks of this host.
 
-    ``every``: return a list of all ranks' results. Results must be such as ``multiprocessing`` can hand over.
-    Errors: UsageError where ranks cannot be forked here (an engine or an accelerator is in use in this process),
-    RankError with the traceback of the rank that failed first.
+    Args:
+        function: Function that every rank calls.
+        *arguments: Positional arguments.
+        ranks: Number of ranks.
+        every: Return the results of all ranks.
+        **named: Keyword arguments.
+
+    Returns:
+        Rank 0's result, or a list of all ranks' results if ``every`` is set. ``multiprocessing`` must be able to
+        transfer results.
+
+    Raises:
+        UsageError: if ranks cannot be forked because this process uses an engine or an accelerator.
+        RankError: if a rank fails; contains the traceback of the rank that failed first.
     """
     check_ranks(ranks)
     _check_forkable()
@@ -118,7 +130,8 @@ def _check_forkable() -> None:
             "launch: this process uses a GPU already, which does not survive a fork; restart it and touch the GPU "
             "inside the function alone"
         )
-    from shardwise.comm.world import is_joined  # torch takes a second, which `shardwise launch` need not wait
+    # Imported here: torch takes a second, and `shardwise launch` does not need it.
+    from shardwise.comm.world import is_joined
 
     if is_joined():
         raise UsageError(
@@ -131,8 +144,8 @@ def _check_forkable() -> None:
 
 
 def _be_rank(call: _FunctionCall, job: Job, rank: int, store: socket.socket, pipe: Connection) -> None:
-    """One rank's whole life."""
-    os.setsid()  # a group of its own: what it starts ends with it
+    """Run the function as rank ``rank`` in this process, from its start to its end."""
+    os.setsid()  # a process group of its own, so that the processes it starts end with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = os.getppid()
@@ -169,7 +182,7 @@ def _send(pipe: Connection, rank: int, value: Any) -> None:
 
 
 def _collect(processes: Sequence[BaseProcess], pipes: Sequence[Connection]) -> list[Any]:
-    """Results by rank. Errors: RankError."""
+    """Return the results by rank, or raise RankError with the first failure."""
     results: dict[int, Any] = {}
     failed: list[Failure] = []
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -206,7 +219,7 @@ def _collect(processes: Sequence[BaseProcess], pipes: Sequence[Connection]) -> l
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """No rank and nothing of its group is left."""
+    """End every rank and every process of its group."""
     until_s = time.monotonic() + GRACE_S
     for process in processes:
         if process.is_alive() and sys.exc_info()[0] is not None:

@@ -1,14 +1,14 @@
-"""Which hosts and slots a job runs on, and where this host's ranks stand in it.
+"""Hosts and slots of a job, and the position of this host's ranks in it.
 
     hostfile                   gpu1 slots=4                      a line per host; # begins a comment
                                gpu2 slots=4
-    --include "gpu1@gpu2:0,2"  hosts, or slots of them           of the hostfile's, in its order
-    --exclude "gpu2:1,3"       the same without these            (one of the two)
+    --include "gpu1@gpu2:0,2"  hosts, or slots of hosts          taken from the hostfile, in its order
+    --exclude "gpu2:1,3"       the same without these            (only one of the two options)
     ranks                      0 1 2 3 on gpu1, 4 5 on gpu2      host by host, slot by slot
 
-A slot is a place for one rank; on a host with accelerators it is the number of one of them, counted through
-``CUDA_VISIBLE_DEVICES`` where that is set. Nothing here starts a process on another host: every host runs the same
-command with its own ``--node_rank``, and the ranks meet at the first host's address.
+A slot is a place for one rank. On a host with accelerators the slot is the number of one of them, counted through
+``CUDA_VISIBLE_DEVICES`` if that is set. The launcher starts no process on another host: every host runs the same
+command with its own ``--node_rank``, and the ranks connect at the first host's address.
 """
 
 import re
@@ -33,44 +33,48 @@ _DIGITS = 9
 _CORE_LIMIT = 1 << 16
 _SHOWN = 16
 SLOT_LIMIT = 4096
-"""Slots of one host, and ranks that one launcher starts."""
+"""Most slots of one host, and most ranks that one launcher starts."""
 RANK_LIMIT = 1 << 20
-"""Ranks of one job."""
+"""Most ranks of one job."""
 
 
 class Host(NamedTuple):
-    """One host, and the slots of it that take ranks."""
+    """One host and its slots that take ranks."""
 
     name: str
     slots: tuple[int, ...]
 
 
 class HostRanks(NamedTuple):
-    """Where this host's ranks stand in the job."""
+    """Position of this host's ranks in the job."""
 
     local: int
-    """Ranks on this host."""
+    """Number of ranks on this host."""
     world: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
     first: int = 0
-    """The first rank of this host."""
+    """Rank number of this host's first rank."""
     address: str = LOOPBACK
-    """Where the ranks meet."""
+    """Address of the store at which the ranks connect."""
     port: int = 0
-    """Of the store at ``address``; 0: a free one."""
+    """Port of the store at ``address``; 0: any free port."""
     interface: str = "lo0" if sys.platform == "darwin" else "lo"
-    """Network interface that the ranks of this host are reached by."""
+    """Network interface by which the ranks of this host are reached."""
     slots: tuple[int, ...] | None = None
-    """By local rank, the accelerator; None: as torch counts them."""
+    """Accelerator of each local rank; None: as torch counts them."""
 
     @property
     def is_one_host(self) -> bool:
-        """Whether nobody beyond this host takes part."""
+        """True if this host has all ranks of the job."""
         return self.local == self.world
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a hostfile, in its order. Errors: ConfigError with the line."""
+    """Return the hosts of a hostfile, in its order.
+
+    Raises:
+        ConfigError: if the file cannot be read or a line is wrong; the message names the line.
+    """
     try:
         text = read_small_text(path, _HOSTFILE_BYTES)
     except OSError as error:
@@ -120,7 +124,17 @@ def _checked(name: str, where: str) -> str:
 
 
 def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """``hosts`` with the filter applied. Errors: UsageError, ConfigError."""
+    """Return ``hosts`` after ``--include`` or ``--exclude`` is applied.
+
+    Args:
+        hosts: All hosts.
+        include: Hosts and slots to keep, as in ``gpu1@gpu2:0,2``.
+        exclude: Hosts and slots to leave out.
+
+    Raises:
+        UsageError: if both filters are given, a filter names an unknown host or slot, or no slot is left.
+        ConfigError: if a name is not the name of a host.
+    """
     if include and exclude:
         raise UsageError("launch: --include and --exclude exclude one another; give one of them")
     option = "--include" if include else "--exclude"
@@ -155,7 +169,7 @@ def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
 
 
 def _parsed(text: str, option: str) -> dict[str, list[int]]:
-    """``gpu1@gpu2:0,2`` as slots by host; none named is all of the host."""
+    """Return the slots by host of a filter such as ``gpu1@gpu2:0,2``; no slots stand for the whole host."""
     found: dict[str, list[int]] = {}
     for part in filter(None, (part.strip() for part in text.split("@"))):
         name, colon, rest = part.partition(":")
@@ -177,7 +191,11 @@ def _parsed(text: str, option: str) -> dict[str, list[int]]:
 
 
 def slots_named(text: str) -> list[int]:
-    """Slots of this host that ``localhost:0,2`` names, where no hostfile says how many it has."""
+    """Return the slots of this host that ``localhost:0,2`` names, for jobs without a hostfile.
+
+    Raises:
+        UsageError: if ``text`` names another host.
+    """
     found = _parsed(text, "--include")
     if set(found) - {HERE}:
         raise UsageError(
@@ -188,9 +206,17 @@ def slots_named(text: str) -> list[int]:
 
 
 def ranks_here(hosts: Sequence[Host], node: int | None, address: str | None, port: int) -> HostRanks:
-    """Where the ranks of host number ``node`` of ``hosts`` stand. One host meets on the loopback interface.
+    """Return the position of the ranks of host number ``node``; a single host uses the loopback interface.
 
-    Errors: UsageError where several hosts are named and it is not said which one this is.
+    Args:
+        hosts: All hosts of the job.
+        node: Number of this host in ``hosts``; may be None for one host.
+        address: Address of the first host; None: its name.
+        port: Port of the store.
+
+    Raises:
+        UsageError: if there are several hosts and ``node`` or ``address`` does not fit.
+        ConfigError: if ``address`` cannot be reached.
     """
     counts = [len(host.slots) for host in hosts]
     world = sum(counts)
@@ -223,10 +249,18 @@ def ranks_here(hosts: Sequence[Host], node: int | None, address: str | None, por
 
 
 def own_address(address: str, port: int) -> str:
-    """This host's IPv4 address on the way to ``address``. Errors: ConfigError where there is no way."""
+    """Return this host's IPv4 address on the way to ``address``.
+
+    Args:
+        address: Address of another host.
+        port: Any port of it.
+
+    Raises:
+        ConfigError: if there is no way to the address.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port))  # a datagram socket sends nothing by that
+            probe.connect((address, port))  # connecting a datagram socket sends nothing
             return str(probe.getsockname()[0])
     except (
         OSError,
@@ -240,7 +274,7 @@ def own_address(address: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the interface that has this IPv4 address; empty where the system does not tell."""
+    """Return the name of the interface that has this IPv4 address; "" if the system does not report it."""
     if not sys.platform.startswith("linux"):
         return ""
     import fcntl
@@ -258,9 +292,14 @@ def interface_of(address: str) -> str:
 
 
 def visible_devices(slots: Sequence[int], visible: str | None) -> str:
-    """``CUDA_VISIBLE_DEVICES`` for these slots, which count through the one that stands.
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` for ``slots``.
 
-    Errors: UsageError where it shows fewer devices.
+    Args:
+        slots: Indices into the devices that ``visible`` shows.
+        visible: Current value of the variable; None: not set.
+
+    Raises:
+        UsageError: if ``visible`` shows fewer devices.
     """
     if not visible:
         return ",".join(map(str, slots)) if visible is None else ""
@@ -274,7 +313,11 @@ def visible_devices(slots: Sequence[int], visible: str | None) -> str:
 
 
 def parse_cores(text: str) -> list[int]:
-    """``0,2-4`` as [0, 2, 3, 4]. Errors: UsageError."""
+    """Return the cores that a list such as ``0,2-4`` names: [0, 2, 3, 4].
+
+    Raises:
+        UsageError: if ``text`` is not such a list.
+    """
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(rf"\s*([0-9]{{1,{_DIGITS}}})(?:-([0-9]{{1,{_DIGITS}}}))?\s*", part)
@@ -292,7 +335,15 @@ def parse_cores(text: str) -> list[int]:
 
 
 def shares(cores: Iterable[int], ranks: int) -> list[tuple[int, ...]]:
-    """Cores in equal parts, one a rank; what is left over stays free. Errors: UsageError where there are fewer."""
+    """Split ``cores`` into equal parts, one for each rank; cores that are left over stay unused.
+
+    Args:
+        cores: Cores to split.
+        ranks: Number of ranks.
+
+    Raises:
+        UsageError: if there are fewer cores than ranks.
+    """
     given = list(cores)
     size = len(given) // ranks
     if not size:

@@ -1,14 +1,14 @@
-"""Ranks on this host: spawn them, watch them, and leave none behind.
+"""Ranks on this host: start them, watch them, and leave no process behind.
 
     spawned ── all exit 0 ────────────────────────────────────────────► exit code 0
        │──── one fails ── its traceback ── SIGTERM ── grace ── SIGKILL ─► its exit code
        │──── Ctrl-C, SIGTERM, SIGUSR1 ── the same to every rank, which saves and stops ─► 0, or 128 + signal
        └──── a second one ── SIGKILL ──────────────────────────────────► 128 + signal
 
-The ranks meet at a store on the loopback interface, or, where other hosts take part, at the first host's address. It is
-bound here, so that no other program can take the port between choosing and using it; rank 0 inherits the socket and
-listens on it. It does not listen yet: a script that lets torch create the store by itself can then still bind the same
-address.
+The ranks connect through a store on the loopback interface, or at the first host's address if other hosts take part.
+The launcher binds the address, so that no other program can take the port between its choice and its use; rank 0
+inherits the socket and listens on it. The launcher does not listen: a script that lets torch create the store by itself
+can then still bind the same address.
 
 Cost: one wait of 20 ms at a time for any number of ranks; from a failure to the end of all ranks at most
 ``_SETTLE_S + grace_s`` and the time to kill.
@@ -45,30 +45,33 @@ from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.words import in_words, named_ranks, printable
 
 _SETTLE_S = 0.5
-"""After the first sign of failure: so long other ranks may report theirs, to find the cause and not its effects."""
+"""Seconds after the first sign of failure in which other ranks may report theirs, to find the cause and not its
+effects.
+"""
 _CAUSE_S = 1.5
-"""The same where only effects have been seen."""
+"""Seconds after the first sign of failure if only effects have been seen."""
 GRACE_S = 2.5
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _STOP_S = 30.0
-"""After the first rank has stopped on request: time for the others; and after a request: time for ranks that ignore
-it."""
+"""Seconds for the other ranks after the first rank has stopped on request, and after a request for ranks that ignore
+it.
+"""
 _SAVE_S = 1200.0
-"""After a request: time for ranks that handle the signal, which may be saving."""
+"""Seconds after a request for ranks that handle the signal, which may be saving."""
 
 
 class Program(NamedTuple):
-    """What every rank runs."""
+    """The program that every rank runs."""
 
     kind: Literal["script", "module", "program"]
-    """A Python script, a module, or any program."""
+    """Kind of program: a Python script, a module, or any program."""
     name: str
     arguments: tuple[str, ...] = ()
     wants_local_rank: bool = False
-    """Whether ``--local_rank=N`` stands before its arguments, as scripts for older launchers expect."""
+    """True if ``--local_rank=N`` precedes the arguments, as scripts for older launchers expect."""
 
     def arguments_of(self, place: int) -> list[str]:
-        """Of the rank at ``place`` on its host."""
+        """Return the arguments of the rank with local rank ``place``."""
         return [*([f"--local_rank={place}"] if self.wants_local_rank else []), *self.arguments]
 
 
@@ -83,14 +86,14 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopRequests:
-    """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP, as they come in while the ranks run."""
+    """Collector of Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP while the ranks run."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Count them instead of being ended by them; outside the main thread Python does not let us."""
+        """Collect the signals inside the ``with`` block instead of ending; does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -104,18 +107,26 @@ class StopRequests:
 
 
 class RankProcesses:
-    """The ranks of one job, from spawned to gone."""
+    """The processes of one job's ranks, from their start to their end."""
 
     def __init__(self, job: Job, output: Output, console: Console) -> None:
         self.job, self.output, self.console = job, output, console
         self.processes: list[subprocess.Popen[bytes]] = []
         self.failures: dict[int, Failure] = {}
         self.stopped: set[int] = set()
-        """Ranks that ended because they were asked to."""
+        """Ranks that ended because of a stop request."""
         self._looked_at_s = time.monotonic()
 
     def spawn(self, program: Program, store: socket.socket) -> None:
-        """Start all ranks, each in a session of its own."""
+        """Start all ranks, each in a session of its own.
+
+        Args:
+            program: Program of every rank.
+            store: Socket that rank 0 inherits for the store.
+
+        Raises:
+            ConfigError: if a rank cannot be started.
+        """
         command = [sys.executable, "-m", "shardwise.launch.child", program.kind, program.name]
         self.output.check_room(len(self.job.ranks))
         for rank in self.job.ranks:
@@ -137,7 +148,7 @@ class RankProcesses:
             self.processes.append(process)
 
     def look(self, asked: signal.Signals | None) -> None:
-        """Note which ranks failed since the last look, and how."""
+        """Record which ranks failed since the last look, and how; ``asked`` is the signal of a stop request."""
         # A rank without a handler for SIGUSR1 gets SIGTERM instead.
         numbers = [] if asked is None else [asked, signal.SIGTERM] if asked == signal.SIGUSR1 else [asked]
         wanted = {0, *(-n for n in numbers), *(128 + n for n in numbers)}
@@ -145,25 +156,26 @@ class RankProcesses:
         for rank, process in zip(self.job.ranks, self.processes, strict=True):
             if rank in self.failures or rank in self.stopped:
                 continue
-            ended = process.poll()  # before looking for the file: a rank writes it and then ends
+            # Polled before the file is read, because a rank writes the file and then ends.
+            ended = process.poll()
             path = self.job.failure_path(rank)
             if os.path.lexists(path):
                 self.failures[rank] = failures.read(path, rank, self._looked_at_s)
             elif ended is not None and ended not in wanted:
-                # It ended at some moment since the last look; the earliest is the safe guess for a cause.
+                # The rank ended at some moment since the last look; the earliest is the safe guess for a cause.
                 self.failures[rank] = failures.of_exit(rank, self._looked_at_s, ended)
             elif ended is not None and ended != 0:
                 self.stopped.add(rank)
         self._looked_at_s = now
 
     def is_over(self) -> bool:
-        """No rank runs any more."""
+        """Return True if no rank runs any more."""
         return all(process.poll() is not None for process in self.processes)
 
     def fail(self) -> int:
-        """Show the first failure, end all ranks; returns the exit code of the job."""
+        """Show the first failure and return the exit code of the job."""
         since_s = time.monotonic()
-        # A failure of communication alone has its cause in another rank, which may be about to write it.
+        # If all failures are of communication, the cause is in another rank, which may be about to write it.
         while not self.is_over():
             only_effects = all(failure.is_of_peers for failure in self.failures.values())
             if time.monotonic() > since_s + (_SETTLE_S if not only_effects else _CAUSE_S):
@@ -177,22 +189,22 @@ class RankProcesses:
         return cause.code
 
     def _keep(self, failure: Failure) -> None:
-        """Add a failure to its rank's log."""
+        """Append a failure to its rank's log."""
         log = self.output.log_of(failure.rank)
         if log is not None:
             with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(failure.traceback or failure.headline + "\n")
 
     def _finish_stop(self, asked: signal.Signals) -> int:
-        """The first rank has gone on request: wait for the others, which may still be writing."""
+        """Wait, after the first rank has stopped on request, for the others, which may still be writing."""
         ending.wait(self.processes, time.monotonic() + _STOP_S)
         self.look(asked)
-        # That they lost a rank which was told to go is no failure of theirs.
+        # The loss of a rank that stopped on request is not a failure of the others.
         self.failures = {rank: f for rank, f in self.failures.items() if not f.is_of_peers}
         return self.fail() if self.failures else 128 + asked
 
     def _deaf(self, asked: signal.Signals, asked_s: float) -> list[int]:
-        """Return the ranks that have had their time to stop: those that ignore the signal have less of it."""
+        """Return the ranks whose time to stop is over; ranks that ignore the signal have less time."""
         running = [r for r, p in zip(self.job.ranks, self.processes, strict=True) if p.poll() is None]
         if time.monotonic() > asked_s + _SAVE_S:
             return running
@@ -200,7 +212,7 @@ class RankProcesses:
         return [rank for rank in running if ending.ignores(self.processes[rank - first].pid, asked)]
 
     def run(self, requests: StopRequests) -> int:
-        """Wait for the ranks; returns the exit code of the job."""
+        """Wait for the ranks and return the exit code of the job."""
         asked: signal.Signals | None = None
         asked_s = math.inf
         while True:
@@ -237,7 +249,11 @@ class RankProcesses:
 
 
 def check_ranks(ranks: int) -> None:
-    """Refuse a number of ranks that cannot be started here. Errors: UsageError."""
+    """Check that ``ranks`` ranks can be started on this host.
+
+    Raises:
+        UsageError: if there are too few or too many, or this process is a rank itself.
+    """
     if ranks < 1:
         raise UsageError(f"launch: {ranks} ranks were requested; at least 1 is needed")
     if ranks > SLOT_LIMIT:
@@ -263,12 +279,25 @@ def run(
     says: Callable[[Sequence[int]], None] | None = None,
     as_deepspeed: bool = False,
 ) -> int:
-    """Run ``program`` on ``ranks`` ranks of this host, or on those that this host has of a larger job, and wait for
-    their end; returns the exit code. When this returns, no process of the job is left on this host.
+    """Run ``program`` on ranks of this host, wait for their end, and leave no process of the job on this host.
 
-    ``logs``: folder for the ranks' logs; ``cores_of``: cores by local rank that it binds itself to; ``exports``: more
-    variables for every rank; ``says`` is called with the ranks' process numbers; ``as_deepspeed``: what the ranks
-    import as ``deepspeed`` is Shardwise.
+    Args:
+        program: Program of every rank.
+        ranks: Number of ranks on this host, or this host's ranks of a larger job.
+        logs: Folder for the ranks' logs; None: no logs.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+        console: Console for messages; None: standard error.
+        cores_of: Cores that each rank binds itself to, by local rank.
+        exports: More environment variables for every rank.
+        says: Function that is called with the ranks' process numbers.
+        as_deepspeed: Let ``import deepspeed`` in the ranks import Shardwise.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        UsageError: if the ranks or the script cannot be used.
+        ConfigError: if the store's address cannot be used or a rank cannot be started.
     """
     here = HostRanks(ranks, ranks) if isinstance(ranks, int) else ranks
     check_ranks(here.local)
@@ -279,8 +308,8 @@ def run(
         text = f"warning: {here.local} ranks share {cores()} cores: expect them to wait for one another"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
     if sys.stdout is not None:
-        with contextlib.suppress(OSError):  # nobody reads any more
-            sys.stdout.flush()  # what was said before the ranks began stands above what they say
+        with contextlib.suppress(OSError):  # standard output is closed
+            sys.stdout.flush()  # earlier output must precede the ranks' output
     output = Output(None if logs is None else Path(logs), here.first)
     requests = StopRequests()
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable by this user alone
@@ -316,12 +345,12 @@ def run(
                     f"processes {pids} do not end: the kernel holds them", style="bold red", soft_wrap=True
                 )
             if sys.stdout is not None and sys.stdout.isatty():
-                console.show_cursor()  # a rank that was killed while it drew left it hidden
+                console.show_cursor()  # a rank that was killed while it drew leaves the cursor hidden
         return code
 
 
 def _bind(store: socket.socket, here: HostRanks) -> int:
-    """Take the store's address, and nothing beside it; the port. Errors: ConfigError where this host has it not."""
+    """Bind the store's address only, and return the port; raise ConfigError if this host does not have the address."""
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         store.bind((here.address, here.port))

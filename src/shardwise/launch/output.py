@@ -1,11 +1,11 @@
-"""Where the ranks' output goes.
+"""Destinations of the ranks' output.
 
     with a log folder       every rank writes to ``rank_00000.log`` and so on; rank 0 also to the terminal
     without                 rank 0 writes to the terminal, the others too, each line tagged with its rank
 
-On a host that has not rank 0, the first rank that it has takes its part. It keeps the terminal itself as its standard
-output, so that it can draw there. What passes through the launcher is copied by one thread per pipe, which never stops
-reading: a full pipe would stop the rank.
+On a host without rank 0, its first rank takes rank 0's part. This rank keeps the terminal itself as its standard
+output, so that it can draw there. Output that passes through the launcher is copied by one thread per pipe, which
+never stops reading: a full pipe would stop the rank.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from shardwise.plan.words import counted
 
 _LONGEST_LINE_BYTES = 1 << 16
 _OPEN_FILES = 24
-"""Files that a launcher has open beside the pipes of its ranks."""
+"""Number of files that a launcher has open besides the pipes of its ranks."""
 
 
 class Streams(NamedTuple):
-    """File descriptors that one rank gets; None is the launcher's own."""
+    """File descriptors for one rank; None stands for the launcher's own."""
 
     stdout: int | None
     stderr: int | None
 
 
 def _write_all(descriptor: int, chunk: bytes) -> bool:
-    """Write everything; False when nobody reads any more."""
+    """Write everything and return True; return False if the reader is gone."""
     try:
         while chunk:
             chunk = chunk[os.write(descriptor, chunk) :]
@@ -43,22 +43,22 @@ def _write_all(descriptor: int, chunk: bytes) -> bool:
 
 
 class _Target:
-    """The destination of a pipe's bytes, which gets whole lines if two sources are mixed there.
+    """The destination of a pipe's bytes, which gets whole lines if two sources are mixed.
 
-    ``tag`` stands at the beginning of each line. A carriage return ends a line too: bars of progress are drawn with
-    nothing else. A line of more than 64 KiB is written in several, so that neither memory nor time grows with it.
+    ``tag`` begins each line. A carriage return ends a line too, because bars of progress use nothing else. A line of
+    more than 64 KiB is written in several parts, so that neither memory nor time grows with it.
     """
 
     def __init__(self, descriptor: int, tag: bytes | None = None) -> None:
         self._descriptor, self._tag = descriptor, tag
         self._rest: list[bytes] = []
-        """The pieces of the line that has no end yet, none of them with a line end."""
+        """Pieces of the line that has no end yet, without line ends."""
         self._rest_bytes = 0
         self._is_after_return = False
         self._is_read = True
 
     def take(self, chunk: bytes) -> None:
-        """Write, unless nobody reads any more. An empty chunk is the end."""
+        """Write ``chunk``, unless the reader is gone. An empty chunk marks the end."""
         if self._tag is not None:
             chunk = self._lines(self._tag, chunk)
         if self._is_read and chunk:
@@ -75,7 +75,7 @@ class _Target:
             body = part.rstrip(b"\r\n")
             self._rest.append(body)
             self._rest_bytes += len(body)
-            # What a bar of progress has before its first carriage return is nothing; an empty line is a program's own.
+            # A bar of progress writes an empty part before its first carriage return; an empty line is a program's own.
             if part[-1:] == b"\n" or (part[-1:] == b"\r" and self._rest_bytes):
                 lines.append(self._taken_rest())
         if self._rest_bytes and (is_at_end or self._rest_bytes >= _LONGEST_LINE_BYTES):
@@ -89,22 +89,27 @@ class _Target:
 
 
 class Output:
-    """The pipes, threads and files of one job's output."""
+    """The pipes, threads and files of one job's output.
+
+    Args:
+        logs: Folder of the ranks' logs; None: no logs.
+        first: Rank that has the terminal.
+    """
 
     def __init__(self, logs: Path | None, first: int = 0) -> None:
         self._logs = logs
         self._first = first
-        """The rank that has the terminal."""
+        """Rank that has the terminal."""
         self._threads: list[threading.Thread] = []
         self._ours: list[int] = []
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
     def check_room(self, ranks: int) -> None:
-        """Refuse more ranks than this process may have pipes for.
+        """Check that this process may have enough pipes for ``ranks`` ranks.
 
         Raises:
-            ConfigError: says how many files the ranks need, and the limit.
+            ConfigError: if not; the message contains the number of files needed and the limit.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         needed = (2 if self._logs is not None else 2 * ranks) + _OPEN_FILES
@@ -115,12 +120,12 @@ class Output:
             )
 
     def log_of(self, rank: int) -> Path | None:
-        """Log file of one rank."""
+        """Return the log file of one rank, or None."""
         return None if self._logs is None else log_path(self._logs, rank)
 
     @contextlib.contextmanager
     def streams(self, rank: int) -> Iterator[Streams]:
-        """The descriptors for one rank, open until its process has them."""
+        """Yield the descriptors for one rank; they are closed after the ``with`` block, when its process has them."""
         log = self.log_of(rank)
         opened: list[int] = []
         try:
@@ -146,7 +151,7 @@ class Output:
                 os.close(descriptor)
 
     def _copy(self, targets: list[_Target]) -> int:
-        """Start a thread that copies a new pipe to ``targets``; returns the pipe's end for the rank."""
+        """Start a thread that copies a new pipe to ``targets``, and return the pipe's end for the rank."""
         source, sink = os.pipe()
 
         def run() -> None:
@@ -163,10 +168,10 @@ class Output:
         return sink
 
     def close(self, until_s: float) -> None:
-        """Wait, for ``until_s`` seconds at most, until everything the ranks said has been copied."""
+        """Wait, for ``until_s`` seconds at most, until all output of the ranks has been copied."""
         for thread in self._threads:
             thread.join(until_s)
-        # A thread that still waits belongs to a process that escaped the job; its file must stay open.
+        # A thread that still waits serves a process that escaped the job; its file must stay open.
         if not any(thread.is_alive() for thread in self._threads):
             for descriptor in self._ours:
                 os.close(descriptor)

@@ -1,8 +1,8 @@
 """Ending processes, down to the last descendant.
 
-Each rank leads a session and a process group of its own, so one signal reaches it and the workers that it forked. A
-descendant that made a group of its own is found by the job's word in its environment, which it inherited; a kill
-through a file descriptor of the process (pidfd) cannot hit another one that got the same number since.
+Each rank leads a session and a process group of its own, so one signal reaches the rank and the workers that it forked.
+A descendant that made a group of its own is found by the job's word in the environment that it inherited. A kill
+through a file descriptor of the process (pidfd) cannot hit another process that got the same number since.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from shardwise.launch.environment import JOB
 
 POLL_S = 0.02
 _GONE_S = 5.0
-"""Between SIGKILL and giving up on a process."""
+"""Seconds between SIGKILL and giving up on a process."""
 
 
 def send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal one rank alone; its workers are the rank's own business while it can still act."""
+    """Send a signal to one rank only; the rank handles its workers while it can still act."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)
 
@@ -48,15 +48,20 @@ def _has(pid: int, field: str, number: signal.Signals) -> bool:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a rank and to the process group that it leads."""
-    # After a rank is reaped its number may belong to others; what is left of its group is then found by ``sweep``.
+    """Send SIGKILL to a rank and to the process group that it leads."""
+    # After a rank is reaped, its number may belong to others; ``sweep`` then finds the rest of its group.
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait(processes: Iterable[subprocess.Popen[bytes]], until_s: float) -> bool:
-    """Wait for all to end, at most until ``until_s`` of the monotonic clock; whether they did."""
+    """Wait for all processes to end and return whether they did.
+
+    Args:
+        processes: Processes to wait for.
+        until_s: Latest time, by the monotonic clock.
+    """
     waiting = list(processes)
     while True:
         waiting = [p for p in waiting if p.poll() is None]
@@ -66,25 +71,25 @@ def wait(processes: Iterable[subprocess.Popen[bytes]], until_s: float) -> bool:
 
 
 def _is_of_job(pid: int, mark: bytes) -> bool:
-    """``mark`` stands in the environment that the process was started with."""
+    """Return whether ``mark`` is in the environment with which the process was started."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
-    except OSError:  # it ended meanwhile, or belongs to somebody else
+    except OSError:  # the process ended meanwhile, or belongs to another user
         return False
 
 
 def of_job(word: str) -> list[int]:
-    """Processes whose environment carries the job's word; none on a system without /proc."""
+    """Return the processes whose environment contains the job's word; none on a system without /proc."""
     mark = f"{JOB}={word}".encode()
     entries = os.listdir("/proc") if os.path.isdir("/proc/self") else []
     return [int(entry) for entry in entries if entry.isdigit() and _is_of_job(int(entry), mark)]
 
 
 def sweep(word: str) -> None:
-    """SIGKILL to every process of the job that is left, until none is."""
+    """Send SIGKILL to every remaining process of the job until none is left."""
     mark = f"{JOB}={word}".encode()
-    for _ in range(10):  # one that forks while we kill is caught in the next round
+    for _ in range(10):  # a process that forks meanwhile is caught in the next round
         pids = of_job(word)
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -92,7 +97,7 @@ def sweep(word: str) -> None:
                 try:
                     if _is_of_job(
                         pid, mark
-                    ):  # asked again: the number may have changed hands before the open
+                    ):  # checked again: another process may have got the number before the open
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
                 finally:
                     os.close(handle)
@@ -102,7 +107,13 @@ def sweep(word: str) -> None:
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]], word: str, grace_s: float) -> bool:
-    """SIGTERM to every rank, SIGKILL to what is left after ``grace_s`` and to whatever it started; whether all went."""
+    """Send SIGTERM to every rank, then SIGKILL to what is left, and return whether all processes ended.
+
+    Args:
+        processes: The ranks.
+        word: The job's word, by which descendants are found.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+    """
     for process in processes:
         if process.poll() is None:
             send(process, signal.SIGTERM)
@@ -110,5 +121,5 @@ def stop(processes: Sequence[subprocess.Popen[bytes]], word: str, grace_s: float
     for process in processes:
         kill_group(process)
     sweep(word)
-    # One that the kernel holds inside a device or a file system ends later, if ever: the launcher does not wait for it.
+    # A process that the kernel holds inside a device or a file system ends later, if ever: do not wait for it.
     return wait(processes, time.monotonic() + _GONE_S)

@@ -1,4 +1,4 @@
-"""What the launcher says when a rank failed: the first failure with its traceback, before anything else."""
+"""Messages of the launcher when a rank failed: first the failure that caused the others, with its traceback."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -15,14 +15,20 @@ _TAIL_LINES = 20
 
 
 def show_answer(console: Console, sentence: str, where: str = "") -> None:
-    """One error that says everything by itself."""
+    """Print one error whose message is complete without a traceback."""
     console.print(Text(f"error{where}: ", style="bold red") + Text(printable(sentence)), soft_wrap=True)
 
 
 def show_failures(
     console: Console, failures: Iterable[Failure], log_of: Callable[[int], Path | None]
 ) -> Failure:
-    """Show the failure that ended the job, then a line for each that followed; returns the first."""
+    """Print the failure that ended the job and a line for each that followed, and return the first.
+
+    Args:
+        console: Console to print to.
+        failures: Failures of all ranks.
+        log_of: Function that returns the log file of a rank, or None.
+    """
     in_time = sorted(failures, key=lambda failure: failure.time_s)
     cause = first(in_time)
     followed = [f for f in in_time if f is not cause]

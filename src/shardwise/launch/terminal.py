@@ -1,7 +1,7 @@
-"""A terminal that may go away while the run goes on: a pipe whose reader has enough (``| head``), a window that closes,
-streams that were never there (``>&-``).
+"""Output to a terminal that may close during the run.
 
-What is said after that is said to nobody; it does not end the run, nor the save that a closing window has asked for.
+Examples are a pipe whose reader ends (``| head``), a window that closes, and streams that never existed (``>&-``).
+Later output is dropped. It ends neither the run nor the save that a closing window has requested.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from rich.console import Console
 
 
 class Lasting:
-    """A text stream that is written to as long as somebody is there, and then is silent."""
+    """A text stream that is written as long as its reader exists, and ignored after that."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """All of ``text``, or nothing to nobody."""
+        """Write ``text``, or drop it if the reader is gone, and return its length."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -28,7 +28,7 @@ class Lasting:
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written."""
+        """Flush the stream, if its reader exists."""
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -36,7 +36,10 @@ class Lasting:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Python flushes the stream once more as it ends: what is left in it goes where nobody minds."""
+        """Stop writing and redirect the descriptor to the null device.
+
+        Python flushes the stream once more at its end, which must not fail.
+        """
         stream, self._stream = self._stream, None
         with contextlib.suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -44,7 +47,7 @@ class Lasting:
             os.close(nowhere)
 
     def isatty(self) -> bool:
-        """False once nobody is there."""
+        """Return whether the stream is a terminal; False once the reader is gone."""
         return self._stream is not None and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
@@ -52,14 +55,16 @@ class Lasting:
 
 
 def lasting_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console on the standard output, or the standard error, of this moment."""
+    """Return a console on the current standard output or standard error that survives the loss of its reader."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=cast(IO[str], Lasting(stream)), stderr=stderr, quiet=quiet)
 
 
 def open_standard_streams() -> None:
-    """Have descriptors 0, 1 and 2 open: else the first files of the run would get these numbers, and what a library
-    prints would go into them."""
+    """Open descriptors 0, 1 and 2 on the null device if they are closed.
+
+    Otherwise the first files of the run would get these numbers, and output of a library would be written into them.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

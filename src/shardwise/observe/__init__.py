@@ -1,1 +1,1 @@
-"""What a run says about itself: numbers per step, where they are written, the terminal, the logs."""
+"""Observation of a run: numbers per step, the places they are written to, the terminal, the logs."""

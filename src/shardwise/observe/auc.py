@@ -1,16 +1,16 @@
-"""How good predictions of clicks are: exact area under the ROC curve and log loss, over the samples of all ranks.
+"""Quality of click predictions: exact area under the ROC curve and log loss, over the samples of all ranks.
 
     AUC = P(score of a positive > score of a negative), a tie counts one half
         = sum over distinct scores s of  positives(s) · (2 · negatives below s + negatives(s))  /  2 · P · N
 
 Numerator and denominator are whole numbers, so the result does not depend on how samples lie on ranks or in batches.
-No rank ever holds all samples. Each keeps its own scores as sorted distinct values with two counts; a histogram over
-the upper 16 bits of the scores, summed over the ranks, cuts the line of scores into ranges of bounded size; range by
-range the ranks exchange their counts, and range i is merged and summed by rank i mod W.
+No rank ever holds all samples. Each rank keeps its own scores as sorted distinct values with two counts. A histogram
+over the upper 16 bits of the scores, summed over the ranks, cuts the line of scores into ranges of bounded size. Range
+by range the ranks exchange their counts, and rank i mod W merges and sums range i.
 
     log loss = mean of softplus(x) where y = 0, softplus(-x) where y = 1,  x the logit;  in fp64, nothing is clipped
 
-Scores are compared as fp32: logits, not probabilities, of which many round to 1.
+Scores are compared as fp32. They are logits, not probabilities, because many probabilities round to 1.
 Cost:  n log n / W and 24 bytes sent per distinct score of a rank; memory 4 bytes a sample, plus at most
        24 · max(4 M, 65,536 W) bytes for a range.
 Shapes: n samples over all ranks, P + N = n positives and negatives, W ranks.
@@ -31,34 +31,42 @@ from shardwise.plan.errors import DataError
 _BINS = 1 << 16
 _RANGE_ENTRIES = 1 << 22
 _WORD_BITS = 40
-"""A count of pairs travels in words of so many bits: their sums over 2^23 ranks fit into int64."""
+"""Bits of the words in which a count of pairs is sent: sums of such words over 2^23 ranks fit into int64."""
 _WORDS = 4
 
 _Counts = npt.NDArray[np.int64]
 
 
 class Ranks(Protocol):
-    """What is asked of ``comm``'s Group: the ranks that hold different samples."""
+    """The ranks that hold different samples: the part of ``comm``'s Group that is used."""
 
     index: int
 
     @property
-    def size(self) -> int: ...
-    def all_reduce(self, tensor: Tensor, what: str, purpose: Literal["control"]) -> "Waiting": ...
-    def all_gather(
-        self, output: Tensor, shard: Tensor, what: str, purpose: Literal["control"]
-    ) -> "Waiting": ...
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, what: str, purpose: Literal["control"]) -> "Waiting":
+        """Sum ``tensor`` over the ranks in place."""
+        ...
+
+    def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Literal["control"]) -> "Waiting":
+        """Gather the ranks' shards into ``output``."""
+        ...
 
 
 class Waiting(Protocol):
     """A collective in flight."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Wait until the collective is done."""
+        ...
 
 
 @dataclass
 class _Alone:
-    """One rank: its sums are the sums."""
+    """A single rank, whose sums are the sums of all ranks."""
 
     index: int = 0
     size: int = 1
@@ -77,18 +85,18 @@ class ClickScore(NamedTuple):
     """Quality of predictions on one set of samples, over all ranks."""
 
     auc: float
-    """NaN where all samples have the same label."""
+    """Area under the ROC curve; NaN if all samples have the same label."""
     log_loss: float
     click_rate: float
     """Mean label."""
     predicted_rate: float
-    """Mean predicted probability; equal to ``click_rate`` where a model is calibrated."""
+    """Mean predicted probability; equal to ``click_rate`` if a model is calibrated."""
     samples: int
 
 
 @dataclass
 class ClickMetrics:
-    """Collects the predictions of one evaluation on each rank.
+    """Collector of the predictions of one evaluation on each rank.
 
     >>> metrics = ClickMetrics()
     >>> for batch in batches:
@@ -101,14 +109,21 @@ class ClickMetrics:
     )
     """Scores of negatives and of positives as integers of the same order."""
     _sums: _Counts = field(default_factory=lambda: np.zeros(5, np.int64))
-    """Samples, positives, NaN scores, NaN labels, labels that are neither 0 nor 1."""
+    """Counts of samples, positives, NaN scores, NaN labels, and labels that are neither 0 nor 1."""
     _loss: float = 0.0
     _predicted: float = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Predictions [b] (or [b, 1]) and labels 0 or 1 of the same shape; b may be 0.
+        """Add the predictions of a batch.
 
-        What cannot be counted is reported by ``result``, on every rank at once.
+        Values that cannot be counted are reported by ``result``, on every rank at once.
+
+        Args:
+            logits: Predictions [b] or [b, 1]; b may be 0.
+            labels: Labels, 0 or 1, of the same number.
+
+        Raises:
+            DataError: if the numbers of predictions and labels differ.
         """
         if logits.numel() != labels.numel():
             raise DataError(
@@ -133,7 +148,14 @@ class ClickMetrics:
         self._sums += np.asarray([int(count) for count in counts])
 
     def result(self, ranks: Ranks | None = None) -> ClickScore:
-        """The score over all samples that the ranks have added. A ``DataError`` where some could not be counted."""
+        """Return the score over all samples that the ranks have added.
+
+        Args:
+            ranks: Ranks with different samples; None: only this process.
+
+        Raises:
+            DataError: if predictions are NaN, or labels neither 0 nor 1.
+        """
         ranks = ranks or _Alone()
         sums = torch.from_numpy(self._sums.copy())
         ranks.all_reduce(sums, "samples of the evaluation", "control").wait()
@@ -168,14 +190,19 @@ class ClickMetrics:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Exact AUC of one process's samples."""
+    """Return the exact AUC of one process's samples.
+
+    Args:
+        scores: Predictions [b].
+        labels: Labels [b], 0 or 1.
+    """
     metrics = ClickMetrics()
     metrics.add(scores, labels)
     return metrics.result().auc
 
 
 def _ordered(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
-    """Integers in the order of the scores, equal where these are equal (-0 is 0)."""
+    """Return integers in the order of the scores, equal if the scores are equal (-0 is 0)."""
     bits = (scores + np.float32(0)).view(np.uint32)
     return np.where(bits >> np.uint32(31), ~bits, bits | np.uint32(1 << 31))
 
@@ -185,7 +212,7 @@ def _joined(parts: list[npt.NDArray[np.uint32]]) -> npt.NDArray[np.uint32]:
 
 
 def _distinct(negatives: npt.NDArray[np.uint32], positives: npt.NDArray[np.uint32]) -> _Counts:
-    """Sorted distinct keys of one rank with their counts: rows key, positives, negatives."""
+    """Return the sorted distinct keys of one rank with their counts: rows key, positives, negatives."""
     parts = [np.unique(each, return_counts=True) for each in (positives, negatives)]
     keys = np.union1d(parts[0][0], parts[1][0])
     table = np.zeros((3, keys.size), np.int64)
@@ -196,7 +223,7 @@ def _distinct(negatives: npt.NDArray[np.uint32], positives: npt.NDArray[np.uint3
 
 
 def _doubled_wins(table: _Counts, ranks: Ranks) -> int:
-    """Twice the number of (positive, negative) pairs in the right order, ties counting one."""
+    """Return twice the number of (positive, negative) pairs in the right order, ties counting one."""
     ours, negatives_below = 0, 0
     for i, entries in enumerate(_ranges(table, ranks)):
         if i % ranks.size == ranks.index:
@@ -221,7 +248,7 @@ def _wins_in(entries: _Counts, negatives_below: int) -> int:
 
 
 def _ranges(table: _Counts, ranks: Ranks) -> Iterator[_Counts]:
-    """The entries of all ranks, range of scores by range, from low to high: [3, entries], not merged."""
+    """Yield the entries of all ranks by range of scores, from low to high: [3, entries], not merged."""
     bins = np.bincount(table[0] >> 16, minlength=_BINS)
     starts = np.r_[0, np.cumsum(bins)]
     everyone = torch.from_numpy(bins.copy())
@@ -243,7 +270,10 @@ def _ranges(table: _Counts, ranks: Ranks) -> Iterator[_Counts]:
 
 
 def _cuts(bins: _Counts, limit: int) -> Iterator[tuple[int, int]]:
-    """Neighbouring bins that hold at most ``limit`` entries together, or one bin; empty stretches left out."""
+    """Yield neighbouring bins that together hold at most ``limit`` entries, or one bin.
+
+    Empty bins between them are left out.
+    """
     held = np.flatnonzero(bins)
     start = 0
     while start < held.size:

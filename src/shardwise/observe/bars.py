@@ -1,7 +1,7 @@
-"""Bars over time: what ran in which row from when to when, in panels above one another, as a PNG file.
+"""Bars over time as a PNG file: one row per lane or rank, in panels above one another.
 
-rank 0   F0 F1 .. B0 B1          each row is grey, so that what stays grey is idle
-rank 1   .. F0 F1 B0 .. B1       all panels are on one scale
+rank 0   F0 F1 .. B0 B1          each row is grey, so that idle time stays grey
+rank 1   .. F0 F1 B0 .. B1       all panels share one scale
 """
 
 import os
@@ -14,15 +14,15 @@ IDLE, INK = "#ededed", "#333333"
 PALETTE = ("#3b6ea5", "#d1622b", "#4b8f6b", "#8a5fa3", "#b8883b", "#3c8f9c", "#b0506a", "#6b7280")
 _HEIGHT = 0.84
 _SEEN = 0.004
-"""Share of the picture's width from which a bar is one to the eye."""
+"""Smallest share of the picture's width at which a bar is visible."""
 _POINTS = 1050
-"""Of a letter's width, in a picture as wide as ours."""
+"""Factor from letters and length of a bar to a font size, for the width of these pictures."""
 
 Colour = str | tuple[float, float, float]
 
 
 class SpanBar(NamedTuple):
-    """One span, in the unit of the picture."""
+    """One bar of a row, in the unit of the picture."""
 
     row: int
     start: float
@@ -30,21 +30,21 @@ class SpanBar(NamedTuple):
     colour: Colour
     label: str
     ink: str = "white"
-    """Of the label where it stands in the bar."""
+    """Colour of a label inside the bar."""
     part: tuple[int, int] = (0, 1)
-    """Which of how many bars that share the row's height."""
+    """Number of the bar and count of the bars that share the row's height."""
 
 
 class Panel(NamedTuple):
-    """One part of the picture, with a scale of its own rows."""
+    """One part of the picture, with rows of its own."""
 
     title: str
     rows: Sequence[str]
     length: float
-    """From the first start to the last stop."""
+    """Time from the first start to the last stop."""
     bars: Sequence[SpanBar]
     notes: Mapping[int, str] = MappingProxyType({})
-    """Said in a row that has no bar."""
+    """Text in a row without bars, by row."""
 
 
 def draw_bars(
@@ -55,8 +55,17 @@ def draw_bars(
     row_inches: float,
     add_key: Callable[[Any], None] | None = None,
 ) -> None:
-    """Draw ``panels``, whose times are in ``unit``. ``add_key`` is given the first panel's axes."""
-    # Imported here: half a second that only this needs. No pyplot: it keeps global state and looks for a screen.
+    """Draw panels above one another into a PNG file.
+
+    Args:
+        panels: The panels.
+        path: The PNG file.
+        title: Title of the picture.
+        unit: Unit of the times, for the axis.
+        row_inches: Height of a row in inches.
+        add_key: Function that adds a key to the first panel's axes.
+    """
+    # Imported here, because the import takes half a second. No pyplot: it keeps global state and looks for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -112,7 +121,7 @@ def _draw(axes: Any, panel: Panel, longest: float) -> None:
 
 
 def _write(axes: Any, bar: SpanBar, room: float, middle: float, size: float, longest: float) -> None:
-    """The label in its bar, or beside a narrow one where there is ``room``."""
+    """Write the label in its bar, or beside a narrow bar if there is ``room``."""
     fits = _POINTS / max(1, len(bar.label)) / longest
     inside = min(size, (bar.stop - bar.start) * fits)
     colour: Colour

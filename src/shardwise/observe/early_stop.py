@@ -1,11 +1,11 @@
-"""Early stop: end a run when its evaluations no longer get better.
+"""Early stop: end a run when its evaluations no longer improve.
 
     >>> stop = EarlyStop(patience=3, higher_is_better=True)           # AUC
     >>> for step in ...:
     ...     if stop.update(step, score.auc):
     ...         break
 
-Every rank decides alike where every rank is given the same value, as ``ClickMetrics.result`` returns it.
+All ranks decide the same if every rank passes the same value, as ``ClickMetrics.result`` returns it.
 """
 
 import math
@@ -18,31 +18,39 @@ from shardwise.plan.policy import Policy
 
 
 class EarlyStopPolicy(Policy):
-    """Keys under ``train.early_stop:``: the AUC of a click-through model, the validation loss of any other."""
+    """Keys under ``train.early_stop:``, for the AUC of a click-through model or the validation loss of any other."""
 
     patience: PositiveInt = 3
     """Evaluations in a row that may be no better than the best before them."""
     min_delta: NonNegativeFloat = 0.0
-    """What counts as better: by more than this."""
+    """Least improvement: a value counts as better if it is better by more than this."""
 
 
 @dataclass
 class EarlyStop:
-    """Counts evaluations since the best one."""
+    """Counter of the evaluations since the best evaluation."""
 
     patience: int
     """Evaluations in a row that may be no better than the best before them."""
     min_delta: float = 0.0
-    """What counts as better: by more than this."""
+    """Least improvement: a value counts as better if it is better by more than this."""
     higher_is_better: bool = True
     best: float = math.nan
     """The best value so far; NaN before the first."""
     best_step: int = -1
-    """When it was reached."""
+    """Step of the best value; -1 before the first."""
     waited: int = 0
 
     def update(self, step: int, value: float) -> bool:
-        """Take the value of the evaluation after ``step``; True where the run is to end. A NaN is never better."""
+        """Record the value of the evaluation after ``step``. A NaN is never better.
+
+        Args:
+            step: Step of the evaluation.
+            value: The measure.
+
+        Returns:
+            True if the run should end.
+        """
         gain = value - self.best if self.higher_is_better else self.best - value
         if gain > self.min_delta or (math.isnan(self.best) and not math.isnan(value)):
             self.best, self.best_step, self.waited = value, step, 0
@@ -52,15 +60,15 @@ class EarlyStop:
 
     @property
     def is_over(self) -> bool:
-        """True where the run is to end."""
+        """True if the run should end."""
         return self.waited >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the state for a checkpoint, as JSON values."""
         best = None if math.isnan(self.best) else self.best
         return {"best": best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Restore the state that ``state()`` returned."""
         self.best = math.nan if state["best"] is None else float(state["best"])
         self.best_step, self.waited = int(state["best_step"]), int(state["waited"])

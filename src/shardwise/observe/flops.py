@@ -1,16 +1,17 @@
-"""Floating-point operations: what a model needs, what a device can do, and the share between them.
+"""Floating-point operations: the need of a model, the peak of a device, and the share between them.
 
     needed per token, forward and backward    F = 6·P + 12·L·T·D
     model FLOP/s utilisation                  mfu = F · tokens / (step_s · sum of the devices' peaks)
     compute so far                            pf_days = FLOPs / (1e15 · 86400)
 
-Of a model that we know no formula for, ``Counter`` counts the products of one real step instead. A processor has no
-data sheet: its peak is the best of a few matrix products that ``measured_peak`` runs.
+If no formula for a model is known, ``Counter`` counts the products of one real step instead. A processor has no data
+sheet: its peak is the best of a few matrix products that ``measured_peak`` runs.
 
 P counts the weights that take part in a matrix product (an embedding that is only looked up does not, a head does,
 also when it is tied to the embedding); each costs one multiplication and one addition forward and twice that
 backward. The second term is the attention scores and their use; it is counted as if not causal, as the literature
-does, so that figures compare. Recomputation is not counted: this is the work the model needs, not what was executed.
+does, so that figures compare. Recomputation is not counted: the figure is the work that the model needs, not the work
+that was executed.
 
 Papers: Kaplan et al. 2020, arXiv:2001.08361 (6·P); Chowdhery et al. 2022, arXiv:2204.02311, appendix B (mfu).
 Shapes: L layers, T tokens in a sequence, D width of the attention (heads times head size).
@@ -32,12 +33,12 @@ class Peak(NamedTuple):
     """Dense peak of one device in FLOP/s, from its vendor's data sheet."""
 
     name: str
-    """Regular expression for the whole device name, without the vendor's name in front."""
+    """Regular expression for the whole device name, without the vendor's name at its start."""
     fp32: float
-    """Without TF32: what torch computes unless told otherwise."""
+    """Peak without TF32, as torch computes by default."""
     fp16: float
     bf16: float | None
-    """None where the hardware has no matrix units for the type."""
+    """Peak in bf16; None if the hardware has no matrix units for the type."""
 
 
 # Matrix units with 32-bit accumulation, without sparsity. Data sheets often print the figure with 2:4 sparsity, or
@@ -73,7 +74,15 @@ _SECONDS_PER_DAY = 86_400
 
 
 def peak(device_name: str, dtype: torch.dtype) -> float | None:
-    """Dense peak in FLOP/s of one device for matrix products in ``dtype``; None where no data sheet says it."""
+    """Return the dense peak of one device for matrix products, in FLOP/s.
+
+    Args:
+        device_name: Name of the device, as torch reports it.
+        dtype: Dtype of the products.
+
+    Returns:
+        FLOP/s from the vendor's data sheet; None if unknown.
+    """
     short = device_name.strip()
     while (shorter := _VENDOR.sub("", short)) != short:
         short = shorter
@@ -85,7 +94,7 @@ def peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """:func:`peak` of a torch device. A processor has no such figure, fp32 under TF32 has another one: None."""
+    """Return the :func:`peak` of a torch device; None for a processor, and for fp32 with TF32."""
     if device.type != "cuda" or (
         dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     ):
@@ -94,17 +103,30 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def needed_per_token(matmul_parameters: int, layers: int, sequence: int, attention_width: int) -> int:
-    """FLOPs that one token costs a transformer, forward and backward."""
+    """Return the FLOPs of one token in a transformer, forward and backward.
+
+    Args:
+        matmul_parameters: Weights that take part in a matrix product.
+        layers: Number of layers.
+        sequence: Tokens of a sequence.
+        attention_width: Heads times head size.
+    """
     return 6 * matmul_parameters + 12 * layers * sequence * attention_width
 
 
 def mfu(flops: float, step_s: float, peaks: float | None) -> float | None:
-    """Share of ``peaks`` (all devices together, FLOP/s) that a step of ``flops`` reached; None where unknown."""
+    """Return the share of the peak that a step reached; None if unknown.
+
+    Args:
+        flops: FLOPs of the step.
+        step_s: Seconds of the step.
+        peaks: Peak of all devices together, in FLOP/s.
+    """
     return None if peaks is None or step_s <= 0 else flops / (step_s * peaks)
 
 
 def flops_text(flops: float) -> str:
-    """``45.2 GFLOP``."""
+    """Return FLOPs as text: ``45.2 GFLOP``."""
     for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if flops >= factor:
             return f"{flops / factor:.3g} {letter}FLOP"
@@ -112,17 +134,20 @@ def flops_text(flops: float) -> str:
 
 
 def pf_days(flops: float) -> float:
-    """FLOPs as petaflop/s-days."""
+    """Return FLOPs in petaflop/s-days."""
     return flops / (1e15 * _SECONDS_PER_DAY)
 
 
 _PRODUCT = 512
-"""Rows and columns of the matrices that the peak is measured with."""
+"""Rows and columns of the matrices with which the peak is measured."""
 _MEASURE_S = 0.05
 
 
 def measured_peak(dtype: torch.dtype) -> float:
-    """FLOP/s of this process's threads in a product of two 512 x 512 matrices: the best of those that run in 50 ms."""
+    """Return the FLOP/s of this process's threads in matrix products.
+
+    The figure is the best of the products of two 512 x 512 matrices that run in 50 ms.
+    """
     a, b = (torch.ones(_PRODUCT, _PRODUCT, dtype=dtype) for _ in range(2))
     best_s, end = math.inf, time.perf_counter() + _MEASURE_S
     torch.mm(a, b)
@@ -136,10 +161,11 @@ def measured_peak(dtype: torch.dtype) -> float:
 
 
 class Counter(TorchDispatchMode):
-    """Floating-point operations of matrix products, convolutions and attention that run inside ``with counter:``.
+    """Counter of floating-point operations of matrix products, convolutions and attention inside ``with counter:``.
 
-    What is computed again in the backward pass is left out: it runs with gradients on, where a backward pass proper has
-    them off. ``flops`` is what the model needs, not what was executed. Attention counts as if not causal.
+    Operations that the backward pass recomputes are left out: they run with gradients enabled, while a backward pass
+    itself runs with gradients disabled. ``flops`` is the work that the model needs, not the work that was executed.
+    Attention counts as if not causal.
     """
 
     def __init__(self) -> None:
@@ -155,9 +181,16 @@ class Counter(TorchDispatchMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Of one call of an operation of torch's dispatcher that returned ``out``; 0 for what is no product."""
+    """Return the FLOPs of one call of a dispatcher operation; 0 if the operation is no product.
+
+    Args:
+        func: The operation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        out: Its result.
+    """
     name = str(getattr(func, "_overloadpacket", func))
-    count = _COUNTS.get(name.removesuffix("_"))  # in place as otherwise
+    count = _COUNTS.get(name.removesuffix("_"))  # an in-place operation counts as its plain form
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))
     if passes := _CPU_ATTENTION.get(name):
@@ -171,14 +204,14 @@ _CPU_ATTENTION: Mapping[str, int] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": 1,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": 2,
 }
-"""Which torch's own table leaves out; times two products."""
+"""Number of times two products, by operation that torch's own table leaves out."""
 
 
 def _attention(query: Tensor, key: Tensor) -> int:
-    """Scores and their use: 4·B·H·T·S·K."""
+    """Return the FLOPs of scores and their use: 4·B·H·T·S·K."""
     return 4 * query.numel() * key.shape[-2]
 
 
 def is_repeated() -> bool:
-    """True inside of a forward pass that a backward pass runs again."""
+    """Return True inside a forward pass that a backward pass recomputes."""
     return torch._C._current_autograd_node() is not None and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""What the three lanes of a run with embedding tables did, and when: reading, keys, compute.
+"""Work of the three lanes of a run with embedding tables over time: reading, keys, compute.
 
     read       reader threads       a batch from its file              several steps ahead
     keys       one thread           to the device, distinct keys,      one step ahead
@@ -11,8 +11,8 @@
     print(draw_text(lanes.figures(spans)))
 
 A ring keeps the last steps, so that recording costs a microsecond a span and no memory that grows. A picture shows one
-stretch of time: whatever a lane did in it, for whichever step; the table shows steps: what all lanes did for them, at
-whatever time. Times are those of ``time.perf_counter``.
+range of time: all that the lanes did in it, for whichever step. The table shows steps: all that the lanes did for them,
+at whatever time. Times are those of ``time.perf_counter``.
 """
 
 import os
@@ -27,39 +27,44 @@ LaneName = Literal["read", "keys", "compute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 _KEPT_STEPS = 64
 _KEPT_SPANS = 32 * _KEPT_STEPS
-"""Of reading and keys: a step is read in as many pieces as it has microbatches, and some time before it computes."""
+"""Spans kept of reading and of keys: a step is read in as many pieces as it has microbatches, some time before it
+computes.
+"""
 _STEPS = 6
-"""In a picture."""
+"""Steps in a picture."""
 
 
 class LaneSpan(NamedTuple):
-    """One lane at work for one step, in seconds of one clock."""
+    """Work of one lane for one step, in seconds of one clock."""
 
     lane: LaneName
     step: int
     start_s: float
     stop_s: float
     asked_s: float | None = None
-    """Of compute: when its lane, done with the step before and all that came between, asked for this one."""
+    """Time at which compute, done with the step before and all work in between, requested this step; None in other
+    lanes.
+    """
 
 
 class StepFigures(NamedTuple):
-    """What lanes did for one step. None: nothing, or nobody recorded it."""
+    """Milliseconds that the lanes spent on one step. None: no work, or none was recorded."""
 
     step: int
     read_ms: float | None
     keys_ms: float | None
     compute_ms: float | None
     keys_ahead_ms: float | None
-    """How long before its compute its keys were there."""
+    """Time between the end of the step's keys and the start of its compute."""
     waited_ms: float | None
-    """From being asked for to its compute."""
+    """Time between the request for the step and the start of its compute."""
 
 
 class Lanes:
-    """Records spans from any thread; the last ones stay.
+    """Recorder of spans from any thread, which keeps the last spans.
 
-    global_batch    samples of a step: readers count positions in samples
+    Args:
+        global_batch: Samples of a step, because readers count positions in samples.
     """
 
     def __init__(self, global_batch: int = 1):
@@ -68,27 +73,41 @@ class Lanes:
             lane: deque(maxlen=_KEPT_STEPS if lane == "compute" else _KEPT_SPANS) for lane in LANES
         }
         self.depth = 0
-        """Steps that keys went ahead of compute."""
+        """Number of steps by which keys go ahead of compute."""
 
     def record(
         self, lane: LaneName, step: int, start_s: float, stop_s: float, asked_s: float | None = None
     ) -> None:
-        """Keep one span."""
+        """Record one span.
+
+        Args:
+            lane: The lane.
+            step: The step.
+            start_s: Start of the work.
+            stop_s: End of the work.
+            asked_s: Time at which compute requested the step.
+        """
         self._kept[lane].append(LaneSpan(lane, step, start_s, stop_s, asked_s))
 
     def watch(self, position: int, start_s: float, stop_s: float) -> None:
-        """The same from a reader of a ``Loader``: ``position`` is that of the step's first sample."""
+        """Record a span of a reader of a ``Loader``.
+
+        Args:
+            position: Position of the step's first sample.
+            start_s: Start of the work.
+            stop_s: End of the work.
+        """
         self.record("read", position // self._global_batch + 1, start_s, stop_s)
 
     @property
     def spans(self) -> list[LaneSpan]:
-        """All that are kept."""
+        """All spans that are kept, by start."""
         return sorted((span for kept in self._kept.values() for span in list(kept)), key=lambda s: s.start_s)
 
     def window(self, steps: int = _STEPS) -> list[LaneSpan]:
-        """All spans in the time that ``steps`` steps in a row computed: of those that are kept, steps of middle length.
+        """Return all spans in the time of ``steps`` consecutive steps of middle length, chosen from the kept steps.
 
-        Fewer steps where the run had no more, or had no more between two evaluations.
+        The window has fewer steps if the run had no more, or had no more between two evaluations.
         """
         runs = _unbroken(list(self._kept["compute"]))
         steps = min(steps, max(map(len, runs)))
@@ -101,7 +120,10 @@ class Lanes:
         return [span for span in self.spans if span.start_s < last and span.stop_s > first]
 
     def figures(self, window: Sequence[LaneSpan]) -> list[StepFigures]:
-        """Of the steps that computed in ``window``; what other lanes did for them may lie before it."""
+        """Return the figures of the steps that computed in ``window``.
+
+        Other lanes may have worked for these steps before the window.
+        """
         spans = self.spans
         found = []
         for span in window:
@@ -122,8 +144,10 @@ class Lanes:
 
 
 def _unbroken(compute: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
-    """Runs of steps between which compute's thread did nothing else (an evaluation, a save) for longer than a step of
-    middle length takes."""
+    """Return runs of steps without a long break between them, such as an evaluation or a save.
+
+    A break is long if compute's thread did other work for longer than a step of middle length takes.
+    """
     runs: list[list[LaneSpan]] = [[]]
     longest_s = median(span.stop_s - span.start_s for span in compute) if compute else 0.0
     for span in compute:
@@ -135,7 +159,7 @@ def _unbroken(compute: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
 
 
 def draw_text(figures: Sequence[StepFigures]) -> str:
-    """A row for each step, and their means. Milliseconds. With depth 0 keys belong to compute."""
+    """Return a table with a row for each step and their means, in milliseconds. With depth 0, compute includes keys."""
     if not figures:
         return ""
     columns = [name.replace("_", " ") for name in StepFigures._fields]
@@ -154,7 +178,13 @@ def draw_text(figures: Sequence[StepFigures]) -> str:
 def draw_picture(
     panels: Mapping[str, Sequence[LaneSpan]], path: str | os.PathLike[str], title: str = ""
 ) -> None:
-    """Draw lanes above one another into a PNG file, a panel for each name, all on one scale; a colour for each step."""
+    """Draw lanes above one another into a PNG file, a panel for each name, with a colour for each step.
+
+    Args:
+        panels: Spans by name of the panel; all panels share one scale.
+        path: The PNG file.
+        title: Title of the picture.
+    """
     shown = []
     for name, spans in panels.items():
         start_s, stop_s = _range_of(spans)
@@ -168,7 +198,7 @@ def draw_picture(
 
 
 def _bars(spans: Sequence[LaneSpan], start_s: float, stop_s: float) -> Iterator[SpanBar]:
-    """What lies in the range; readers that work at the same time share the height."""
+    """Yield the bars inside the range; readers that work at the same time share the row's height."""
     for place, lane in enumerate(LANES):
         rows = _side_by_side([span for span in spans if span.lane == lane])
         for number, row in enumerate(rows):
@@ -181,7 +211,7 @@ def _bars(spans: Sequence[LaneSpan], start_s: float, stop_s: float) -> Iterator[
 
 
 def _side_by_side(spans: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
-    """As few rows as keep spans apart."""
+    """Return the fewest rows in which spans do not overlap."""
     rows: list[list[LaneSpan]] = []
     for span in sorted(spans, key=lambda s: s.start_s):
         free = next((row for row in rows if row[-1].stop_s <= span.start_s), None)
@@ -193,7 +223,7 @@ def _side_by_side(spans: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
 
 
 def _range_of(spans: Sequence[LaneSpan]) -> tuple[float, float]:
-    """From the first start of compute to its last stop."""
+    """Return the first start and the last stop of compute."""
     compute = [span for span in spans if span.lane == "compute"]
     return min((s.start_s for s in compute), default=0.0), max((s.stop_s for s in compute), default=0.0)
 

@@ -1,7 +1,7 @@
-"""Rank-tagged logs: ``logs/rank_00003.log`` holds what rank 3 had to say.
+"""Logs per rank: ``logs/rank_00003.log`` contains the lines of rank 3.
 
-Every module of Shardwise logs under the name ``shardwise``. Each rank's lines from INFO up go to its own file; the
-terminal shows those of rank 0, through a handler that knows how to print above a progress bar.
+Every module of Shardwise logs under the name ``shardwise``. Each rank's lines from INFO up go to its own file. The
+terminal shows the lines of rank 0, through a handler that can print above a progress bar.
 """
 
 import contextlib
@@ -17,21 +17,24 @@ ROOT = "shardwise"
 
 
 def log_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """File of one rank."""
+    """Return the log file of one rank."""
     return Path(folder) / f"rank_{rank:05d}.log"
 
 
 class PrintableFormatter(logging.Formatter):
-    """The text alone. Names out of files and words of users may hold what would command a terminal: it is taken out of
-    every line here, and so nowhere else."""
+    """Formatter of plain text without unprintable characters.
+
+    Names from files and words of users may contain characters that command a terminal. They are removed from every line
+    by this formatter and by no other code.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record, its traceback included."""
+        """Return one record as text, its traceback included."""
         return printable(super().format(record))
 
 
 class RankFormatter(PrintableFormatter):
-    """``2026-01-31 12:00:00.123 rank 3 WARNING text``, the time in UTC."""
+    """Formatter of lines such as ``2026-01-31 12:00:00.123 rank 3 WARNING text``, with the time in UTC."""
 
     converter = staticmethod(time.gmtime)
     default_msec_format = "%s.%03d"
@@ -44,7 +47,13 @@ class RankFormatter(PrintableFormatter):
 def rank_log(
     rank: int, folder: str | os.PathLike[str] | None, terminal: logging.Handler | None = None
 ) -> Iterator[logging.Logger]:
-    """The ``shardwise`` logger, sending to this rank's file in ``folder`` and to ``terminal`` while it is open."""
+    """Send the ``shardwise`` logger to this rank's file in ``folder`` and to ``terminal`` inside the ``with`` block.
+
+    Args:
+        rank: This rank.
+        folder: Folder of the logs; None: no file.
+        terminal: Handler for the terminal; None: no terminal.
+    """
     logger = logging.getLogger(ROOT)
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -19,13 +19,13 @@ import torch
 
 _MIB = 2**20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of glibc's ``mallopt``."""
+"""Parameter numbers of glibc's ``mallopt``."""
 _APART_BYTES = _MIB
 _FREED_BYTES = 64 * _MIB
 
 
 def _field_of(file: str, field: str) -> int | None:
-    """Value in bytes of a ``Name:   123 kB`` line of a file under /proc."""
+    """Return the value in bytes of a ``Name:   123 kB`` line of a file under /proc."""
     try:
         text = Path(file).read_text()
     except OSError:
@@ -37,12 +37,12 @@ def _field_of(file: str, field: str) -> int | None:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process in RAM now; None where the system does not say."""
+    """Return the bytes of this process in RAM now; None if the system does not report them."""
     return _field_of("/proc/self/status", "VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Most that :func:`resident_bytes` has been since the process began."""
+    """Return the most that :func:`resident_bytes` has been since the process began."""
     known = _field_of("/proc/self/status", "VmHWM")
     if known is not None:
         return known
@@ -51,23 +51,23 @@ def peak_resident_bytes() -> int:
 
 
 def proportional_bytes() -> int | None:
-    """Memory of this process in RAM with shared pages divided by their sharers; None where unknown."""
+    """Return the bytes of this process in RAM with shared pages divided by their sharers; None if unknown."""
     return _field_of("/proc/self/smaps_rollup", "Pss")
 
 
 class MemoryInUse(NamedTuple):
-    """What a record says, in bytes."""
+    """Memory columns of one record, in bytes."""
 
     memory: int | None
-    """On an accelerator the most that tensors took since the record before, else resident memory now."""
+    """On an accelerator, the peak of tensors since the last record; else resident memory now."""
     memory_allocated: int | None = None
-    """On an accelerator what tensors take now."""
+    """On an accelerator, the bytes of tensors now."""
     memory_reserved: int | None = None
-    """On an accelerator the most that torch held since the record before: its tensors, and what it keeps for others."""
+    """On an accelerator, the peak that torch held since the last record: tensors and cached blocks."""
 
 
 def taken(device: torch.device) -> MemoryInUse:
-    """For one record; the peaks of the next one begin here."""
+    """Return the memory for one record, and reset the peaks for the next record."""
     if device.type == "cpu":
         return MemoryInUse(resident_bytes())
     stats = torch.accelerator.memory_stats(device)
@@ -77,7 +77,7 @@ def taken(device: torch.device) -> MemoryInUse:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that could still be taken on ``device``, by all its processes together; None where unknown."""
+    """Return the bytes that are still free on ``device``, for all processes together; None if unknown."""
     if device.type == "cpu":
         return _field_of("/proc/meminfo", "MemAvailable")
     free, _ = torch.accelerator.get_memory_info(device)
@@ -85,23 +85,22 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def give_back_free(device: torch.device) -> None:
-    """What allocators keep for later goes back to where they have it from: to the system, or to other users of the
-    device."""
+    """Return cached memory of the allocators to the system, or to other users of the device."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
     elif sys.platform.startswith("linux"):
-        with contextlib.suppress(AttributeError):  # another library than glibc
+        with contextlib.suppress(AttributeError):  # a C library other than glibc
             ctypes.CDLL(None).malloc_trim(0)
 
 
 class Freed:
-    """Counts what is let go of bit by bit, so that it does not wait in the heap for what comes next."""
+    """Counter of freed host memory, which returns the heap's free memory to the system from time to time."""
 
     def __init__(self) -> None:
         self._bytes = 0
 
     def note(self, size: int) -> None:
-        """So many bytes of host memory are not needed any more."""
+        """Record that ``size`` bytes of host memory were freed."""
         self._bytes += size
         if self._bytes >= _FREED_BYTES:
             self._bytes = 0
@@ -110,11 +109,12 @@ class Freed:
 
 @contextlib.contextmanager
 def apart_from_the_heap() -> Iterator[None]:
-    """Host memory from 1 MiB on that is taken inside goes back to the system as soon as it is free.
+    """Allocate host memory from 1 MiB on outside the heap inside the ``with`` block, so that it is returned when freed.
 
-    In the heap, aligned tensors that come and go beside objects that stay leave holes which none of their size fits
-    into: it grows by most of what passes through. Elsewhere than in glibc nothing changes. Afterwards memory from 32
-    MiB on lies apart: as far as glibc itself would go in a process that has freed as much at once.
+    In the heap, aligned tensors that come and go beside objects that stay leave holes that no tensor of their size fits
+    into: the heap grows by most of what passes through. Without glibc nothing changes. After the block, memory from 32
+    MiB on is allocated outside the heap, the limit that glibc itself reaches in a process that has freed as much at
+    once.
     """
     set_heap = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if set_heap is None:

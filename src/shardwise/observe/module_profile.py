@@ -1,14 +1,14 @@
-"""What each module of a model costs: parameters, operations and seconds, as a tree.
+"""Cost of each module of a model as a tree: parameters, operations and seconds.
 
     FLOPs of a module = those of the products in its own forward + those of its submodules;  MACs = FLOPs / 2
 
-Products are matrix products, convolutions and attention, as everywhere in flops.py. What ran is counted, so any model
-can be; what a backward pass computes again is not. An operation of a backward pass belongs to the module that made its
-node of the graph: autograd numbers nodes in the order of forward, and the counter notes at which number each module
-began and ended.
+Products are matrix products, convolutions and attention, as in flops.py. The operations that ran are counted, so that
+any model can be profiled; operations that a backward pass recomputes are not. An operation of a backward pass belongs
+to the module that made its node of the graph: autograd numbers nodes in the order of forward, and the counter records
+the number at which each module began and ended.
 
-Cost: a dispatch mode and two hooks a module in the step that is counted, which takes some times longer; nothing in the
-others.
+Cost: a dispatch mode and two hooks a module in the step that is counted, which takes several times longer; nothing in
+other steps.
 """
 
 import bisect
@@ -28,34 +28,37 @@ from shardwise.plan.trace import HostClock, TraceClock
 
 
 class ModuleProfilePolicy(Policy):
-    """Keys under ``module_profile:``: parameters, FLOPs and seconds of every module in one step. Counts are those of
-    the whole model and the whole batch on any mesh; seconds are the slowest rank's. Written by rank 0."""
+    """Keys under ``module_profile:``: parameters, FLOPs and seconds of every module in one step.
+
+    Counts are those of the whole model and the whole batch on any mesh; seconds are the slowest rank's. Rank 0 writes
+    the profile.
+    """
 
     step: PositiveInt = 2
-    """The step that is counted; the first one allocates and compiles."""
+    """Step that is counted; the first step allocates and compiles."""
     depth: PositiveInt | None = None
-    """Levels of the tree that are shown; left out, all."""
+    """Levels of the tree that are shown; if left out, all."""
     top: PositiveInt = 3
-    """Modules that are named at each level, as those with the most parameters, FLOPs and seconds."""
+    """Modules named at each level: those with the most parameters, FLOPs and seconds."""
     tree: bool = True
-    """Show the tree of modules, and not the sums alone."""
+    """Show the tree of modules besides the sums."""
     output: str | None = None
-    """File to write to; left out, rank 0 prints."""
+    """File to write to; if left out, rank 0 prints."""
 
 
 class Costs(NamedTuple):
-    """Of one module."""
+    """Cost of one module."""
 
     forward: int = 0
-    """FLOPs."""
+    """FLOPs of the forward passes."""
     backward: int = 0
-    """FLOPs."""
+    """FLOPs of the backward passes."""
     seconds: float = 0.0
-    """In its forward passes, those of its submodules included."""
+    """Seconds in forward passes, including submodules."""
     calls: int = 0
 
     def plus(self, other: "Costs") -> "Costs":
-        """Both."""
+        """Return the sum of both costs."""
         return Costs(
             self.forward + other.forward,
             self.backward + other.backward,
@@ -65,8 +68,14 @@ class Costs(NamedTuple):
 
 
 class ModuleCounter(Counter):
-    """Counts what runs ``with counter.forward():`` and ``with counter.backward():``, by the names of ``modules`` (a
-    path of the tree each, "" for the root), each for itself without its submodules."""
+    """Counter of what runs ``with counter.forward():`` and ``with counter.backward():``, by module.
+
+    Each module counts for itself, without its submodules.
+
+    Args:
+        modules: (name, module) of each module; the name is a path of the tree, "" for the root.
+        clock: Clock of the device; None: the host's.
+    """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], clock: TraceClock | None = None) -> None:
         super().__init__()
@@ -74,17 +83,17 @@ class ModuleCounter(Counter):
         self._modules = list(modules)
         self._clock = HostClock() if clock is None else clock
         self._passed: list[tuple[str, Any, Any]] = []
-        """Modules whose forward passes are over, their marks unread: a device may not have come to them."""
+        """Modules whose forward passes are over, with unread marks: a device may not have reached the marks."""
         self._running: list[tuple[str, Any]] = []
-        """Modules that run, and since when."""
+        """Modules that run, with the marks of their starts."""
         self._numbers: list[int] = []
         self._names: list[str] = []
-        """Whose nodes of the graph begin at which number."""
+        """Module whose nodes of the graph begin at each number of ``_numbers``."""
         self._is_backward = False
 
     @property
     def costs(self) -> dict[str, Costs]:
-        """So far, by module; waits for the device where it is behind."""
+        """Costs so far, by module; waits for the device if it is behind."""
         passed, self._passed = self._passed, []
         times = self._clock.seconds([mark for _, start, stop in passed for mark in (start, stop)])
         for (name, _, _), start_s, stop_s in zip(passed, times[::2], times[1::2], strict=True):
@@ -93,14 +102,14 @@ class ModuleCounter(Counter):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward pass."""
+        """Count a forward pass inside the ``with`` block."""
         with self._hooked(), self:
             yield
         self._running.clear()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass."""
+        """Count a backward pass inside the ``with`` block."""
         self._is_backward = True
         try:
             with self._hooked(), self:
@@ -127,7 +136,7 @@ class ModuleCounter(Counter):
         if found := self.flops - before:
             if not self._is_backward:
                 self._add(self._running[-1][0] if self._running else "", Costs(forward=found))
-            elif not self._running:  # else it is computed again, in a Function of the model's own
+            elif not self._running:  # otherwise a Function of the model recomputes a forward pass
                 self._add(self._maker(), Costs(backward=found))
         return out
 
@@ -151,7 +160,7 @@ class ModuleCounter(Counter):
         self._names.append(name)
 
     def _maker(self) -> str:
-        """The module that made the node of the graph under way."""
+        """Return the module that made the node of the graph that is running."""
         node = torch._C._current_autograd_node()
         number = getattr(node, "_sequence_nr", lambda: -1)()
         place = bisect.bisect_right(self._numbers, number) - 1
@@ -162,22 +171,27 @@ class ModuleCounter(Counter):
 
 
 class ModuleRow(NamedTuple):
-    """A module with all that is inside it."""
+    """A module with the costs of all its submodules."""
 
     name: str
     kind: str
-    """Its class."""
+    """Name of the module's class."""
     parameters: int
     costs: Costs
 
 
 class ModuleTree:
-    """Rows in the order of the model; the first is the model."""
+    """Rows of all modules in the order of the model; the first is the model.
+
+    Args:
+        kinds: Class name of each module, by name.
+        parameters: Elements of each parameter, by the parameter's name.
+        costs: Costs of each module without its submodules.
+    """
 
     def __init__(
         self, kinds: Mapping[str, str], parameters: Mapping[str, int], costs: Mapping[str, Costs]
     ) -> None:
-        """``parameters`` by their own names; ``costs`` by module, each for itself."""
         sums: dict[str, int] = dict.fromkeys(kinds, 0)
         whole: dict[str, Costs] = {name: Costs() for name in kinds}
         for name, elements in parameters.items():
@@ -193,11 +207,11 @@ class ModuleTree:
 
     @property
     def root(self) -> ModuleRow:
-        """The whole model."""
+        """The row of the whole model."""
         return next(row for row in self.rows if row.name == "")
 
     def text(self, policy: ModuleProfilePolicy, title: str = "") -> str:
-        """As people read it."""
+        """Return the profile as text."""
         root = self.root
         lines = [
             f"{title}{count_text(root.parameters)} parameters; forward {_flops(root.costs.forward)}, "
@@ -244,7 +258,7 @@ class ModuleTree:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """``a.b.c``, ``a.b``, ``a`` and the root."""
+    """Yield ``a.b.c``, ``a.b``, ``a`` and the root."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -274,5 +288,5 @@ def _most(rows: list[ModuleRow], top: int) -> Iterator[str]:
 
 
 def scaled(costs: Costs, share: Fraction) -> Costs:
-    """``costs`` of which ``share`` is the model's, the rest being done more than once."""
+    """Return ``costs`` times the ``share`` that the model needs; the rest was done more than once."""
     return costs._replace(forward=int(costs.forward * share), backward=int(costs.backward * share))

@@ -1,4 +1,4 @@
-"""loss.png and auc.png: the curves of a run, drawn from its records."""
+"""Draw loss.png and auc.png: the curves of a run, from its records."""
 
 import os
 import time
@@ -13,14 +13,14 @@ from shardwise.observe.metrics import ClickRecord, Record
 
 TRAIN, VALIDATION, RESUMED = "#3b6ea5", "#d1622b", "#808080"
 _APART = 0.03
-"""Share of the axis between two resumes that are both labelled."""
+"""Least share of the axis between two resumes that are both labelled."""
 
 
 def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
-    """A straight line fitted round every point by weighted least squares; the weights are a bell over the curve.
+    """Return the values of straight lines fitted around every point by weighted least squares.
 
-    Unlike a running mean it does not lag behind a falling loss, and the ends need no special case. A value that is
-    not finite has no weight: one bad step must not blank the rest of the line.
+    The weights are a bell curve. Unlike a running mean, the result does not lag behind a falling loss, and the ends
+    need no special case. A value that is not finite has no weight: one bad step must not blank the rest of the line.
     """
     y = np.asarray(values, dtype=np.float64)
     weight = np.isfinite(y).astype(np.float64)
@@ -31,7 +31,7 @@ def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
     bell = np.exp(-0.5 * (offset / width) ** 2)
 
     def around(power: int, of: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum over the neighbours at ``offset`` of ``bell * offset**power * of``."""
+        """Return the sum over the neighbours at ``offset`` of ``bell * offset**power * of``."""
         return np.convolve(of, (bell * offset**power)[::-1], mode="same")
 
     s0, s1, s2 = (around(power, weight) for power in (0, 1, 2))
@@ -42,7 +42,13 @@ def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 def draw_loss(records: Sequence[Record], path: str | os.PathLike[str], title: str = "") -> None:
-    """Draw training and validation loss over optimizer steps into a PNG file."""
+    """Draw training and validation loss over optimizer steps into a PNG file.
+
+    Args:
+        records: Records of the run.
+        path: The PNG file.
+        title: Title of the picture.
+    """
     axes = _axes(title)
     steps, losses = [r.step for r in records], [r.loss for r in records]
     lone_point = "o" if len(records) == 1 else None
@@ -69,7 +75,14 @@ def draw_loss(records: Sequence[Record], path: str | os.PathLike[str], title: st
 def draw_auc(
     records: Sequence[Record], path: str | os.PathLike[str], title: str = "", best: float | None = None
 ) -> None:
-    """Draw the AUC of every evaluation into a PNG file, beside the ``best`` that any model can have, where known."""
+    """Draw the AUC of every evaluation into a PNG file.
+
+    Args:
+        records: Records of the run.
+        path: The PNG file.
+        title: Title of the picture.
+        best: Best AUC that any model can have, drawn as a line; None: unknown.
+    """
     axes = _axes(title)
     evaluated = [(r.step, r.auc) for r in records if isinstance(r, ClickRecord) and r.auc is not None]
     if evaluated:
@@ -108,7 +121,7 @@ def _mark_resumes(axes: Any, records: Sequence[Record]) -> None:
 
 
 def _axes(title: str) -> Any:
-    """An empty drawing over optimizer steps."""
+    """Return empty axes over optimizer steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes = empty_axes(title, "optimizer step")
@@ -117,8 +130,8 @@ def _axes(title: str) -> Any:
 
 
 def empty_axes(title: str, across: str) -> Any:
-    """An empty drawing."""
-    # Imported here: half a second that only this needs. No pyplot: it keeps global state and looks for a screen.
+    """Return empty axes with a title and a label of the horizontal axis."""
+    # Imported here, because the import takes half a second. No pyplot: it keeps global state and looks for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -135,7 +148,7 @@ def empty_axes(title: str, across: str) -> Any:
 
 
 def write_picture(axes: Any, path: str | os.PathLike[str]) -> None:
-    """Beside and renamed: who looks at the picture sees the old one or the new one."""
+    """Write the picture to a temporary file and rename it, so that a reader sees the old picture or the new one."""
     path = Path(path)
     fresh = path.with_name("." + path.name)
     axes.figure.savefig(fresh, format="png")
@@ -158,7 +171,7 @@ class LossPicture:
         self._drawn_at = clock()
 
     def write(self, record: Record) -> None:
-        """Keep the step; draw where it is time."""
+        """Keep the record, and draw if the interval is over."""
         self._records.append(record)
         if record.validation is not None and self._clock() - self._drawn_at >= self._every_s:
             self._draw()
@@ -174,7 +187,7 @@ class LossPicture:
 
 
 class AucPicture(LossPicture):
-    """Sink that redraws ``auc.png`` as often."""
+    """Sink that redraws ``auc.png`` after an evaluation, at most once a minute, and at the end."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The run on a terminal: a bar where there is a person, one line every few seconds where there is a pipe.
+"""Progress of the run on a terminal: a live bar on a terminal, one line every few seconds in a pipe.
 
-Both are sinks (``metrics.py``) that rank 0 alone opens, and both show the same words. Time left is the mean time of
+Both are sinks (``metrics.py``) that only rank 0 opens, and both show the same words. Time left is the mean time of
 recent steps, with a share of the evaluations and checkpoints so far, times the steps that remain.
 """
 
@@ -19,11 +19,11 @@ _PACE_MEMORY = 0.95
 """Weight of the past in the mean time per step: the last 20 steps or so."""
 
 _LEAST_BAR = 11
-"""Characters that the bar keeps for itself, with the space after it."""
+"""Fewest characters of the bar, with the space after it."""
 
 
 def count_text(value: float) -> str:
-    """``12.3k``: a count in three figures or so."""
+    """Return a count in about three figures: ``12.3k``."""
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return (
@@ -33,7 +33,7 @@ def count_text(value: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """``1.5 GiB``."""
+    """Return bytes as text: ``1.5 GiB``."""
     for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= factor:
             return f"{value / factor:.1f} {unit}" if value < 100 * factor else f"{value / factor:.0f} {unit}"
@@ -41,13 +41,13 @@ def bytes_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``0:01:23``."""
+    """Return seconds as hours, minutes and seconds: ``0:01:23``."""
     whole = int(seconds + 0.5)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def step_time_text(seconds: float) -> str:
-    """``82 ms`` or ``1.84 s``."""
+    """Return seconds as text: ``82 ms`` or ``1.84 s``."""
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -69,13 +69,13 @@ _SAID: Mapping[str, Callable[[float], str]] = {
     "memory_reserved": lambda value: f"reserved {bytes_text(value)}",
     "mfu": lambda value: f"MFU {100 * value:.1f}%",
 }
-"""What a column says, in the order in which it is said."""
+"""Text of each column, in the order of the output."""
 _BREAKDOWN: Mapping[str, Callable[[float], str]] = {
     "forward_s": lambda value: f"forward {step_time_text(value)}",
     "backward_s": lambda value: f"backward {step_time_text(value)}",
     "update_s": lambda value: f"update {step_time_text(value)}",
 }
-"""The same, where ``monitor.breakdown`` asks for it."""
+"""Text of the columns that ``monitor.breakdown`` adds."""
 
 _OF_EVALUATIONS = ("val_loss", "log_loss", "auc", "accuracy")
 _NEEDED_LEAST_FIRST = (
@@ -86,7 +86,13 @@ _NEEDED_LEAST_FIRST = (
 
 
 def words(record: Record, left_s: float | None, breakdown: bool = False) -> dict[str, str]:
-    """What is said of one step, in order; what is not known is left out."""
+    """Return the texts of one step by column, in order; unknown columns are left out.
+
+    Args:
+        record: Record of the step.
+        left_s: Seconds left; None: unknown.
+        breakdown: Add the seconds of the parts of a step.
+    """
     known = record._asdict()
     texts = {**_SAID, **_BREAKDOWN} if breakdown else _SAID
     said = {name: text(known[name]) for name, text in texts.items() if known.get(name) is not None}
@@ -96,7 +102,7 @@ def words(record: Record, left_s: float | None, breakdown: bool = False) -> dict
 
 
 def fitting(said: dict[str, str], width: int) -> str:
-    """As much of ``said`` as fits into ``width`` characters; the least needed goes first."""
+    """Return as many texts of ``said`` as fit into ``width`` characters, dropping the least needed first."""
     said = dict(said)
     for name in _NEEDED_LEAST_FIRST:
         if len("  ".join(said.values())) <= width:
@@ -106,10 +112,10 @@ def fitting(said: dict[str, str], width: int) -> str:
 
 
 class Pace:
-    """Wall time per step; the first step, which warms everything up, only starts it.
+    """Wall time per step and time left; the first step, which warms everything up, only starts the clock.
 
-    The steps themselves by a mean that forgets; what comes between them (evaluations, checkpoints) by the mean over the
-    whole run: one that has just been is no sign of many.
+    The time of steps is a mean with more weight on recent steps. The time between steps (evaluations, checkpoints) is a
+    mean over the whole run, because a recent evaluation does not mean that more will follow soon.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
@@ -119,7 +125,12 @@ class Pace:
         self._between_s, self._steps = 0.0, 0
 
     def left_s(self, step: int, step_s: float | None = None) -> float | None:
-        """Note that ``step`` is done, which took ``step_s`` itself; how long the rest will take, None while unknown."""
+        """Record that ``step`` is done and return the seconds that the rest will take; None while unknown.
+
+        Args:
+            step: The step.
+            step_s: Seconds of the step itself; None: all time since the last call.
+        """
         now = self._clock()
         if self._last is not None:
             wall_s = now - self._last
@@ -135,7 +146,7 @@ class Pace:
 
 
 class ConsoleHandler(logging.Handler):
-    """Log lines above the bar, as plain text; with ``rank`` as they stand in that rank's log file."""
+    """Handler that prints log lines above the bar: plain text, or with ``rank`` the lines of that rank's log file."""
 
     def __init__(self, console: Console, rank: int | None = None) -> None:
         super().__init__(logging.INFO)
@@ -143,15 +154,23 @@ class ConsoleHandler(logging.Handler):
         self.setFormatter(PrintableFormatter() if rank is None else RankFormatter(rank))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one log record; a warning says that it is one."""
+        """Print one log record; a warning is marked as a warning."""
         is_plain = self._is_log or record.levelno < logging.WARNING
         label = "" if is_plain else f"{record.levelname.lower()}: "
         self._console.print(label + self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
 class Lines:
-    """Sink for a pipe: the first step, the last, every evaluation, and one line every few seconds between them, or
-    every ``every_steps``."""
+    """Sink for a pipe: the first step, the last, every evaluation, and a line at intervals between them.
+
+    Args:
+        console: Console to print to.
+        total_steps: Steps of the run.
+        every_s: Seconds between two lines.
+        clock: Function that returns seconds.
+        every_steps: Steps between two lines, instead of ``every_s``.
+        breakdown: Add the seconds of the parts of a step.
+    """
 
     def __init__(
         self,
@@ -192,7 +211,7 @@ class Lines:
 
 
 class Bar:
-    """Sink for a terminal: one live line."""
+    """Sink for a terminal, with one live line."""
 
     def __init__(
         self,
@@ -218,7 +237,7 @@ class Bar:
         self._progress.start()
 
     def write(self, record: Record) -> None:
-        """Move the bar."""
+        """Move the bar and update its text."""
         known = record._asdict()
         self._evaluated |= {name: known[name] for name in _OF_EVALUATIONS if known.get(name) is not None}
         left_s = self._pace.left_s(record.step, record.step_s)
@@ -228,25 +247,25 @@ class Bar:
         self._progress.update(self._task, completed=record.step, description=text)
 
     def close(self) -> None:
-        """Draw once more and give the cursor back."""
+        """Draw the bar once more and show the cursor again."""
         self._progress.stop()
 
 
 class PrintedLines:
-    """Sink of a loop of the user's own: a line every few steps."""
+    """Sink for a user's own loop, which prints a line every few steps."""
 
     def __init__(self, every_steps: int, breakdown: bool = False) -> None:
         self._every_steps, self._breakdown = every_steps, breakdown
 
     def write(self, record: Record) -> None:
-        """Print the step where it is one of them."""
+        """Print the step if its number divides by the interval."""
         if record.step % self._every_steps == 0:
             said = words(record, None, self._breakdown)
             rate = "" if record.lr is None else f"  lr {record.lr:.3g}"
             print(f"step {record.step}{rate}  " + "  ".join(said.values()), flush=True)
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because no line is held back."""
 
 
 def open_progress(
@@ -256,7 +275,15 @@ def open_progress(
     every_steps: int | None = None,
     breakdown: bool = False,
 ) -> Sink:
-    """A bar on a terminal, lines elsewhere."""
+    """Return a bar for a terminal, or lines for any other console.
+
+    Args:
+        console: Console to print to.
+        total_steps: Steps of the run.
+        first_step: Step at which the run starts.
+        every_steps: Steps between two lines; None: lines by time.
+        breakdown: Add the seconds of the parts of a step.
+    """
     if console.is_terminal and not console.is_dumb_terminal:
         return Bar(console, total_steps, first_step, breakdown=breakdown)
     return Lines(console, total_steps, every_steps=every_steps, breakdown=breakdown)

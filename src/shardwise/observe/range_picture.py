@@ -1,9 +1,9 @@
-"""lr_range.png: the loss over a learning rate that grows, and which rate to train with.
+"""lr_range.png: the loss over a growing learning rate, and the learning rate that the curve suggests.
 
     u = ln lr;  s(u) the smoothed loss;  lowest = argmin s;  steepest = argmin ds/du up to there
 
-Below ``steepest`` training is slower than it need be, beyond ``lowest`` it begins to fail. A cycle may go up to a rate
-between the two; a rate that is kept for long is taken near ``steepest``.
+Below ``steepest`` training is slower than necessary, beyond ``lowest`` it begins to fail. A cycle may go up to a rate
+between the two; a rate that is kept for long should be near ``steepest``.
 
 Paper: Smith 2018, arXiv:1803.09820.
 """
@@ -22,18 +22,18 @@ from shardwise.observe.picture import TRAIN, VALIDATION, empty_axes, smoothed, w
 
 _log = logging.getLogger(__name__)
 _FEWEST = 8
-"""Different rates that something can be said of."""
+"""Fewest different rates from which a result is derived."""
 
 
 class RangeReading(NamedTuple):
-    """What a range test says."""
+    """Result of a range test: learning rates."""
 
     steepest: float
-    """Rate at which the loss falls fastest."""
+    """Learning rate at which the loss falls fastest."""
     lowest: float
-    """Rate at which it is lowest."""
+    """Learning rate at which the loss is lowest."""
     fails: float | None
-    """First rate beyond ``lowest`` with a loss above that of the start; None where the test ended before."""
+    """First rate beyond ``lowest`` with a loss above that of the start; None if the test ended before."""
 
     def __str__(self) -> str:
         end = (
@@ -50,7 +50,12 @@ class RangeReading(NamedTuple):
 
 
 def reading(lrs: Sequence[float], losses: Sequence[float]) -> RangeReading | None:
-    """What the steps of a range test say; None of too few."""
+    """Return the result of a range test; None for too few rates.
+
+    Args:
+        lrs: Learning rate of each step.
+        losses: Loss of each step.
+    """
     by_rate: dict[float, list[float]] = {}
     for lr, loss in zip(lrs, losses, strict=True):
         by_rate.setdefault(lr, []).append(loss)
@@ -69,7 +74,13 @@ def reading(lrs: Sequence[float], losses: Sequence[float]) -> RangeReading | Non
 def draw_range(
     records: Sequence[Record], path: str | os.PathLike[str], title: str = ""
 ) -> RangeReading | None:
-    """Draw the loss over the learning rate, with what it says, into a PNG file."""
+    """Draw the loss over the learning rate into a PNG file and return the result of the range test.
+
+    Args:
+        records: Records of the run.
+        path: The PNG file.
+        title: Title of the picture.
+    """
     known = [(r.lr, r.loss) for r in records if r.lr]
     lrs, losses = [lr for lr, _ in known], [loss for _, loss in known]
     said = reading(lrs, losses)
@@ -80,7 +91,7 @@ def draw_range(
     start = losses[0] if losses and math.isfinite(losses[0]) else 1.0
     lowest = min((loss for loss in losses if math.isfinite(loss)), default=start)
     spread = max(start - lowest, 1e-3)
-    axes.set_ylim(lowest - 0.2 * spread, start + 0.6 * spread)  # what fails goes out of sight
+    axes.set_ylim(lowest - 0.2 * spread, start + 0.6 * spread)  # a failing loss runs out of the picture
     if said is not None:
         for rate, style, what in ((said.steepest, "-", "falls fastest"), (said.lowest, "--", "lowest")):
             axes.axvline(rate, color=VALIDATION, linestyle=style, linewidth=1.2, label=f"{what}, {rate:.2g}")
@@ -91,18 +102,18 @@ def draw_range(
 
 
 class RangePicture:
-    """Sink that draws ``lr_range.png`` at the end, also of a run that failed, and logs what it says."""
+    """Sink that draws ``lr_range.png`` at the end, also of a run that failed, and logs the result."""
 
     def __init__(self, path: str | os.PathLike[str], title: str = "", earlier: Sequence[Record] = ()) -> None:
         self._path, self._title = Path(path), title
         self._records = list(earlier)
 
     def write(self, record: Record) -> None:
-        """Keep the step."""
+        """Keep the record of the step."""
         self._records.append(record)
 
     def close(self) -> None:
-        """Draw."""
+        """Draw the picture and log the result."""
         if self._records:
             said = draw_range(self._records, self._path, self._title)
             _log.info("range test: %s", said or f"fewer than {_FEWEST} learning rates; let it run longer")

@@ -1,6 +1,6 @@
-"""A schedule as people see it: a table for the terminal and a picture, predicted and measured alike.
+"""A schedule for people: a table for the terminal and a picture, predicted or measured.
 
-Both take a ``Timeline``. In the table a column is a slice of time and a pass is written where it starts:
+Both take a ``Timeline``. In the table a column is a range of time and a pass is written in the column where it starts:
 
     rank 0   F0 F1 .. .. B0 == B1 ==        F0  forward of microbatch 0     ==  goes on
     rank 1   .. F0 B0 == F1 B1 == ..        B0  backward                    ..  idle
@@ -19,13 +19,17 @@ from shardwise.plan.action import Kind
 from shardwise.plan.timeline import Span, Timeline
 
 _SHADE = {Kind.F: 0.55, Kind.I: 0.1, Kind.B: 0.0, Kind.W: -0.35}
-"""Towards white (1) or black (-1)."""
+"""Shade of each Kind, towards white (1) or black (-1)."""
 
 
 def draw_text(timeline: Timeline, tick_s: float | None = None, columns: int = 400, row: str = "rank") -> str:
-    """One row per rank; a column is ``tick_s`` seconds (default: the shortest pass), at most ``columns`` of them.
+    """Return a table with one row per rank and one column per range of time.
 
-    ``row``: what the rows are called.
+    Args:
+        timeline: The timeline.
+        tick_s: Seconds of a column; None: the shortest pass.
+        columns: Most columns; the ticks grow to fit.
+        row: Word in front of the rank's number.
     """
     passes = {rank: timeline.passes(rank) for rank in timeline.spans}
     lengths = [span.stop_s - span.start_s for spans in passes.values() for span in spans]
@@ -40,7 +44,7 @@ def draw_text(timeline: Timeline, tick_s: float | None = None, columns: int = 40
     for rank, spans in passes.items():
         cells = ["." * width] * ticks
         for span in spans:
-            # A pass takes the columns whose middle it covers.
+            # A pass takes the columns whose middle lies inside the pass.
             first, stop = (
                 math.ceil((time - timeline.start_s) / tick_s - 0.5 - 1e-6)
                 for time in (span.start_s, span.stop_s)
@@ -56,9 +60,13 @@ def draw_text(timeline: Timeline, tick_s: float | None = None, columns: int = 40
 def draw_picture(
     timelines: Mapping[str, Timeline], path: str | os.PathLike[str], title: str = "", row: str = "rank"
 ) -> None:
-    """Draw timelines above one another into a PNG file, by name (predicted, measured), all on one scale.
+    """Draw timelines above one another into a PNG file, with a colour per stage, F light, B dark, idle grey.
 
-    A colour per stage, F light, B dark, idle grey. ``row``: what the rows are called.
+    Args:
+        timelines: Timelines by name (predicted, measured), on one scale.
+        path: The PNG file.
+        title: Title of the picture.
+        row: Word in front of the rank's number.
     """
     stages = 1 + max((stage for timeline in timelines.values() for stage in _stages(timeline)), default=0)
     longest_s = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
@@ -73,7 +81,7 @@ def draw_picture(
 
 
 def _bars(timeline: Timeline, stages: int, factor: float) -> Iterator[SpanBar]:
-    """One for each pass."""
+    """Yield one bar for each pass."""
     with_stage = _has_several_stages(timeline)
     for place, rank in enumerate(timeline.spans):
         for span in timeline.passes(rank):
@@ -86,7 +94,7 @@ def _bars(timeline: Timeline, stages: int, factor: float) -> Iterator[SpanBar]:
 
 
 def _add_key(axes: Any, timelines: Mapping[str, Timeline], stages: int) -> None:
-    """What the colours say, above the first panel, at its right."""
+    """Add the key of the colours above the first panel, at its right."""
     from matplotlib.patches import Patch
 
     kinds = {s.action.kind for t in timelines.values() for rank in t.spans for s in t.passes(rank)}
@@ -118,10 +126,10 @@ def _label(span: Span, with_stage: bool) -> str:
 
 
 def _colour(stage: int, stages: int, kind: Kind) -> tuple[float, float, float]:
-    """The stage's hue; the shade says what is computed."""
+    """Return the stage's hue in the shade of the Kind."""
     if stages <= len(PALETTE):
         parts = [int(PALETTE[stage][place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    else:  # evenly round the circle
+    else:  # evenly around the colour circle
         parts = list(colorsys.hsv_to_rgb((0.58 + stage / stages) % 1, 0.62, 0.72))
     shade = _SHADE[kind]
     towards, share = (1.0, shade) if shade > 0 else (0.0, -shade)
