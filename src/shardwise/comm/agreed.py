@@ -1,11 +1,11 @@
-"""What both ends of a wire know of its messages without being told: their headers, by name and likeness.
+"""Headers that both ends of a connection know without a transfer, by name and likeness.
 
     first time       header, tensors        both ends keep the header under (name, likeness)
     afterwards       tensors                the sender compares its header with the kept one, and refuses another
     end of a walk    a hash of all that went each way is compared
 
-A likeness is a number that both ends compute from what they have in common (the shapes of the microbatch). Whether a
-header is kept stands in it, so that both ends do the same.
+A likeness is a number that both ends compute from what they have in common (the shapes of the microbatch). The header
+itself contains whether it is kept, so that both ends do the same.
 """
 
 import json
@@ -14,28 +14,39 @@ import zlib
 from shardwise.plan.errors import PlanError
 
 _KEPT = 4096
-"""Headers of one direction. Both ends keep them in one order, and so drop the same ones."""
+"""Headers kept for one direction. Both ends keep them in the same order, and so drop the same headers."""
 
 
 class Headers:
-    """Of one direction."""
+    """Headers of the messages in one direction."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], bytes] = {}
         self.hash = 0
-        """Of all that went, in its order."""
+        """Hash of all messages, in their order."""
 
     def find(self, what: str, like: int | None) -> bytes | None:
-        """The header of the next message, where it is known; it counts as gone."""
+        """Return the header of the next message if it is known, and count the message as sent; else None.
+
+        Args:
+            what: Name of the message.
+            like: Likeness of the message; None: unknown.
+        """
         header = None if like is None else self._kept.get((what, like))
         if header is not None:
             self._count(like, header)
         return header
 
     def is_known(self, what: str, like: int | None, header: bytes) -> bool:
-        """Of the next message, which the sender has: whether it may go without. It is kept from now on.
+        """Return whether the sender's next message may go without its header, and keep the header from now on.
 
-        Errors: PlanError where another one is known.
+        Args:
+            what: Name of the message.
+            like: Likeness of the message; None: unknown.
+            header: Header of the message.
+
+        Raises:
+            PlanError: if another header is known.
         """
         known = self.find(what, like)
         if known is None:
@@ -50,7 +61,13 @@ class Headers:
         return True
 
     def agree(self, what: str, like: int | None, header: bytes) -> None:
-        """It went with its message."""
+        """Record that ``header`` was sent with its message.
+
+        Args:
+            what: Name of the message.
+            like: Likeness of the message; None: unknown.
+            header: Header of the message.
+        """
         self._count(like, header)
         if like is None or not json.loads(header)[3]:
             return

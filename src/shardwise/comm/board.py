@@ -1,17 +1,18 @@
 """Board: short texts that the ranks of a World write for one another, in a part of the job's store of their own.
 
     world.post(key, text)          each rank, under its own index
-    world.collect(key, timeout_s)  all of them, by rank; waits for the late
-    board.meet(ranks, call)        no text: returns when all ``ranks`` have come to the same call
+    world.collect(key, timeout_s)  all of them, by rank; waits for late ranks
+    board.meet(ranks, call)        no text: returns when all ``ranks`` have reached the same call
 
-A word that no other World of the job has begins every key, so what two Worlds write never mixes. ``number`` counts how
-often the ranks have met for one thing, which keeps the keys of each meeting apart: ranks that do the same in the same
-order count alike.
+Every key begins with a word that no other World of the job has, so texts of two Worlds never mix. ``number`` counts how
+often the ranks have met for one purpose, which keeps the keys of each meeting apart: ranks that make the same calls in
+the same order count alike.
 
-A thread of its own reads the texts, since a call of the store may block (rank 0, which serves it, may be stopped). The
-caller meanwhile looks at the watch's verdict, and once a second whether a rank of this host has ended.
+A separate thread reads the texts, because a call of the store may block (rank 0, which serves it, may be stopped).
+Meanwhile the caller checks the watch's verdict, and once a second whether a rank of this host has ended.
 
-Cost of a meeting: one thread, and some calls of the store; ``meet`` takes as many of a rank however many ranks meet.
+Cost of a meeting: one thread, and some calls of the store; ``meet`` needs the same number of calls per rank however
+many ranks meet.
 """
 
 import contextlib
@@ -30,17 +31,22 @@ from shardwise.plan.errors import CommError, DeadlineError
 from shardwise.plan.words import named_ranks
 
 _SLICE_S = 0.05
-"""A thread that waits for texts looks this often at the verdict."""
+"""Interval in seconds at which a thread that waits for texts checks the verdict."""
 _LOOK_S = 1.0
-"""It looks this often whether a rank has ended."""
+"""Interval in seconds at which the thread checks whether a rank has ended."""
 _LAST_TEXT_S = 0.5
-"""The time that the last text of a rank that has ended gets to arrive."""
+"""Seconds that the last text of a rank that has ended gets to arrive."""
 
 
 class Board:
-    """See the module's docstring. ``rank``: this one's, in errors. Without a ``store`` one process writes to itself.
+    """Short texts between the ranks of a World.
 
-    ``watch`` knows who keeps the others waiting; None for one process. ``members``: ranks of the job, by rank here.
+    Args:
+        rank: This rank, in errors.
+        store: Store of the job; None: one process writes to itself.
+        word: First part of every key.
+        watch: Watch of this rank; None for one process.
+        members: Ranks of the job, by rank of the World.
     """
 
     def __init__(
@@ -53,33 +59,50 @@ class Board:
     ):
         self.store = store
         self.word = word
-        """First part of every key and name: no other World of the job has it."""
+        """First part of every key and name, which no other World of the job has."""
         self.watch = watch
         self.members = tuple(members)
         self._rank = rank
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._past: dict[tuple[int, ...], str] = {}
-        """By the ranks that met: the key of their last meeting."""
+        """Key of the last meeting, by the ranks that met."""
 
     def part(self, rank: int, name: str, members: Sequence[int]) -> "Board":
-        """Return the board of some of the ranks, ``members`` of the job, in which this one counts as ``rank``."""
+        """Return the board of some of the ranks.
+
+        Args:
+            rank: This rank among ``members``.
+            name: Name of the part.
+            members: Ranks of the job.
+        """
         return Board(rank, self.store, f"{self.word}/{name}", self.watch, members)
 
     def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
-        """Inside, the calling thread does its own part of something for which others wait at keys below ``key``."""
+        """Return a context in which the calling thread does its part of work for which other ranks wait.
+
+        Args:
+            key: Beginning of the keys at which the others wait.
+            what: Name of the work.
+        """
         return contextlib.nullcontext() if self.watch is None else self.watch.at_work(key, what)
 
     def joining(self, thread: int) -> AbstractContextManager[None]:
-        """Inside, the calling thread waits for another one of this process."""
+        """Return a context in which the calling thread waits for the thread ``thread`` of this process."""
         return contextlib.nullcontext() if self.watch is None else self.watch.joining(thread)
 
     def number(self, *what: Any) -> int:
-        """0, 1, 2 ... each time that ``what`` is asked for."""
+        """Return 0, 1, 2 ... at each call with the same ``what``."""
         self._numbers[what] = self._numbers.get(what, -1) + 1
         return self._numbers[what]
 
     def post(self, key: str, index: int, text: str) -> None:
-        """Write ``text`` under ``key`` as number ``index`` of those who meet there; usable from any thread."""
+        """Write ``text`` under ``key``; usable from any thread.
+
+        Args:
+            key: Key of the exchange.
+            index: Index of this rank among the ranks that meet.
+            text: The text.
+        """
         if self.store is None:
             self.store = dist.HashStore()
         self.store.set(self._name(key, index), text)
@@ -87,18 +110,18 @@ class Board:
     def collect(
         self, key: str, size: int, timeout_s: float, what: str = "", ranks: Sequence[int] | None = None
     ) -> list[str]:
-        """Return the texts of all ``size`` that meet under ``key``, by index; wait for the late.
+        """Return the texts of all ``size`` ranks that meet under ``key``, by index, after waiting for late ranks.
 
         Args:
             key: As in ``post``.
-            size: The number of texts.
-            timeout_s: Seconds after which it is an error.
-            what: The meeting in errors; left out, ``key``.
-            ranks: The job's ranks that meet, by index; left out, the first members of this board.
+            size: Number of texts.
+            timeout_s: Seconds to wait.
+            what: Name of the exchange in errors; "": ``key``.
+            ranks: Ranks of the job that meet, by index; None: the first members of this board.
 
         Raises:
-            DeadlineError: If a text is missing after ``timeout_s``, or the watch finds that it will not come.
-            CommError: If a rank that has not written has ended, or the store has.
+            DeadlineError: if a text is missing after ``timeout_s``, or the watch finds that it will not come.
+            CommError: if a rank that has not written has ended, or the store has.
         """
         if self.store is None:
             raise CommError(f"store: nothing was ever posted under {key!r}")
@@ -118,11 +141,16 @@ class Board:
             self.watch.end()
 
     def meet(self, ranks: tuple[int, ...], call: str, timeout_s: float) -> None:
-        """Return when all ``ranks`` of the job have come to ``call``.
+        """Wait until all ``ranks`` of the job have reached ``call``.
+
+        Args:
+            ranks: Ranks of the job.
+            call: Name of the call.
+            timeout_s: Seconds to wait.
 
         Raises:
-            DeadlineError: If a rank does not come in time, or the watch finds that it will not come.
-            CommError: If a rank has ended, or the store has.
+            DeadlineError: if a rank does not come in time, or the watch finds that it will not come.
+            CommError: if a rank has ended, or the store has.
         """
         if self.watch is None or self.store is None:
             return
@@ -182,13 +210,17 @@ class Board:
         return self.members[self._rank] if self._rank < len(self.members) else self._rank
 
     def forget(self, key: str, size: int) -> None:
-        """Drop the texts of all ``size``; for one of them, when all have read them."""
+        """Delete the texts of all ``size`` ranks; called by one rank when all have read them."""
         if self.store is not None:
             for index in range(size):
                 self.store.delete_key(self._name(key, index))
 
     def raise_verdict(self) -> None:
-        """Called by whoever waits; raises where the watch has found that the waiting is in vain."""
+        """Raise the watch's verdict, if there is one, in a thread that waits.
+
+        Raises:
+            DeadlineError: if the watch has found that the waiting is in vain.
+        """
         if self.watch is not None:
             self.watch.raise_verdict()
 
@@ -207,15 +239,15 @@ class _Reading(threading.Thread):
         self.texts: list[str] = []
         self.error: Exception | None = None
         self.ended: tuple[int, ...] = ()
-        """Places of ranks that have ended, which may have written before."""
+        """Indices of ranks that have ended, which may have written before."""
         self.lost: list[int] = []
-        """Places of those that have not."""
+        """Indices of ranks that have ended without writing."""
         self.is_over = False
-        """True if nobody waits for the texts any more."""
+        """True if no caller waits for the texts any more."""
         self.is_done = threading.Event()
 
     def run(self) -> None:
-        """Read them, or store why that is in vain."""
+        """Read the texts, or store the reason why they cannot be read."""
         pause_s = 0.0005
         try:
             self._arrive()
@@ -237,21 +269,21 @@ class _Reading(threading.Thread):
             self.is_done.set()
 
     def _arrive(self) -> None:
-        """Nothing: the caller has written its text."""
+        """Do nothing, because the caller has written its text."""
 
     def missing(self) -> list[int]:
-        """Return the places of texts that are not there, each asked for on its own."""
+        """Return the indices of missing texts, each checked by itself."""
         return [place for place, name in enumerate(self._names) if not self._store.check([name])]
 
 
 class _Arriving(_Reading):
-    """A thread that says that this rank has come, and waits for the word of the last one that comes."""
+    """A thread that reports the arrival of this rank, and waits until the last rank has arrived."""
 
     def __init__(self, store: dist.Store, names: Sequence[str], index: int, past: str):
         super().__init__(store, names)
         self._index = index
         self._past = past.rpartition("/")[0]
-        """Of the meeting before, whose keys nobody reads any more."""
+        """Key of the meeting before, whose texts are no longer read."""
         self._key = self._names[0].rpartition("/")[0]
         self._awaited = [f"{self._key}/go"]
 

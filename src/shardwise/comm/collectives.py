@@ -1,15 +1,16 @@
-"""The collectives on one mesh axis, over whichever transport is fastest there.
+"""The collectives on one mesh axis, over the fastest transport of its ranks.
 
-A ``Group`` is what the rest of Shardwise sees: it counts, names and times each call and turns a failure into an error
-that says rank, operation, Unit and step. A ``Transport`` moves the bytes:
+The rest of Shardwise uses a ``Group``, which counts, names and times each call and turns a failure into an error that
+contains rank, operation, Unit and step. A ``Transport`` moves the bytes:
 
     TorchTransport          NCCL, or gloo with the compositions below
     SharedMemoryTransport   CPU ranks of one host (comm/shared_memory.py)
 
-A backend sums in the dtype that travels, so a 16-bit gradient whose sum is kept in fp32 goes by an all-to-all in 16
-bits and one sum over what came: the bytes that are counted are those that are sent.
+A backend sums in the dtype that it sends. So a 16-bit gradient whose sum is kept in fp32 is sent by an all-to-all in 16
+bits, followed by one local sum: the bytes that are counted are those that are sent.
 
-On gloo the native reduce-scatter and all-gather are slower than what its other calls give (benchmarks/collectives):
+On gloo the native reduce-scatter and all-gather are slower than compositions of its other calls
+(benchmarks/collectives):
     reduce-scatter = one all-to-all, then local sums in rank order: 2 to 4 times faster, with the other transport's bits
     all-gather     = N broadcasts in flight together
 
@@ -41,16 +42,16 @@ from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
 _PIECE_BYTES = 16 << 20
 _SLICE_S = 0.25
-"""A thread that waits inside torch looks this often whether it waits in vain."""
+"""Interval in seconds at which a thread that waits inside torch checks whether it waits in vain."""
 _STEPS = 32
-"""Steps that the median is taken of."""
+"""Number of steps in the median."""
 _LIMIT_STEPS, _PATIENCE_STEPS = 10, 5
 
 
 class Pending:
     """A collective in flight; ``wait`` returns when its output may be used.
 
-    On a device that is by what the current stream does next, and the host goes on: ``works`` run on ``communicator``.
+    On a device, the current stream waits and the host goes on: ``works`` run on ``communicator``.
     """
 
     __slots__ = ("_finish", "communicator", "works")
@@ -79,28 +80,43 @@ DONE = Pending()
 class Transport(Protocol):
     """Moves bytes between the ranks of one group. ``what`` names the tensor in errors."""
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending | None: ...
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending | None:
+        """Gather the ranks' shards into ``output``."""
+        ...
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending | None: ...
+    ) -> Pending | None:
+        """Write (or add) this rank's part of the sum of ``full`` into ``shard_out``."""
+        ...
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending | None: ...
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending | None:
+        """Sum ``tensor`` over the ranks in place."""
+        ...
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending | None: ...
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending | None:
+        """Copy ``tensor`` from the rank with index ``root``."""
+        ...
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending | None: ...
+    ) -> Pending | None:
+        """Send parts of ``sent`` to each rank and receive into ``output``."""
+        ...
 
-    def barrier(self, timeout_s: float, what: str) -> Pending | None: ...
+    def barrier(self, timeout_s: float, what: str) -> Pending | None:
+        """Wait until all ranks have arrived."""
+        ...
 
 
 class Clock:
-    """The step that the ranks are in, shared by all groups of an engine; errors and deadlines read it.
+    """The step that the ranks are in, shared by all groups of an engine and read by errors and deadlines.
 
-    ``timeout_s``: as ``comm.timeout_s``. ``watch`` hears of every wait; None where nobody watches. ``meet``: as
-    ``Board.meet``.
+    Args:
+        timeout_s: Value of ``comm.timeout_s``.
+        delay_s: Longest random pause before a collective, for debugging.
+        watch: Watch that records every wait; None: no watch.
+        meet: Function as ``Board.meet``.
     """
 
     def __init__(
@@ -123,12 +139,15 @@ class Clock:
         self._is_alone = False
         self._meet = meet
         self.met: set[tuple[int, ...]] | None = None
-        """The ranks that have met in the call that the main thread is in; None outside of a call that begins so."""
+        """Ranks that have met in the main thread's current call; None outside a call that begins with a meeting."""
         self._tell_patience()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this rank works for itself: a collective, which would wait for ever, is an error."""
+        """Treat this rank as working alone inside the ``with`` block: a collective there is an error.
+
+        A collective would wait forever for ranks that do not call it.
+        """
         self._is_alone = True
         try:
             yield
@@ -136,12 +155,19 @@ class Clock:
             self._is_alone = False
 
     def check_together(self, what: str) -> None:
-        """Errors: UsageError inside ``alone``."""
+        """Check that this rank is not working alone.
+
+        Args:
+            what: Name of the operation, for the error.
+
+        Raises:
+            UsageError: inside ``alone``.
+        """
         if self._is_alone:
             raise UsageError(f"{what} takes all ranks, but this one works alone here")
 
     def step_ended(self) -> None:
-        """One more step is done."""
+        """Record the end of a step."""
         now = time.monotonic()
         if self.steps_done:
             self._step_s.append(now - self._ended_s)
@@ -153,16 +179,20 @@ class Clock:
 
     @property
     def timeout_s(self) -> float:
-        """When a wait ends the job at the latest: long in the first step of this process, short later."""
+        """Seconds after which a wait ends the job: long in the first step of this process, short later."""
         given = self._timeout_s
         base = max(LONGEST_WAIT_S, _LIMIT_STEPS * self._median_s) if isinstance(given, str) else given
         return base * (10 if self.steps_done == 0 else 1)
 
     @contextmanager
     def within(self, call: str, meets: bool = False) -> Iterator[None]:
-        """Inside, the calling thread is in ``call``, which all ranks must make: errors and the watch name it. With
-        ``meets`` the ranks of a group first see that all have come to it: else a collective of a call that one rank
-        makes alone could be taken for one of the training's."""
+        """Name the collective call ``call`` in errors and to the watch inside the ``with`` block.
+
+        Args:
+            call: Name of the call, which all ranks must make.
+            meets: Let the ranks of each group first check that all have reached the call. Otherwise a collective of a
+                call that one rank makes alone could be mistaken for a collective of training.
+        """
         if self.watch is None:
             yield
             return
@@ -177,19 +207,22 @@ class Clock:
                 self.met = None
 
     def meet(self, ranks: tuple[int, ...]) -> None:
-        """Within a call that begins so, return when all ``ranks`` of the job have come to it; once for each call."""
+        """Wait until all ``ranks`` of the job have reached the current call; once for each call.
+
+        Does nothing outside a call that begins with a meeting.
+        """
         if self.met is not None and self._meet is not None and ranks not in self.met and self.call:
             self.met.add(ranks)
             self._meet(ranks, self.call, self.timeout_s)
 
     @property
     def call(self) -> str:
-        """The collective call that the calling thread is in; empty outside of one."""
+        """Name of the collective call that the calling thread is in; "" outside such a call."""
         return "" if self.watch is None else self.watch.call
 
     @property
     def advice(self) -> str:
-        """The sentence of ``advice`` about the call that the calling thread is in; empty outside of one."""
+        """Sentence of ``advice`` on the call that the calling thread is in; "" outside such a call."""
         call = self.call
         return f" {advice(call)}" if call else ""
 
@@ -199,27 +232,32 @@ class Clock:
         give_up: Callable[[], None] | None = None,
         members: tuple[int, ...] = (),
     ) -> None:
-        """The calling thread waits for other ranks: ``what`` is (rank, operation, tensor), ``members`` are the ranks of
-        the job that take part. ``end_wait`` ends it."""
+        """Record that the calling thread waits for other ranks, until ``end_wait``.
+
+        Args:
+            what: (rank, operation, tensor) of the wait.
+            give_up: Function that wakes a thread that waits inside torch.
+            members: Ranks of the job that take part.
+        """
         if self.watch is not None:
             is_auto = isinstance(self._timeout_s, str)
             patience_s, standstill_s = self._patience_s
             self.watch.begin((*what, self.step), patience_s, is_auto, standstill_s, give_up, members)
 
     def end_wait(self) -> None:
-        """It waits no longer."""
+        """Record that the calling thread waits no longer."""
         if self.watch is not None:
             self.watch.end()
 
     def _patience(self) -> tuple[float, float]:
-        """After how long the others are asked, and how long one of them may stand still."""
+        """Return the seconds after which the other ranks are asked, and the seconds that a rank may stand still."""
         patience_s = max(PATIENCE_S, _PATIENCE_STEPS * self._median_s)
         if not isinstance(self._timeout_s, str):
             patience_s = min(patience_s, self.timeout_s / 2)
         return patience_s, patience_s if self.steps_done else max(patience_s, FIRST_STEP_S)
 
     def _tell_patience(self) -> None:
-        """Let waits for texts of other ranks, which no clock measures, have the patience of this engine."""
+        """Pass the patience of this engine to the watch, for waits for texts, which no clock measures."""
         if self.watch is not None:
             patience_s, standstill_s = self._patience_s
             given = self._timeout_s
@@ -233,7 +271,17 @@ class Clock:
         explain: Callable[[Exception], CommError],
         members: tuple[int, ...] = (),
     ) -> Flight | None:
-        """What a device exchanges while the host goes on has as long as a wait; None where nobody watches."""
+        """Give a collective on a device, which runs while the host goes on, the deadline of a wait.
+
+        Args:
+            pending: The collective.
+            what: (rank, operation, tensor) of the wait.
+            explain: Function that turns an error into ours.
+            members: Ranks of the job that take part.
+
+        Returns:
+            The flight; None without a watch.
+        """
         if self.watch is None or pending.communicator is None:
             return None
         patience_s, standstill_s = self._patience_s
@@ -251,26 +299,26 @@ class Clock:
         return flight
 
     def check_intact(self) -> None:
-        """Errors: what has failed, or was late, on the device since: from there on its numbers are undefined."""
+        """Raise the error of a collective that failed or was late on the device; later numbers there are undefined."""
         if self.watch is not None:
             self.watch.raise_failure()
 
     def condemn(self, words: str) -> None:
-        """Nothing more can be exchanged, on any rank, and ``words`` say why."""
+        """End all communication of all ranks, with ``words`` as the reason."""
         if self.watch is not None:
             self.watch.condemn(words)
 
     def verdict(self) -> str:
-        """Why waiting was in vain; empty where nobody said so."""
+        """Return the reason why waiting was in vain; "" if there is none."""
         return "" if self.watch is None else self.watch.last_word()
 
     @property
     def story(self) -> str:
-        """Whom the others waited for, where they were asked."""
+        """Sentence on the ranks that kept others waiting when last asked; "" if none were asked."""
         return f" When last asked: {self.watch.story}" if self.watch is not None and self.watch.story else ""
 
     def maybe_delay(self) -> None:
-        """Debug mode's random pause."""
+        """Sleep for the random pause of debug mode, if it is set."""
         if self._delay_s:
             time.sleep(self._random.uniform(0, self._delay_s))
 
@@ -283,26 +331,33 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     transport: Transport | None
-    """None where the axis has one rank: every collective is then the identity."""
+    """Transport of the bytes; None if the axis has one rank: every collective is then the identity."""
     clock: Clock
     traffic: Traffic
     names: tuple[int, ...] = ()
-    """The ranks as the whole job counts them, for errors; left out, as ``ranks``."""
+    """Ranks in the numbering of the whole job, for errors; empty: as ``ranks``."""
     hosts: tuple[int, ...] = ()
-    """Of each rank the number of its host; left out, all are on one."""
+    """Number of each rank's host; empty: all ranks are on one host."""
 
     @classmethod
     def alone(cls, axis: str) -> "Group":
-        """A group of one rank, whose collectives are the identity."""
+        """Build a group of one rank, whose collectives are the identity."""
         return cls(axis, (0,), 0, None, Clock(0.0), Traffic())
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
     def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Purpose = "weights") -> Pending:
-        """``output[i]`` becomes rank i's ``shard``, which may lie in ``output`` already."""
+        """Gather the ranks' shards: ``output[i]`` becomes rank i's ``shard``.
+
+        Args:
+            output: Full tensor.
+            shard: This rank's part, which may lie in ``output`` already.
+            what: Name of the tensor in errors.
+            purpose: Kind of traffic.
+        """
         if self.transport is None:
             if not _is_there(output, shard):
                 output.copy_(shard)
@@ -319,10 +374,17 @@ class Group:
         purpose: Purpose = "gradients",
         accumulate: bool = False,
     ) -> Pending:
-        """``shard_out`` becomes (or grows by) this rank's part of the sum of ``full`` over the ranks.
+        """Write this rank's part of the sum of ``full`` over the ranks into ``shard_out``.
 
-        ``full`` may have a narrower dtype than ``shard_out``: the sum is taken in the wider one. It keeps its contents,
-        but for ``shard_out`` where that is a part of it.
+        ``full`` may have a narrower dtype than ``shard_out``; the sum is computed in the wider dtype. ``full`` keeps
+        its contents, except for ``shard_out`` if that is a part of it.
+
+        Args:
+            shard_out: This rank's part of the sum.
+            full: This rank's addend.
+            what: Name of the tensor in errors.
+            purpose: Kind of traffic.
+            accumulate: Add to ``shard_out`` instead of overwriting it.
         """
         if self.transport is None:
             if accumulate:
@@ -339,19 +401,40 @@ class Group:
         )
 
     def all_reduce(self, tensor: Tensor, what: str, purpose: Purpose = "gradients") -> Pending:
-        """``tensor`` becomes its sum over the ranks, the same bits on each."""
+        """Sum ``tensor`` over the ranks in place, with the same bits on each.
+
+        Args:
+            tensor: This rank's addend, then the sum.
+            what: Name of the tensor in errors.
+            purpose: Kind of traffic.
+        """
         if self.transport is None:
             return DONE
         return self._run("all_reduce", purpose, tensor, what, lambda t, s: t.all_reduce(tensor, s, what))
 
     def all_equal(self, number: int, what: str, device: torch.device | None = None) -> bool:
-        """Whether every rank brings the same 64-bit ``number``: exact, and one answer on all (comm/equality.py)."""
+        """Return whether every rank passes the same 64-bit ``number`` (comm/equality.py).
+
+        The test is exact, and its result is the same on all ranks.
+
+        Args:
+            number: This rank's number.
+            what: Name of the comparison in errors.
+            device: Device of the sums.
+        """
         sums = torch.tensor(terms(number), dtype=torch.int64, device=device)
         self.all_reduce(sums, what, purpose="control").wait()
         return are_equal(self.size, sums.tolist())
 
     def broadcast(self, tensor: Tensor, root: int, what: str, purpose: Purpose = "control") -> Pending:
-        """``tensor`` becomes that of the rank with index ``root``."""
+        """Copy ``tensor`` from the rank with index ``root``.
+
+        Args:
+            tensor: Source on that rank, destination on the others.
+            root: Index of the rank in the group.
+            what: Name of the tensor in errors.
+            purpose: Kind of traffic.
+        """
         if self.transport is None:
             return DONE
         return self._run("broadcast", purpose, tensor, what, lambda t, s: t.broadcast(tensor, root, s, what))
@@ -364,9 +447,14 @@ class Group:
         what: str,
         purpose: Purpose = "activations",
     ) -> Pending:
-        """``counts[i][j]`` elements go from rank i to rank j.
+        """Send ``counts[i][j]`` elements from rank i to rank j.
 
-        ``sent`` holds what goes to each rank, ``output`` what came from each, both in rank order.
+        Args:
+            output: Elements from each rank, in rank order.
+            sent: Elements for each rank, in rank order.
+            counts: Elements by sender and receiver.
+            what: Name of the tensor in errors.
+            purpose: Kind of traffic.
         """
         if self.transport is None:
             output.copy_(sent)
@@ -382,7 +470,7 @@ class Group:
         )
 
     def barrier(self, what: str = "barrier") -> None:
-        """Return when every rank of the group has arrived."""
+        """Wait until every rank of the group has arrived."""
         if self.transport is not None:
             empty = torch.empty(0)
             self._run("barrier", "control", empty, what, lambda t, s: t.barrier(s, what)).wait()
@@ -438,7 +526,7 @@ class Group:
         return Pending(finish)
 
     def meet(self) -> None:
-        """Return when all ranks of the group have come to the call of the engine's that this one is in."""
+        """Wait until all ranks of the group have reached the engine call that this rank is in."""
         if self.transport is not None:
             self.clock.meet(self.names or self.ranks)
 
@@ -467,27 +555,39 @@ class Group:
 
 
 class NoTransport:
-    """Moves nothing: between ranks that are not there, for who looks at shapes alone."""
+    """Transport that moves nothing, between ranks that do not exist: for callers that need only shapes."""
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> None: ...
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> None: ...
+    ) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> None: ...
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> None: ...
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> None: ...
+    ) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
 
-    def barrier(self, timeout_s: float, what: str) -> None: ...
+    def barrier(self, timeout_s: float, what: str) -> None:
+        """Return without waiting."""
+        ...  # noqa: PIE790
 
 
 def _gather_call() -> Callable[..., Any]:
-    """``all_gather_single`` from torch 2.13 on, ``all_gather_into_tensor`` before."""
+    """Return ``all_gather_single``, or ``all_gather_into_tensor`` before torch 2.13."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -496,10 +596,15 @@ def _scatter_call() -> Callable[..., Any]:
 
 
 class TorchTransport:
-    """Collectives of torch.distributed on one process group; ``composed`` takes gloo's faster compositions.
+    """Collectives of torch.distributed on one process group.
 
-    ``device``: where its tensors lie; the host waits for those on the CPU alone. ``alarm`` is called by whoever waits,
-    and may raise.
+    Args:
+        group: The process group; None: torch's default group.
+        ranks: Ranks of the job in the group.
+        index: Index of this rank.
+        composed: Use gloo's faster compositions.
+        device: Device of the tensors; the host waits only for tensors on the CPU.
+        alarm: Function that a waiting thread calls; it may raise.
     """
 
     def __init__(
@@ -523,6 +628,7 @@ class TorchTransport:
         self._reduce_scatter = _scatter_call()
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+        """Gather the ranks' shards into ``output``."""
         if not self._composed:
             work = self._all_gather(output, shard, group=self._open_group, async_op=True)
             return self._waiting([work], timeout_s, output)
@@ -538,6 +644,7 @@ class TorchTransport:
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
     ) -> Pending:
+        """Write (or add) this rank's part of the sum of ``full`` into ``shard_out``."""
         if self._composed:
             self._exchange_and_sum(shard_out, full, timeout_s, accumulate)
             return DONE
@@ -556,7 +663,10 @@ class TorchTransport:
     def _exchange_then_sum(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool
     ) -> Pending:
-        """A backend sums in the dtype that travels: here each rank gets narrow parts and sums them in the wide one."""
+        """Send narrow parts to each rank and sum them in the wide dtype.
+
+        A backend's own reduce-scatter would sum in the dtype that it sends.
+        """
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self._open_group, async_op=True)
 
@@ -571,7 +681,7 @@ class TorchTransport:
         return self._pending(finish, [work], full)
 
     def _exchange_and_sum(self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool) -> None:
-        """All-to-all in bounded pieces, then sums in rank order, so that every transport gives the same bits."""
+        """Run all-to-alls in bounded pieces, then sum in rank order, so that every transport returns the same bits."""
         ranks = len(self._ranks)
         parts = full.view(ranks, -1)
         piece = max(_PIECE_BYTES // (ranks * full.itemsize), 1)
@@ -587,17 +697,20 @@ class TorchTransport:
                 _sum_in_order(received, total)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+        """Sum ``tensor`` over the ranks in place."""
         return self._waiting(
             [dist.all_reduce(tensor, group=self._open_group, async_op=True)], timeout_s, tensor
         )
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+        """Copy ``tensor`` from the rank with index ``root``."""
         work = dist.broadcast(tensor, src=self._ranks[root], group=self._open_group, async_op=True)
         return self._waiting([work], timeout_s, tensor)
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
     ) -> Pending:
+        """Send parts of ``sent`` to each rank and receive into ``output``."""
         work = dist.all_to_all_single(
             output,
             sent,
@@ -609,10 +722,12 @@ class TorchTransport:
         return self._waiting([work], timeout_s, sent)
 
     def barrier(self, timeout_s: float, what: str) -> Pending:
-        return self.all_reduce(torch.ones(1), timeout_s, what)  # the host waits for those of the host alone
+        """Wait until all ranks have arrived."""
+        # A tensor on the CPU, because the host waits only for those.
+        return self.all_reduce(torch.ones(1), timeout_s, what)
 
     def close(self) -> None:
-        """Let go of the group, which ends where the last reference to it does."""
+        """Drop the reference to the group, which ends with its last reference."""
         self._is_closed = True
         self._group = self._communicator = None
 
@@ -629,8 +744,10 @@ class TorchTransport:
         return Pending(finish) if tensor.device.type == "cpu" else Pending(finish, works, self._communicator)
 
     def _wait(self, works: list[Any], timeout_s: float, tensor: Tensor) -> None:
-        """Until all have ended; on a device, where a wait with a deadline would stop the host, until its stream waits.
-        gloo's may be waited for in slices."""
+        """Wait until all works have ended; on a device, only until its stream waits for them.
+
+        A wait with a deadline would stop the host of a device. The waits of gloo may be cut into slices.
+        """
         if tensor.device.type != "cpu":
             for work in works:
                 work.wait()
@@ -646,7 +763,8 @@ class TorchTransport:
                 except RuntimeError:
                     if not slices:
                         raise
-                    if work.is_completed():  # after the slice, or by an error: this wait says which
+                    # The work ended after the slice, or by an error: this wait raises it.
+                    if work.is_completed():
                         work.wait(timedelta(seconds=_SLICE_S))
                         break
                 if self._alarm is not None:
@@ -654,13 +772,13 @@ class TorchTransport:
 
 
 def _is_there(a: Tensor, b: Tensor) -> bool:
-    """Whether both begin in the same place of memory; also of tensors that have no address."""
+    """Return whether both tensors begin at the same place of memory; also for tensors that have no address."""
     is_one = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return is_one and a.storage_offset() == b.storage_offset()
 
 
 def _sum_in_order(rows: Tensor, total: Tensor) -> Tensor:
-    """``total`` becomes row 0 + row 1 + ..., 16-bit sums taken in fp32 and rounded once."""
+    """Write row 0 + row 1 + ... into ``total``; 16-bit sums are computed in fp32 and rounded once."""
     wide = torch.promote_types(total.dtype, torch.float32) if total.is_floating_point() else total.dtype
     summed = total if wide == total.dtype else torch.empty_like(total, dtype=wide)
     torch.add(rows[0].to(wide), rows[1], out=summed)

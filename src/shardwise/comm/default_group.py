@@ -1,9 +1,9 @@
-"""torch's default group, for scripts that are written in torch.distributed's names.
+"""torch's default group, for scripts that are written with torch.distributed's names.
 
-A World (world.py) has groups of its own; a script of DeepSpeed's calls ``torch.distributed`` itself, also as one
-process that nobody launched. ``begin`` makes the default group that all of it goes to, sealed as ever where there are
-several ranks; the functions below answer as one process where there is none. Any other name of torch.distributed's is
-torch's own: ``default_group.all_reduce`` is ``torch.distributed.all_reduce``.
+A World (world.py) has groups of its own. A script for DeepSpeed calls ``torch.distributed`` itself, also as a single
+process without a launcher. ``begin`` makes the default group for all of these calls, with a sealed store if there are
+several ranks; without a group, the functions below return the results of one process. All other names are torch's own:
+``default_group.all_reduce`` is ``torch.distributed.all_reduce``.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,12 @@ from shardwise.comm.world import JOIN_S, join
 
 
 def begin(timeout_s: float = JOIN_S, device: str = "auto") -> None:
-    """Meet the other ranks and make torch's default group, where there is none. All ranks call it."""
+    """Wait for the other ranks and make torch's default group, if there is none. All ranks make this call.
+
+    Args:
+        timeout_s: Seconds within which all ranks must join.
+        device: As in ``join``.
+    """
     if dist.is_initialized():
         return
     world = join(timeout_s=timeout_s, device=device, quiet=True)
@@ -29,39 +34,39 @@ def begin(timeout_s: float = JOIN_S, device: str = "auto") -> None:
 
 
 def is_begun() -> bool:
-    """Whether there is a default group."""
+    """Return whether there is a default group."""
     return dist.is_initialized()
 
 
 def end() -> None:
-    """All ranks leave torch's groups."""
+    """Leave torch's groups; all ranks make this call."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rank(group: Any = None) -> int:
-    """This rank in ``group``, or in the job."""
+    """Return this rank in ``group``, or in the job."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def size(group: Any = None) -> int:
-    """The ranks of ``group``, or of the job."""
+    """Return the number of ranks of ``group``, or of the job."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def barrier(group: Any = None) -> None:
-    """Return when all ranks are here."""
+    """Wait until all ranks have arrived."""
     if dist.is_initialized():
         dist.barrier(group)
 
 
 def ranks_of(group: Any = None) -> list[int]:
-    """The ranks of ``group``, as the job counts them."""
+    """Return the ranks of ``group`` in the numbering of the job."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def own_group(lists: Sequence[Sequence[int]]) -> tuple[Any, list[int]]:
-    """A group for each list of ranks, made by all ranks together; that of this rank, and its ranks."""
+    """Make a group for each list of ranks, on all ranks together, and return that of this rank with its ranks."""
     found: tuple[Any, list[int]] = (None, [])
     for ranks in lists:
         made = dist.new_group(list(ranks))
@@ -71,13 +76,15 @@ def own_group(lists: Sequence[Sequence[int]]) -> tuple[Any, list[int]]:
 
 
 def device_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> Any:
-    """torch's DeviceMesh over all ranks."""
+    """Return a DeviceMesh of torch over all ranks."""
     return init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
 
 
 def accept_nccl_on_cpu() -> None:
-    """From here on ``init_process_group("nccl")`` makes a gloo group, in this process: for a script that was written
-    for CUDA, where torch has none."""
+    """Make ``init_process_group("nccl")`` create a gloo group in this process from now on.
+
+    This is for a script that was written for CUDA, run with a torch without CUDA.
+    """
     own = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:

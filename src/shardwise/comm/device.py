@@ -1,7 +1,7 @@
-"""The device of a rank: its own accelerator where there is one that can do the work, else the CPU.
+"""The device of a rank: its own accelerator if there is one that supports every operation of a step, else the CPU.
 
-"auto" asks the device for what every step needs: sums in fp64 (the norm and the loss are kept so), and a backend of
-torch's that exchanges its tensors. Apple's MPS has neither, so a laptop computes on its CPU, as it says.
+"auto" checks the device for what every step needs: sums in fp64 (the norm and the loss), and a backend of torch that
+exchanges its tensors. Apple's MPS has neither, so a laptop computes on its CPU.
 """
 
 import torch
@@ -13,7 +13,16 @@ from shardwise.plan.words import counted
 
 
 def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.device, str]:
-    """The device of a rank, and the backend for its tensors."""
+    """Return the device of a rank, and the backend for its tensors.
+
+    Args:
+        wanted: Value of ``comm.device``.
+        seat: The rank and its host.
+        visible: Value of ``CUDA_VISIBLE_DEVICES``, for errors.
+
+    Raises:
+        ConfigError: if the device does not exist or there are fewer devices than ranks.
+    """
     if wanted == "cpu":
         return torch.device("cpu"), "gloo"
     try:
@@ -34,7 +43,7 @@ def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.d
     place = seat.local_rank if device.index is None else device.index
     if seat.local_size > count or place >= count:
         limit = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
-        if "MIG-" in (visible or ""):  # parts of devices, known by names that say nothing of their order
+        if "MIG-" in (visible or ""):  # parts of devices, whose names do not contain their order
             limit += " (of the parts of a device that MIG makes, CUDA shows a process one)"
         where = (
             "this one's place is" if device.index is None else f"{wanted!r} is asked for; this one's place is"
@@ -50,7 +59,7 @@ def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.d
 
 
 def _accelerator(seat: Seat) -> torch.device | None:
-    """The kind of accelerator here, if it can do what a step needs: sums in fp64, a backend for several ranks."""
+    """Return the accelerator's type if it supports what a step needs: sums in fp64, a backend for several ranks."""
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()

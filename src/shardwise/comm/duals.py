@@ -1,6 +1,6 @@
-"""Conjugate pairs: what a collective on activations is forward, and what its gradient is backward.
+"""Conjugate pairs: the collective on activations in the forward pass, and its gradient in the backward pass.
 
-    name      forward             backward            meets where
+    name      forward             backward            used where
     copy      identity            all-reduce          a whole activation enters cut layers
     reduce    all-reduce          identity            their addends become whole
     gather    all-gather          reduce-scatter      a cut sequence enters cut layers
@@ -9,7 +9,7 @@
     join      all-gather          slice               pieces become whole for a computation alike on all ranks
     scale     identity            times a number      gradients that are alike become addends, and back
 
-Each row is its own transpose read backwards: copy and reduce, gather and scatter, cut and join. The all-reduce of the
+Read backwards, each row is its own transpose: copy and reduce, gather and scatter, cut and join. The all-reduce of the
 first pair is the gather and the scatter of the second: cutting the sequence sends the same bytes.
 
 Papers: Shoeybi et al. 2019, arXiv:1909.08053 (f and g); Korthikanti et al. 2022, arXiv:2205.05198 (g and its bar).
@@ -30,12 +30,14 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.collectives import Group
 
 uncompiled = _disable_dynamo
-"""Decorator of what runs collectives: torch.compile goes round it. ``torch.compiler.disable`` is the same, but imports
-the compiler where nothing is compiled."""
+"""Decorator of functions that run collectives: torch.compile does not trace them.
+
+``torch.compiler.disable`` is the same, but imports the compiler even if nothing is compiled.
+"""
 
 
 def apart(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` of a module that a user may compile, with its hooks: torch.compile goes round it. Loads no compiler."""
+    """Return ``hook`` so that torch.compile does not trace it if the user compiles its module; loads no compiler."""
 
     @uncompiled
     def outside(*args: Any) -> Any:
@@ -49,14 +51,14 @@ def apart(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SEQUENCE = 1
-"""The dim of an activation that is the sequence."""
+"""Dim of an activation that is the sequence."""
 
 
 # Without gradients -------------------------------------------------------------------------------------------------
 
 
 def start_sum(x: Tensor, group: Group, what: str) -> Callable[[], Tensor]:
-    """Begin to sum the contiguous ``x`` over the ranks, in place; the call that is returned ends it."""
+    """Start to sum the contiguous ``x`` over the ranks, in place, and return a function that waits for the result."""
     pending = group.all_reduce(x.view(-1), what, "activations")
 
     def finish() -> Tensor:
@@ -67,21 +69,28 @@ def start_sum(x: Tensor, group: Group, what: str) -> Callable[[], Tensor]:
 
 
 def start_gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Callable[[], Tensor]:
-    """Begin to join the ranks' pieces along ``dim``; the call that is returned ends it."""
+    """Start to join the ranks' pieces along ``dim``, and return a function that waits for the result."""
     shard = x.contiguous()
     parts = shard.new_empty(group.size, *shard.shape)
     pending = group.all_gather(parts.view(-1), shard.view(-1), what, "activations")
 
     def finish() -> Tensor:
         pending.wait()
-        # Rank-major pieces become one tensor: a view where everything before ``dim`` is 1, else a copy.
+        # Rank-major pieces become one tensor: a view if everything before ``dim`` is 1, else a copy.
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     return finish
 
 
 def start_scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Callable[[], Tensor]:
-    """Begin to sum ``x`` over the ranks and keep this rank's piece along ``dim``; ``x`` is undefined afterwards."""
+    """Start to sum ``x`` over the ranks and keep this rank's piece, and return a function that waits for it.
+
+    Args:
+        x: This rank's addend; undefined afterwards.
+        group: The ranks.
+        what: Name of the tensor in errors.
+        dim: Dim that is cut.
+    """
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     piece = torch.empty_like(parts[0])
     pending = group.reduce_scatter(piece.view(-1), parts.view(-1), what, "activations")
@@ -94,7 +103,7 @@ def start_scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Ca
 
 
 def piece_of(x: Tensor, group: Group, dim: int = SEQUENCE) -> Tensor:
-    """This rank's piece of ``x`` along ``dim``, a view."""
+    """Return this rank's piece of ``x`` along ``dim``, a view."""
     size = x.shape[dim] // group.size
     return x.narrow(dim, group.index * size, size)
 
@@ -116,51 +125,51 @@ def _gathered(x: Tensor, group: Group, what: str, dim: int) -> Tensor:
 
 @uncompiled
 def copy(x: Tensor, group: Group, what: str) -> Tensor:
-    """Identity; the gradients of the ranks are summed."""
+    """Return ``x``; in the backward pass, sum the gradients of the ranks."""
     return x if group.size == 1 else _Copy.apply(x, group, what)
 
 
 @uncompiled
 def reduce(x: Tensor, group: Group, what: str) -> Tensor:
-    """Sum over the ranks; the gradient, whole on every rank, passes."""
+    """Return the sum over the ranks; in the backward pass, pass the gradient, which is whole on every rank."""
     return x if group.size == 1 else _Reduce.apply(x, group, what)
 
 
 @uncompiled
 def gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
-    """The ranks' pieces joined; the gradients of the ranks are summed and cut."""
+    """Return the ranks' pieces joined; in the backward pass, sum the gradients of the ranks and cut the sum."""
     return x if group.size == 1 else _Gather.apply(x, group, what, dim)
 
 
 @uncompiled
 def scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
-    """This rank's piece of the sum over the ranks; the gradients are joined."""
+    """Return this rank's piece of the sum over the ranks; in the backward pass, join the gradients."""
     return x if group.size == 1 else _Scatter.apply(x, group, what, dim)
 
 
 @uncompiled
 def cut(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
-    """This rank's piece; the gradients are joined."""
+    """Return this rank's piece; in the backward pass, join the gradients."""
     return x if group.size == 1 else _PieceOf.apply(x, group, what, dim)
 
 
 @uncompiled
 def join(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
-    """The ranks' pieces joined; the gradient, whole and alike on every rank, is cut."""
+    """Return the ranks' pieces joined; in the backward pass, cut the gradient, which is alike on every rank."""
     return x if group.size == 1 else _Join.apply(x, group, what, dim)
 
 
 @uncompiled
 def scale(x: Tensor, factor: float) -> Tensor:
-    """Identity; the gradient is multiplied."""
+    """Return ``x``; in the backward pass, multiply the gradient by ``factor``."""
     return _Scale.apply(x, factor)
 
 
 class _Dual(torch.autograd.Function):
-    """Keeps the group, the name and the dim; nothing of the activation is saved."""
+    """A Function that keeps the group, the name and the dim; nothing of the activation is saved."""
 
     gives = ""
-    """What the result holds on a rank, for a walk over the graph (parallel/tensor/outputs.py)."""
+    """Form of the result on a rank, for a walk over the graph (parallel/tensor/outputs.py)."""
 
     @staticmethod
     def keep(ctx: Any, *place: Any) -> None:

@@ -1,6 +1,6 @@
-"""Do all ranks hold the same number? Exactly, by sums alone, so that the answer rides in any all-reduce.
+"""Exact test whether all ranks hold the same number, by sums only, so that the test can be part of any all-reduce.
 
-A number x travels as pairs (p, p²) for its 16-bit pieces p. By Cauchy and Schwarz, over n ranks
+A number x is sent as pairs (p, p²) for its 16-bit pieces p. By Cauchy and Schwarz, over n ranks
 
     n Σ p² = (Σ p)²        if and only if all ranks hold the same p
 
@@ -20,13 +20,18 @@ _MASK = (1 << _PIECE_BITS) - 1
 
 
 def terms(number: int, bits: int = 64) -> list[int]:
-    """What to sum over the ranks for the lowest ``bits`` of ``number``."""
+    """Return the numbers to sum over the ranks for the lowest ``bits`` of ``number``."""
     pieces = [number >> shift & _MASK for shift in range(0, bits, _PIECE_BITS)]
     return [term for piece in pieces for term in (piece, piece * piece)]
 
 
 def are_equal(ranks: int, sums: Sequence[float]) -> bool:
-    """Whether all ``ranks`` held the same number; ``sums`` are those of their ``terms``. The same answer on each."""
+    """Return whether all ranks held the same number; the result is the same on each.
+
+    Args:
+        ranks: Number of ranks.
+        sums: Sums over the ranks of their ``terms``.
+    """
     totals = [int(total) for total in sums]
     return all(
         ranks * squares == total * total for total, squares in zip(totals[::2], totals[1::2], strict=True)
@@ -34,7 +39,13 @@ def are_equal(ranks: int, sums: Sequence[float]) -> bool:
 
 
 def differ(ranks: int, sums: Tensor) -> Tensor:
-    """1 where the ``ranks`` held different numbers, else 0; ``sums`` [2 n] on any device, as for ``are_equal``, and
-    unread: []. Products beyond 63 bits, from 46,341 ranks on, wrap alike on both sides."""
+    """Return 1 if the ranks held different numbers, else 0, as a tensor [] that the host has not read.
+
+    Products beyond 63 bits, from 46,341 ranks on, wrap in the same way on both sides.
+
+    Args:
+        ranks: Number of ranks.
+        sums: Sums over the ranks of their ``terms``, [2 n] on any device.
+    """
     totals = sums.view(-1, 2).to(torch.int64)
     return (ranks * totals[:, 1] != totals[:, 0] * totals[:, 0]).any()

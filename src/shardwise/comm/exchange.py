@@ -1,13 +1,13 @@
-"""Exchange of rows whose number differs from rank to rank: keys one way, their vectors back, gradients forth again.
+"""Exchange of rows whose number differs from rank to rank: keys to owners, vectors back, gradients to owners.
 
-    share     every rank tells all others how much it sends to whom: counts[i][j], i to j
+    share     every rank sends to all others how much it sends to whom: counts[i][j], i to j
     send      rows by those counts; what arrives lies in the order of the ranks it came from
-    back      the same rows the other way: counts read transposed
+    back      the same rows in the other direction: counts read transposed
     gather    every rank gets the rows of all, in rank order
-    scatter   every rank gets the sum of what all ranks made of its rows
+    scatter   every rank gets the sum of all ranks' addends for its rows
     carry     several sends and gathers of one dtype, each kind as one message
 
-Every rank knows all counts, so no transport needs a header or a second message, and a rank without data joins with
+Every rank has all counts, so no transport needs a header or a second message, and a rank without data joins with
 counts of 0.
 
 Cost:   share sends N·(N-1)·K numbers of 8 bytes; send what leaves the rank; gather (N-1) times the largest part;
@@ -26,18 +26,35 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.trace import Purpose
 
 Counts = list[list[int]]
-"""``counts[i][j]``: rows that go from rank i to rank j."""
+"""Numbers of rows: ``counts[i][j]`` go from rank i to rank j."""
 
 
 def share(leaving: Tensor, group: Group, what: str) -> Tensor:
-    """From the rows of each kind that leave this rank for each, int64 [N, K], to those of all ranks: [N, N, K]."""
+    """Gather the numbers of rows that leave each rank for each other rank.
+
+    Args:
+        leaving: Rows of each kind that leave this rank for each rank, int64 [N, K].
+        group: The ranks.
+        what: Name of the exchange in errors.
+
+    Returns:
+        The numbers of all ranks, [N, N, K].
+    """
     everyone = leaving.new_empty(group.size, *leaving.shape)
     group.all_gather(everyone.view(-1), leaving.contiguous().view(-1), what, "control").wait()
     return everyone
 
 
 def send(rows: Tensor, counts: Counts, group: Group, what: str, purpose: Purpose = "activations") -> Tensor:
-    """The rows that arrive: ``rows`` holds what leaves for rank 0, then for rank 1 and so on."""
+    """Send rows to all ranks and return the rows that arrive, in rank order.
+
+    Args:
+        rows: Rows for rank 0, then for rank 1 and so on.
+        counts: Rows by sender and receiver.
+        group: The ranks.
+        what: Name of the exchange in errors.
+        purpose: Kind of traffic.
+    """
     if group.size == 1:
         return rows
     arriving = sum(row[group.index] for row in counts)
@@ -49,14 +66,30 @@ def send(rows: Tensor, counts: Counts, group: Group, what: str, purpose: Purpose
 
 
 def back(rows: Tensor, counts: Counts, group: Group, what: str, purpose: Purpose = "activations") -> Tensor:
-    """Rows that arrived by ``counts``, or others in their places, return to where they came from."""
+    """Return rows that arrived by ``counts``, or others in their places, to the ranks they came from.
+
+    Args:
+        rows: Rows in the order of their arrival.
+        counts: Counts of the first exchange.
+        group: The ranks.
+        what: Name of the exchange in errors.
+        purpose: Kind of traffic.
+    """
     return send(rows, transposed(counts), group, what, purpose)
 
 
 def gather(
     rows: Tensor, parts: Sequence[int], group: Group, what: str, purpose: Purpose = "activations"
 ) -> Tensor:
-    """The rows of all ranks, rank i bringing ``parts[i]`` of them."""
+    """Return the rows of all ranks, in rank order.
+
+    Args:
+        rows: This rank's rows.
+        parts: Number of rows of each rank.
+        group: The ranks.
+        what: Name of the exchange in errors.
+        purpose: Kind of traffic.
+    """
     if group.size == 1:
         return rows
     largest = max(parts)
@@ -69,23 +102,33 @@ def gather(
 
 
 class Parcel(NamedTuple):
-    """Rows of one number each, and who gets them."""
+    """Rows of one element each, and their receivers."""
 
     rows: Tensor
-    """[n]: for ``send`` what leaves for rank 0, then for rank 1 and so on."""
+    """Rows [n]; for ``send``, those for rank 0, then for rank 1 and so on."""
     counts: Counts
-    """As ``send``'s; or one column, of what each rank brings, which all ranks get."""
+    """Counts as in ``send``, or one column with the number of rows of each rank, which all ranks get."""
 
     @property
     def is_for_all(self) -> bool:
-        """Gathered, not sent."""
+        """True if the rows are gathered, not sent."""
         return len(self.counts[0]) == 1
 
 
 def carry(
     parcels: Sequence[Parcel], group: Group, what: str, purpose: Purpose = "activations"
 ) -> list[Tensor]:
-    """What arrives of each, as from ``gather`` and ``send``: two messages at most. All have one dtype."""
+    """Exchange several parcels of one dtype in at most two messages.
+
+    Args:
+        parcels: The parcels.
+        group: The ranks.
+        what: Name of the exchange in errors.
+        purpose: Kind of traffic.
+
+    Returns:
+        The rows that arrive for each parcel, as from ``gather`` and ``send``.
+    """
     if group.size == 1:
         return [parcel.rows for parcel in parcels]
     gathered = [parcel for parcel in parcels if parcel.is_for_all]
@@ -99,7 +142,7 @@ def _gather_all(parcels: Sequence[Parcel], group: Group, what: str, purpose: Pur
     sizes = [[count for (count,) in parcel.counts] for parcel in parcels]
     if len(parcels) == 1:
         return [gather(parcels[0].rows, sizes[0], group, what, purpose)]
-    parts = list(zip(*sizes, strict=True))  # of each rank what it brings, by parcel
+    parts = list(zip(*sizes, strict=True))  # number of rows of each rank, by parcel
     totals = list(map(sum, parts))
     full = parcels[0].rows.new_zeros(group.size, max(totals))
     own = full[group.index]
@@ -125,9 +168,16 @@ def _send_all(parcels: Sequence[Parcel], group: Group, what: str, purpose: Purpo
 def scatter(
     addends: Tensor, parts: Sequence[int], group: Group, what: str, purpose: Purpose = "activations"
 ) -> Tensor:
-    """This rank's part of the sum of all ranks' ``addends``, of which ``parts[i]`` rows are rank i's.
+    """Return this rank's part of the sum of all ranks' ``addends``.
 
-    Nothing is padded. Sums are taken in rank order, those of 16-bit floats in fp32.
+    Nothing is padded. Sums are computed in rank order, sums of 16-bit floats in fp32.
+
+    Args:
+        addends: This rank's addends for the rows of all ranks.
+        parts: Number of rows of each rank.
+        group: The ranks.
+        what: Name of the exchange in errors.
+        purpose: Kind of traffic.
     """
     if group.size == 1:
         return addends
@@ -137,5 +187,5 @@ def scatter(
 
 
 def transposed(counts: Sequence[Sequence[int]]) -> Counts:
-    """Counts of the way back."""
+    """Return the counts of the way back."""
     return [list(column) for column in zip(*counts, strict=True)]

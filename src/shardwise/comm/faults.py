@@ -1,7 +1,7 @@
-"""Faults: what an error of torch's says happened, in words that say what to do.
+"""Causes of torch's communication errors, in words that contain the repair.
 
-NCCL and gloo report a late rank, a dead one, a full device and a bad cable alike, as a RuntimeError of several lines.
-NCCL moreover prints its setting ("Timeout(ms)=600000") into the text of any error, and a broken network is a connection
+NCCL and gloo report a late rank, a dead rank, a full device and a bad cable alike, as a RuntimeError of several lines.
+NCCL also prints its setting ("Timeout(ms)=600000") into the text of any error, and a broken network is a connection
 that "timed out", so only the sentence of torch's own watchdog means that a rank is late.
 """
 
@@ -34,11 +34,13 @@ _CAUSES = (
         "NCCL refused the call; NCCL_DEBUG=WARN says why",
     ),
 )
-"""Looked for in this order: a remote error mentions sockets, and a full device is also a failed call of CUDA."""
+"""Words of an error and the cause they mean, checked in this order: a remote error mentions sockets, and a full device
+is also a failed call of CUDA.
+"""
 
 
 def is_late(error: Exception) -> bool:
-    """Whether torch says that time ran out because another rank did not come."""
+    """Return whether torch's error means that another rank did not arrive in time."""
     text = str(error).lower()
     if "nccl" in text:
         return _LATE in text
@@ -46,7 +48,7 @@ def is_late(error: Exception) -> bool:
 
 
 def cause_of(error: Exception) -> str:
-    """The most likely cause of an error that is no late rank."""
+    """Return the most likely cause of an error, other than a late rank."""
     text = str(error).lower()
     for words, cause in _CAUSES:
         if any(word in text for word in words):

@@ -1,13 +1,13 @@
-"""Flights: what a device exchanges while the host goes on.
+"""Flights: collectives that a device runs while the host goes on.
 
-A wait for a collective of device tensors makes the current stream wait and returns. Who then waits too long? The
-watch's thread (watch.py) asks each second:
+A wait for a collective of device tensors makes the current stream wait and returns, so the host cannot measure it. The
+watch's thread (watch.py) checks each second:
 
-    started    ask the work of torch                    it holds its tensors, as its caller does until ``wait``
-    waited for ask an event behind it in the stream     holds nothing, so no temporary lives longer than its step
+    started    check torch's work object                it holds its tensors, as its caller does until ``wait``
+    waited for check an event behind it in the stream   holds nothing, so no temporary lives longer than its step
     over       forgotten
 
-A device takes its work in order, and the host may be a whole step ahead of it: a flight's time begins when it started
+A device runs its work in order, and the host may be a whole step ahead of it: a flight's time begins when it started
 or when the flight before it ended, whichever is later.
 
 Cost: an event per collective; none of this on the CPU.
@@ -27,15 +27,15 @@ from shardwise.plan.errors import CommError, DeadlineError
 
 
 class Communicator:
-    """A group of torch's with tensors on a device, as it is watched; None for torch's default group."""
+    """A group of torch with tensors on a device, for the watch; None for torch's default group."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
         self.newest: Any = None
-        """Its last work, which knows whether the communicator has failed."""
+        """Last work of the group, which records whether the communicator has failed."""
 
     def error(self) -> Exception | None:
-        """What has failed; None where nothing has, as far as is known."""
+        """Return the error of the communicator; None if none is known."""
         work = self.newest
         try:
             if work is not None and work.is_completed():
@@ -47,7 +47,7 @@ class Communicator:
         return None
 
     def abort(self) -> None:
-        """End what runs on it, from any thread: a host that waits for the device goes on."""
+        """End all work of the communicator, from any thread: a host that waits for the device goes on."""
         self.newest = None
         group = self._group or dist.group.WORLD
         assert group is not None, "works run on a group"
@@ -55,14 +55,18 @@ class Communicator:
 
 
 class Flight:
-    """A collective on a device, from its start until the device is past it.
+    """A collective on a device, from its start until the device has passed it.
 
-    what      (rank, operation, tensor, step)
-    limit_s   how long it may take
-    patience  after how long the others are asked, whether what they say may end the job, how long one may stand still
-    explain   our error from torch's
-    members   the job's ranks that take part
-    call      the collective call of the engine's in which it started
+    Args:
+        what: (rank, operation, tensor, step).
+        limit_s: Seconds that the collective may take.
+        patience: Seconds after which the others are asked, whether the answers may end the job, seconds that a rank may
+            stand still.
+        explain: Function that turns torch's error into ours.
+        works: Work objects of torch.
+        communicator: Communicator of the works.
+        members: Ranks of the job that take part.
+        call: Collective call of the engine in which the flight started.
     """
 
     __slots__ = (
@@ -100,33 +104,37 @@ class Flight:
         communicator.newest = works[-1]
 
     def is_over(self) -> bool:
-        """Whether the device is past it. Errors: what torch raises of a device that failed."""
+        """Return whether the device has passed the collective.
+
+        Raises:
+            RuntimeError: if the device failed.
+        """
         return self._is_over()
 
     def waited(self, device: torch.device) -> None:
-        """The current stream waits for it now: its tensors need not be held any longer."""
+        """Record that the current stream waits for the collective, whose tensors need not be held any longer."""
         self._is_over = passed(device) or self._is_over
 
 
 class Flights:
-    """Those of one rank. Threads that start some only append; the watch's thread takes out."""
+    """Collectives in flight of one rank. Threads that start one only append; the watch's thread removes."""
 
     def __init__(self) -> None:
         self._flights: deque[Flight] = deque()
         self._progress_s = 0.0
-        """When one was last seen to be over."""
+        """Time at which a flight was last seen to be over."""
 
     def add(self, flight: Flight) -> None:
-        """Follow it."""
+        """Add a flight to those that the watch follows."""
         self._flights.append(flight)
 
     def oldest(self) -> tuple[Flight, float] | None:
-        """The one that started first, and when its time began."""
+        """Return the flight that started first and the time at which its time began, or None."""
         flight = min(self._flights.copy(), key=lambda each: each.since_s, default=None)
         return None if flight is None else (flight, max(flight.since_s, self._progress_s))
 
     def look(self) -> CommError | None:
-        """Forget those that are over. Returns what has failed, or is late, as an error."""
+        """Remove the flights that are over, and return an error if one has failed or is late."""
         for flight in self._flights.copy():
             failed = flight.communicator.error()
             if failed is not None:
@@ -148,11 +156,11 @@ class Flights:
         return None
 
     def end(self) -> None:
-        """End all of them, without waiting; their results are undefined."""
+        """End all flights, without waiting; their results are undefined."""
         communicators = {flight.communicator for flight in self._flights.copy()}
         self._flights.clear()
         for each in communicators:
             try:
                 each.abort()
             except RuntimeError:
-                continue  # a backend that cannot; its wait ends with the process
+                continue  # a backend without abort; its wait ends with the process

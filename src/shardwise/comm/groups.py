@@ -1,17 +1,17 @@
-"""Process groups of torch, all made by one function, under names that say who meets and for what.
+"""Process groups of torch, all made by one function, under names that contain the members and the purpose.
 
 torch's ``new_group`` names a group by how many groups *this process* has made, so ranks that have made different
-numbers of them (the middle of a pipeline has two neighbours, its ends have one) wait for one another under different
-names, for ever. Here the name follows from the job, the members and their purpose, so it cannot differ, and:
+numbers of groups (the middle of a pipeline has two neighbours, its ends have one) wait for one another under different
+names, forever. In this module the name follows from the job, the members and their purpose, so it cannot differ, and:
 
-    all ranks of a World walk all groups of a kind in one order   the first unfinished one can always go on; and where
+    all ranks of a World walk all groups of a kind in one order   the first unfinished group can always proceed; and if
                                                                   the default group is bound to a device, NCCL splits
                                                                   it, a collective of members and others alike
     a group has a backend for host tensors and one for devices    whatever the user's default group was made with
     its time-out is longer than our deadlines                     so that our error, which names ranks, comes first
     it ends in ``close``, destructors included                    never in Python's collector, which may run in a fork
 
-Cost: nothing is connected for the groups that a rank is not in.
+Cost: nothing is connected for groups that do not contain this rank.
 """
 
 import threading
@@ -22,33 +22,35 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 24 * 3600.0
-"""Of torch's own groups: beyond every deadline of ours, whose errors say more."""
+"""Seconds of the time-out of torch's own groups: beyond every deadline of ours, whose errors contain more."""
 
 _END_PATIENCE_S = 2.0
-"""For the destructors of groups that end."""
+"""Seconds to wait for the destructors of groups that end."""
 
 
 def backends(device: torch.device, backend: str) -> str:
-    """What a group needs, as torch spells it: gloo for host tensors, ``backend`` for those on ``device``."""
+    """Return the backends of a group in torch's notation: gloo for host tensors, ``backend`` for ``device``."""
     return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
 def backend_of_default(device: torch.device) -> str:
-    """The backend that torch's default group has for ``device``, or else the one that torch would choose."""
+    """Return the backend of torch's default group for ``device``, or else the backend that torch would choose."""
     pairs = (pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
     return dict(pairs).get(device.type) or dist.get_default_backend_for_device(device)
 
 
 def is_bound() -> bool:
-    """Whether torch's default group is bound to a device, so that new groups are split off its communicator by all
-    of its ranks together."""
+    """Return whether torch's default group is bound to a device.
+
+    All ranks of a bound group together split new groups off its communicator.
+    """
     return getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
 
 
 def keep_with_default(store: dist.Store) -> None:
     """Keep ``store`` alive until torch's default group, which was made over ``store``, is gone.
 
-    torch keeps the C++ half of a store alone. The Python half of a SealedStore answers every call, so without this the
+    torch keeps only the C++ half of a store. The Python half of a SealedStore answers every call, so without this the
     default group, and every group and World made from it, fails as soon as the World that made the store is collected.
     """
     # The finalizer does nothing: it is the reference that counts.
@@ -56,9 +58,13 @@ def keep_with_default(store: dist.Store) -> None:
 
 
 def make_group(name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """The group of ``ranks`` (of the job) called ``name``; None on a rank that is not in it.
+    """Make the group of ``ranks`` called ``name``, and return it on its members, None on other ranks.
 
-    ``name`` is the same on all members and used once in a job; ``backend`` as ``backends`` spells it.
+    Args:
+        name: Name, the same on all members and used once in a job.
+        ranks: Ranks of the job.
+        backend: Backends as ``backends`` returns them.
+        timeout_s: Time-out of torch's own.
     """
     state = dist.distributed_c10d
     default = state._get_default_group()

@@ -1,18 +1,18 @@
-"""The meeting of all ranks at the store: who is here, do they know the job's secret, and which key seals their texts.
+"""Handshake of all ranks at the store: identities, proof of the job's secret, and the key that seals their texts.
 
-    rank r   hello/r     a number used once, and who it is (host, process, device)
+    rank r   hello/r     a number used once, and its identity (host, process, device)
     rank 0   welcome/r   a random word for this meeting, and a seal over both with the secret
     rank r   ready/r     sealed with the meeting's key = HMAC(secret, word)
-    rank 0   go          sealed: who sits where; or why the job cannot begin, the same sentence on every rank
+    rank 0   go          sealed: the identities of all ranks; or why the job cannot begin, the same text on every rank
 
-Both sides so prove that they know the secret, and no recorded value of another meeting fits. Where the secret is from:
+Both sides so prove that they have the secret, and no recorded value of another meeting fits. Source of the secret:
 
     environment   SHARDWISE_SECRET: our launcher draws one per job; for several hosts the user exports one
-    file          all ranks on one host, without it: rank 0 draws one and leaves it in a folder that this user alone may
+    file          all ranks on one host, without it: rank 0 draws one and writes it to a folder that only this user may
                   enter, under the meeting's word, until all have read it
-    none          several hosts without it: the seals then tell accidents, not attackers. Rank 0 says so
+    none          several hosts without it: the seals then detect accidents, not attackers. Rank 0 warns
 
-Every rank finds by itself which of the three it must be, so nobody can talk it into a weaker one.
+Every rank determines by itself which of the three applies, so no other program can make it accept a weaker one.
 
 Cost: two rounds over the store, some milliseconds; rank 0 writes one text per rank.
 """
@@ -36,37 +36,37 @@ from shardwise.plan.words import counted, named_ranks
 
 _WORD_BYTES = 16
 _TEXT_BYTES = 1 << 16
-"""No text of the meeting is longer that no seal protects."""
+"""Most bytes of a text of the handshake that no seal protects."""
 _PATIENCE_S = 15.0
-"""More than rank 0 waits for the others, so that it is rank 0 that says who is missing."""
+"""Seconds that a rank waits longer than rank 0, so that rank 0 reports the missing ranks."""
 
 
 class Who(NamedTuple):
-    """One rank, as the others can find it."""
+    """Identity of one rank for the others."""
 
     host: str
     """Kernel, process ids and network: ranks with all of these in common are on one host."""
     pid: int
     device: str
-    """Empty on the CPU, which ranks may share."""
+    """Device of the rank; "" on the CPU, which ranks may share."""
 
 
 class Meeting(NamedTuple):
-    """What the ranks have in common afterwards."""
+    """Result of a handshake, which all ranks share."""
 
     store: SealedStore
     word: str
-    """Random, of this meeting alone: the first part of every key that follows from it."""
+    """Random word of this meeting: the first part of every key that follows from it."""
     who: list[Who]
-    """By rank."""
+    """Identities, by rank."""
     secret_from: str
-    """"environment", "file" or "none"."""
+    """Source of the secret: "environment", "file" or "none"."""
     turn: int
-    """1 for the first meeting of this job."""
+    """Number of the meeting in this job; 1 for the first."""
 
 
 def identity(device: str) -> Who:
-    """This process."""
+    """Return the identity of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         host = " ".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))])
@@ -76,7 +76,7 @@ def identity(device: str) -> Who:
 
 
 def private_folder(candidates: Sequence[Path]) -> Path | None:
-    """The first of these folders that this user alone may enter, made if need be; None where there is none."""
+    """Return the first folder that only this user may enter, made if needed; None if there is none."""
     for folder in candidates:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,11 +95,21 @@ def meet(
     folder: Path | None,
     timeout_s: float,
 ) -> Meeting:
-    """Meet all ``size`` ranks at ``base``. ``given``: the secret from the environment; ``folder``: where ranks of one
-    host may share one, None where they cannot.
+    """Wait for all ranks at the store, and agree on a key that seals their texts.
 
-    Errors: DeadlineError names the ranks that did not come within ``timeout_s``; CommError where a secret does not fit;
-    ConfigError where ranks share a device.
+    Args:
+        base: Store of the job.
+        rank: This rank.
+        size: Number of ranks.
+        me: Identity of this rank.
+        given: Secret from the environment, or None.
+        folder: Folder in which ranks of one host may share a secret; None: there is none.
+        timeout_s: Seconds to wait for the ranks.
+
+    Raises:
+        DeadlineError: if ranks do not come within ``timeout_s``; the message names them.
+        CommError: if a secret does not fit or the store does not answer.
+        ConfigError: if ranks share a device.
     """
     try:
         return _meet(base, rank, size, me, given, folder, timeout_s)
@@ -173,7 +183,7 @@ def _host(
     source: str,
     timeout_s: float,
 ) -> Meeting:
-    """Rank 0's side."""
+    """Run rank 0's part of the handshake."""
     place = f"shardwise/join/{turn}"
     absent = missing_keys(base, [f"{place}/hello/{rank}" for rank in range(size)], timeout_s)
     if absent:
@@ -216,7 +226,7 @@ def _host(
 
 @contextlib.contextmanager
 def _secret(given: str | None, folder: Path | None, word: str) -> Iterator[bytes]:
-    """The job's secret; one that rank 0 draws lies in ``folder`` inside this context."""
+    """Yield the job's secret; a secret that rank 0 draws is in ``folder`` inside this context."""
     if folder is None:
         yield (given or "").encode()
         return
@@ -231,10 +241,12 @@ def _secret(given: str | None, folder: Path | None, word: str) -> Iterator[bytes
 
 
 def _hello(data: bytes, rank: int) -> tuple[str, Who]:
-    """Return the number used once and the identity in a rank's hello. Any program that reaches the port may write one.
+    """Return the number used once and the identity in a rank's hello.
+
+    Any program that reaches the port may write a hello, so the text is not trusted.
 
     Raises:
-        CommError: If the hello is not one.
+        CommError: if the text is not a hello.
     """
     where = f"store: the hello of rank {rank}"
     found = read_object(
@@ -252,7 +264,7 @@ def _hello(data: bytes, rank: int) -> tuple[str, Who]:
 
 
 def _checked(word: object) -> str:
-    """A word is part of a path: hexadecimal digits and nothing else."""
+    """Return ``word`` if it has only hexadecimal digits, because it becomes part of a path."""
     if isinstance(word, str) and len(word) == 2 * _WORD_BYTES and set(word) <= set("0123456789abcdef"):
         return word
     raise CommError(
@@ -261,7 +273,7 @@ def _checked(word: object) -> str:
 
 
 def _shared_devices(who: Sequence[Who]) -> str:
-    """Why these ranks cannot begin; empty where they can."""
+    """Return the reason why these ranks cannot begin, or ""."""
     taken: dict[str, dict[str, list[int]]] = {}
     for rank, each in enumerate(who):
         if each.device:

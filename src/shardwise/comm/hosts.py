@@ -1,4 +1,4 @@
-"""Hosts: which ranks share one, and the two levels in which the ranks of a group that spans several may exchange.
+"""Hosts: the ranks that share a host, and the two levels in which a group that spans several hosts may exchange.
 
 ranks    0 1 2 3
 hosts    0 0 1 1        number of each rank's host
@@ -12,15 +12,21 @@ Ranks = tuple[int, ...]
 
 
 def numbered(names: Sequence[str]) -> tuple[int, ...]:
-    """Of each rank the number of its host, by the hosts' names."""
+    """Return the number of each rank's host, from the hosts' names."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
 
 
 def levels_of(ranks: Ranks, hosts: Sequence[int]) -> tuple[list[Ranks], list[Ranks]] | None:
-    """The groups ``across`` and ``within`` that ``ranks``, on ``hosts``, make.
+    """Return the groups ``across`` and ``within`` of a group's ranks.
 
-    None unless these are several hosts with as many ranks on each, more than one, that stand together in the group.
+    Args:
+        ranks: Ranks of the group.
+        hosts: Number of each rank's host.
+
+    Returns:
+        The groups; None unless there are several hosts with equally many ranks, more than one, that are neighbours in
+        the group.
     """
     starts = [place for place, host in enumerate(hosts) if not place or host != hosts[place - 1]]
     size = len(ranks) // len(starts)

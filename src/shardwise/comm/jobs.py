@@ -1,7 +1,7 @@
 """A thread for collectives beside those of the main thread.
 
-All that goes over one transport must run in one order on all ranks. So each lane of a world (``World.group_among``)
-has one thread, which runs jobs in the order in which the callers gave them (``World.thread``).
+All collectives over one transport must run in one order on all ranks. So each lane of a World (``World.group_among``)
+has one thread, which runs jobs in the order in which they were submitted (``World.thread``).
 """
 
 import atexit
@@ -12,16 +12,16 @@ from concurrent.futures import Future
 from typing import Any
 
 _LINGER_S = 0.5
-"""A thread without work waits that long for more."""
+"""Seconds that a thread without work waits for more."""
 _EXIT_PATIENCE_S = 2.0
-"""For the job in hand where the process ends."""
+"""Seconds that the end of the process waits for the running job."""
 
 
 class JobThread:
-    """Runs jobs one after another, in the order in which they were given; begins with the first, ends when idle.
+    """Runs jobs one after another, in the order of their submission; starts with the first job, ends when idle.
 
-    A daemon: a job that waits for a lost rank does not keep the process alive. But a process that ends waits a moment
-    for the job in hand: the interpreter does not end well beneath a thread in a collective.
+    The thread is a daemon: a job that waits for a lost rank does not keep the process alive. But the end of the process
+    waits a moment for the running job, because the interpreter may crash if it ends while a thread is in a collective.
     """
 
     def __init__(self, name: str):
@@ -32,7 +32,7 @@ class JobThread:
         self._lingers = True
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Run ``job`` after those before it."""
+        """Run ``job`` after the jobs before it, and return a future of its result."""
         future: Future[Any] = Future()
         with self._changed:
             self._jobs.append((future, job))
@@ -44,7 +44,7 @@ class JobThread:
         return future
 
     def _finish(self) -> None:
-        """The process ends."""
+        """Wait a moment for the running job at the end of the process."""
         with self._changed:
             self._lingers = False
             self._changed.notify()
@@ -65,4 +65,4 @@ class JobThread:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-            del future, job  # the last step must not live as long as this thread waits for another
+            del future, job  # otherwise the last step's tensors would stay alive while this thread waits

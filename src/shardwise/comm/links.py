@@ -1,10 +1,10 @@
-"""Links: what carries tensors between the ranks of a World, made when it is first asked for and kept.
+"""Links: the transports of tensors between the ranks of a World, made when they are first needed and kept.
 
-    transport   the collectives of a group: shared memory between CPU ranks of one host, else a group of torch's
+    transport   the collectives of a group: shared memory between CPU ranks of one host, else a group of torch
     wire        the messages of two ranks: shared memory likewise, else torch's messages
 
-Groups of the same ranks share a transport, whose collectives run in one order; what runs beside the main thread takes
-another, under the name of its *lane*. Memory, descriptors and groups of torch's end with ``release``.
+Groups of the same ranks share a transport, whose collectives run in one order. Collectives beside the main thread use
+another transport, under the name of their *lane*. Memory, descriptors and groups of torch end with ``release``.
 """
 
 import logging
@@ -28,11 +28,17 @@ _log = logging.getLogger(__name__)
 
 
 class Links:
-    """See the module's docstring.
+    """Transports and wires of one World.
 
-    members       ranks of the job, by rank of the World; ``rank`` is this one's place among them
-    local_size    how many of them are on this host
-    uses_default  torch's default group is ours: it carries what all ranks do, and messages
+    Args:
+        rank: This rank's index in ``members``.
+        members: Ranks of the job, by rank of the World.
+        local_size: Number of members on this host.
+        device: Device of the tensors.
+        backend: Backend of torch.
+        board: Texts between the ranks.
+        uses_default: True if torch's default group belongs to the World: it carries collectives of all ranks, and
+            messages.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class Links:
         self._board = board
         self._uses_default = uses_default
         self.transports: dict[tuple[tuple[int, ...], str, str], Transport | None] = {}
-        """By ranks, policy and lane; None on a rank that is not one of them."""
+        """Transports by ranks, policy and lane; None on a rank that is not in the group."""
         self._wires: dict[tuple[int, int, str], Wire | None] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._end_groups = LEFTOVERS.keep(self, partial(end_groups, self._groups))
@@ -61,18 +67,18 @@ class Links:
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory that this rank brought to its transports and wires."""
+        """Bytes of shared memory that this rank provides to its transports and wires."""
         every = (*self.transports.values(), *self._wires.values())
         return sum(getattr(each, "nbytes", 0) for each in every)
 
     def barrier(self) -> None:
-        """Return when every rank has arrived."""
+        """Wait until every rank has arrived."""
         if not self._everyone:
             self._everyone.append(self._torch_group(tuple(range(len(self._members))), "barrier"))
         dist.all_reduce(torch.zeros(1), group=self._everyone[0])
 
     def release(self) -> None:
-        """Let go of all of it."""
+        """Release all transports, wires and groups."""
         for wire in self._wires.values():
             if wire is not None:
                 wire.close()
@@ -90,7 +96,17 @@ class Links:
     def transport(
         self, ranks: tuple[int, ...], kin: Sequence[tuple[int, ...]], policy: CommPolicy, lane: str
     ) -> Transport | None:
-        """Over ``ranks``. All groups of ``kin`` are made where torch carries them."""
+        """Return the transport of ``ranks``; torch's groups are made for all groups of ``kin``.
+
+        Args:
+            ranks: Ranks of the group.
+            kin: All groups of this kind, in one order on all ranks.
+            policy: Keys under ``comm:``.
+            lane: Name of the lane.
+
+        Raises:
+            ConfigError: if the policy's transport cannot be used.
+        """
         key = (ranks, policy.transport, lane)
         if len(ranks) < 2 or key in self.transports:
             return self.transports.get(key)
@@ -101,20 +117,23 @@ class Links:
                 f"{self._local_size} of {len(self._members)} ranks on this host, backend {self._backend!r}; use auto"
             )
         if local and self._rank not in ranks:
-            return None  # between host tensors of one host nothing is split: members meet by name
+            return None  # no group is split off on one CPU host: only the members meet, by name
         if local and policy.transport != "torch":
             found = self._shared_memory(ranks, ranks.index(self._rank), policy)
             if found is not None:
                 self.transports[key] = found
                 return found
         for each in (ranks,) if local else kin:
-            # Skipped alike on all ranks: they have walked the same lists before.
+            # All ranks skip the same groups, because they have walked the same lists before.
             if len(each) > 1 and (each, policy.transport, lane) not in self.transports:
                 self.transports[each, policy.transport, lane] = self._torch_transport(each, lane)
         return self.transports.get(key)
 
     def _torch_transport(self, ranks: tuple[int, ...], lane: str) -> Transport | None:
-        """None on a rank that is not one of them, which walks along."""
+        """Return the transport of ``ranks`` over a new group of torch.
+
+        Returns None on a rank that is not in the group and only takes part in making it.
+        """
         group = self._torch_group(ranks, lane)
         if self._rank not in ranks:
             return None
@@ -124,8 +143,11 @@ class Links:
         )
 
     def _torch_group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
-        """A group of torch's over ``ranks`` of this World, None for torch's default group or where this rank is not in
-        it. [Note: one function makes all groups]"""
+        """Make and return torch's group of ``ranks`` of this World.
+
+        Returns None for torch's default group, and on a rank that is not in the group. [Note: one function makes all
+        groups]
+        """
         members = self._names(ranks)
         if self._uses_default and not purpose and len(members) == dist.get_world_size():
             return None
@@ -161,7 +183,7 @@ class Links:
     def _without_shared_memory(
         self, ranks: tuple[int, ...], policy: CommPolicy, error: SharedMemoryUnavailable
     ) -> None:
-        """Say it, or refuse."""
+        """Warn that shared memory cannot be used, or raise if the policy requires it."""
         if policy.transport == "shared_memory":
             raise ConfigError(
                 f"comm.transport: shared_memory cannot be used here: {error}; use auto"
@@ -172,20 +194,25 @@ class Links:
     # Messages --------------------------------------------------------------------------------------------------------
 
     def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]]) -> Peers:
-        """Messages from and to the neighbours of this rank on the ring of ``group``'s ranks; all of them call this.
+        """Return a channel for messages to the neighbours of this rank on the ring of ``group``'s ranks.
 
-        On gloo the other ranks of the group can be reached too.
+        All ranks of the group make this call. On gloo the other ranks of the group can be reached too.
+
+        Args:
+            group: The group.
+            policy: Keys under ``comm:``.
+            kin: All groups of this kind, in one order on all ranks.
         """
         wires: dict[int, Wire] = {}
         for ranks in kin or (group.ranks,):
             size = len(ranks)
-            # Everyone goes through the pairs in one order: of those that wait to meet, the first can always go on.
+            # All ranks go through the pairs in one order: of those that wait to meet, the first can always proceed.
             for low, high in sorted({(min(i, (i + 1) % size), max(i, (i + 1) % size)) for i in range(size)}):
                 if low != high:
                     wire = self._wire(ranks[low], ranks[high], policy)
                     if ranks == group.ranks and wire is not None and group.index in (low, high):
                         wires[high if group.index == low else low] = wire
-        if self._backend == "gloo" and group.size > 3:  # else all of them are neighbours
+        if self._backend == "gloo" and group.size > 3:  # otherwise all ranks are neighbours
             whole = None if self._uses_default else self._torch_group(group.ranks, "ring")
             for index, rank in enumerate(group.ranks):
                 if index != group.index:
@@ -193,7 +220,7 @@ class Links:
         return Peers(group, wires, self._device)
 
     def _wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
-        """Between two ranks; None on a rank that is neither, which walks along where groups are made."""
+        """Return the wire between two ranks; None on any other rank, which only takes part in making groups."""
         key = (low, high, policy.transport)
         if key not in self._wires:
             is_end = self._rank in (low, high)
@@ -206,7 +233,10 @@ class Links:
         return self._wires[key]
 
     def _torch_wire(self, low: int, high: int, is_end: bool) -> Wire | None:
-        """gloo tells the messages of two ranks apart in any group that holds both; NCCL wants one for each way."""
+        """Return a wire over torch's groups: one group for gloo, two for NCCL.
+
+        gloo keeps the messages of two ranks apart in any group that holds both ranks.
+        """
         if self._backend == "gloo":
             up = down = None if self._uses_default else self._torch_group((low, high), "pair")
         else:
@@ -239,7 +269,7 @@ class Links:
         return SharedMemoryWire(rings, index)
 
     def _names(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """These ranks of the World as the job counts them."""
+        """Return ``ranks`` of the World in the numbering of the job."""
         return tuple(self._members[rank] for rank in ranks)
 
     @property

@@ -1,18 +1,18 @@
-"""Peers: messages between two ranks of one axis, for what is no collective: activations and their gradients.
+"""Peers: messages between two ranks of one axis, for data that no collective moves: activations and their gradients.
 
-A message is a text and tensors of any number, shape and dtype; it says itself what it holds, so shapes may change from
-one message to the next. Messages from one rank to another arrive in the order in which they were sent. Both ends name
-what they exchange ("activation of stage 2, microbatch 5"), and a difference is an error: it is the bug in which a rank
-takes another microbatch's numbers for its own.
+A message is a text and tensors of any number, shape and dtype. It contains its own description, so shapes may change
+from one message to the next. Messages from one rank to another arrive in the order in which they were sent. Both ends
+name what they exchange ("activation of stage 2, microbatch 5"), and a difference is an error: without this check a rank
+could use another microbatch's numbers as its own.
 
-    SharedMemoryWire   two CPU ranks of one host: copied into a ring (shared_ring.py) by the sender, out of it by the
-                       receiver. A send returns when its bytes are in the ring; what finds no room there waits, and goes
+    SharedMemoryWire   two CPU ranks of one host: the sender copies into a ring (shared_ring.py), the receiver out of
+                       it. A send returns when its bytes are in the ring; bytes that find no room there wait, and go
                        on whenever this rank sends, receives or waits
-    TorchWire          isend and irecv: gloo, or NCCL with one group per ordered pair of ranks, for what one
-                       communicator sends and receives would wait for one another
+    TorchWire          isend and irecv: gloo, or NCCL with one group per ordered pair of ranks, because sends and
+                       receives of one communicator would wait for one another
 
-Between devices a header, which the host would wait for, goes along the first time alone (agreed.py): afterwards a
-message of the same name and likeness is its tensors and nothing else, and its receiver posts them ahead.
+Between devices a header, for which the host would wait, is sent only the first time (agreed.py). Later messages of the
+same name and likeness are only their tensors, and the receiver posts their receives ahead.
 
 Cost: the tensors' bytes, sent once, and a header of about 100 bytes + 30 per tensor. Measured one way between two ranks
 on two busy cores (median of 60 round trips): 1 KiB 0.13 ms in shared memory and 4.0 ms over gloo, 1.5 MiB 0.5 ms and
@@ -40,20 +40,23 @@ from shardwise.comm.trace import Purpose
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
 RING = RingLayout(ranks=2, slots=64, slot_bytes=256 << 10)
-"""The memory of one rank of a pair: what it may send ahead of the other's receiving."""
+"""Memory of one rank of a pair: the bytes that it may send ahead of the other's receiving."""
 _ALIGNMENT_BYTES = 64
 _HEADER_BYTES = 512
 _LENGTH_BYTES = 8
 _TAG = 0x5EED
 _IN_FLIGHT = 4
-"""Sends that may be under way: their tensors live as long, and lists that survive blocking sends survive this."""
+"""Most sends in flight, whose tensors stay alive.
+
+A list that cannot deadlock with blocking sends cannot with this limit.
+"""
 
 Allocate = Callable[[bytes], Sequence[Tensor]]
-"""From a header to the tensors that the message is received into."""
+"""Function from a header to the tensors that the message is received into."""
 
 
 class Message(NamedTuple):
-    """What arrived."""
+    """A message that arrived."""
 
     text: str
     tensors: list[Tensor]
@@ -63,22 +66,28 @@ class Wire(Protocol):
     """Carries messages between this rank and one other. Tensors are contiguous."""
 
     def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
-        """Begin to send; the tensors belong to the wire until the Pending has been waited for."""
+        """Start to send; the tensors must not change until the Pending has been waited for."""
 
     def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> Pending:
-        """The next message, in the tensors that ``allocate`` made for its header; ``meanwhile`` as in ``Rings``."""
+        """Receive the next message into the tensors that ``allocate`` makes for its header.
+
+        ``meanwhile`` is as in ``Rings.receive``.
+        """
 
     def advance(self) -> bool:
-        """Go on with what found no room before, without waiting; whether some of it still finds none."""
+        """Continue earlier sends that found no room, without waiting, and return whether some still find none."""
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the connection."""
 
 
 class Peers:
-    """Messages from and to the other ranks of ``group``, by their index in it.
+    """Messages from and to the other ranks of ``group``, by their index in it. Threads must not share an object.
 
-    ``wires`` by index; a rank without one cannot be reached. Not to be shared by threads.
+    Args:
+        group: The ranks.
+        wires: Connection to each rank, by index; a rank without one cannot be reached.
+        device: Device of received tensors.
     """
 
     def __init__(self, group: Group, wires: dict[int, Wire], device: torch.device):
@@ -95,7 +104,7 @@ class Peers:
 
     @property
     def agrees(self) -> bool:
-        """Whether messages may go without a header."""
+        """True if messages may be sent without a header."""
         return bool(self._agreed)
 
     def send(
@@ -108,11 +117,24 @@ class Peers:
         like: int | None = None,
         lasting: bool = False,
     ) -> Pending:
-        """Begin to send; returns without waiting for the receiver. The tensors must not change until the end.
+        """Start to send a message, without waiting for the receiver.
 
-        ``flush`` ends all sends of this rank, so the Pending may be dropped. ``like``: equal on both ends, and where it
-        is equal for two ``lasting`` messages of one name they have the same text, shapes and dtypes; None where nobody
-        knows. Errors: PlanError where they have not.
+        The tensors must not change until the send has ended. ``flush`` ends all sends of this rank, so the Pending may
+        be dropped.
+
+        Args:
+            text: Text of the message.
+            tensors: Tensors of the message.
+            to: Index of the receiver.
+            what: Name of the message, which both ends pass.
+            purpose: Kind of traffic.
+            like: Likeness, equal on both ends. Two ``lasting`` messages of one name and likeness have the same text,
+                shapes and dtypes. None: unknown.
+            lasting: Let both ends keep the header.
+
+        Raises:
+            PlanError: if two such messages differ.
+            CommError: if the message cannot be sent.
         """
         wire, flat = self._wire(to, "send", what), [each.detach().contiguous() for each in tensors]
         kinds = [
@@ -140,8 +162,18 @@ class Peers:
         return waiting
 
     def expect(self, source: int, what: str, like: int | None) -> bool:
-        """Post the receive of rank ``source``'s next message, which will be ``what``, if its shapes are known; whether
-        they are. Its ``receive`` follows, in the order of posting, before any other."""
+        """Post the receive of the next message of rank ``source``, if its shapes are known.
+
+        ``receive`` must be called for posted messages in the order of posting, before any other.
+
+        Args:
+            source: Index of the sender.
+            what: Name of the message.
+            like: Likeness of the message.
+
+        Returns:
+            True if the receive was posted.
+        """
         agreed = self._agreed.get(source)
         header = None if agreed is None else agreed.inward.find(what, like)
         if agreed is None or header is None:
@@ -154,7 +186,16 @@ class Peers:
         return True
 
     def receive(self, source: int, what: str | None, like: int | None = None) -> Message:
-        """The next message of rank ``source``, which must be ``what`` that rank says it sends (None: any)."""
+        """Return the next message of rank ``source``.
+
+        Args:
+            source: Index of the sender.
+            what: Name that the message must have; None: any.
+            like: Likeness of the message.
+
+        Raises:
+            CommError: if the message has another name or cannot be received.
+        """
         said = what or "the next message"
         wire = self._wire(source, "receive", said)
         if not self._ahead and what is not None:
@@ -180,7 +221,7 @@ class Peers:
         return found[0]
 
     def _opened(self, header: bytes, source: int, what: str | None) -> tuple[str, list[Tensor]]:
-        """The text of a message, and tensors for it."""
+        """Return the text of a message, and empty tensors for its contents."""
         given, text, kinds, _ = json.loads(header)
         if what is not None and given != what:
             raise CommError(
@@ -192,8 +233,14 @@ class Peers:
     # What went without a header ---------------------------------------------------------------------------------
 
     def tally(self, told: str) -> str:
-        """For the other ranks, at the end of a walk: what went between this rank and others, beside what they
-        ``told``; empty where all messages have headers."""
+        """Return the hashes of messages without headers, for comparison at the end of a walk.
+
+        Args:
+            told: The result of ``tally`` on another rank, or "".
+
+        Returns:
+            ``told`` with this rank's hashes added; unchanged if all messages have headers.
+        """
         if not self._agreed:
             return told
         found: dict[str, int] = json.loads(told or "{}")
@@ -204,7 +251,11 @@ class Peers:
         return json.dumps(found)
 
     def check_tally(self, told: str) -> None:
-        """Errors: CommError where another rank sent something else than this one received, or the other way round."""
+        """Compare the hashes of another rank's ``tally`` with this rank's.
+
+        Raises:
+            CommError: if a rank received other messages than were sent.
+        """
         if not told:
             return
         mine = json.loads(self.tally("") or "{}")
@@ -217,18 +268,18 @@ class Peers:
                 )
 
     def condemn(self, words: str) -> None:
-        """Nothing more can be exchanged, on any rank: receives that were posted are for what will never come."""
+        """End all communication of all ranks, with ``words`` as the reason; posted receives will never complete."""
         self._ahead.clear()
         self._sending.clear()
         self.group.clock.condemn(words)
 
     def flush(self) -> None:
-        """Return when everything that this rank sent has left it. To be called when it has received all that is its."""
+        """Wait until all messages of this rank have been sent. Call it after the rank's last receive."""
         while self._sending:
             self._sending.popleft().wait()
 
     def _advance(self) -> bool:
-        """Go on with what we send, also in the middle of what we receive: its receiver may be waiting for us."""
+        """Continue this rank's sends, also while it receives, because their receiver may be waiting."""
         return any([wire.advance() for wire in self._wires.values()])
 
     def _wire(self, index: int, operation: str, what: str) -> Wire:
@@ -322,7 +373,7 @@ class Peers:
 
 
 class _Agreed(NamedTuple):
-    """A wire, and what both its ends know."""
+    """A connection, and the headers that both ends have kept."""
 
     wire: "TorchWire"
     outward: Headers
@@ -330,7 +381,7 @@ class _Agreed(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """A receive that was posted before it is asked for."""
+    """A receive that was posted before its ``receive`` was called."""
 
     source: int
     what: str
@@ -340,9 +391,13 @@ class _Ahead(NamedTuple):
 
 
 class TorchWire:
-    """isend and irecv of torch.distributed. ``outward`` and ``inward`` are the groups of the two directions.
+    """Messages by isend and irecv of torch.distributed.
 
-    ``agrees``: messages go without a header where both ends know it, as between devices.
+    Args:
+        rank: Rank of the job at the other end.
+        outward: Group for sending; None: torch's default group.
+        inward: Group for receiving; None: torch's default group.
+        agrees: Send messages without a header if both ends have it, as between devices.
     """
 
     def __init__(
@@ -360,7 +415,7 @@ class TorchWire:
         self._is_closed = False
 
     def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
-        """A message of fixed size with the header's length and beginning, its rest, the tensors."""
+        """Send a message of fixed size with the header's length and beginning, then the rest, then the tensors."""
         body = len(header).to_bytes(_LENGTH_BYTES, "big") + header
         first = body[:_HEADER_BYTES].ljust(_HEADER_BYTES)
         parts = [torch.frombuffer(bytearray(first), dtype=torch.uint8)]
@@ -376,7 +431,7 @@ class TorchWire:
         return Pending(finish, pending.works, pending.communicator)
 
     def post(self, tensors: Sequence[Tensor], call: Call, outward: bool) -> Pending:
-        """Begin to send ``tensors``, or to receive into them, and nothing else."""
+        """Start to send only ``tensors``, or to receive into them."""
         parts = [_bytes_of(each) for each in tensors]
         if not parts:
             return DONE
@@ -399,7 +454,7 @@ class TorchWire:
         return Pending(finish) if on_host else Pending(finish, works, self._communicators[not outward])
 
     def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> Pending:
-        """First the header, whose size is known, then what it announces."""
+        """Receive the header, whose size is known, then the tensors that it describes."""
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self.post([first], call, outward=False).wait()
         body = first.numpy().tobytes()
@@ -412,12 +467,14 @@ class TorchWire:
         return self.post(list(allocate(body[_LENGTH_BYTES : _LENGTH_BYTES + length])), call, outward=False)
 
     def advance(self) -> bool:
-        """torch does so by itself."""
+        """Return False, because torch continues sends by itself."""
         return False
 
     def give_up(self) -> None:
-        """Wake a thread that waits for a message, from another one. A wait of gloo's that runs out of time closes
-        the connections of its group, and with them every other wait."""
+        """Wake, from another thread, a thread that waits for a message.
+
+        A wait of gloo that times out closes the connections of its group, which ends every other wait on it.
+        """
         if self._is_closed:
             return
         group = self._inward or dist.group.WORLD
@@ -427,14 +484,14 @@ class TorchWire:
             nothing.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Let go of the groups, which end where the last reference to each does."""
+        """Drop the references to the groups, which end with their last references."""
         self._is_closed = True
         self._outward = self._inward = None
         self._communicators = ()
 
 
 class _Outgoing:
-    """A message on its way into the ring: pieces of bytes, each of which begins at a multiple of 64."""
+    """A message that is being copied into the ring: pieces of bytes, each at a multiple of 64."""
 
     __slots__ = ("_done", "_pieces", "call", "ended")
 
@@ -448,7 +505,7 @@ class _Outgoing:
         self.ended = False
 
     def fill(self, slot: Tensor) -> None:
-        """Write as much as ``slot`` has room for."""
+        """Write as many bytes as fit into ``slot``."""
         offset = 0
         while self._pieces and offset < slot.numel():
             piece = self._pieces[0]
@@ -463,7 +520,7 @@ class _Outgoing:
 
 
 class SharedMemoryWire:
-    """The two ranks of a pair and their rings; ``index`` is this rank's place in the pair, 0 or 1."""
+    """Messages of two ranks over their rings; ``index`` is this rank's index in the pair, 0 or 1."""
 
     def __init__(self, rings: Rings, index: int):
         self._rings = rings
@@ -471,7 +528,7 @@ class SharedMemoryWire:
         self._peer = 1 - index
         self._queue: deque[_Outgoing] = deque()
         self._offset = 0
-        """Place in the slot that is being read."""
+        """Position in the slot that is being read."""
         self._broken = ""
 
     @property
@@ -480,7 +537,7 @@ class SharedMemoryWire:
         return RING.file_bytes
 
     def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
-        """Into the ring as far as there is room."""
+        """Copy the message into the ring as far as there is room."""
         outgoing = _Outgoing(header, tensors, call)
         with self._guarded():
             self._queue.append(outgoing)
@@ -488,7 +545,7 @@ class SharedMemoryWire:
         return DONE if outgoing.ended else Pending(lambda: self._finish(outgoing))
 
     def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> Pending:
-        """Out of the ring; a piece is copied once."""
+        """Copy the next message out of the ring; each piece is copied once."""
         with self._guarded():
             self._next_slot(call, meanwhile)
             # The length begins the first slot, and the first slot is longer than it.
@@ -503,14 +560,14 @@ class SharedMemoryWire:
         return DONE
 
     def advance(self) -> bool:
-        """Fill what room there is."""
+        """Continue waiting sends as far as there is room, and return whether some still wait."""
         if self._queue:
             with self._guarded():
                 self._fill(blocks=False)
         return bool(self._queue)
 
     def close(self) -> None:
-        """Tell the other rank, which may still read what was sent."""
+        """Leave the connection and notify the other rank, which may still read what was sent."""
         if not self._broken:
             self._broken = "it was closed"
             self._rings.leave(self._broken, failed=False)
@@ -555,7 +612,7 @@ class SharedMemoryWire:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A rank that fails within a message is out of step with the other for good."""
+        """Abandon the connection if the block raises: a rank that fails inside a message is out of step for good."""
         if self._broken:
             raise CommError(f"the exchange was abandoned earlier: {self._broken}")
         try:

@@ -1,4 +1,4 @@
-"""CommPolicy: how ranks find one another, what carries their data, and how long they wait."""
+"""Keys under ``comm:``: how ranks find one another, how their data is sent, and how long they wait."""
 
 from typing import Literal
 
@@ -7,27 +7,32 @@ from pydantic import PositiveFloat
 from shardwise.plan.policy import Policy
 
 LONGEST_WAIT_S = 300.0
-"""``timeout_s: auto`` waits at least so long for a rank that is working."""
+"""Least seconds that ``timeout_s: auto`` waits for a rank that is working."""
 PATIENCE_S = 20.0
-"""A rank that has waited so long asks which rank keeps it waiting."""
+"""Seconds after which a waiting rank asks which rank keeps it waiting."""
 FIRST_STEP_S = 60.0
-"""A rank may make no progress for so long in its first step, while it reads data and models or compiles."""
+"""Seconds that a rank may make no progress in its first step, while it reads data and models or compiles."""
 
 
 class CommPolicy(Policy):
     """Keys under ``comm:``."""
 
     device: str = "auto"
-    """Where ranks compute: ``cpu``, ``cuda``, ``cuda:1`` and the like; ``auto`` takes an accelerator that knows fp64
-    and has a backend for several ranks, else the CPU."""
+    """Device on which ranks compute: ``cpu``, ``cuda``, ``cuda:1`` and the like; ``auto`` uses an accelerator that
+    supports fp64 and has a backend for several ranks, else the CPU.
+    """
     transport: Literal["auto", "shared_memory", "torch"] = "auto"
-    """What carries the collectives: ``shared_memory`` between CPU ranks of one host, ``torch`` for the backend of torch
-    (gloo or NCCL); ``auto`` takes shared memory where every rank can."""
+    """Transport of the collectives: ``shared_memory`` between CPU ranks of one host, ``torch`` for the backend of torch
+    (gloo or NCCL); ``auto`` uses shared memory if every rank can.
+    """
     timeout_s: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a rank waits for the others in one collective before the job ends; ten times as long in the first
-    step, in which ranks still build, compile and fill caches. ``auto``: 300 s or ten median steps, whichever is longer,
-    but 20 s or five median steps for a rank that does not answer or neither moves nor computes. In all cases the error
-    names the rank that is waited for and shows its Python stack."""
+    step, in which ranks still build, compile and fill caches.
+
+    ``auto``: 300 s or ten median steps, whichever is longer, but 20 s or five median steps for a rank that does not
+    answer or neither moves nor computes. In all cases the error names the rank that is waited for and shows its Python
+    stack.
+    """
     join_timeout_s: PositiveFloat = 60.0
     """Seconds after the start of rank 0 within which all ranks must have joined."""
     debug_delay_s: float = 0.0
@@ -35,5 +40,5 @@ class CommPolicy(Policy):
 
     @property
     def limit_s(self) -> float:
-        """Seconds to wait where no steps have been measured."""
+        """Seconds to wait before any steps have been measured."""
         return LONGEST_WAIT_S if self.timeout_s == "auto" else self.timeout_s

@@ -1,6 +1,6 @@
-"""What can be seen of a process without asking it: its threads' stacks from inside, the kernel's word from outside.
+"""Observation of a process without its cooperation: its threads' stacks from inside, the kernel's data from outside.
 
-A watched thread *moves* while its stack changes, or while its process and what descends from it compute, read or write
+A watched thread *moves* while its stack changes, or while its process and its descendants compute, read or write
 anything; a debugger that holds it counts as moving.
 """
 
@@ -18,12 +18,12 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _FRAMES = 12
 _STACK_BYTES = 4000
 _WORK_S = 0.2
-"""Processor time that counts as work; the watch itself takes less in a minute."""
+"""Processor time in seconds that counts as work; the watch itself takes less in a minute."""
 _WORK_BYTES = 256 << 10
 
 
 class Pulse:
-    """When this process last did anything."""
+    """Time at which this process last made progress."""
 
     def __init__(self, thread_id: int | None, native_id: int | None):
         self.thread_id = thread_id
@@ -34,11 +34,11 @@ class Pulse:
         self.moved_s = time.monotonic()
 
     def calls(self) -> "list[ThreadCall]":
-        """Where the watched thread is."""
+        """Return the calls of the watched thread."""
         return [] if self.thread_id is None else calls_of(self.thread_id)
 
     def look(self) -> None:
-        """Once a tick."""
+        """Update the time of the last progress; called once a tick."""
         place = self.calls()
         is_debugged = any(call.file.endswith(("bdb.py", "pdb.py")) for call in place)
         now = (place, time.process_time() + seconds_of_children(os.getpid()), bytes_of(os.getpid()))
@@ -54,7 +54,7 @@ class Pulse:
 
 
 class ThreadCall(NamedTuple):
-    """One call of a thread."""
+    """One call on a thread's stack."""
 
     file: str
     line: int
@@ -64,8 +64,8 @@ class ThreadCall(NamedTuple):
 def calls_of(thread_id: int) -> list[ThreadCall]:
     """Return the calls of a thread of this process, the last one first, a hundred at most.
 
-    ``faulthandler`` writes them down without letting another thread run. To walk ``sys._current_frames()`` in Python is
-    to hold frames whose callers return meanwhile: ``frame.f_back`` may then read freed memory (CPython 3.11).
+    ``faulthandler`` writes the calls without letting another thread run. Walking ``sys._current_frames()`` in Python
+    would hold frames whose callers return meanwhile: ``frame.f_back`` may then read freed memory (CPython 3.11).
     """
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
@@ -87,7 +87,7 @@ def threads_of(text: str) -> dict[int, list[ThreadCall]]:
 
 
 def stack_of(calls: Sequence[ThreadCall]) -> str:
-    """The last calls of a thread, as a traceback shows them."""
+    """Return the last calls of a thread as text, in the form of a traceback."""
     shown = [call for call in calls if not call.file.startswith("<frozen")][:_FRAMES]
     lines = []
     for call in reversed(shown):
@@ -100,7 +100,7 @@ def stack_of(calls: Sequence[ThreadCall]) -> str:
 
 
 def _fields(pid: int, thread: int | None = None) -> list[str]:
-    """/proc/PID/stat from the state on; empty where there is none."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such file."""
     path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     try:
         return Path(path).read_text().rpartition(")")[2].split()
@@ -109,13 +109,13 @@ def _fields(pid: int, thread: int | None = None) -> list[str]:
 
 
 def state_of(pid: int, thread: int | None = None) -> str:
-    """One letter, as ps shows it; empty where there is no such process, or no /proc."""
+    """Return the state of a process as one letter, as ps shows it; "" without such a process, or without /proc."""
     found = _fields(pid, thread)
     return found[0] if found else ""
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if there is no such process any more, or its parent alone has yet to take note of its end."""
+    """Return True if the process is gone, or only its parent has yet to collect its exit status."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -126,13 +126,13 @@ def has_ended(pid: int) -> bool:
 
 
 def seconds_of(pid: int) -> float:
-    """Processor time of a process and its threads."""
+    """Return the processor seconds of a process and its threads."""
     found = _fields(pid)
     return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") if found else 0.0
 
 
 def seconds_of_children(pid: int) -> float:
-    """Processor time of all that descends from a process: workers of a loader, of a compiler, a copying program."""
+    """Return the processor seconds of all descendants of a process, such as workers of a loader or a compiler."""
     total = 0.0
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -144,7 +144,7 @@ def seconds_of_children(pid: int) -> float:
 
 
 def bytes_of(pid: int) -> int:
-    """What a process has read and written."""
+    """Return the bytes that a process has read and written."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Seat: which rank this process is, read from the environment of whatever started it.
+"""Seat: the rank of this process, read from the environment of the program that started it.
 
-The first of these that is set wins; rank 0 prints which one it was:
+The first of these that is set is used; rank 0 prints its name:
     1  arguments of ``join``
     2  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT   torchrun, our own launcher, Kubernetes
     3  SLURM_PROCID inside an srun step             (a batch script outside srun is one process)
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Seat(NamedTuple):
-    """One rank's place in the job."""
+    """Rank of a process in the job, and the address of the store."""
 
     rank: int
     world_size: int
@@ -33,7 +33,11 @@ class Seat(NamedTuple):
 
 
 def find_seat(environment: Mapping[str, str]) -> Seat:
-    """Read the rank from environment variables, in the order of the module's docstring."""
+    """Return the rank of this process from environment variables, in the order of the module's docstring.
+
+    Raises:
+        ConfigError: if the variables contradict themselves.
+    """
     for reader in (_from_torchrun, _from_slurm, _from_mpi):
         seat = reader(environment)
         if seat is not None:
@@ -58,7 +62,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Seat | None:
     return Seat(
         rank,
         size,
-        # Kubernetes names no place on the host: with all ranks here it is the rank, else each host has one of them.
+        # Kubernetes sets no local rank: if all ranks are on this host it is the rank, else each host has one rank.
         _number(env, "LOCAL_RANK", rank if local_size == size else 0),
         local_size,
         address,
@@ -68,8 +72,8 @@ def _from_torchrun(env: Mapping[str, str]) -> Seat | None:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Seat | None:
-    # SLURM_STEP_NUM_TASKS exists inside srun alone: a batch script that runs python directly sees SLURM_NTASKS too, and
-    # would wait for ranks that nobody started.
+    # SLURM_STEP_NUM_TASKS exists only inside srun. A batch script that runs python directly sees SLURM_NTASKS too, and
+    # would wait for ranks that were never started.
     if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
         return None
     size = _number(env, "SLURM_STEP_NUM_TASKS")
@@ -113,7 +117,11 @@ def _from_mpi(env: Mapping[str, str]) -> Seat | None:
 
 
 def first_host(nodes: str) -> str:
-    """First host of a SLURM node list: ``gpu[07-09,12],cpu1`` gives ``gpu07``."""
+    """Return the first host of a SLURM node list: ``gpu[07-09,12],cpu1`` gives ``gpu07``.
+
+    Raises:
+        ConfigError: if the list names no host.
+    """
     first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     if first is None:
         raise ConfigError(f"SLURM node list {nodes!r} names no host")
@@ -121,7 +129,7 @@ def first_host(nodes: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a store at ``address`` can be reached from this host alone."""
+    """Return whether a store at ``address`` can be reached only from this host."""
     return address in ("localhost", "::1") or address.startswith("127.")
 
 

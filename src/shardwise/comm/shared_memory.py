@@ -1,7 +1,7 @@
 """Collectives between CPU ranks of one host, through shared memory.
 
 Every rank copies what the others need into its own ring (shared_ring.py) and reads what it needs from theirs, in
-pieces of one slot, so that a piece is read while it still lies in a cache. For a full tensor of S bytes over N ranks
+pieces of one slot, so that a piece is read while it is still in a cache. For a full tensor of S bytes over N ranks
 each rank
 
     all_gather       copies its shard in, copies N-1 shards out             S/N in, S (N-1)/N out
@@ -10,14 +10,14 @@ each rank
     broadcast        the root copies in, the others copy out                S in or S out
     all_to_all       copies what leaves in, what arrives out
 
-gloo moves the same bytes through the kernel's sockets, which costs two more copies, and adds in ring order. Here
-every sum is taken in rank order, p0 + p1 + ... + p(N-1), and so has the same bits on every rank, at every size and in
-every run. Sums of 16-bit floats are taken in fp32 and rounded once.
+gloo moves the same bytes through the kernel's sockets, which costs two more copies, and adds in ring order. In this
+transport every sum is computed in rank order, p0 + p1 + ... + p(N-1), and so has the same bits on every rank, at every
+size and in every run. Sums of 16-bit floats are computed in fp32 and rounded once.
 
-A collective begins with what needs no waiting: its contribution goes into the ring as far as that has room. It ends in
-``wait``, or when the next one has begun, while its bytes are still in a cache. So a rank that comes first goes on
-computing, and finds the others' contributions there when it needs them. Collectives end in the order in which they
-began; until then their tensors belong to the transport.
+A collective begins with the part that needs no waiting: its contribution is copied into the ring as far as there is
+room. It ends in ``wait``, or when the next collective has begun, while its bytes are still in a cache. So a rank that
+comes first continues to compute, and finds the others' contributions in their rings when it needs them. Collectives end
+in the order in which they began; until then their tensors must not change.
 
 Cost of one collective of a few KiB: one copy in, one post and one wait for each peer.
 Shapes: every tensor is flat and contiguous; with N ranks a shard has 1/N of the elements of the full tensor.
@@ -42,25 +42,25 @@ __all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable"]
 _SLOT_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 64
 _WHOLE_BYTES = 4 << 20
-"""Between two ranks, all-reduces up to this size go in one phase; the additions grow with N-1, so the bound shrinks."""
+"""Largest all-reduce between two ranks in one phase; the additions grow with N-1, so the bound shrinks with N."""
 
 
 @dataclass(slots=True)
 class _Exchange:
     """One collective in flight: ``writes`` rounds of the own ring to fill, ``reads`` rounds of the sources' to read.
 
-    Round t is written only when fewer than ``ahead`` rounds before it are unread: an all-reduce writes results that
-    depend on what it read.
+    Round t is written only when fewer than ``ahead`` rounds before it are unread, because an all-reduce writes results
+    that depend on what it read.
     """
 
     call: Call
     head: bytes
     writes: int
     write: Callable[[int, int], None]
-    """(round, slot of the own ring)"""
+    """Function of (round, slot of the own ring)."""
     reads: int
     read: Callable[[int], None]
-    """(round); the sources' slots are ``Rings.at``"""
+    """Function of (round); the sources' slots are ``Rings.at``."""
     sources: Sequence[int]
     ahead: int
     written: int = 0
@@ -68,17 +68,27 @@ class _Exchange:
 
     @property
     def ended(self) -> bool:
-        """Nothing is left to write or to read."""
+        """True if nothing is left to write or to read."""
         return self.written == self.writes and self.done == self.reads
 
 
 class SharedMemoryTransport:
     """The collectives of one group of ranks on one host; every rank calls them in the same order.
 
-    ``post`` and ``collect`` exchange short strings between these ranks and are used here alone, to find each other's
-    memory. ``names`` are the ranks' numbers in errors, where they differ from 0..size-1; ``alarm`` is called while a
-    rank waits, and may raise. Not to be shared by threads.
-    Raises SharedMemoryUnavailable on all ranks where one of them cannot take part.
+    Threads must not share an object.
+
+    Args:
+        rank: This rank's index.
+        size: Number of ranks.
+        post: Function that writes a text for the other ranks under a key; only the constructor uses it.
+        collect: Function that returns the texts of all ranks under a key; only the constructor uses it.
+        timeout_s: Seconds to wait for the other ranks.
+        ring_bytes: Bytes of this rank's ring.
+        names: Numbers of the ranks in errors; None: 0 to size - 1.
+        alarm: Function that a waiting thread calls; it may raise.
+
+    Raises:
+        SharedMemoryUnavailable: on all ranks, if one of them cannot take part.
     """
 
     def __init__(
@@ -117,7 +127,7 @@ class SharedMemoryTransport:
         return self._layout.file_bytes
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
-        """``output[r]`` becomes rank r's ``shard``, which may lie in ``output`` already."""
+        """Gather the ranks' shards: ``output[r]`` becomes rank r's ``shard``, which may lie in ``output`` already."""
         size = self._layout.ranks
         call = self._call("all_gather", what, timeout_s, output, shard)
         if output.numel() != size * shard.numel() or output.dtype != shard.dtype:
@@ -146,7 +156,7 @@ class SharedMemoryTransport:
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
     ) -> Pending:
-        """``shard_out`` becomes, or with ``accumulate`` grows by, this rank's part of the sum of ``full``.
+        """Write this rank's part of the sum of ``full`` into ``shard_out``, or add it with ``accumulate``.
 
         ``shard_out`` may be that part of ``full`` itself, and its dtype may be wider.
         """
@@ -169,7 +179,7 @@ class SharedMemoryTransport:
         return self._begin(call, full, rounds, write, rounds, read)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
-        """``tensor`` becomes its sum over the ranks, the same bits on each."""
+        """Sum ``tensor`` over the ranks in place, with the same bits on each."""
         call = self._call("all_reduce", what, timeout_s, tensor)
         size = self._layout.ranks
         if tensor.nbytes * (size - 1) ** 2 <= _WHOLE_BYTES:
@@ -207,7 +217,7 @@ class SharedMemoryTransport:
         return self._begin(call, tensor, 2 * blocks, write, 2 * blocks, read, ahead=ahead)
 
     def _all_reduce_whole(self, call: Call, tensor: Tensor) -> Pending:
-        """Everyone reads everything and sums it alone: half as many rounds, but N-1 times the additions."""
+        """Let every rank read and sum everything: half as many rounds, but N-1 times the additions."""
         own, theirs, at = self._slots(tensor.dtype, 1)
         pieces = _split(tensor, self._step(tensor.dtype, 1))
 
@@ -224,9 +234,9 @@ class SharedMemoryTransport:
         return self._begin(call, tensor, rounds, write, rounds, read)
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
-        """``tensor`` becomes that of the rank with index ``root``."""
+        """Copy ``tensor`` from the rank with index ``root``."""
         call = self._call("broadcast", what, timeout_s, tensor)
-        # Small pieces where few would come out: the others read one while the root writes the next.
+        # Small pieces if there would be few, so that the others read one piece while the root writes the next.
         step = min(max(-(-tensor.nbytes // 4 // 4096) * 4096, 64 << 10), self._layout.slot_bytes)
         pieces = _split(tensor.view(torch.uint8), step)
         own, theirs, at = self._slots(torch.uint8, 1)
@@ -245,7 +255,10 @@ class SharedMemoryTransport:
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
     ) -> Pending:
-        """``counts[i][j]`` elements go from i to j; every rank knows all counts, and so the number of rounds."""
+        """Send ``counts[i][j]`` elements from rank i to rank j.
+
+        Every rank has all counts, and so the number of rounds.
+        """
         me, size = self._rank, self._layout.ranks
         call = self._call("all_to_all", what, timeout_s, output, sent)
         leave = counts[me]
@@ -276,11 +289,11 @@ class SharedMemoryTransport:
 
         largest = max(counts[i][j] for i in range(size) for j in range(size) if i != j)
         rounds = -(-largest * width // step)
-        # Every rank names the same thing in the comparison: sizes differ from rank to rank.
+        # An empty tensor for the comparison of heads, because sizes differ from rank to rank.
         return self._begin(call, sent.new_empty(0), rounds, write, rounds, read)
 
     def barrier(self, timeout_s: float, what: str) -> Pending:
-        """Every rank has arrived."""
+        """Wait until every rank has arrived."""
         nothing = torch.empty(0, dtype=torch.uint8)
         call = self._call("barrier", what, timeout_s)
         return self._begin(call, nothing, 1, lambda turn, slot: None, 1, lambda turn: None)
@@ -344,7 +357,7 @@ class SharedMemoryTransport:
             raise
 
     def _fill_in_turn(self) -> None:
-        """Write what there is room for; a collective's rounds come before those of the next one."""
+        """Write as far as there is room; a collective's rounds come before those of the next."""
         while self._queue and self._queue[0].ended:
             self._queue.popleft()
         for exchange in self._queue:
@@ -365,7 +378,7 @@ class SharedMemoryTransport:
                 exchange.done += 1
 
     def _fill(self, exchange: _Exchange, blocks: bool) -> None:
-        """Write rounds as far as the ring has room; ``blocks`` waits for room where nothing else can be done."""
+        """Write rounds as far as the ring has room; with ``blocks``, wait for room if nothing else can be done."""
         rings, call = self._rings, exchange.call
         while exchange.written < exchange.writes:
             unread = exchange.written - exchange.done if exchange.reads else 0
@@ -381,7 +394,10 @@ class SharedMemoryTransport:
             exchange.written += 1
 
     def _compare(self, exchange: _Exchange) -> None:
-        """Ranks in different collectives would take each other's bytes for their own."""
+        """Check that the sources are in the same collective.
+
+        Otherwise ranks would use each other's bytes as their own.
+        """
         for peer in exchange.sources:
             given = self._rings.rings[peer].read_head(self._rings.at[peer])
             if given != exchange.head:
@@ -392,7 +408,7 @@ class SharedMemoryTransport:
                 )
 
     def _let_go(self, reason: str, failed: bool) -> None:
-        """A rank that fails between two rounds, for whatever reason, is out of step with its peers for good."""
+        """Leave the group for good: a rank that fails between two rounds is out of step with its peers."""
         self._broken = reason
         self._queue.clear()
         self._own.clear()
@@ -403,13 +419,16 @@ class SharedMemoryTransport:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
 
     def _step(self, dtype: torch.dtype, parts: int) -> int:
-        """Elements of one of ``parts`` equal pieces of a slot."""
+        """Return the elements of one of ``parts`` equal pieces of a slot."""
         return self._layout.slot_bytes // parts // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES // dtype.itemsize
 
     def _slots(
         self, dtype: torch.dtype, parts: int
     ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]], list[int]]:
-        """The own slots, cut in one part for each peer; this rank's part of every slot of theirs; where they are."""
+        """Return the own slots, the peers' slots and the positions in them.
+
+        The own slots are cut in ``parts`` parts; of every peer's slot, only this rank's part is returned.
+        """
         key = (dtype, parts)
         if key not in self._own:
             step, rings = self._step(dtype, parts), self._rings.rings
@@ -427,7 +446,7 @@ class SharedMemoryTransport:
     def _contributions(
         self, dtype: torch.dtype, parts: Sequence[Sequence[Tensor]]
     ) -> tuple[Callable[[int, int], None], Callable[[int], list[Tensor]]]:
-        """How to write block i of the foreign parts, and how to collect block i of the own part from all, by rank."""
+        """Return functions that write block i of the foreign parts and collect block i of the own part by rank."""
         own, theirs, at = self._slots(dtype, len(parts) - 1)
         peers, mine = self._peers, parts[self._rank]
 
@@ -444,7 +463,7 @@ class SharedMemoryTransport:
         return write, gather
 
     def _sum(self, total: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
-        """``total`` becomes, or grows by, the sum of ``parts`` in their order."""
+        """Write the sum of ``parts``, in their order, into ``total``, or add it with ``accumulate``."""
         if len(parts) == 2 and parts[0].dtype == total.dtype and not accumulate:
             torch.add(parts[0], parts[1], out=total)
             return
@@ -473,7 +492,7 @@ class SharedMemoryTransport:
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
-    """The bytes of the shorter of the two. One thread copies a third faster with memmove than with torch."""
+    """Copy the bytes of the shorter tensor. One thread copies a third faster with memmove than with torch."""
     count = min(to.nbytes, source.nbytes)
     if torch.get_num_threads() == 1:
         ctypes.memmove(to.data_ptr(), source.data_ptr(), count)
@@ -482,17 +501,20 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a flat tensor. One of no or one element may have any stride, which a view as bytes refuses."""
+    """Return the bytes of a flat tensor.
+
+    A tensor of at most one element may have any stride, which ``view`` refuses.
+    """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _split(tensor: Tensor, step: int) -> Sequence[Tensor]:
-    """Pieces of ``step`` elements, the last one shorter. ``Tensor.split`` costs 4 us also for a single piece."""
+    """Return pieces of ``step`` elements, the last one shorter. ``Tensor.split`` costs 4 us even for a single piece."""
     return (tensor,) if tensor.numel() <= step else tensor.split(step)
 
 
 def _cut(tensor: Tensor, parts: int, step: int) -> list[list[Tensor]]:
-    """``parts`` parts, as equal as possible, each in the same number of pieces of up to ``step`` elements."""
+    """Return ``parts`` parts, as equal as possible, each in the same number of pieces of up to ``step`` elements."""
     share = -(-tensor.numel() // parts)
     blocks = range(0, share, step)
     ends = [min((part + 1) * share, tensor.numel()) for part in range(parts)]

@@ -1,7 +1,7 @@
 """Ring: the memory that one rank shares with the others of its host, and the semaphores that order its use.
 
 Each rank owns one file in /dev/shm that never has a name there: it is made with O_TMPFILE, and its peers open it
-through /proc/<pid>/fd. So a rank may be killed at any moment and leaves nothing behind, and no other user reaches it.
+through /proc/<pid>/fd. So a rank may be killed at any moment and leaves nothing behind, and no other user can open it.
 
     | control: state, two semaphores per peer, one head per slot | slot 0 | slot 1 | ... | slot K-1 |
 
@@ -10,11 +10,11 @@ The owner fills its slots in turn: round t goes to slot t % K. Every ordered pai
     written   the owner posts after filling a slot      the reader waits before reading it
     free      the reader posts after reading a slot     the owner waits before filling it again, K rounds later
 
-Why POSIX semaphores: ``sem_post`` and ``sem_wait`` synchronise memory by their specification, so a payload that torch
-wrote before the post is seen after the wait, on ARM as on x86; no plain load or store of ours orders anything. They are
-also the quickest of the ways that keep this promise (benchmarks/collectives): uncontended, a post or a wait is one
-atomic instruction in user space. A rank that dies is seen through a pidfd, which reports it at once even where forked
-children still hold its descriptors.
+The design uses POSIX semaphores because ``sem_post`` and ``sem_wait`` synchronise memory by their specification. A
+payload that torch wrote before the post is visible after the wait, on ARM as on x86; no plain load or store of ours
+orders anything. They are also the fastest of the ways with this guarantee (benchmarks/collectives): uncontended, a post
+or a wait is one atomic instruction in user space. The death of a rank is detected through a pidfd, which reports it at
+once even if forked children still hold its descriptors.
 """
 
 import contextlib
@@ -36,24 +36,29 @@ from torch import Tensor
 from shardwise.plan.errors import CommError, DeadlineError
 
 _LINE_BYTES = 128
-"""Semaphores lie this far apart: two ranks never write one cache line, nor the pair of lines that is prefetched."""
+"""Distance of two semaphores: two ranks never write one cache line, nor the pair of lines that is prefetched."""
 _STATE_BYTES = 1024
 HEAD_BYTES = 256
 _SLICE_S = 0.02
-"""A blocked rank looks this often whether its peers still live."""
+"""Interval in seconds at which a blocked rank checks whether its peers still live."""
 _BUSY_SLICE_S = 0.001
-"""... and so often what it has to do meanwhile."""
+"""Interval in seconds at which a blocked rank with other work continues that work."""
 _SPIN_S = 50e-6
-"""A rank polls this long before it sleeps; it yields the core in between, so this also serves more ranks than cores."""
+"""Seconds that a rank polls before it sleeps.
+
+It yields the core in between, so this also works with more ranks than cores.
+"""
 _OPEN, _LEFT, _FAILED = 0, 1, 2
-"""An owner's state, in the first byte of its file; the reason follows. One that left may just have finished before its
-peers; one that failed will be missed by all of them."""
+"""State of an owner, in the first byte of its file; the reason follows.
+
+An owner that left may just have finished before its peers; an owner that failed will be missed by all of them.
+"""
 _CLOCK_MONOTONIC = 1
 _FOLDER = "/dev/shm"
 
 
 class SharedMemoryUnavailable(Exception):
-    """This group cannot use shared memory; raised on all of its ranks or on none."""
+    """A group that cannot use shared memory; raised on all of its ranks or on none."""
 
 
 class _Timespec(ctypes.Structure):
@@ -61,7 +66,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphores:
-    """The calls of libc, by address. All but ``wait`` return at once and so keep the interpreter's lock."""
+    """The semaphore calls of libc, by address. All but ``wait`` return at once and so keep the interpreter's lock."""
 
     def __init__(self) -> None:
         quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None)
@@ -81,40 +86,44 @@ class Semaphores:
         self.post.argtypes = self.take.argtypes = [ctypes.c_void_p]
 
     def start(self, address: int) -> None:
-        """A semaphore at zero that processes share."""
+        """Initialize a semaphore at zero that processes share.
+
+        Raises:
+            OSError: if the system refuses.
+        """
         if self._init(address, 1, 0) != 0:
             raise OSError(errno.ENOSYS, "sem_init refuses a semaphore that processes share")
 
     def value(self, address: int) -> int:
-        """How often it could be taken now."""
+        """Return how often the semaphore could be taken now."""
         count = ctypes.c_int()
         self._value(address, ctypes.byref(count))
         return count.value
 
     def wait(self, address: int, seconds: float) -> bool:
-        """Take it, unless the time is over or a signal arrives first; whether it was taken."""
+        """Wait to take the semaphore, and return False if the time is over or a signal arrives first."""
         end = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(seconds * 1e9)
         until = _Timespec(*divmod(end, 1_000_000_000))
         return bool(self._wait(address, _CLOCK_MONOTONIC, ctypes.byref(until)) == 0)
 
 
 class RingLayout(NamedTuple):
-    """Where things lie in a ring's file."""
+    """Positions of the parts of a ring's file."""
 
     ranks: int
     slots: int
     slot_bytes: int
 
     def written(self, reader: int) -> int:
-        """Offset of the semaphore that tells ``reader`` of filled slots."""
+        """Return the offset of the semaphore that counts filled slots for ``reader``."""
         return _STATE_BYTES + _LINE_BYTES * 2 * reader
 
     def free(self, reader: int) -> int:
-        """Offset of the semaphore with which ``reader`` gives slots back."""
+        """Return the offset of the semaphore with which ``reader`` returns slots."""
         return _STATE_BYTES + _LINE_BYTES * (2 * reader + 1)
 
     def head(self, slot: int) -> int:
-        """Offset of the text that says which collective begins in ``slot``."""
+        """Return the offset of the text that names the collective that begins in ``slot``."""
         return _STATE_BYTES + _LINE_BYTES * 2 * self.ranks + HEAD_BYTES * slot
 
     @property
@@ -124,7 +133,7 @@ class RingLayout(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the whole file."""
         return self.control_bytes + self.slots * self.slot_bytes
 
 
@@ -139,34 +148,34 @@ class Ring:
         self.slots: tuple[Tensor, ...] = data[layout.control_bytes :].split(layout.slot_bytes)
 
     def write_head(self, slot: int, head: bytes) -> None:
-        """Say which collective begins in ``slot``."""
+        """Write the name of the collective that begins in ``slot``."""
         start = self.layout.head(slot)
         self.map[start : start + HEAD_BYTES] = head.ljust(HEAD_BYTES)
 
     def read_head(self, slot: int) -> bytes:
-        """Which collective begins in ``slot``."""
+        """Return the name of the collective that begins in ``slot``."""
         start = self.layout.head(slot)
         return self.map[start : start + HEAD_BYTES].rstrip()
 
     @property
     def state(self) -> int:
-        """Whether the owner still takes part."""
+        """State of the owner: open, left or failed."""
         return self.map[0]
 
     @property
     def reason(self) -> str:
-        """Why it does not."""
+        """Reason why the owner has left or failed."""
         return self.map[1:_STATE_BYTES].rstrip(b"\0").decode(errors="replace")
 
     def leave(self, reason: str, failed: bool) -> None:
-        """Tell the peers that the owner takes part no longer."""
+        """Record for the peers that the owner takes part no longer."""
         text = reason.encode()[: _STATE_BYTES - 1]
         self.map[1 : 1 + len(text)] = text
         self.map[0] = _FAILED if failed else _LEFT
 
 
 class Call(NamedTuple):
-    """The collective that a rank is in, as errors name it."""
+    """The collective that a rank is in, for errors."""
 
     operation: str
     what: str
@@ -174,8 +183,11 @@ class Call(NamedTuple):
 
 
 class Lives:
-    """Which peers still live. ``descriptors``: their pidfds, which close with this object at the latest, since an
-    engine may be dropped and not closed."""
+    """The peers' processes, which can be checked for their end.
+
+    ``descriptors`` are their pidfds. They close with this object at the latest, because an engine may be dropped
+    without being closed.
+    """
 
     def __init__(self, descriptors: dict[int, int]):
         self._peers = {descriptor: peer for peer, descriptor in descriptors.items()}
@@ -186,14 +198,19 @@ class Lives:
         self.let_go.atexit = False
 
     def ended(self) -> set[int]:
-        """Those whose process has ended."""
+        """Return the peers whose process has ended."""
         return {self._peers[descriptor] for descriptor, _ in self._poll.poll(0)}
 
 
 class Rings:
     """The rings of a group as one rank uses them: it fills its own and reads those of its peers.
 
-    ``names`` are the ranks' numbers in errors; ``alarm`` is called by whoever waits, and may raise.
+    Args:
+        rank: This rank's index.
+        rings: All rings, by rank.
+        lives: Processes of the peers.
+        names: Numbers of the ranks in errors.
+        alarm: Function that a waiting thread calls; it may raise.
     """
 
     def __init__(
@@ -209,7 +226,7 @@ class Rings:
         self.layout = layout
         self.peers = [peer for peer in range(len(rings)) if peer != rank]
         self.at = [-1] * len(rings)
-        """The slot of each peer's ring that was waited for last."""
+        """Slot of each peer's ring that was waited for last."""
         self._rank = rank
         self._names = names
         self._lives = lives
@@ -224,7 +241,15 @@ class Rings:
         self._next = 0
 
     def claim(self, call: Call, blocks: bool) -> int:
-        """The next slot of the own ring, once every peer gave it back; -1 where that would mean to wait."""
+        """Return the next slot of the own ring after every peer has returned it.
+
+        Args:
+            call: The collective, for errors.
+            blocks: Wait for the slot.
+
+        Returns:
+            The slot; -1 if ``blocks`` is False and a wait would be needed.
+        """
         credits, take = self._credits, self._semaphores.take
         for peer, address in self._given.items():
             if not credits[peer]:
@@ -240,7 +265,7 @@ class Rings:
         return slot
 
     def publish(self) -> None:
-        """Let the peers read the slot claimed last."""
+        """Allow the peers to read the slot claimed last."""
         post = self._semaphores.post
         for address in self._tell:
             post(address)
@@ -248,9 +273,12 @@ class Rings:
     def receive(
         self, sources: Sequence[int], call: Call, meanwhile: Callable[[], bool] | None = None
     ) -> None:
-        """Wait for the next slot of each source; ``at`` then says which it is.
+        """Wait for the next slot of each source; ``at`` then contains its number.
 
-        ``meanwhile`` is called by a rank that waits, again and again, and says whether it has more to do.
+        Args:
+            sources: Peers to wait for.
+            call: The collective, for errors.
+            meanwhile: Function that a waiting rank calls again and again; returns whether it has more to do.
         """
         take, told, at, slots = self._semaphores.take, self._told, self.at, self.layout.slots
         for place, peer in enumerate(sources):
@@ -259,13 +287,13 @@ class Rings:
             at[peer] = (at[peer] + 1) % slots
 
     def release(self, sources: Sequence[int]) -> None:
-        """Give the slots received last back to their owners."""
+        """Return the slots received last to their owners."""
         post, give = self._semaphores.post, self._give
         for peer in sources:
             post(give[peer])
 
     def leave(self, reason: str, failed: bool) -> None:
-        """Tell the peers that this rank takes part no longer, and let go of everything."""
+        """Record for the peers that this rank takes part no longer, and release all resources."""
         self.rings[self._rank].leave(reason, failed)
         self._lives.let_go()
         self.rings = []
@@ -278,7 +306,7 @@ class Rings:
         call: Call,
         meanwhile: Callable[[], bool] | None = None,
     ) -> None:
-        """Take ``peer``'s semaphore; where that fails, the error names all of ``awaited`` whose semaphore is empty."""
+        """Take ``peer``'s semaphore; if that fails, the error names all of ``awaited`` whose semaphore is empty."""
         address, take = addresses[peer], self._semaphores.take
         start = time.monotonic()
         while time.monotonic() - start < _SPIN_S:
@@ -294,7 +322,7 @@ class Rings:
             missing = [other for other in awaited if self._semaphores.value(addresses[other]) == 0]
             gone = self._gone(missing)
             if gone:
-                # One slice more: what a rank posted just before it ended still counts.
+                # Wait one slice more, because a post just before the rank ended still counts.
                 if self._semaphores.wait(address, _SLICE_S):
                     return
                 raise CommError(f"{self._where(call)}: {gone}")
@@ -305,7 +333,10 @@ class Rings:
                 )
 
     def _gone(self, missing: Sequence[int]) -> str:
-        """Who will not come any more, as a sentence. A death comes before what other ranks say about it."""
+        """Return a sentence on the ranks that will not come, or "".
+
+        A death precedes what other ranks report about it.
+        """
         ended = self._lives.ended()
         gone = [peer for peer in missing if peer in ended or self.rings[peer].state == _LEFT]
         if gone:
@@ -331,9 +362,21 @@ def meet(
     names: Sequence[int],
     alarm: Callable[[], None] | None = None,
 ) -> Rings:
-    """Make the own ring and open those of all peers; every rank succeeds, or all raise SharedMemoryUnavailable.
+    """Make the own ring and open those of all peers; either every rank succeeds or all raise.
 
-    Two exchanges of strings: what each rank offers, then whether it could open what the others offer.
+    The ranks exchange texts twice: first their offers, then whether they could open the others' rings.
+
+    Args:
+        rank: This rank's index.
+        post: Function that writes a text under a key.
+        collect: Function that returns the texts of all ranks under a key.
+        timeout_s: Seconds to wait for the others.
+        layout: Layout of every ring.
+        names: Numbers of the ranks in errors.
+        alarm: Function that a waiting thread calls; it may raise.
+
+    Raises:
+        SharedMemoryUnavailable: on all ranks, if one of them cannot take part.
     """
     with contextlib.ExitStack() as held:
         own: Ring | None = None
@@ -378,7 +421,10 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 
 def _create(layout: RingLayout) -> int:
-    """A new file without a name, its memory reserved: a small /dev/shm fails here and not with SIGBUS later."""
+    """Create a file without a name and reserve its memory.
+
+    A /dev/shm that is too small fails here, not with SIGBUS later.
+    """
     descriptor = os.open(_FOLDER, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, layout.file_bytes)

@@ -1,18 +1,18 @@
-"""StackFile: the stack of a process that lets none of its Python threads run, for a neighbour on the same host.
+"""StackFile: the stack of a process that lets none of its Python threads run, for another process on the same host.
 
 A C extension or a regular expression that holds the interpreter's lock keeps the watch's thread from answering. Then
 ``faulthandler``, which needs no lock, writes the stacks of all threads when a signal arrives:
 
-    own      StackFile(thread)      takes a real-time signal that nobody uses and a file in memory without a name
-             offer                  the words that tell a neighbour of them
+    own      StackFile(thread)      uses a free real-time signal and a file in memory without a name
+             offer                  the numbers with which another process uses them
     peer     stack_by_signal(...)   sends the signal and reads the file through /proc
 
-A signal is sent to a process that catches it and to no other, because its default is to end the process. Threads of
-Python that are held up cannot change their frames, so reading them without the lock is safe. The signal restarts most
+A signal is sent only to a process that catches it, because its default is to end the process. Threads of Python that
+are held up cannot change their frames, so reading them without the lock is safe. The signal restarts most
 calls of the system and ends a sleep in C early. On systems without real-time signals or /proc there is no file, and no
 stack.
 
-Cost: one descriptor; a few kilobytes for each time that a neighbour asks.
+Cost: one descriptor; a few kilobytes for each request.
 """
 
 import contextlib
@@ -28,14 +28,17 @@ from typing import Any
 from shardwise.comm.process import ThreadCall, threads_of
 
 _FIRST = 5
-"""Real-time signals before this one are often taken: by debuggers, profilers and threading libraries."""
+"""Number of first real-time signals that are not used: debuggers, profilers and threading libraries often use them."""
 _WRITE_S = 1.0
-"""The most time a process gets to write its stacks."""
+"""Most seconds that a process gets to write its stacks."""
 _SETTLED_S = 0.1
 
 
 class StackFile:
-    """The file into which this process writes its stacks at a signal. ``thread_id``: the thread that is asked for."""
+    """The file into which this process writes its stacks at a signal.
+
+    ``thread_id`` is the thread whose stack others request.
+    """
 
     def __init__(self, thread_id: int):
         self._thread_id = thread_id
@@ -46,7 +49,7 @@ class StackFile:
         file = open(os.memfd_create("shardwise-stacks", os.MFD_CLOEXEC), "wb")  # noqa: SIM115
         self._descriptor = file.fileno()
         if threading.current_thread() is threading.main_thread():
-            # What ``unregister`` restores: a signal that comes too late then does nothing.
+            # ``unregister`` restores this handler, so that a signal that comes too late does nothing.
             signal.signal(self._signal, signal.SIG_IGN)
         faulthandler.register(self._signal, file=file, all_threads=True)
         self.close = weakref.finalize(self, _let_go, self._signal, file)
@@ -54,7 +57,7 @@ class StackFile:
 
     @property
     def offer(self) -> list[int]:
-        """The numbers of signal, descriptor and thread; empty if the system has none."""
+        """Numbers of signal, descriptor and thread; empty if the system has none."""
         return [self._signal, self._descriptor, self._thread_id] if self._signal else []
 
 

@@ -1,4 +1,4 @@
-"""What was sent: calls, elements and bytes by operation and purpose.
+"""Counts of what was sent: calls, elements and bytes by operation and purpose.
 
 The count is the ring algorithms' lower bound per rank, from the sizes of the tensors that were really passed in, so a
 missing, doubled or unpadded collective shows as a difference from the plan's closed form:
@@ -6,8 +6,8 @@ missing, doubled or unpadded collective shows as a difference from the plan's cl
     all-gather, reduce-scatter   P (N-1)/N      all-reduce  2P (N-1)/N      broadcast  P (N-1)/N
     send  P      all-to-all  what goes to other ranks
 
-Ranks whose collectives differ in kind but not in size would take each other's bytes for their own, and a transport need
-not notice. ``sequence`` is what they compare.
+Ranks whose collectives differ in kind but not in size would take each other's bytes for their own, and a transport may
+not detect it. Ranks therefore compare ``sequence``.
 """
 
 import zlib
@@ -18,11 +18,14 @@ Operation = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "send", "all_to_all"
 ]
 Purpose = Literal["weights", "gradients", "activations", "keys", "control"]
-"""A collective between layers that are cut is for "activations" in both directions: their cost is known for a forward
-and a backward pass together. Messages between stages are for one or the other."""
+"""Kind of traffic.
+
+A collective between cut layers is for "activations" in both directions, because its cost is known for a forward and a
+backward pass together. Messages between stages are for either "activations" or "gradients".
+"""
 
 _STATE_AXES = ("dp", "dp_shard", "dp_replicate", "edp", "expert_dp")
-"""Of the groups that model state moves over."""
+"""Names of the groups over which model state moves."""
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 
 
@@ -40,11 +43,13 @@ class Traffic:
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
     bytes: int = 0
-    """All that was sent so far."""
+    """Bytes sent so far."""
     sequence: int = 0
-    """32-bit hash of the collectives over the data-parallel axes, those of experts too, in their order: equal on ranks
-    that called the same ones. On the other axes sizes differ from one data-parallel rank to another: with its batch,
-    and with its shard."""
+    """Hash (32 bits) of the collectives over the data-parallel axes, including those of experts, in their order: equal
+    on ranks that made the same calls.
+
+    On other axes sizes differ from one data-parallel rank to another, with its batch and with its shard.
+    """
 
     def add(
         self,
@@ -56,9 +61,16 @@ class Traffic:
         what: str = "",
         axis: str = "dp",
     ) -> None:
-        """Count one collective over ``ranks`` ranks on a full tensor of ``elements``; ``what`` names the tensor.
+        """Count one collective.
 
-        Of a send and an all-to-all, ``elements`` are those that leave this rank.
+        Args:
+            operation: Operation.
+            purpose: Kind of traffic.
+            elements: Elements of the full tensor; for a send and an all-to-all, the elements that leave this rank.
+            itemsize: Bytes of an element.
+            ranks: Ranks of the group.
+            what: Name of the tensor.
+            axis: Axis of the group.
         """
         if axis in _STATE_AXES:
             size = "" if operation == "all_to_all" else elements  # each rank sends as much as its data needs
@@ -75,10 +87,10 @@ class Traffic:
         )
 
     def total(self, *purposes: Purpose) -> Count:
-        """Sum over the given purposes; over all where none is given."""
+        """Return the sum over the given purposes, or over all if none is given."""
         rows = [count for (_, purpose), count in self.counts.items() if not purposes or purpose in purposes]
         return Count(*(sum(column) for column in zip(*rows, strict=True))) if rows else Count()
 
     def clear(self) -> None:
-        """Start counting from nothing."""
+        """Reset the counts by operation and purpose."""
         self.counts.clear()

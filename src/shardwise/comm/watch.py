@@ -1,12 +1,13 @@
-"""The watch: who keeps the others waiting, and where it is.
+"""The watch: finds which rank keeps the others waiting, and where it is.
 
-A rank that has waited long asks all ranks, over the store; a thread of each answers, also where its main thread hangs:
+A rank that has waited long asks all ranks, over the store. A thread of each rank answers, even if its main thread
+hangs:
 
     waits      what its main thread waits for in a collective, and how long        (it is not to blame)
     stack      where its main thread is, in Python
     unmoved    seconds since that stack changed, or the process and its children computed, read or wrote anything
 
-From the answers follows one of these, and what becomes of it under ``comm.timeout_s: auto``:
+One of these findings follows from the answers, with this consequence under ``comm.timeout_s: auto``:
 
     does not answer    its process is stopped, has no time, or is gone             the job ends
     does not move      a lock, a sleep, a lost server: no work at all              the job ends
@@ -16,19 +17,19 @@ From the answers follows one of these, and what becomes of it under ``comm.timeo
     two wait           for one another, at least one of them in a call of the      the job ends, within seconds
                        engine's that all ranks must make (``within``)
 
-A wait for a text of others in the store (a save, a load) is watched in the same manner: those whose text is missing are
-asked for, and a rank says what it does on its own for it (``at_work``), so that a slow disk is no hang.
+A wait for texts of other ranks in the store (a save, a load) is watched in the same way. The ranks whose text is
+missing are asked, and a rank that works alone on its part reports so (``at_work``), so that a slow disk is no hang.
 
-Being asked costs nothing that counts, so it happens early: after 20 s, or five median steps where steps are long; a
-number for ``comm.timeout_s`` asks before it, and ends the job then and not before. A debugger is no hang. The stack of
-a process that holds the interpreter's lock comes from a signal (stack_file.py).
+A question costs almost nothing, so it is asked early: after 20 s, or five median steps if steps are long. With a number
+for ``comm.timeout_s`` the question is asked earlier, and the job ends only at that time. A debugger is no hang. The
+stack of a process that holds the interpreter's lock is obtained by a signal (stack_file.py).
 
-On a device the host goes on, and a collective in flight is what waits (flights.py): it is asked for in the same manner,
-and where it fails or its time is over its communicator is ended, and every later call raises why.
+On a device the host goes on, and a collective in flight takes the place of the wait (flights.py): the watch asks for it
+in the same way. If it fails or its time is over, its communicator is ended, and every later call raises the reason.
 
-Two threads, since a call of the store may block (rank 0, which serves it, may be the one that is stopped): ``_observe``
-looks at this process and at the clock, ``_talk`` speaks with the store. The verdict of the first to reach one is left
-in the store, so that all ranks tell the same story.
+There are two threads, because a call of the store may block (rank 0, which serves it, may be the one that is stopped):
+``_observe`` checks this process and the clock, ``_talk`` uses the store. The first rank that reaches a verdict writes
+it into the store, so that all ranks report the same.
 
 Cost: each second two questions to the store and a look at one stack, about 0.2 ms.
 """
@@ -56,29 +57,29 @@ _log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _ANSWER_S = 3.5
-"""For all answers to a question."""
+"""Seconds to wait for all answers to a question."""
 _STORE_S = 6.0
-"""A store that has said nothing for so long does not answer."""
+"""Seconds after which a silent store counts as not answering."""
 _RECENT_S = 10.0
-"""A question so long ago has been judged."""
+"""Age in seconds at which a question has been judged."""
 _LAST_WORD_S = 2.5
 _AGAIN_S = 60.0
-"""Between two notices of one wait."""
+"""Seconds between two log lines about one wait."""
 _SOON_S = 5.0
-"""Ranks that wait for one another for so long, one of them in a call that all must make, wait for ever."""
+"""Seconds after which ranks that wait for one another, one of them in a call that all must make, wait forever."""
 _AHEAD = 0.75
-"""A rank is first asked after this part of the patience, so that one that does not answer can be asked twice."""
+"""Part of the patience after which ranks are first asked, so that a rank that does not answer can be asked twice."""
 
 
 class Patience(NamedTuple):
-    """Seconds that the waits of one engine have."""
+    """Seconds that limit the waits of one engine."""
 
     patience_s: float
-    """After which the others are asked."""
+    """Seconds after which the other ranks are asked."""
     standstill_s: float
-    """How long a rank may stand still."""
+    """Seconds that a rank may stand still."""
     ends_s: float
-    """After which what the others say may end the job."""
+    """Seconds after which the answers may end the job."""
 
 
 class Words(NamedTuple):
@@ -86,36 +87,36 @@ class Words(NamedTuple):
 
     key: str
     ranks: tuple[int, ...]
-    """Of the job."""
+    """Ranks of the job."""
     names: tuple[str, ...]
-    """The keys of their texts in the store, by ``ranks``."""
+    """Keys of the ranks' texts in the store, by ``ranks``."""
 
 
 class Wait(NamedTuple):
     """One thread's wait in a collective, for a message or for the texts of other ranks."""
 
     what: tuple[Any, ...]
-    """(rank, operation, tensor, step), or (rank, words)"""
+    """(rank, operation, tensor, step), or (rank, words)."""
     since_s: float
     patience_s: float
-    """After which the others are asked."""
+    """Seconds after which the other ranks are asked."""
     is_auto: bool
-    """Whether what they say may end the job before its deadline."""
+    """True if the answers may end the job before its deadline."""
     standstill_s: float
-    """How long a rank may stand still."""
+    """Seconds that a rank may stand still."""
     give_up: Callable[[], None] | None
-    """Wakes a thread that waits inside torch."""
+    """Function that wakes a thread that waits inside torch."""
     members: tuple[int, ...] = ()
-    """The job's ranks that take part."""
+    """Ranks of the job that take part."""
     call: str = ""
-    """The call of the engine's in which it waits; all ranks make it."""
+    """Engine call in which the thread waits; all ranks make it."""
     words: Words | None = None
     ends_s: float = 0.0
-    """The job goes on for so long, whatever the others say."""
+    """Seconds for which the job continues, whatever the answers are."""
 
     @property
     def soon_s(self) -> float:
-        """Seconds after which the others are first asked."""
+        """Seconds after which the other ranks are first asked."""
         early_s = _AHEAD * self.patience_s
         return min(_SOON_S, early_s) if self.call or self.words is not None else early_s
 
@@ -138,20 +139,20 @@ class State(Enum):
 
 
 class Work(NamedTuple):
-    """A part of something for which others wait, in the hands of one thread."""
+    """A part of common work that one thread does while other ranks wait for it."""
 
     key: str
-    """Begins the keys of the texts that follow from it."""
+    """Beginning of the keys of the texts that follow from the work."""
     what: str
     since_s: float
 
 
 END_OF_PASS = "the end of a pass over engine.loader()"
-"""Begins the name of the meeting at the end of a pass over the data."""
+"""Beginning of the name of the meeting at the end of a pass over the data."""
 
 
 def advice(call: str) -> str:
-    """Return what to do about a call that not all ranks make; empty if there is none."""
+    """Return advice on a call that not all ranks make; "" if there is none."""
     if not call:
         return ""
     if END_OF_PASS in call:
@@ -166,7 +167,7 @@ def advice(call: str) -> str:
 
 
 class _Questions:
-    """Questions to all ranks, their answers and the verdict, over the store: the side of one of ``size`` ranks."""
+    """Questions to all ranks, their answers and the verdict over the store, for one of ``size`` ranks."""
 
     def __init__(self, rank: int, size: int, store: SealedStore, prefix: str):
         self._rank = rank
@@ -174,25 +175,25 @@ class _Questions:
         self._store = store
         self._prefix = prefix
         self._turn = 0
-        """The next question."""
+        """Number of the next question."""
         self.contact_s = time.monotonic()
-        """When the store was last heard."""
+        """Time of the last contact with the store."""
         self.asked_s = 0.0
-        """When this rank last had its answers."""
+        """Time at which this rank last got its answers."""
         self.answered_s = -_RECENT_S
 
     def connect(self) -> Talker:
-        """Use a connection of its own from now on, so that a call that blocks holds nobody else up.
+        """Use a separate connection from now on, so that a call that blocks holds up no other thread.
 
         Returns:
-            The talker of that connection, for the thread that is going to use it.
+            The talker of that connection, for the thread that will use it.
         """
         self._store = self._store.again()
         self.contact_s = time.monotonic()
         return Talker(self._store)
 
     def offer(self, numbers: list[int]) -> None:
-        """Tell the others how to ask for this rank's stack without its answer."""
+        """Write the numbers with which another rank gets this rank's stack without its answer."""
         self._store.set(self._key("stack", self._rank), json.dumps(numbers))
 
     def offer_of(self, rank: int) -> list[int] | None:
@@ -201,24 +202,24 @@ class _Questions:
         return list(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def missing(self, words: Words) -> list[int]:
-        """Return the ranks whose text is not there."""
+        """Return the ranks whose text is missing."""
         return [
             rank for rank, name in zip(words.ranks, words.names, strict=True) if not self._store.check([name])
         ]
 
     @property
     def is_asked(self) -> bool:
-        """Whether a question waits for this rank's answer."""
+        """True if a question waits for this rank's answer."""
         return self._store.check([self._key("question", self._turn)])
 
     def answer(self, said: Mapping[str, Any]) -> None:
-        """Answer the question that waits."""
+        """Answer the waiting question."""
         self._store.set(self._key("answer", self._turn, self._rank), json.dumps(said))
         self._turn += 1
         self.answered_s = time.monotonic()
 
     def ask(self, own: Mapping[str, Any], is_over: Callable[[], bool]) -> dict[int, dict[str, Any]]:
-        """Ask all ranks; ``own`` is this one's answer. Answers by rank, of those that came before ``is_over``."""
+        """Ask all ranks and return the answers that came before ``is_over``, by rank; ``own`` is this rank's answer."""
         keys = [self._key("answer", self._turn, rank) for rank in range(self._size)]
         self._store.set(self._key("question", self._turn), str(self._rank))
         self.answer(own)
@@ -231,12 +232,12 @@ class _Questions:
 
     @property
     def verdict(self) -> str:
-        """What a rank has come to; empty where none has."""
+        """Verdict of any rank; "" if there is none."""
         key = self._key("verdict")
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def leave_verdict(self, sentence: str) -> None:
-        """For all ranks, before this one leaves, which the others notice."""
+        """Write a verdict for all ranks, before this rank leaves and the others notice."""
         self._store.set(self._key("verdict"), sentence)
 
     def _key(self, *parts: Any) -> str:
@@ -244,43 +245,50 @@ class _Questions:
 
 
 class _Doings:
-    """The work of the threads of one rank, by thread, and the patience of its engines."""
+    """Work, waits and calls of one rank's threads, by thread, and the patience of its engines."""
 
     def __init__(self) -> None:
         self.works: dict[int, Work] = {}
         self.joins: dict[int, int] = {}
-        """The thread of this process that each waits for."""
+        """Thread of this process that each thread waits for."""
         self.calls: dict[int, str] = {}
-        """The collective call of the engine's that each is in."""
+        """Collective call of the engine that each thread is in."""
         self.patiences: weakref.WeakKeyDictionary[Any, Patience] = weakref.WeakKeyDictionary()
-        """By the clock of an engine: how long its waits may take."""
+        """Limits of an engine's waits, by the engine's clock."""
         self.stacks = _Stacks()
         self.at_exit: Callable[[], None] = lambda: None
-        """Called at the end of the process; ends the threads."""
+        """Function that is called at the end of the process and ends the threads."""
 
 
 class _Stacks:
-    """The way to the stacks of ranks that do not answer."""
+    """Access to the stacks of ranks that do not answer."""
 
     def __init__(self) -> None:
         self.own: StackFile | None = None
         self.offers: dict[int, list[int]] = {}
-        """By rank of this host."""
+        """Offered numbers, by rank of this host."""
 
 
 class Watch:
-    """Of one rank of a job. ``who``: all ranks; ``prefix`` begins the keys in ``store``."""
+    """The watch of one rank of a job.
+
+    Args:
+        rank: This rank.
+        who: Identity of all ranks.
+        store: Store of the job.
+        prefix: Beginning of the keys in ``store``.
+    """
 
     def __init__(self, rank: int, who: Sequence[Who], store: SealedStore, prefix: str):
         self._rank = rank
         self._who = who
         self._questions = _Questions(rank, len(who), store, prefix)
         self._waits: dict[int, Wait] = {}
-        """By thread."""
+        """Waits, by thread."""
         self._doings = _Doings()
         self._pulse = Pulse(None, None)
         self.flights = Flights()
-        """What the device exchanges."""
+        """Collectives in flight on the device."""
         self._failure: CommError | None = None
         self._verdict = ""
         self._story = ""
@@ -293,7 +301,7 @@ class Watch:
     # The main thread's side ------------------------------------------------------------------------------------
 
     def start(self) -> bool:
-        """Begin to watch the calling thread; False where it had begun."""
+        """Start to watch the calling thread, and return False if the watch was running."""
         if self._threads or len(self._who) < 2:
             return False
         self._pulse = Pulse(threading.get_ident(), threading.get_native_id())
@@ -312,11 +320,12 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self._doings.at_exit)  # the interpreter does not end well beneath a thread in torch
+        # The interpreter may crash if it ends while a thread is in torch.
+        atexit.register(self._doings.at_exit)
         return True
 
     def stop(self) -> None:
-        """End the threads."""
+        """End the threads of the watch."""
         self._ended.set()
         for thread in self._threads:
             thread.join(2.0)
@@ -326,12 +335,15 @@ class Watch:
         atexit.unregister(self._doings.at_exit)
 
     def set_patience(self, clock: Any, patience: Patience) -> None:
-        """Store how long the waits of one engine may take; it is forgotten with ``clock``."""
+        """Set the limits of one engine's waits, which are dropped together with ``clock``."""
         self._doings.patiences[clock] = patience
 
     @contextlib.contextmanager
     def within(self, call: str) -> Iterator[None]:
-        """Inside, the calling thread is in ``call``, which all ranks must make; the outermost one counts."""
+        """Name the call that the calling thread is in inside the ``with`` block, which all ranks must make.
+
+        The outermost call counts.
+        """
         thread = threading.get_ident()
         if thread in self._doings.calls:
             yield
@@ -344,12 +356,12 @@ class Watch:
 
     @property
     def call(self) -> str:
-        """The collective call that the calling thread is in."""
+        """Name of the collective call that the calling thread is in."""
         return self._doings.calls.get(threading.get_ident(), "")
 
     @property
     def advice(self) -> str:
-        """The sentence of ``advice`` about the call that the calling thread is in; empty outside of one."""
+        """Sentence of ``advice`` on the call that the calling thread is in; "" outside such a call."""
         return f" {advice(self.call)}" if self.call else ""
 
     def place(self, what: str) -> str:
@@ -358,7 +370,12 @@ class Watch:
 
     @contextlib.contextmanager
     def at_work(self, key: str, what: str) -> Iterator[None]:
-        """Inside, the calling thread does its own part of something for which others wait at keys below ``key``."""
+        """Mark the calling thread as doing its part of work for which other ranks wait, inside the ``with`` block.
+
+        Args:
+            key: Beginning of the keys at which the others wait.
+            what: Name of the work.
+        """
         thread = threading.get_ident()
         before = self._doings.works.get(thread)
         self._doings.works[thread] = Work(key, what, time.monotonic())
@@ -372,7 +389,10 @@ class Watch:
 
     @contextlib.contextmanager
     def joining(self, thread: int) -> Iterator[None]:
-        """Inside, the calling thread waits for another one of this process, and so for what that one waits for."""
+        """Mark the calling thread as waiting for another thread of this process inside the ``with`` block.
+
+        The calling thread then counts as waiting for whatever that thread waits for.
+        """
         self._doings.joins[threading.get_ident()] = thread
         try:
             yield
@@ -380,7 +400,14 @@ class Watch:
             del self._doings.joins[threading.get_ident()]
 
     def begin_words(self, rank: int, what: str, words: Words, timeout_s: float) -> None:
-        """The calling thread begins to wait for texts of other ranks. ``end`` ends it."""
+        """Record that the calling thread waits for texts of other ranks, until ``end``.
+
+        Args:
+            rank: This rank.
+            what: Name of the exchange.
+            words: The texts.
+            timeout_s: Seconds that the wait may take.
+        """
         patiences = list(self._doings.patiences.values())
         longest = [max(each) for each in zip(*patiences, strict=True)] or [timeout_s] * 3
         patience_s, standstill_s, ends_s = longest
@@ -398,7 +425,7 @@ class Watch:
         )
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of ``ranks`` that were on this host and whose process has ended."""
+        """Return the ``ranks`` of this host whose process has ended."""
         here = self._here()
         return [rank for rank in ranks if rank in here and has_ended(self._who[rank].pid)]
 
@@ -411,7 +438,16 @@ class Watch:
         give_up: Callable[[], None] | None = None,
         members: tuple[int, ...] = (),
     ) -> None:
-        """The calling thread begins to wait."""
+        """Record that the calling thread waits, until ``end``.
+
+        Args:
+            what: (rank, operation, tensor, step).
+            patience_s: Seconds after which the other ranks are asked.
+            is_auto: True if the answers may end the job before its deadline.
+            standstill_s: Seconds that a rank may stand still.
+            give_up: Function that wakes a thread that waits inside torch.
+            members: Ranks of the job that take part.
+        """
         thread = threading.get_ident()
         self._waits[thread] = Wait(
             what,
@@ -425,11 +461,14 @@ class Watch:
         )
 
     def end(self) -> None:
-        """It waits no longer."""
+        """Record that the calling thread waits no longer."""
         self._waits.pop(threading.get_ident(), None)
 
     def last_word(self) -> str:
-        """The verdict. A rank that sees another one leave, just after a question, waits a moment for the reason."""
+        """Return the verdict, or "" if there is none.
+
+        A rank that sees another rank leave just after a question waits a moment for the reason.
+        """
         until_s = time.monotonic() + _LAST_WORD_S
         while not self._verdict and time.monotonic() < min(until_s, self._questions.answered_s + _RECENT_S):
             time.sleep(0.02)
@@ -437,21 +476,25 @@ class Watch:
 
     @property
     def story(self) -> str:
-        """What the last question brought; empty where none was asked."""
+        """Result of the last question; "" if none was asked."""
         return self._story
 
     def raise_verdict(self) -> None:
-        """Raise where waiting is in vain."""
+        """Raise the verdict, if there is one.
+
+        Raises:
+            DeadlineError: if waiting is in vain.
+        """
         if self._verdict:
             raise DeadlineError(self._verdict)
 
     def raise_failure(self) -> None:
-        """Raise what has ended the device's communicators."""
+        """Raise the error that has ended the device's communicators, if there is one."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
     def condemn(self, words: str) -> None:
-        """This rank cannot go on, and what the others have begun with it will never end."""
+        """End all communication of all ranks, because this rank cannot go on, with ``words`` as the reason."""
         with contextlib.suppress(RuntimeError):  # the store has ended
             self._questions.leave_verdict(words)
         self._verdict = words
@@ -479,12 +522,12 @@ class Watch:
             self._wake()
 
     def _longest(self) -> Wait | None:
-        """The wait whose patience ends first."""
+        """Return the wait whose patience ends first."""
         waits = [*self._waits.copy().values(), *self._flying()]
         return min(waits, key=lambda wait: wait.since_s + wait.soon_s, default=None)
 
     def _flying(self) -> list[Wait]:
-        """The device's longest flight, if there is one."""
+        """Return the device's longest flight as a wait, if there is one."""
         found = self.flights.oldest()
         if found is None:
             return []
@@ -495,12 +538,12 @@ class Watch:
         ]
 
     def _fail(self, error: CommError) -> None:
-        """The communicators end, so that a host that waits for the device goes on, to where it meets the error."""
+        """End the communicators, so that a host that waits for the device goes on and raises ``error``."""
         self._failure = error
         self.flights.end()
 
     def _wake(self) -> None:
-        """Threads that wait inside torch do not look at the verdict, nor does a device."""
+        """Wake threads that wait inside torch and on the device, which do not check the verdict."""
         if self._failure is None and self.flights.oldest() is not None:
             self._fail(DeadlineError(self._verdict))
         for wait in self._waits.copy().values():
@@ -509,7 +552,7 @@ class Watch:
                     wait.give_up()
 
     def _judge_alone(self, wait: Wait, silence_s: float) -> None:
-        """The store does not answer: what can be seen of the ranks of this host without it."""
+        """Judge, while the store does not answer, by what can be seen of the ranks of this host from outside."""
         found = {rank: self._seen_from_outside(rank) for rank in self._here() if rank != self._rank}
         stopped = [rank for rank, (ends, _) in found.items() if ends]
         lines = [f"rank {rank} does not answer: {found[rank][1]}" for rank in stopped]
@@ -529,8 +572,10 @@ class Watch:
         return [rank for rank, each in enumerate(self._who) if each.host == host]
 
     def _seen_from_outside(self, rank: int, is_late: bool = True) -> tuple[bool, str]:
-        """Return whether this rank of this host can never answer, and what the kernel says of it. ``is_late``: the rank
-        may be sent a signal for its stack, which ends a sleep in C early."""
+        """Return whether a rank of this host can never answer, and a description of its process.
+
+        If ``is_late`` is set, the rank may be sent a signal for its stack, which ends a sleep in C early.
+        """
         pid = self._who[rank].pid
         state = state_of(pid)
         if state in ("T", "t"):
@@ -577,7 +622,7 @@ class Watch:
                 self._judge(wait, answers)
 
     def _is_due(self, wait: Wait) -> bool:
-        """Return True if the others are to be asked now: seldom where a wait is long."""
+        """Return whether to ask the other ranks now; seldom if a wait is long."""
         now, ripe_s = time.monotonic(), wait.since_s + wait.patience_s
         silence_s = now - self._questions.asked_s
         if self._suspects or self._questions.asked_s < ripe_s < now:
@@ -611,7 +656,7 @@ class Watch:
         return stack_of(calls_of(thread))
 
     def _is_judged(self) -> bool:
-        """Whether another rank has come to a verdict, which is then ours too."""
+        """Return whether another rank has reached a verdict, which this rank then adopts."""
         found = "" if self._verdict else self._questions.verdict
         if found:
             self._verdict = found
@@ -623,7 +668,7 @@ class Watch:
         awaited = [*range(len(self._who))] if wait.words is None else self._questions.missing(wait.words)
         silent = frozenset(awaited) - frozenset(answers)
         lines, ends = self._of_silent(silent)
-        # A rank that does not answer is told of after the second question, with its stack.
+        # A rank that does not answer is reported after the second question, with its stack.
         is_sure = silent <= self._suspects
         self._suspects = silent
         found = [self._of_one(rank, answers[rank], wait) for rank in awaited if rank in answers]
@@ -634,7 +679,7 @@ class Watch:
         is_idle = not silent and {state for _, state in found} <= {State.WAITS}
         if is_idle and all(said["waits"] is not None for said in answers.values()):
             waits = {rank: said["waits"] for rank, said in answers.items()}
-            # A device may just be busy with what its rank launched before, which no one sees from outside.
+            # A device may be busy with work that its rank launched before, which cannot be seen from outside.
             flies = any(said["flies"] for said in answers.values())
             alike = {(said["key"], said["call"]) for said in answers.values()}
             ends = (
@@ -679,7 +724,7 @@ class Watch:
         return lines, ends
 
     def _of_one(self, rank: int, said: Mapping[str, Any], wait: Wait) -> tuple[str, State]:
-        """Return a line about a rank that answers, and its state; no line if it waits as this one does."""
+        """Return a line about a rank that answers, and its state; no line if it waits as this rank does."""
         for key, what, seconds, is_main, stack in said["works"]:
             if is_main or (wait.words is not None and wait.words.key.startswith(f"{key}/")):
                 at = f"That thread is at\n{stack}"
@@ -699,8 +744,7 @@ class Watch:
         )
 
     def _crossed(self, wait: Wait, answers: Mapping[int, dict[str, Any]], awaited: Sequence[int]) -> str:
-        """Return a sentence if this rank's main thread and another's have waited for one another for a while, each in
-        another call of the engine's; empty otherwise."""
+        """Return a sentence if two ranks have waited for one another for a while in different engine calls, else ""."""
         own = answers.get(self._rank, {})
         if own.get("waits") is None or own["flies"] or own["waits"][0] != str(wait):
             return ""
@@ -723,7 +767,7 @@ class Watch:
         return ""
 
     def _tell(self, wait: Wait) -> None:
-        """In the log, now and then."""
+        """Log the state of a wait, at most once a minute."""
         if time.monotonic() - self._reported_s >= _AGAIN_S:
             self._reported_s = time.monotonic()
             _log.warning("%s", self._sentence(wait, self._story))
@@ -733,7 +777,7 @@ class Watch:
 
 
 def _run(own: "weakref.ref[Watch]", ended: threading.Event, tick: Callable[["Watch"], None]) -> None:
-    """One thread of a watch, until it is stopped or dropped."""
+    """Call ``tick`` once a second until the watch is stopped or dropped."""
     while not ended.wait(_TICK_S):
         watch = own()
         if watch is None:
@@ -747,14 +791,14 @@ def _run(own: "weakref.ref[Watch]", ended: threading.Event, tick: Callable[["Wat
 
 
 def _observe(own: "weakref.ref[Watch]", ended: threading.Event) -> None:
-    """The thread that looks at this process and at the clock."""
+    """Run the thread that checks this process and the clock."""
     _run(own, ended, Watch._observe)
 
 
 def _talk(
     own: "weakref.ref[Watch]", ended: threading.Event, talker: Talker, at_exit: Callable[[], None]
 ) -> None:
-    """The thread that speaks with the store, and stops before the store does."""
+    """Run the thread that uses the store, and stop before the store does."""
 
     def tick(watch: Watch) -> None:
         if talker.must_leave():

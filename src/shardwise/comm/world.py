@@ -1,13 +1,13 @@
-"""World: which rank this process is, and how it reaches the others.
+"""World: the rank of this process, and its connections to the other ranks.
 
-``join`` finds the rank (comm/seat.py), meets the other ranks at the store (comm/handshake.py) and creates torch's
-default process group, or adopts the one that exists. It may be called any number of times in one job: each World has a
-part of the store of its own (comm/board.py), so what two engines say never mixes, and groups of its own
+``join`` finds the rank (comm/seat.py), waits for the other ranks at the store (comm/handshake.py) and creates torch's
+default process group, or adopts the group that exists. It may be called any number of times in one job: each World has
+a part of the store of its own (comm/board.py), so that texts of two engines never mix, and groups of its own
 (comm/links.py), which end with it. ``World.among`` is a World of some of the ranks.
 
-On one host everything binds the loopback interface, however the ranks were started: our launcher hands rank 0 a socket
-that is bound to 127.0.0.1; without it rank 0 binds one itself, because a TCPStore that opens its own listens on every
-interface.
+On one host everything binds the loopback interface, however the ranks were started: our launcher gives rank 0 a socket
+that is bound to 127.0.0.1; without the launcher rank 0 binds one itself, because a TCPStore that opens its own socket
+listens on every interface.
 """
 
 import contextlib
@@ -50,18 +50,25 @@ from shardwise.plan.mesh import Mesh
 _log = logging.getLogger(__name__)
 
 JOIN_S = 60.0
-"""In which all ranks must have come, where nothing else is said."""
+"""Seconds within which all ranks must have joined, unless a policy says otherwise."""
 _CPU = torch.device("cpu")
 
 
 class World:
-    """This process among its peers. Hands out one ``Group`` per mesh axis.
+    """A rank's process and its connections to the other ranks; returns one ``Group`` per mesh axis.
 
-    members       ranks of the job, by rank of this World; all of them where it is left out
-    board         texts between its ranks
-    hosts         number of each rank's host; all on one where it is left out
-    owns_default  whether ``close`` ends torch's default group
-    is_part       made by ``among``: the watch belongs to the whole
+    Args:
+        rank: This rank in this World.
+        size: Number of ranks.
+        local_rank: This rank among those of its host.
+        local_size: Number of ranks on this host.
+        backend: Backend of torch for tensors on ``device``.
+        device: Device on which this rank computes.
+        members: Ranks of the job, by rank of this World; empty: all of them.
+        hosts: Number of each rank's host; empty: all ranks are on one host.
+        board: Texts between the ranks; None: a new board.
+        owns_default: True if ``close`` ends torch's default group.
+        is_part: True if ``among`` made this World: the watch belongs to the whole.
     """
 
     def __init__(
@@ -88,17 +95,23 @@ class World:
         self.hosts = hosts or (0,) * size
         self.board = Board(rank, members=self.members) if board is None else board
         self.links = Links(rank, self.members, local_size, device, backend, self.board, owns_default)
-        """What carries tensors between its ranks."""
+        """Transports between the ranks."""
         self.ends_with_engine = False
-        """Whether it was made for one engine, whose ``close`` gives back what it holds."""
+        """True if this World was made for one engine, whose ``close`` releases it."""
         self._owns_default = owns_default
         self._is_part = is_part
         self._threads: dict[str, JobThread] = {}
 
     def among(self, ranks: Sequence[int]) -> "World":
-        """A World of these ranks alone, in which they count from 0: for engines on a part of the job.
+        """Return a World of only these ranks, in which they count from 0, for engines on a part of the job.
 
-        All of them call it in the same order; no other rank does. Errors: UsageError.
+        All of ``ranks`` make this call in the same order; no other rank makes it.
+
+        Args:
+            ranks: Ranks of this World, this rank among them.
+
+        Raises:
+            UsageError: if ``ranks`` is not such a list, or torch's default group is bound to a device.
         """
         ranks = tuple(ranks)
         if self.rank not in ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
@@ -127,14 +140,24 @@ class World:
         )
 
     def clock(self, policy: CommPolicy) -> Clock:
-        """The clock of one engine."""
+        """Return a clock for one engine."""
         watch = self.board.watch
         if watch is not None and watch.start():
             _log.debug("rank %d: the watch begins", self.rank)
         return Clock(policy.timeout_s, policy.debug_delay_s, watch, self.board.meet)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
-        """The ranks along ``axis``. Every rank calls this for the same axes in the same order."""
+        """Return the group of the ranks along ``axis``.
+
+        Every rank makes this call for the same axes in the same order.
+
+        Args:
+            mesh: The mesh.
+            axis: Axis, or several together.
+            policy: Keys under ``comm:``.
+            clock: Clock of the engine.
+            traffic: Counter of what is sent.
+        """
         ranks = mesh.ranks(axis, self.rank)
         return self.group_among(ranks, axis, policy, clock, traffic, kin=mesh.groups(axis))
 
@@ -148,11 +171,20 @@ class World:
         lane: str = "",
         kin: Sequence[tuple[int, ...]] = (),
     ) -> Group:
-        """These ranks, this one among them; ``axis`` names them in errors.
+        """Return the group of ``ranks``.
 
-        ``kin``: all groups of this kind in the World, in one order on all ranks; left out, all of ``ranks`` call this
-        and no other rank has one of its kind. Groups of the same ranks share a transport, whose collectives run in one
-        order. What runs beside the main thread takes a ``lane`` of its own, and runs in its ``thread``.
+        Groups of the same ranks share a transport, whose collectives run in one order. Collectives that run beside the
+        main thread need a ``lane`` of their own and run in its ``thread``.
+
+        Args:
+            ranks: Ranks of the group, this rank among them.
+            axis: Name of the group in errors.
+            policy: Keys under ``comm:``.
+            clock: Clock of the engine.
+            traffic: Counter of what is sent.
+            lane: Name of the lane; "" is the main thread.
+            kin: All groups of this kind in the World, in one order on all ranks. If empty, all of ``ranks`` make this
+                call and no other rank has a group of this kind.
         """
         transport = self.links.transport(ranks, kin or (ranks,), policy, lane)
         names, hosts = (tuple(each[rank] for rank in ranks) for each in (self.members, self.hosts))
@@ -161,7 +193,17 @@ class World:
     def groups_among(
         self, kin: Sequence[tuple[int, ...]], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
     ) -> dict[tuple[int, ...], Group]:
-        """Those of the groups ``kin`` that this rank is in, which may be none. All ranks call this with one list."""
+        """Return the groups among ``kin`` that contain this rank, by ranks; there may be none.
+
+        All ranks make this call with the same list.
+
+        Args:
+            kin: Groups of one kind.
+            axis: Name of the groups in errors.
+            policy: Keys under ``comm:``.
+            clock: Clock of the engine.
+            traffic: Counter of what is sent.
+        """
         found = {}
         for ranks in kin:
             self.links.transport(ranks, (ranks,), policy, "")
@@ -172,8 +214,21 @@ class World:
     def levels(
         self, kin: Sequence[tuple[int, ...]], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
     ) -> tuple[Group, ...]:
-        """Of the group among ``kin`` that this rank is in: its ranks in this one's place on every host, and those of
-        this host; empty where that group has no two levels. All ranks call this with one list."""
+        """Return the two levels of this rank's group among ``kin``: across hosts and within this host.
+
+        All ranks make this call with the same list.
+
+        Args:
+            kin: Groups of one kind.
+            axis: Name of the groups in errors.
+            policy: Keys under ``comm:``.
+            clock: Clock of the engine.
+            traffic: Counter of what is sent.
+
+        Returns:
+            The group of the ranks in this rank's place on every host, and the group of this host's ranks; empty if the
+            group has no two levels.
+        """
         parts = [levels_of(ranks, [self.hosts[rank] for rank in ranks]) for ranks in kin]
         found: list[Group] = []
         for level, name in enumerate((f"{axis} across hosts", f"{axis} within a host")):
@@ -182,16 +237,16 @@ class World:
         return tuple(found)
 
     def thread(self, lane: str) -> JobThread:
-        """The thread of a lane: one for all engines, for they share its transports."""
+        """Return the thread of a lane, which all engines share because they share the lane's transports."""
         return self._threads.setdefault(lane, JobThread(f"shardwise-{lane}"))
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory that this rank brought to its transports and channels."""
+        """Bytes of shared memory that this rank provides to its transports and channels."""
         return self.links.ring_bytes
 
     def transports(self) -> str:
-        """What carries the collectives between ranks, in words."""
+        """Return the names of the transports that carry collectives between ranks, as text."""
         kinds = {type(each) for each in self.links.transports.values()}
         names = ["shared memory"] * (SharedMemoryTransport in kinds) + [self.backend] * (
             TorchTransport in kinds
@@ -199,51 +254,66 @@ class World:
         return " and ".join(names) or "nothing: one rank"
 
     def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]] = ()) -> Peers:
-        """Messages from and to the neighbours of this rank on the ring of ``group``'s ranks; all of them call this.
+        """Return a channel for messages to the neighbours of this rank on the ring of ``group``'s ranks.
 
-        ``kin``: as in ``group_among``. On gloo the other ranks of the group can be reached too.
+        All ranks of the group make this call. On gloo the other ranks of the group can be reached too.
+
+        Args:
+            group: The group.
+            policy: Keys under ``comm:``.
+            kin: As in ``group_among``.
         """
         return self.links.peers(group, policy, kin)
 
     def next_engine(self) -> int:
-        """A number for an engine of this world, the same on every rank that builds its engines in the same order."""
+        """Return a number for an engine, the same on every rank that builds its engines in the same order."""
         return self.board.number("engine") + 1
 
     def barrier(self) -> None:
-        """Return when every rank has arrived."""
+        """Wait until every rank has arrived."""
         if self.size == 1 or self.backend == "fake":
             return
         self.links.barrier()
 
     def post(self, key: str, text: str) -> None:
-        """Publish this rank's string under ``key``; usable from any thread."""
+        """Write this rank's text under ``key``; usable from any thread."""
         self.board.post(key, self.rank, text)
 
     def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
-        """Return the strings that all ranks posted under ``key``, by rank; wait for the late. ``what``: the meeting in
-        errors."""
+        """Return the texts that all ranks posted under ``key``, by rank, after waiting for late ranks.
+
+        Args:
+            key: Key of the texts.
+            timeout_s: Seconds to wait.
+            what: Name of the exchange in errors.
+        """
         return self.board.collect(key, self.size, timeout_s, what)
 
     def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
-        """Inside, the calling thread does its own part of something for which others wait at keys below ``key``."""
+        """Return a context in which the calling thread does its part of work for which other ranks wait.
+
+        Args:
+            key: Beginning of the keys at which the others wait.
+            what: Name of the work.
+        """
         return self.board.at_work(key, what)
 
     def joining(self, thread: int) -> AbstractContextManager[None]:
-        """Inside, the calling thread waits for another one of this process."""
+        """Return a context in which the calling thread waits for the thread ``thread`` of this process."""
         return self.board.joining(thread)
 
     def forget(self, key: str) -> None:
-        """Drop the strings that all ranks posted under ``key``; for one of them, when all have read them."""
+        """Delete the texts that all ranks posted under ``key``; called by one rank when all have read them."""
         self.board.forget(key, self.size)
 
     def release(self) -> None:
-        """Give back what this World holds: shared memory, descriptors, groups, its watch. The job goes on."""
+        """Release shared memory, descriptors, groups and the watch of this World; the job continues."""
         self.links.release()
         if self.board.watch is not None and not self._is_part:
             self.board.watch.stop()
 
     def close(self) -> None:
-        """Leave the job: all ranks together, after the last collective."""
+        """Leave the job; all ranks call this together, after the last collective."""
         self.release()
         if self.size > 1 and dist.is_initialized() and self._owns_default:
             dist.destroy_process_group()
@@ -260,13 +330,26 @@ def join(
     quiet: bool = False,
     device: str = "auto",
 ) -> World:
-    """Find this process's rank, meet the others, and create torch's default group (or adopt the one that exists).
+    """Find this process's rank, wait for the others, and create torch's default group (or adopt the existing one).
 
-    All ranks call it equally often. ``device``: "auto" takes an accelerator where there is one that can do all that is
-    needed, else the CPU; "cpu", "cuda", "cuda:1" and the like take what they say.
+    All ranks make this call equally often.
 
-    Errors: ConfigError where the environment contradicts itself or the devices do not suffice, DeadlineError names the
-    ranks that did not come within ``timeout_s``, CommError where the peers cannot be reached.
+    Args:
+        rank: This rank; None: as the environment or torch's default group says.
+        world_size: Number of ranks; given with ``rank``.
+        address: Address of the store, with ``rank``.
+        port: Port of the store, with ``rank``.
+        store: Store to use; None: torch's, or a new TCPStore.
+        backend: Backend of torch; None: chosen for the device.
+        timeout_s: Seconds within which all ranks must join.
+        quiet: Print no line about the ranks.
+        device: "auto" uses an accelerator if it supports everything that is needed, else the CPU; "cpu", "cuda",
+            "cuda:1" and the like name a device.
+
+    Raises:
+        ConfigError: if the environment contradicts itself or there are too few devices.
+        DeadlineError: if ranks do not come within ``timeout_s``; the message names them.
+        CommError: if the other ranks cannot be reached.
     """
     if rank is not None and world_size is not None:
         seat = Seat(rank, world_size, rank, world_size, address, port, "arguments")
@@ -317,7 +400,8 @@ def sole_builder(world: World | None) -> Iterator[None]:
     else:
         rank, size = world.members[world.rank], world.size
     own = threading.current_thread()
-    if size == 1 or _BUILDERS.get(rank) is own:  # an engine that is built inside of another one's build
+    # An engine that is built while the same thread builds another.
+    if size == 1 or _BUILDERS.get(rank) is own:
         yield
         return
     found = _BUILDERS.setdefault(rank, own)
@@ -334,25 +418,26 @@ def sole_builder(world: World | None) -> Iterator[None]:
 
 
 _BUILDERS: dict[int, threading.Thread] = {}
-"""The thread that builds an engine, by rank. torch's default group, over which builds meet, is the process's too."""
+"""Thread that builds an engine, by rank: builds use torch's default group, which a process has only once."""
 
 
 def own_seat() -> Seat:
-    """Which rank this process is, by its environment."""
+    """Return the rank of this process and its job, by the environment."""
     return find_seat(os.environ)
 
 
 def ranks_of_host() -> int:
     """Return the number of ranks on this host.
 
-    In a process that no launcher started, the variable ``LOCAL_SIZE`` says it, as in programs for DeepSpeed on CPUs.
+    In a process that no launcher started, the variable ``LOCAL_SIZE`` sets the number, as in programs for DeepSpeed on
+    CPUs.
     """
     seat, said = find_seat(os.environ), os.environ.get("LOCAL_SIZE", "")
     return int(said) if seat.world_size == 1 and said.isdecimal() and int(said) else seat.local_size
 
 
 def is_joined() -> bool:
-    """This process is in a process group of torch's."""
+    """Return whether this process is in a process group of torch."""
     return dist.is_initialized()
 
 
@@ -366,9 +451,9 @@ def _adopted() -> Seat:
 def _meet(
     seat: Seat, device: torch.device, backend: str, store: dist.Store | None, timeout_s: float
 ) -> tuple[Board, tuple[int, ...], bool]:
-    """Meet the other ranks at the store; create torch's default group where there is none.
+    """Wait for the other ranks at the store, and create torch's default group if there is none.
 
-    Returns the board of all, the number of each rank's host, and whether no World of this job was made before.
+    Returns the board of all ranks, the number of each rank's host, and whether this is the job's first World.
     """
     adopts = dist.is_initialized()
     one_host = seat.local_size == seat.world_size
@@ -378,14 +463,15 @@ def _meet(
         if backend == "nccl":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if backend == "nccl":
-        # Several communicators at once: their kernels then start in the order of the calls, as all ranks make them.
+        # Several communicators run at once. With this variable their kernels start in the order of the calls, which is
+        # the same on all ranks; in another order they could wait for one another.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     base = store
     if base is None and adopts:
         base = dist.distributed_c10d._get_default_store()
     if base is None:
         base = _connect(seat, timeout_s)
-    # torchrun's agent serves one store for all lives of its ranks.
+    # torchrun's agent serves one store for all restarts of its ranks.
     base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
     me = handshake.identity("" if device.type == "cpu" else str(device))
     secret = os.environ.get("SHARDWISE_SECRET")
@@ -401,11 +487,12 @@ def _meet(
     watch = Watch(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
     if not adopts:
         if backend == "nccl":
-            # The watch ends a communicator that fails and says where; torch's own thread would end the process first.
+            # The watch ends a communicator that fails and reports where; torch's own thread would end the process
+            # first.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             backends(device, backend),
-            # On an accelerator torch's own threads ask the store, which must not need the interpreter for its answer.
+            # On an accelerator torch's own threads read the store, which must not need the interpreter to answer.
             store=dist.PrefixStore("torch", met.store if device.type == "cpu" else base),
             rank=seat.rank,
             world_size=seat.world_size,
@@ -413,7 +500,7 @@ def _meet(
         )
         keep_with_default(met.store)
         if store is None and _serves(seat):
-            # Not atexit, whose handlers the ranks of shardwise.launch(function) never run.
+            # Not atexit, because ranks of shardwise.launch(function) never run its handlers.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
     hosts = numbered([each.host for each in met.who])
     board = Board(seat.rank, met.store, met.word, watch, range(seat.world_size))
@@ -427,7 +514,7 @@ def _end_of_job(store: "weakref.ref[SealedStore]") -> None:
 
 
 def _private_candidates() -> list[Path]:
-    """Folders in which ranks of one user and host may share a secret."""
+    """Return folders in which ranks of one user and host may share a secret."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folders = [Path(runtime) / "shardwise"] if runtime else []
     folders.append(Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}")
@@ -448,7 +535,8 @@ def _serves(seat: Seat) -> bool:
 def _connect(seat: Seat, timeout_s: float) -> dist.Store:
     descriptor = os.environ.get("SHARDWISE_STORE_FD")
     under_agent, listens = _is_under_agent(), _serves(seat)
-    # All ranks here: nobody else shall reach the store, whatever name of this host the environment gives.
+    # All ranks are on this host: no other host shall reach the store, whatever name of this host the environment
+    # contains.
     address = LOOPBACK if seat.local_size == seat.world_size and not under_agent else seat.address
     listening: dict[str, Any] = {}
     if address == LOOPBACK and not _has_loopback():
@@ -492,7 +580,7 @@ def _has_loopback() -> bool:
 
 
 def _bound(port: int) -> int:
-    """Descriptor of a socket on the loopback interface, for a store to listen on; the store closes it."""
+    """Return the descriptor of a socket on the loopback interface, for a store to listen on; the store closes it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((LOOPBACK, port))
