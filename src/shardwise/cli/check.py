@@ -4,9 +4,9 @@
     data            opened as the run would: text is tokenised and clicks are packed into the cache that it then uses
     model           built on meta (the user's own as it comes), cut for one rank of each pipeline stage
     bytes           of model state on a rank, beside what is free here
-    memory          with --memory: what a step takes, and what would make it fit (engine/fits.py); of text as yet
+    memory          with --memory: the memory of a step, and changes that would make it fit (engine/fits.py); only text
 
-Whatever is wrong ends it as it would end the run, by the same sentence and exit code. Nothing else is written.
+Every fault ends the check as it would end the run, with the same message and exit code. Nothing else is written.
 """
 
 import dataclasses
@@ -48,32 +48,32 @@ from shardwise.plan.plan import bytes_by_tier
 
 @dataclasses.dataclass(frozen=True)
 class Foreseen:
-    """What is known before the first step."""
+    """Facts about a run that are known before its first step."""
 
     config: RunConfig
     ranks: int
     choices: tuple[str, ...]
     start: str
-    """Where the run would start from."""
+    """Description of the place from which the run would start."""
     samples: int | None
-    """Training samples; None where the data does not say."""
+    """Number of training samples; None if the data does not contain it."""
     validation_samples: int | None
     parameters: int
     outlook: Outlook
     free_bytes: int | None
     """Free memory of this host, or of the accelerator."""
     changes: tuple[str, ...] = ()
-    """Keys that differ from those of the run's last start, and what a resumed step holds that this run does not use."""
+    """Keys that differ from those of the run's last start, and state of a resumed step that this run does not use."""
     fit: Fit | None = None
-    """With ``--memory``."""
+    """Result of ``--memory``, or None."""
 
     @property
     def bytes_per_rank(self) -> dict[str, int]:
-        """Model state on the rank that holds most, by kind."""
+        """Bytes of model state on the rank that holds most, by kind."""
         return self.outlook.bytes_per_rank()
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the facts as lines for people."""
         tiers = bytes_by_tier(self.bytes_per_rank)
         apart = f" and {bytes_text(tiers['host'])} in its host's memory" if "host" in tiers else ""
         apart += f" and {bytes_text(tiers['disk'])} on a disk" if "disk" in tiers else ""
@@ -92,7 +92,7 @@ class Foreseen:
         return said if self.fit is None else [*said, *self.fit.lines()]
 
     def to_json(self) -> str:
-        """For programs."""
+        """Return the facts as JSON for programs."""
         return json.dumps(
             {
                 "config": self.config.model_dump(mode="json", exclude_none=True),
@@ -114,7 +114,15 @@ class Foreseen:
 
 
 def check(request: Request, memory: Memory | None = None) -> Foreseen:
-    """``memory``: of a rank, which the run is to fit. Errors: as the run's own, before its first step."""
+    """Check a run without starting it.
+
+    Args:
+        request: The user's request.
+        memory: Memory of a rank into which the run should fit; None: not checked.
+
+    Raises:
+        ShardwiseError: as the run itself before its first step.
+    """
     if request.ranks is not None:
         check_ranks(request.ranks)
     ranks = request.ranks or 1
@@ -164,7 +172,11 @@ def check(request: Request, memory: Memory | None = None) -> Foreseen:
 
 
 def memory_of(words: Sequence[str]) -> Memory:
-    """``16GiB`` of the device, ``host=64GiB``, ``disk=1TB``. Errors: ConfigError."""
+    """Return the memory that words such as ``16GiB`` (of the device), ``host=64GiB`` and ``disk=1TB`` describe.
+
+    Raises:
+        ConfigError: if a word is not such a size.
+    """
     found: dict[Any, str] = {}
     for word in words:
         tier, _, size = word.rpartition("=")
@@ -174,7 +186,7 @@ def memory_of(words: Sequence[str]) -> Memory:
 
 
 def _microbatch(config: RunConfig, resolved: RunConfig) -> dict[str, torch.Tensor]:
-    """Tensors of the shapes of one. Errors: UsageError where the data is no text."""
+    """Return tensors with the shapes of one microbatch; raise UsageError if the data is not text."""
     data, rows = config.data, resolved.batch.micro_size
     if not isinstance(data, DataPolicy) or data.target is not None or rows is None:
         raise UsageError(
@@ -186,7 +198,7 @@ def _microbatch(config: RunConfig, resolved: RunConfig) -> dict[str, torch.Tenso
 
 
 def _changed_keys(folder: RunFolder, wanted: RunConfig) -> list[str]:
-    """Return how the configuration differs from the run's last start, a line per key."""
+    """Return the differences between the configuration and that of the run's last start, a line per key."""
     if not folder.config.is_file():
         return []
     return differences(read_file(folder.config), yaml.safe_load(wanted.to_yaml()))
@@ -201,7 +213,9 @@ def _start_text(config: RunConfig, start: Path | None, step: int | None) -> str:
 def _opened(
     config: RunConfig, folder: RunFolder
 ) -> tuple[RunConfig, Callable[[], nn.Module], int | None, int | None]:
-    """The configuration with what follows from the data, the model's maker, samples to learn from and held out."""
+    """Open the data; return the full configuration, the model's maker, and the numbers of training and held-out
+    samples.
+    """
     model, data, seed = config.model, config.data, config.train.seed
     if isinstance(data, ClickPolicy):
         clicks = build_clicks(data, folder.cache, Reading("packing clicks"))
@@ -234,7 +248,7 @@ def _opened(
 
 
 def _on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Shapes without memory."""
+    """Return a maker of the model on meta: shapes without memory."""
 
     def made() -> nn.Module:
         with torch.device("meta"):
@@ -244,8 +258,8 @@ def _on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def _size(data: Any) -> int | None:
-    """Samples of a dataset; None where it does not say."""
-    data = getattr(data, "dataset", data)  # of a DataLoader, whose own length is in batches
+    """Return the number of samples of a dataset; None if the dataset does not report it."""
+    data = getattr(data, "dataset", data)  # the dataset of a DataLoader, whose own length counts batches
     try:
         return len(data)
     except TypeError:

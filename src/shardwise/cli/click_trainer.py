@@ -1,7 +1,7 @@
-"""Runs over clicks: a click-through model of ours, or one of the user's that takes the same batches.
+"""Runs over clicks: a click-through model of ours, or a user's model for the same batches.
 
-A microbatch counts by its samples; in the last step of the last epoch it may have none. Evaluations give the exact AUC
-and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early_stop`` looks at the AUC. Keys are
+A microbatch is weighted by its samples; in the last step of the last epoch it may have none. Evaluations compute the
+exact AUC and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early_stop`` uses the AUC. Keys are
 exchanged ``tables.prefetch_steps`` steps ahead, in training and in evaluations (engine/prefetch.py).
 """
 
@@ -54,7 +54,7 @@ class ClickTrainer(Trainer):
                 _log.info("%s: %s", name, line)
 
     def open_data(self, config: RunConfig) -> Opened:
-        """The log, and with its epochs the number of steps, by which schedules end."""
+        """Open the log, and set the number of steps from its epochs, which schedules need."""
         assert isinstance(config.data, ClickPolicy), "text has a trainer of its own"
         reading = Reading("packing clicks") if self.world.rank == 0 else None
         self.corpus = build_clicks(config.data, self.folder.cache, reading)
@@ -67,22 +67,22 @@ class ClickTrainer(Trainer):
 
     @property
     def epochs(self) -> int | None:
-        """As ``data.epochs`` says."""
+        """Value of ``data.epochs``."""
         assert isinstance(self.config.data, ClickPolicy), "checked when the data was opened"
         return self.config.data.epochs
 
     @property
     def watch(self) -> Watch:
-        """What readers do is a lane of the picture."""
+        """Recorder of readers, as a lane of the picture."""
         return self.lanes.watch
 
     def steps(self) -> Generator[list[Any]]:
-        """With their keys exchanged ahead."""
+        """Yield this rank's microbatches, with their keys exchanged ahead."""
         with self.engine.prefetch(self.loader, lanes=self.lanes) as steps:
             yield from steps
 
     def make_model(self) -> nn.Module:
-        """Ours with a table for each feature, without weights; the user's as it comes."""
+        """Make our model without weights, with a table for each feature, or the user's as it comes."""
         model, seed = self.config.model, self.config.train.seed
         if isinstance(model, TargetPolicy):
             return build_model(model, seed=seed)
@@ -91,15 +91,17 @@ class ClickTrainer(Trainer):
             return build_ctr(model, self.corpus.schema, self.config.tables, self.corpus.table_rows, seed)
 
     def weights(self, batches: Sequence[Any]) -> list[float]:
-        """Samples."""
+        """Return the number of samples of each microbatch."""
         return [float(batch["labels"].numel()) for batch in batches]
 
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ClickRecord:
-        """The row of metrics.csv."""
+        """Return the row of metrics.csv."""
         return ClickRecord(**self._throughput.count(result, step_s), **taken(self.world.device)._asdict())
 
     def evaluate(self) -> float:
-        """AUC and log loss over the held-out rows, into ``score``; rows of the tables, into ``tally``."""
+        """Compute AUC and log loss over the held-out rows into ``score``, count table rows into ``tally``, return the
+        AUC.
+        """
         metrics = ClickMetrics()
         with self.evaluating():
             for batch in self.engine.prefetch(batch for batch, _ in self.validation_batches()):
@@ -110,7 +112,7 @@ class ClickTrainer(Trainer):
         return self.score.auc
 
     def with_evaluation(self, record: Any) -> ClickRecord:
-        """With the score, and the rows that the tables hold."""
+        """Return the record with the score, and the numbers of rows in the tables."""
         assert self.score is not None, "evaluated before"
         found: ClickRecord = record._replace(
             log_loss=self.score.log_loss, auc=self.score.auc, **self.tally._asdict()
@@ -118,7 +120,7 @@ class ClickTrainer(Trainer):
         return found
 
     def _count_rows(self) -> Tally:
-        """Over all tables and ranks, those of earlier lives of the run included. Collective."""
+        """Count the rows of all tables and ranks, including earlier processes of the run. Collective."""
         tallies = list(self.engine.table_tallies().values())
         return Tally(
             sum(each.rows for each in tallies),
@@ -127,20 +129,21 @@ class ClickTrainer(Trainer):
         )
 
     def state(self) -> dict[str, Any]:
-        """Rows that came and went."""
+        """Return the numbers of inserted and evicted rows."""
         return {"tables": self._count_rows()._asdict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the numbers of inserted and evicted rows."""
         self._earlier = Tally(**state["tables"])
 
     @functools.cached_property
     def best(self) -> ClickScore | None:
-        """What the planted teacher scores on the held-out rows: no model does better but by luck. A pass over them."""
+        """Score of the planted teacher on the held-out rows, which a model exceeds only by chance; one pass over them.
+        """
         return self.corpus.best_on_validation(self.config.data.validation_samples)
 
     def last_words(self) -> list[str]:
-        """The score beside the best possible one, the tables, and how fast it went."""
+        """Return lines on the score beside the best possible, the tables, and the speed."""
         assert self.score is not None, "clicks always have rows held out"
         score, tally = self.score, self.tally
         said = [f"AUC {score.auc:.4f}, log loss {score.log_loss:.4f} over {score.samples:,} samples held out"]
@@ -155,9 +158,14 @@ class ClickTrainer(Trainer):
 
 
 def with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig:
-    """No more steps than the epochs have; a schedule that was to end with the steps ends there.
+    """Return the configuration with at most the steps of the epochs; a schedule without an end ends with the steps.
 
-    The rules are checked again for these steps when the engine is made, such as that a warm-up is shorter.
+    The rules are checked again for these steps when the engine is made, for example that a warm-up is shorter.
+
+    Args:
+        config: The configuration.
+        samples: Samples of an epoch.
+        epochs: Number of epochs; None: as many steps as configured.
     """
     assert config.batch.global_size is not None, "Request.load refuses a run without a batch size"
     if epochs is None:
@@ -173,7 +181,7 @@ def with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig
 
 
 def described(choices: Sequence[Choice]) -> list[str]:
-    """Where tables lie and why: a line for neighbours that are alike."""
+    """Return where tables lie and why, a line for neighbours that are alike."""
     said: list[tuple[str, list[str]]] = []
     for choice in choices:
         what = str(choice).removeprefix(choice.table).strip()
@@ -185,7 +193,11 @@ def described(choices: Sequence[Choice]) -> list[str]:
 
 
 def logits_in(output: Any) -> Tensor:
-    """The predictions in what a model returned."""
+    """Return the predictions in a model's output.
+
+    Raises:
+        UsageError: if there are none.
+    """
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise UsageError(

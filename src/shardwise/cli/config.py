@@ -1,4 +1,4 @@
-"""``shardwise config [KEY]``: every key with its default, type, unit and sentence."""
+"""``shardwise config [KEY]``: every key with its default, type, unit and description."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +40,7 @@ def command(
 
 
 def _show(found: "list[Key]") -> None:
-    """A line for a key, and what it does under it."""
+    """Print a line for each key, with its description below."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""``shardwise convert SOURCE OUT``: from one form to another.
+"""``shardwise convert SOURCE OUT``: convert data, checkpoints and configurations from one form to another.
 
 text (a file, a folder, stdlib)      a token file that training maps into memory
 click logs, into a .clicks file      packed clicks: Criteo text, CSV (both also .gz), Parquet, folders of them
@@ -6,11 +6,11 @@ a run, its checkpoints or one step   a folder that Hugging Face's from_pretraine
                                      tables the tables' (key, vector) pairs, for serving; with --experts a checkpoint
                                      of the same GPT with experts, each a copy of its feed-forward part
 a folder of transformers             a checkpoint of our GPT: what save_pretrained, or a step of its Trainer, left of a
-                                     llama, mistral, mixtral or gpt2 (weights alone; init_from reads such a folder as it
+                                     llama, mistral, mixtral or gpt2 (weights only; init_from reads such a folder as it
                                      is)
-a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
-a checkpoint that DeepSpeed saved    a folder of checkpoints of ours, which any layout loads; nothing in it is executed
-a DeepSpeed configuration, into      our configuration; what became of every key is printed
+a .pt, .pth or .bin of torch         a safetensors file; no code in it is executed
+a checkpoint that DeepSpeed saved    a folder of checkpoints of ours, which any layout loads; no code in it is executed
+a DeepSpeed configuration, into      our configuration; the fate of every key is printed
   a .yaml file
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _PICKLES = (".pt", ".pth", ".bin")
 _TRIES = 5
-"""Newest steps that are looked for while a run removes those before."""
+"""Number of newest steps that are tried while a run removes older steps."""
 
 
 def command(
@@ -88,8 +88,11 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's or vectors and back, a .pt
-    into tensors, a DeepSpeed configuration into ours."""
+    """Turn data, checkpoints and configurations into other forms.
+
+    Text becomes tokens, click logs packed clicks, a checkpoint Hugging Face's form or vectors and back, a .pt tensors,
+    a DeepSpeed configuration ours.
+    """
     path = Path(source)
     if experts is not None:
         _upcycle(path, out, experts)
@@ -194,7 +197,7 @@ def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
 
 
 def _columns(dense: str | None, sparse: str | None) -> "Schema | None":
-    """The columns that are named, all of them, or None where types decide."""
+    """Return the named columns, or None if types decide."""
     from shardwise.data.clicks import Schema, SparseFeature
 
     if dense is None and sparse is None:
@@ -229,8 +232,11 @@ def _pack(source: str, out: Path, **options: Any) -> None:
 
 
 def _export(source: Path, out: Path) -> None:
-    """Write the newest step of ``source``. A run that saves meanwhile may remove the step that was found
-    (``checkpoint.keep_last``): the next newest is taken then."""
+    """Write the newest step of ``source``.
+
+    A run that saves meanwhile may remove the step that was found (``checkpoint.keep_last``); the next newest is used
+    then.
+    """
     from shardwise.cli.trained import newest_step
 
     for left in reversed(range(_TRIES)):
@@ -324,7 +330,7 @@ def _whole(weights: "WeightSource", name: str) -> "Tensor":
 
 
 def _save_start(out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "Mapping[str, Made]") -> None:
-    """A step 0 that a run may begin with. Each tensor is made as it is written."""
+    """Save a step 0 from which a run may start. Each tensor is made when it is written."""
     from shardwise.checkpoint import Checkpoints, FlatSlice, Item
     from shardwise.checkpoint.piece import Elsewhere, Source
     from shardwise.config.run import RunConfig

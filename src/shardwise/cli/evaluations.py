@@ -1,4 +1,4 @@
-"""What the evaluations of a run say about it: whether they still get better, and what a step is worth."""
+"""Evaluations of a run: whether they still improve, and the value of a step."""
 
 import logging
 from typing import Any
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 def notes_on(config: RunConfig) -> list[str]:
-    """Return a sentence for each key that counts in steps and asks for more of them than the run has."""
+    """Return a sentence for each key whose number of steps is larger than that of the run."""
     train, every, said = config.train, config.checkpoint.every, []
     run = f"the run has {counted(train.steps, 'step')}"
     evaluations = (
@@ -33,17 +33,22 @@ def notes_on(config: RunConfig) -> list[str]:
 
 
 class Evaluations:
-    """All ranks see the same values, so all decide alike. ``stop``: when the run ends early; None: never."""
+    """Results of a run's evaluations. All ranks get the same values, so all decide the same.
+
+    Args:
+        stop: Conditions for ending the run early; None: it never ends early.
+        higher_is_better: True if a larger value is better.
+    """
 
     def __init__(self, stop: EarlyStopPolicy | None, higher_is_better: bool):
         self.step: int | None = None
-        """That was evaluated last."""
+        """Step that was evaluated last."""
         self._value: float | None = None
-        """What that evaluation gave, if it is of this run."""
+        """Value of the last evaluation, if this process made it."""
         self._stop = None if stop is None else EarlyStop(stop.patience, stop.min_delta, higher_is_better)
 
     def judge(self, step: int, value: float) -> None:
-        """Take the value of the evaluation after ``step``."""
+        """Record the value of the evaluation after ``step``."""
         stop = self._stop
         self.step, self._value = step, value
         if stop is not None and stop.update(step, value):
@@ -56,18 +61,18 @@ class Evaluations:
 
     @property
     def is_over(self) -> bool:
-        """True where the run is to end."""
+        """True if the run should end."""
         return self._stop is not None and self._stop.is_over
 
     def value_of(self, step: int) -> float | None:
-        """What the evaluation after ``step`` gave; None where it was not the last one."""
+        """Return the value of the evaluation after ``step``; None if it was not the last."""
         return self._value if self.step == step else None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the state for a checkpoint, as JSON values."""
         return {} if self._stop is None else {"early_stop": self._stop.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Restore the state that ``state()`` returned."""
         if self._stop is not None and "early_stop" in state:
             self._stop.load_state(state["early_stop"])

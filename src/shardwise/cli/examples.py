@@ -1,4 +1,4 @@
-"""``shardwise examples``: configurations that come with the package, to run by name or to begin with."""
+"""``shardwise examples``: configurations that come with the package, to run by name or to start from."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,14 +26,15 @@ def command(
 
 
 def found() -> dict[str, Path]:
-    """The examples by name."""
+    """Return the paths of the examples by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def named(config: str) -> str:
-    """The path of the example called ``config``, where there is one and no such file; else ``config``.
+    """Return the path of the example called ``config``, or ``config`` itself if it names a file or no example.
 
-    Errors: ConfigError for what is nearly the name of one.
+    Raises:
+        ConfigError: if ``config`` is nearly the name of an example.
     """
     known = found()
     if "." in config or Path(config).exists():
@@ -47,7 +48,7 @@ def named(config: str) -> str:
 
 
 def _about(path: Path) -> str:
-    """Return the sentence that its comment begins with, which may go over lines."""
+    """Return the first sentence of the file's comment, which may span lines."""
     said = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

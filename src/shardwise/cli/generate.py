@@ -1,4 +1,4 @@
-"""``shardwise generate RUN``: text from a trained model."""
+"""``shardwise generate RUN``: generate text with a trained model."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Runs over pictures: a model of images of ours, or one of the user's that takes ``(images, labels)``.
+"""Runs over pictures: an image model of ours, or a user's model that takes ``(images, labels)``.
 
-A microbatch counts by its pictures. An evaluation asks the model for its outputs of the held-out pictures, each once
-over all ranks; loss, accuracy and metrics of the user's own (``train.metrics``) are sums over all of them, in fp64.
-``train.early_stop`` looks at the accuracy. How long steps wait for pictures stands in every line.
+A microbatch is weighted by its pictures. An evaluation runs the model on the held-out pictures, each once over all
+ranks; loss, accuracy and metrics of the user's own (``train.metrics``) are sums over all of them, in fp64.
+``train.early_stop`` uses the accuracy. Every line shows how long steps wait for pictures.
 """
 
 import itertools
@@ -34,14 +34,14 @@ from shardwise.plan.target import load_target
 _log = logging.getLogger(__name__)
 
 _SIDE = 224
-"""Of pictures for a model that does not say."""
+"""Pixels of the side for a model without a size of its own."""
 
 Metrics = Callable[[Any, Tensor], Mapping[str, Any]]
-"""What ``train.metrics`` names."""
+"""Function that ``train.metrics`` names."""
 
 
 class _Part(NamedTuple):
-    """What one batch adds to a metric."""
+    """Contribution of one batch to a metric."""
 
     total: float
     of: float
@@ -58,17 +58,17 @@ class ImageTrainer(Trainer):
         wanted = self.config.train.metrics
         self._metrics: Metrics | None = None if wanted is None else load_target("train.metrics", wanted)
         self.score: dict[str, float] = {}
-        """Of the last evaluation: loss, accuracy, and what ``train.metrics`` gives."""
+        """Results of the last evaluation: loss, accuracy, and the metrics of ``train.metrics``."""
         self._throughput = Throughput("pictures")
 
     def open_data(self, config: RunConfig) -> Opened:
-        """The pictures, of the side that the model takes."""
+        """Open the pictures, in the size that the model takes."""
         assert isinstance(config.data, ImagePolicy), "text and clicks have trainers of their own"
         self.corpus = build_images(config.data, side_of(config))
         return Opened(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
 
     def make_model(self) -> nn.Module:
-        """With its start weights."""
+        """Make the model with its start weights."""
         model, seed = self.config.model, self.config.train.seed
         if isinstance(model, TargetPolicy):
             return build_model(model, seed=seed)
@@ -78,20 +78,20 @@ class ImageTrainer(Trainer):
         return build_image_model(model, len(self.corpus.class_names), seed)
 
     def to_read(self, data: Any, whole: int = 0) -> Any:
-        """Of a list of layers the first stage alone reads pictures."""
+        """Return labels only on stages that read no pictures: in a list of layers, only the first stage reads them."""
         reads_all = self.mesh.index("pp", self.world.rank) == 0 or not isinstance(self.engine.module, Layers)
         return data if reads_all or data is None else LabelsAlone(data, whole)
 
     def weights(self, batches: Sequence[Any]) -> list[float]:
-        """Pictures."""
+        """Return the number of pictures of each microbatch."""
         return [float(len(labels)) for _, labels in batches]
 
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ImageRecord:
-        """The row of metrics.csv."""
+        """Return the row of metrics.csv."""
         return ImageRecord(**self._throughput.count(result, step_s), **taken(self.world.device)._asdict())
 
     def evaluate(self) -> float:
-        """Everything over the held-out pictures, into ``score``; returns the accuracy."""
+        """Compute all metrics over the held-out pictures into ``score``, and return the accuracy."""
         parts: dict[str, list[_Part]] = {}
         with self.evaluating():
             for outputs, labels, samples in self._outputs():
@@ -112,7 +112,7 @@ class ImageTrainer(Trainer):
         return self.score["accuracy"]
 
     def _outputs(self) -> Iterator[tuple[Any, Tensor, int]]:
-        """What the model makes of held-out pictures, their labels, and how many count. Collective."""
+        """Yield the model's outputs for held-out pictures, their labels, and how many count. Collective."""
         several = 4 * self.mesh.pp if self.mesh.pp > 1 else 1
         batches = self.validation_batches()
         while chunk := list(itertools.islice(batches, several)):
@@ -121,7 +121,7 @@ class ImageTrainer(Trainer):
                 yield output, batch.labels, samples
 
     def _parts_of(self, outputs: Any, labels: Tensor, samples: int) -> dict[str, _Part]:
-        """What a batch adds to each metric; the same names on every rank, in the same order."""
+        """Return the contribution of a batch to each metric; the same names on every rank, in the same order."""
         logits = outputs if isinstance(outputs, Tensor) else logits_in(outputs)
         labels = labels.to(logits.device)
         parts = {
@@ -142,22 +142,22 @@ class ImageTrainer(Trainer):
         return parts
 
     def with_evaluation(self, record: Any) -> ImageRecord:
-        """With loss and accuracy."""
+        """Return the record with loss and accuracy."""
         found: ImageRecord = record._replace(val_loss=self.score["loss"], accuracy=self.score["accuracy"])
         return found
 
     def state(self) -> dict[str, Any]:
-        """Nothing: all of it follows from the step."""
+        """Return an empty state, because everything follows from the step."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Nothing to go on with."""
+        """Do nothing, because the state is empty."""
 
     def _told(self, names: set[str]) -> str:
         return ", ".join(f"{name} {self.score[name]:.4f}" for name in self.score if name in names)
 
     def last_words(self) -> list[str]:
-        """The score, how fast it went, and how long it waited for pictures."""
+        """Return lines on the score, the speed, and the waits for pictures."""
         said = []
         if self.validation is not None:
             said.append(
@@ -173,6 +173,6 @@ _OURS = frozenset({"loss", "accuracy"})
 
 
 def side_of(config: RunConfig) -> int:
-    """Pixels of the pictures' side: ``data.size``, else the model's."""
+    """Return the pixels of the pictures' side: ``data.size``, else the model's."""
     assert isinstance(config.data, ImagePolicy), "only pictures have a side"
     return config.data.size or int(getattr(config.model, "size", None) or _SIDE)

@@ -1,4 +1,4 @@
-"""``shardwise inspect DIR``: what a checkpoint holds, how large it is, and whether every byte is as it was written."""
+"""``shardwise inspect DIR``: contents and size of a checkpoint, and whether every byte is as it was written."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ def command(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor of a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
 ) -> None:
-    """Print, size and verify a checkpoint, or a folder of them. Exit code 1 where one is damaged."""
+    """Print, size and verify a checkpoint, or a folder of them. Exit code 1 if one is damaged."""
     from rich.console import Console
 
     from shardwise.checkpoint import StepSummary, describe
@@ -43,7 +43,7 @@ def command(
 
 
 def _as_json(steps: "Sequence[StepSummary]", leftovers: "Sequence[str]", tensors: bool) -> str:
-    """Steps, newest first. ``verified`` is null where nobody looked; ``state`` says what is wrong."""
+    """Return the steps as JSON, newest first. ``verified`` is null without verification; ``state`` describes damage."""
     import dataclasses
     import json
 
@@ -75,7 +75,7 @@ def _as_json(steps: "Sequence[StepSummary]", leftovers: "Sequence[str]", tensors
 
 
 def _state(step: "StepSummary") -> str:
-    """``whole``, ``opens`` (not verified) or what is wrong."""
+    """Return ``whole``, ``opens, not verified``, or a description of the damage."""
     if step.damage:
         more = f" and {len(step.damage) - 1} more" if len(step.damage) > 1 else ""
         return f"damaged: {step.damage[0]}{more}"

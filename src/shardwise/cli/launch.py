@@ -1,8 +1,8 @@
-"""``shardwise launch --ranks N script.py ...``: any script, on several ranks of this host, or on this host's part of
-several.
+"""``shardwise launch --ranks N script.py ...``: any script, on several ranks of this host or of several hosts.
 
-It takes the options of DeepSpeed's launcher by their own names too, with underscores. Those that start processes on
-other hosts by ssh are refused with what to do instead: every host runs the same command with its ``--node_rank``.
+The command also accepts the options of DeepSpeed's launcher by their own names, with underscores. Options that start
+processes on other hosts by ssh are refused with what to do instead: every host runs the same command with its own
+``--node_rank``.
 """
 
 import logging
@@ -28,11 +28,11 @@ _ELSEWHERE = "Refused, with what to do instead"
 _PORT = 29500
 _LAST_PORT = 65535
 _NUMBERS_OF_RANKS = ("--ranks", "--num_gpus", "--num_accelerators", "--nproc-per-node", "--nproc_per_node")
-"""Names of the option that says how many ranks are started, but -n, which many scripts have."""
+"""Names of the option for the number of ranks, except -n, which many scripts have."""
 
 
 def _refused(name: str, instead: str) -> Any:
-    """An option of DeepSpeed's launcher that has no meaning here."""
+    """Return an option of DeepSpeed's launcher that has no meaning in Shardwise and is refused."""
 
     def check(value: Any) -> None:
         if value not in (None, False, ""):
@@ -221,19 +221,19 @@ def command(
 
 
 def _check_order(program: str, arguments: Sequence[str]) -> None:
-    """Refuse the number of ranks behind the script, unless the script has an option of that name.
+    """Refuse a number of ranks behind the script's name, unless the script has an option of that name.
 
     Raises:
-        UsageError: if ``launch train.py --ranks 2`` is about to start one rank; gives the right order.
+        UsageError: if ``launch train.py --ranks 2`` is about to start one rank; the message contains the right order.
     """
     behind = [name for each in arguments if (name := each.partition("=")[0]) in _NUMBERS_OF_RANKS]
     if not behind:
         return
     try:
         text = read_small_file(program)
-    except OSError:  # a module; or there is no such script, of which the user is told next
+    except OSError:  # a module; or no such script, which is reported next
         text = b""
-    # A script may make its options from fields, without the dashes in its text.
+    # A script may derive its options from field names, so that its text contains them without the dashes.
     names = [name if name == "--ranks" else name.strip("-").replace("-", "_") for name in behind]
     if any(name.encode() in text for name in names):
         return
@@ -254,7 +254,7 @@ def _ranks_here(
     port: int,
     counts_devices: bool,
 ) -> "HostRanks":
-    """Which ranks this host starts."""
+    """Return the ranks that this host starts."""
     from shardwise.launch.hosts import HERE, Host, HostRanks, choose, ranks_here, read_hostfile, slots_named
 
     if (include or exclude) and (ranks is not None or num_nodes is not None):
@@ -297,7 +297,7 @@ def _ranks_here(
 
 
 def _devices() -> int:
-    """Accelerators of this host; 1 where there is none."""
+    """Return the number of accelerators of this host; 1 if there is none."""
     import torch
 
     return max(torch.accelerator.device_count(), 1)

@@ -1,8 +1,8 @@
-"""``shardwise``: the commands put together, and what an error looks like.
+"""``shardwise``: the set of all commands, and the form of errors.
 
-An error of Shardwise's own is an answer to the user: one line, no traceback, exit code 2 where the configuration or
-the call is at fault and 1 where the run failed. An error that passed through code of the user's (a target) shows its
-traceback from there on. Anything else is a defect and keeps its traceback.
+An error of Shardwise's own is an answer to the user: one line, no traceback, exit code 2 if the configuration or the
+call is at fault and 1 if the run failed. An error that passed through the user's own code (a target) shows its
+traceback from that code on. Any other error is a defect and keeps its traceback.
 
 The commands import what they need when they run, so that ``shardwise --help`` does not wait for torch.
 """
@@ -27,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.command)
-# What follows the script's name is the script's, options and all.
+# Everything behind the script's name belongs to the script, including options.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.command)
 app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
@@ -48,11 +48,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What may stand before a command."""
+    """Handle the options that may precede a command."""
 
 
 def main() -> None:
-    """Entry point of the installed ``shardwise`` program."""
+    """Run the installed ``shardwise`` program."""
     open_standard_streams()
     try:
         app()

@@ -8,11 +8,11 @@ from torch.profiler import ProfilerActivity, profile
 
 _log = logging.getLogger(__name__)
 _SKIPPED_STEPS = 2
-"""Steps before the first that is traced: they allocate, compile and connect."""
+"""Number of steps before the first traced step: they allocate, compile and connect."""
 
 
 class StepProfile:
-    """Starts and stops the profiler between steps; ``steps`` 0 does nothing."""
+    """Starts and stops the profiler between steps; with ``steps`` 0 it does nothing."""
 
     def __init__(self, path: Path, steps: int, device: torch.device) -> None:
         self._path, self._steps = path, steps
@@ -23,19 +23,19 @@ class StepProfile:
             self._activities.append(ProfilerActivity.CUDA)
 
     def before_step(self) -> None:
-        """Start when the warm-up is over."""
+        """Start the profiler if the warm-up is over."""
         if self._steps and self._profiler is None and self._seen == _SKIPPED_STEPS:
             self._profiler = profile(activities=self._activities, record_shapes=True)
             self._profiler.start()
 
     def after_step(self) -> None:
-        """Stop and write when enough steps were traced."""
+        """Stop the profiler and write the trace if enough steps were traced."""
         self._seen += 1
         if self._seen == _SKIPPED_STEPS + self._steps:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, also when the run ended early."""
+        """Write the trace, also if the run ended early."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

@@ -1,4 +1,4 @@
-"""One rank of ``shardwise train``, from start to end. Every rank runs this; rank 0 alone prints and writes metrics."""
+"""One rank of ``shardwise train``, from start to end. Every rank runs this; only rank 0 prints and writes metrics."""
 
 import contextlib
 import signal
@@ -35,18 +35,18 @@ _TRAINERS: dict[type, type[Trainer]] = {
     ImagePolicy: ImageTrainer,
     DataPolicy: TextTrainer,
 }
-"""Who runs which data."""
+"""Trainer for each kind of data."""
 
 
 def train(request: Request) -> int:
-    """Train as one rank; returns the exit code."""
+    """Train as one rank and return the exit code."""
     config = request.load()
     world = join(timeout_s=config.comm.join_timeout_s, device=config.comm.device)
     folder = RunFolder(Path(config.output_dir))
     console = lasting_console(quiet=world.rank != 0)
     start = folder.start_from(request.resume)
-    # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read. So it is
-    # said as it is to stand there.
+    # Our launcher already copies rank 0's output into its log, except output to a terminal, which it does not read.
+    # Copied lines therefore get the form of the log.
     is_copied = world.rank == 0 and is_in_job() and not console.is_terminal
     terminal = ConsoleHandler(console, 0 if is_copied else None) if world.rank == 0 else None
     held = folder.claimed() if world.rank == 0 else contextlib.nullcontext()
@@ -66,7 +66,7 @@ def train(request: Request) -> int:
         if world.rank == 0:
             for note in (*notes_on(trainer.config), *trainer.notes()):
                 log.warning("%s", note)
-        if world.rank == 0:  # not before: a start that fails leaves the folder as it was
+        if world.rank == 0:  # only now, so that a start that fails leaves the folder unchanged
             folder.keep_start(request.command(), world.size)
             for change in folder.keep_config(config.to_yaml()):
                 log.warning("since the last start of this run: %s", change)
@@ -88,7 +88,7 @@ def _open_monitor(trainer: Trainer, console: Console) -> Monitor:
 
 
 def _train(trainer: Trainer, console: Console, request: Request) -> int:
-    """The loop with everything that must be given back after it."""
+    """Run the training loop and release everything after it."""
     monitor = _open_monitor(trainer, console)
     stop = StopFlag(trainer.engine.request_stop)
     try:
@@ -113,7 +113,7 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
 
 
 def _show_schedule(trainer: Trainer, console: Console) -> None:
-    """The last step of a pipeline: a table, and a picture in the run folder."""
+    """Show the last step of a pipeline: a table, and a picture in the run folder."""
     if trainer.timelines is None or trainer.world.rank != 0:
         return
     predicted, measured = trainer.timelines
@@ -128,8 +128,10 @@ def _show_schedule(trainer: Trainer, console: Console) -> None:
 
 
 def _show_lanes(trainer: Trainer, console: Console) -> None:
-    """Reading, keys and compute of a few steps of a run over clicks: a table, and a picture in the run folder unless
-    ``monitor.picture`` is false."""
+    """Show reading, keys and compute of a few steps of a run over clicks, as a table and a picture.
+
+    The picture is in the run folder, unless ``monitor.picture`` is false.
+    """
     if not isinstance(trainer, ClickTrainer) or trainer.world.rank != 0:
         return
     lanes = trainer.lanes
@@ -142,7 +144,7 @@ def _show_lanes(trainer: Trainer, console: Console) -> None:
 
 
 def _last_words(trainer: Trainer, console: Console) -> None:
-    """What came of it, and the run folder."""
+    """Print the results and the run folder."""
     said = trainer.close()
     if trainer.world.rank != 0:
         return
@@ -155,7 +157,7 @@ def _last_words(trainer: Trainer, console: Console) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point of a rank that the launcher started."""
+    """Run a rank that the launcher started."""
     (text,) = arguments
     return train(Request.from_json(text))
 

@@ -1,4 +1,4 @@
-"""What the user asked ``shardwise train`` for, on its way to the ranks."""
+"""The user's request to ``shardwise train``, as it is passed to the ranks."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from shardwise.plan.errors import ConfigError
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for on the command line."""
+    """The user's request on the command line."""
 
     config: str
     overrides: tuple[str, ...] = ()
@@ -20,24 +20,28 @@ class Request:
     ranks: int | None = None
 
     def to_json(self) -> str:
-        """For the ranks' command line."""
+        """Return the request as JSON, for the ranks' command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Request":
-        """Read back what :meth:`to_json` wrote."""
+        """Return the request that :meth:`to_json` wrote."""
         given = json.loads(text)
         return cls(**given | {"overrides": tuple(given["overrides"])})
 
     def command(self) -> str:
-        """The command that goes on with this run."""
+        """Return the command that continues this run."""
         words = ["shardwise", "train", self.config]
         words += ["--ranks", str(self.ranks)] if self.ranks is not None else []
         words += [word for override in self.overrides for word in ("--set", override)]
         return shlex.join(words)
 
     def load(self) -> RunConfig:
-        """The configuration, with what a run cannot do without. Errors: ConfigError."""
+        """Return the configuration of the run.
+
+        Raises:
+            ConfigError: if it is not valid, or has no model or no batch size.
+        """
         config = load(named(self.config), self.overrides)
         if config.model is None:
             raise ConfigError(

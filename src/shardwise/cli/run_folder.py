@@ -45,10 +45,10 @@ from shardwise.plan.regular_files import read_small_file, read_small_text, write
 from shardwise.plan.words import in_words, printable
 
 _STARTS = 100
-"""Earlier starts that run.json keeps."""
+"""Most earlier starts in run.json."""
 _STARTS_BYTES = 16 << 20
 _REFERENCE_BYTES = 4096
-"""Of a file of git that names a commit."""
+"""Largest file of git that names a commit."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 3, 20, 20, 200, 200
 
@@ -61,53 +61,57 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
+        """File of the resolved configuration."""
         return self.root / "config.yaml"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of steps."""
+        """Folder of the saved steps."""
         return self.root / "checkpoints"
 
     @property
     def logs(self) -> Path:
-        """The ranks' logs."""
+        """Folder of the ranks' logs."""
         return self.root / "logs"
 
     @property
     def profile(self) -> Path:
-        """The ranks' traces."""
+        """Folder of the ranks' traces."""
         return self.root / "profile"
 
     @property
     def cache(self) -> Path:
-        """Tokenised text, packed clicks."""
+        """Folder of tokenised text and packed clicks."""
         return self.root / "cache"
 
     @property
     def schedule(self) -> Path:
-        """The last step of a pipeline."""
+        """Picture of the last step of a pipeline."""
         return self.root / "schedule.png"
 
     @property
     def lanes(self) -> Path:
-        """What the lanes of a run over clicks did."""
+        """Picture of the lanes of a run over clicks."""
         return self.root / "lanes.png"
 
     @property
     def sample(self) -> Path:
-        """What the model writes at the end."""
+        """File of the text that the model generates at the end."""
         return self.root / "sample.txt"
 
     def has_checkpoints(self) -> bool:
-        """A step was committed here, readable or not."""
+        """Return whether a step was committed in this folder, readable or not."""
         return os.path.isdir(self.checkpoints) and any(
             path.is_dir() and path.name.startswith("step_") and ".tmp-" not in path.name
             for path in self.checkpoints.iterdir()
         )
 
     def start_from(self, resume: str) -> Path | None:
-        """The checkpoint, or folder of them, to start from under ``--resume``; None for a fresh start."""
+        """Return the checkpoint, or folder of checkpoints, to start from under ``--resume``; None for a fresh start.
+
+        Raises:
+            UsageError: if ``resume`` and the folder do not fit together.
+        """
         if resume == "never":
             if self.has_checkpoints():
                 raise UsageError(
@@ -137,13 +141,16 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the folder against other runs. The kernel drops the lock when its holder dies, however it dies. What a
-        killed run left half done is removed; a start that comes to nothing leaves nothing.
+        """Lock the folder against other runs inside the ``with`` block.
 
-        Errors: UsageError names the process that holds it, or why the folder cannot be made.
+        The kernel releases the lock when its holder dies, however it dies. Leftovers of a killed run are removed; a
+        start that fails leaves nothing.
+
+        Raises:
+            UsageError: if another process holds the folder, which the message names, or the folder cannot be made.
         """
         path = self.root / ".running"
-        is_new = not os.path.exists(self.root)  # of a name too long that is False, and no error
+        is_new = not os.path.exists(self.root)  # a name too long gives False, not an error
         descriptor = self._claim(path)
         try:
             # A file system without locks does not stop a run.
@@ -161,13 +168,14 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 if lies_at(descriptor, path):
                     path.unlink()
-                self.root.rmdir()  # of a folder that holds something that does nothing
+                self.root.rmdir()  # fails if the folder is not empty
             with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it held by a forked data worker
+                # After only a close, a forked data worker would hold the lock.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def _claim(self, path: Path) -> int:
-        """The open and locked file at ``path``."""
+        """Open and lock the file at ``path`` and return its descriptor."""
         while True:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
@@ -194,11 +202,13 @@ class RunFolder:
                     ) from None
             if lies_at(descriptor, path):
                 return descriptor
-            os.close(descriptor)  # the run that held it ended in between and removed it
+            os.close(descriptor)  # the last holder ended in between and removed the file
 
     def _remove_traces(self) -> None:
-        """Of a start that failed in a new folder: rank 0's log of what the terminal said, and folders without content.
-        Other ranks may have more to say."""
+        """Remove what a failed start left in a new folder: rank 0's log, and empty folders.
+
+        Logs of other ranks stay, because they may contain more than the terminal showed.
+        """
         with contextlib.suppress(OSError):
             log_path(self.logs, 0).unlink()
         for folder in (self.logs, self.cache, self.checkpoints, self.profile):
@@ -206,7 +216,7 @@ class RunFolder:
                 folder.rmdir()
 
     def keep_start(self, command: str, ranks: int) -> None:
-        """Add this start to run.json: what ran, where, and in which versions; one that cannot be read starts anew."""
+        """Add this start to run.json: command, place and versions; an unreadable file is replaced."""
         path = self.root / "run.json"
         try:
             starts = json.loads(read_small_file(path, _STARTS_BYTES))["starts"]
@@ -241,7 +251,11 @@ class RunFolder:
             ) from None
 
     def keep_config(self, text: str) -> list[str]:
-        """Write config.yaml; returns how it differs from the one that was there, a line per key."""
+        """Write config.yaml and return its differences from the former file, a line per key.
+
+        Raises:
+            ConfigError: if the former file cannot be read.
+        """
         changes: list[str] = []
         if os.path.lexists(self.config):
             try:
@@ -258,7 +272,7 @@ class RunFolder:
 
 
 def _commit(folder: Path) -> str | None:
-    """The commit of git that ``folder`` lies in, read from its files; None where there is none."""
+    """Return the git commit of ``folder``, read from git's files; None if there is none."""
     for place in (folder, *folder.parents):
         head = place / ".git" / "HEAD"
         with contextlib.suppress(OSError, ValueError):
@@ -273,7 +287,13 @@ def _commit(folder: Path) -> str | None:
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[str]:
-    """``a.b: 1 -> 2`` for every leaf in which two configurations differ."""
+    """Return ``a.b: 1 -> 2`` for every leaf in which two configurations differ.
+
+    Args:
+        before: The first configuration.
+        now: The second configuration.
+        key: Key of both in a larger configuration.
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         names = sorted(before.keys() | now.keys())
         lists = (differences(before.get(n), now.get(n), f"{key}.{n}" if key else str(n)) for n in names)
@@ -284,13 +304,13 @@ def differences(before: Any, now: Any, key: str = "") -> list[str]:
 def _shown(value: Any) -> str:
     try:
         return _SHORT.repr(value) if isinstance(value, dict | list) else str(value)
-    except ValueError:  # a number of more digits than Python writes out
+    except ValueError:  # a number with more digits than Python prints
         return f"a {type(value).__name__} of very many digits"
 
 
 def without_start(config: RunConfig) -> RunConfig:
-    """A run that goes on has its weights: the checkpoint of another run that it began with may be gone."""
+    """Return the configuration of a resumed run without ``init_from``: that checkpoint may be gone."""
     wanted = config.init_from
     if wanted is None or (os.path.exists(wanted.path) and steps_at(Path(wanted.path)) is None):
-        return config  # weights for a model on meta that has no other
+        return config  # needed as the only weights of a model on meta
     return config.model_copy(update={"init_from": None})

@@ -1,4 +1,4 @@
-"""The saved steps of a run: none twice, and a save that fails does not end the run at once."""
+"""The saved steps of a run: no step is saved twice, and a save that fails does not end the run at once."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,14 @@ _log = logging.getLogger(__name__)
 
 
 class RunSaves:
-    """Into ``folder``. ``content``: what a step keeps of the run beside the engine's state, as JSON; collective."""
+    """Saves of a run into ``folder``.
+
+    Args:
+        engine: The engine.
+        folder: Folder of the steps.
+        content: Function that returns the run's own content of a step, as JSON values; collective.
+        higher_is_better: True if a larger score is better.
+    """
 
     def __init__(
         self, engine: Engine, folder: Path, content: Callable[[], dict[str, Any]], higher_is_better: bool
@@ -22,15 +29,21 @@ class RunSaves:
         self._content = content
         self._higher_is_better = higher_is_better
         self._failed = 0
-        """In a row, of saves that training waited for."""
+        """Failures in a row, of saves that training waited for."""
         self.step: int | None = None
-        """The newest in the folder."""
+        """Newest step in the folder."""
 
     def save(self, score: float | None, is_last: bool = False) -> None:
-        """Save this step, unless it lies in the folder already. A save that fails does not end the run, unless
-        ``checkpoint.tolerate_failures`` of them have failed in a row. Errors: CheckpointError.
+        """Save this step, unless it is in the folder already.
 
-        score   what an evaluation of this step gave, where the best one is to be kept
+        A save that fails does not end the run, unless ``checkpoint.tolerate_failures`` saves have failed in a row.
+
+        Args:
+            score: Value of an evaluation of this step, if the best step is kept.
+            is_last: True for the last save of the run, which must not fail.
+
+        Raises:
+            CheckpointError: if the save fails and may not fail.
         """
         if self.step == self._engine.step_count:
             return
@@ -42,14 +55,18 @@ class RunSaves:
             policy = self._engine.config.checkpoint
             self._failed += 1
             if is_last or policy.asynchronous or self._failed > policy.tolerate_failures:
-                raise  # behind training they are counted where they fail
+                raise  # saves in the background are counted by Checkpoints
             _log.warning("%s; training continues and the next save tries again", error)
             return
         self._failed = 0
         self.step = self._engine.step_count
 
     def finish(self, score: float | None) -> None:
-        """Wait for the last save, which a run cannot do without: one that failed is tried once more. Collective."""
+        """Wait for the last save, which must not fail: one that failed is tried once more. Collective.
+
+        Raises:
+            CheckpointError: if the save fails again.
+        """
         try:
             self._engine.wait_for_save()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP during training: remembered, and acted on between two steps."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP during training: stored, and handled between two steps."""
 
 import contextlib
 import signal
@@ -11,7 +11,7 @@ from shardwise.launch.local import stop_signals
 
 
 class StopFlag:
-    """Raised by the first signal, which also calls ``tell``; a second one does what it would have done without us."""
+    """The first signal, which also calls ``tell``; a second signal has its former effect."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self.signal: signal.Signals | None = None
@@ -30,7 +30,7 @@ class StopFlag:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals over; outside the main thread Python does not let us, and they stay as they are."""
+        """Handle the signals inside the ``with`` block; does nothing outside the main thread, where Python cannot."""
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals():
                 self._before[number] = signal.signal(number, self._remember)

@@ -1,6 +1,6 @@
-"""Runs over text, and over whatever data and model of the user's own.
+"""Runs over text, and over any data and model of the user's own.
 
-A microbatch of a language model counts by its tokens; where a batch has none that we know of, all count alike.
+A microbatch of a language model is weighted by its tokens; if a batch has no known number of tokens, all count alike.
 """
 
 import contextlib
@@ -51,13 +51,13 @@ class TextTrainer(Trainer):
         self.val_loss: float | None = None
         self.peaks = self._peaks()
         self._counted: float | None = None
-        """FLOPs of a step by the first one, per token where tokens are known; None before it."""
+        """FLOPs of a step as counted in the first, per token if tokens are known; None before."""
         model = self.config.model
-        # As if not causal: so the literature counts, and so figures compare.
+        # Counted as if not causal, as in the literature, so that figures compare.
         self.flops_per_token = flops_per_token(model, causal=False) if isinstance(model, GptPolicy) else None
 
     def open_data(self, config: RunConfig) -> Opened:
-        """The corpus, and with its vocabulary the model's shape, so that a checkpoint can say what it holds."""
+        """Open the corpus, and set the model's vocabulary from it, so that a checkpoint contains the model's shape."""
         assert isinstance(config.data, DataPolicy), "clicks have a trainer of their own"
         reading = Reading("tokenising") if self.world.rank == 0 else None
         corpus: Corpus = build(config.data, context_of(config, config.data), self.folder.cache, reading)
@@ -72,7 +72,7 @@ class TextTrainer(Trainer):
         return Opened(config, train, held_out, corpus.fingerprint())
 
     def make_model(self) -> nn.Module:
-        """Ours without weights, the user's as it comes."""
+        """Make our model without weights, or the user's as it comes."""
         model = self.config.model
         if isinstance(model, GptPolicy | BertPolicy):
             with torch.device("meta"):
@@ -81,12 +81,12 @@ class TextTrainer(Trainer):
         return build_model(model, seed=self.config.train.seed)
 
     def weights(self, batches: Sequence[Any]) -> list[float] | None:
-        """Tokens."""
+        """Return the number of tokens of each microbatch."""
         tokens = [tokens_in(batch) for batch in batches]
         return None if any(count is None for count in tokens) else [float(count or 0) for count in tokens]
 
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> StepRecord:
-        """The row of metrics.csv."""
+        """Return the row of metrics.csv."""
         tokens = int(result.weight) if is_weighted else None
         flops = self._flops_of(tokens)
         self.flops += flops or 0.0
@@ -108,7 +108,7 @@ class TextTrainer(Trainer):
         )
 
     def _peaks(self) -> float | None:
-        """FLOP/s of all devices together, and how that is known."""
+        """Return the FLOP/s of all devices together, and log how they were measured."""
         world, dtype = self.world, self.config.precision.product_dtype or torch.float32
         peak = peak_of(world.device, dtype)
         if peak is not None or world.device.type != "cpu" or world.rank != 0:
@@ -123,13 +123,13 @@ class TextTrainer(Trainer):
         return peak * world.size
 
     def _flops_of(self, tokens: int | None) -> float | None:
-        """What a step needs: by our GPT's formula, or as the first step was counted."""
+        """Return the FLOPs of a step, by our GPT's formula or as counted in the first step."""
         if self.flops_per_token is not None:
             return None if tokens is None else float(tokens * self.flops_per_token)
         return None if self._counted is None else self._counted * (1 if tokens is None else tokens)
 
     def train_step(self, batches: list[Any], weights: Sequence[float] | None) -> StepResult:
-        """The engine's; of a model that we have no formula for the first step is counted, on all ranks."""
+        """Run one step of the engine; for a model without a formula, all ranks count the FLOPs of the first step."""
         has_formula = self.flops_per_token is not None or self.config.compile.scope != "none"
         if has_formula or self._counted is not None:
             return super().train_step(batches, weights)
@@ -142,12 +142,12 @@ class TextTrainer(Trainer):
         return result
 
     def evaluate(self) -> float:
-        """Mean loss over the held-out data, into ``val_loss``."""
+        """Compute the mean loss over the held-out data, store it in ``val_loss`` and return it."""
         self.val_loss = self.engine.evaluate(self._weighted_validation())
         return self.val_loss
 
     def with_evaluation(self, record: Any) -> StepRecord:
-        """With the validation loss."""
+        """Return the record with the validation loss."""
         found: StepRecord = record._replace(val_loss=self.val_loss)
         return found
 
@@ -157,21 +157,21 @@ class TextTrainer(Trainer):
             yield batch, float(samples if counted is None or samples == 0 else counted)
 
     def state(self) -> dict[str, Any]:
-        """Compute so far."""
+        """Return the FLOPs so far."""
         return {"flops": self.flops}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the FLOPs so far."""
         self.flops = float(state["flops"])
 
     def last_words(self) -> list[str]:
-        """The loss, and what the model writes."""
+        """Return lines on the loss, and text that the model generates."""
         said = []
         if self.val_loss is not None:
             is_bytes = self.tokenizer is not None and self.tokenizer.name == "bytes"
             is_bytes = is_bytes and not isinstance(
                 self.config.model, BertPolicy
-            )  # its loss is of masked ones
+            )  # whose loss is that of masked tokens
             bits = f", {self.val_loss / math.log(2):.4f} bits per byte" if is_bytes else ""
             said.append(f"validation loss {self.val_loss:.4f}{bits}")
         sample = self.sample()
@@ -182,7 +182,7 @@ class TextTrainer(Trainer):
         return said
 
     def sample(self) -> str | None:
-        """What the model writes after the prompt; None where it writes no text. The same on every rank."""
+        """Return the text that the model generates after the prompt, the same on every rank; None for other models."""
         train, tokenizer = self.config.train, self.tokenizer
         if not isinstance(self.engine.module, Gpt) or tokenizer is None or train.sample_tokens == 0:
             return None
@@ -196,14 +196,14 @@ class TextTrainer(Trainer):
         return tokenizer.decode(tokens[0].tolist())
 
     def _first_tokens(self) -> list[int]:
-        """Of the held-out text, else of the text learnt from: what the model writes then is of their kind."""
+        """Return the first tokens of the held-out text, else of the training text, as a prompt of their kind."""
         text = self._train if self.validation is None else self.validation
         first = text[0] if isinstance(text, Windows) else {"tokens": [0]}
         return [int(token) for token in first["tokens"][:_PROMPT_TOKENS]]
 
     @contextlib.contextmanager
     def _callable_model(self) -> Iterator[Callable[..., Tensor]]:
-        """The model to generate with: gathered once where that fits, else Unit by Unit for every token."""
+        """Yield the model for generating: gathered once if it fits, else Unit by Unit for every token."""
         fits = not self.engine.agree(not self.gathered_model_fits())
         self.engine.eval()
         try:
@@ -213,12 +213,12 @@ class TextTrainer(Trainer):
             self.engine.train()
 
     def _call(self, tokens: Tensor, **given: Any) -> Tensor:
-        """The model on every mesh: a pipeline's ranks all get what its last stage computes."""
+        """Call the model on any mesh: all ranks of a pipeline get the output of its last stage."""
         (logits,) = self.engine.predict([{"tokens": tokens, **given}])
         return logits
 
     def gathered_model_fits(self) -> bool:
-        """The weights that this rank computes with fit beside what is held now, with as much again to spare."""
+        """Return whether this rank's compute weights fit beside the memory in use, with as much again to spare."""
         dtype = self.config.precision.compute_dtype or torch.float32
         sharers = self.world.local_size if self.world.device.type == "cpu" else 1
         elements = sum(unit.elements for unit in self.engine.plan.units)
@@ -227,13 +227,29 @@ class TextTrainer(Trainer):
 
 
 def with_mask(config: RunConfig, model: BertPolicy, corpus: Corpus) -> tuple[RunConfig, int]:
-    """With the vocabulary of a model of masked text, and the token that masks: the first behind the tokenizer's."""
+    """Return the configuration with the vocabulary of a model of masked text, and the masking token.
+
+    The masking token is the first behind the tokenizer's.
+
+    Args:
+        config: The configuration.
+        model: Keys of the model.
+        corpus: The text.
+    """
     assert corpus.vocab_size is not None, "a rule of the configuration: a bert reads text of ours"
     return config.model_copy(update={"model": model.resolved(corpus.vocab_size)}), corpus.vocab_size
 
 
 def context_of(config: RunConfig, data: DataPolicy) -> int:
-    """Tokens per sample; only text asks for it."""
+    """Return the number of tokens per sample, which only text needs.
+
+    Args:
+        config: The configuration.
+        data: Keys of the data.
+
+    Raises:
+        ConfigError: if the model does not give the number.
+    """
     if isinstance(config.model, GptPolicy | BertPolicy):
         return config.model.context
     given = config.model.keywords().get("context") if isinstance(config.model, TargetPolicy) else None
@@ -248,7 +264,7 @@ def context_of(config: RunConfig, data: DataPolicy) -> int:
 
 
 def tokens_in(batch: Any) -> int | None:
-    """Targets that count in a language model's batch; None where the batch is of another kind."""
+    """Return the targets that count in a language model's batch; None for a batch of another kind."""
     targets = batch.get("targets") if isinstance(batch, dict) else None
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None

@@ -75,13 +75,13 @@ def command(
     from shardwise.config.auto import resolve
     from shardwise.launch.local import Program, check_ranks, run
 
-    # Looked at here as well as in the ranks: what is wrong is then said once, before anything has started.
+    # Checked by this process as well as in the ranks, so that a fault is reported once, before anything has started.
     check_ranks(ranks)
     wanted = request.load()
     resolve(wanted, ranks, "cpu")
     folder = RunFolder(Path(wanted.output_dir))
     folder.start_from(resume)
     with folder.claimed():
-        pass  # rank 0 takes it for the life of the run; a second run is refused before its ranks start
+        pass  # rank 0 locks the folder for the whole run; a second run is refused before its ranks start
     program = Program("module", "shardwise.cli.rank", (request.to_json(),))
     raise typer.Exit(run(program, ranks, folder.logs))

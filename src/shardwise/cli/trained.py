@@ -1,4 +1,4 @@
-"""A trained model found again: from the path of a run, of its checkpoints or of one step."""
+"""Opens a trained model from the path of a run, of its checkpoints or of one step."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from shardwise.plan.errors import CheckpointError, MismatchError, UsageError
 
 
 class TrainedModel(NamedTuple):
-    """A model with its weights, and what turns its numbers into text."""
+    """A model with its weights, and the tokenizer for its text."""
 
     model: Gpt
     tokenizer: Tokenizer
@@ -24,7 +24,11 @@ class TrainedModel(NamedTuple):
 
 
 def newest_step(path: Path) -> StepSummary:
-    """The newest step that opens, at ``path``: a run folder, a folder of steps or a step."""
+    """Return the newest step that opens at ``path``: a run folder, a folder of steps or a step.
+
+    Raises:
+        CheckpointError: if none opens.
+    """
     inside = RunFolder(path).checkpoints
     found = describe(inside if inside.is_dir() else path, check=False)
     steps = (found,) if isinstance(found, StepSummary) else found.steps
@@ -35,7 +39,12 @@ def newest_step(path: Path) -> StepSummary:
 
 
 def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
-    """The model in a step of ``shardwise train``, and the whole configuration. Errors: UsageError."""
+    """Return the model's keys in a step of ``shardwise train``, and the whole configuration.
+
+    Raises:
+        UsageError: if the step contains no configuration or no GPT.
+        MismatchError: if the configuration and the weights differ.
+    """
     user = SavedState.of(step.trainer, step.path).user
     if "config" not in user:
         raise UsageError(
@@ -53,8 +62,10 @@ def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
 
 
 def _check_shapes(policy: GptPolicy, step: StepSummary) -> None:
-    """The model that the configuration describes is the one that is stored: seen before any of it is built, for a
-    configuration may ask for a million layers. Errors: MismatchError."""
+    """Check that the configuration describes the model that is stored; raise MismatchError if not.
+
+    The check comes before the model is built, because a configuration may request a million layers.
+    """
     stored = {row.name: row.shape for row in step.tensors if row.kind == "weight"}
     for name, others in (step.aliases or {}).items():
         stored.update(dict.fromkeys(others, stored.get(name, ())))
@@ -73,7 +84,7 @@ def _check_shapes(policy: GptPolicy, step: StepSummary) -> None:
 
 
 def tokenizer_of(config: RunConfig) -> str:
-    """``data.tokenizer`` of a language model's run."""
+    """Return ``data.tokenizer`` of a language model's run."""
     assert isinstance(config.data, DataPolicy), "a rule of the configuration: a gpt reads text"
     return config.data.tokenizer
 
@@ -85,12 +96,17 @@ def _described(model: Any) -> str:
 
 
 def open_trained(path: Path, device: torch.device) -> TrainedModel:
-    """Read the model of :func:`newest_step`; every byte is held against its checksum on the way."""
+    """Load the model of :func:`newest_step`, checking every byte against its checksum.
+
+    Args:
+        path: Path of a run, of its checkpoints or of one step.
+        device: Device of the model.
+    """
     step = newest_step(path)
     policy, config = gpt_of(step)
     with torch.device("meta"):
         model = Gpt(policy)
-    # Half precision is slow on a processor and no better: the weights are what they are in any wider type.
+    # Half precision is slow on a processor and no better: the weights have the same values in any wider type.
     dtype = torch.float32 if device.type == "cpu" else config.precision.compute_dtype or torch.float32
     model = model.to(dtype).to_empty(device=device).eval()
     _fill(model, step.path)

@@ -1,11 +1,11 @@
-"""The training loop of ``shardwise train`` on one rank: what runs over text and over clicks have in common.
+"""The training loop of ``shardwise train`` on one rank: the common part of runs over all kinds of data.
 
     made        data, model on meta, engine, loader
     each step   batches -> engine.train_step -> evaluation? -> one record -> checkpoint?
-    the end     all steps, or the last epoch of the data, or evaluations that no longer get better
+    the end     all steps, or the last epoch of the data, or evaluations that no longer improve
 
-A signal is acted on between two steps: the ranks learn of it in the reduction that every step has anyway, so that all
-stop after the same one.
+A signal takes effect between two steps: the ranks exchange it in the reduction that every step has anyway, so that all
+stop after the same step.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ from shardwise.plan.timeline import Timeline
 _log = logging.getLogger(__name__)
 _READING_LINE_S = 5.0
 _NAMED = 5
-"""Names that a command is printed with."""
+"""Most names that a suggested command contains."""
 _WHERE: dict[Tier, str] = {"device": "on this rank", "host": "in host memory", "disk": "on a disk"}
 
 
 class Reading:
-    """Shows the progress of a conversion of data every few seconds; nothing if it ends before that."""
+    """Logs the progress of a conversion of data every few seconds; nothing if it ends before that."""
 
     def __init__(self, what: str) -> None:
         self._what, self._said_at = what, time.monotonic()
@@ -62,14 +62,19 @@ class Reading:
 
 
 class Throughput:
-    """How fast the steps of this process went, in samples of a kind: ``pictures``."""
+    """Speed of the steps of this process, in samples of a kind such as ``pictures``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._samples, self.seconds = 0, 0.0
 
     def count(self, result: StepResult, step_s: float) -> dict[str, Any]:
-        """One more step; what a record by samples says of it, but for what is of its kind alone."""
+        """Count one more step and return the columns that all records by samples have.
+
+        Args:
+            result: Result of the step.
+            step_s: Seconds of the step.
+        """
         samples = int(result.weight)
         self._samples += samples
         self.seconds += step_s
@@ -84,7 +89,7 @@ class Throughput:
         }
 
     def lines(self) -> list[str]:
-        """For the end of a run; none before the first step."""
+        """Return the lines for the end of a run; none before the first step."""
         if not self._samples:
             return []
         rate = count_text(self._samples / self.seconds)
@@ -102,7 +107,12 @@ def nothing_left(done: int, steps: int) -> str:
 
 
 def on_command_line(error: MismatchError, resume: Path) -> MismatchError:
-    """Return the error with the cure for a command in place of that for a Python program."""
+    """Return the error with a repair for a command instead of that for a Python program.
+
+    Args:
+        error: The error.
+        resume: Checkpoint from which the run was to resume.
+    """
     way = (
         "Go on with the model and the optimizer that wrote it, or begin another run: --set output_dir=FOLDER"
     )
@@ -120,22 +130,29 @@ def on_command_line(error: MismatchError, resume: Path) -> MismatchError:
 
 
 class Opened(NamedTuple):
-    """Training and validation data, and the configuration with what follows from them."""
+    """Training and validation data, and the configuration with the values that follow from them."""
 
     config: RunConfig
     train: Any
     validation: Any | None
     fingerprint: str | None
-    """Equal on ranks that read the same data; None where that is the user's affair."""
+    """Fingerprint, equal on ranks that read the same data; None for the user's own data."""
 
 
 class Trainer(ABC):
-    """One rank's run. Subclasses say what its data, model, evaluation and records are."""
+    """One rank's run. Subclasses define its data, model, evaluation and records.
+
+    Args:
+        world: The ranks.
+        resolved: The resolved configuration.
+        folder: The run folder.
+        profile_steps: Number of steps to trace.
+    """
 
     record_kind: ClassVar[type[Record]]
-    """Of the records that ``step`` makes."""
+    """Class of the records that ``step`` makes."""
     higher_is_better: ClassVar[bool] = False
-    """Of the value that ``early_stop`` looks at."""
+    """True if a larger value is better for ``early_stop``."""
 
     def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
         self.world, self.folder = world, folder
@@ -163,9 +180,9 @@ class Trainer(ABC):
             watch=self.watch,
         )
         self.waited_s = 0.0
-        """For data, in all steps."""
+        """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
-        """The last step of a pipeline, predicted and measured."""
+        """Timelines of the last step of a pipeline, predicted and measured."""
         self.evaluations = Evaluations(self.config.train.early_stop, self.higher_is_better)
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
 
@@ -173,65 +190,76 @@ class Trainer(ABC):
 
     @abstractmethod
     def open_data(self, config: RunConfig) -> Opened:
-        """The first thing that happens."""
+        """Open the data; the first call of a run."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """On meta where the model allows it: the engine then draws each weight on the rank that keeps it."""
+        """Make the model, on meta if it allows that: the engine then draws each weight on the rank that keeps it."""
 
     def to_read(self, data: Any, whole: int = 0) -> Any:
-        """What this rank's stages need of ``data``; its first ``whole`` batches as they are. The engine is there."""
+        """Return the part of ``data`` that this rank's stages need; the engine exists when this is called.
+
+        Args:
+            data: The data.
+            whole: Number of first batches that are returned in full.
+        """
         return data
 
     @abstractmethod
     def weights(self, batches: Sequence[Any]) -> list[float] | None:
-        """What each microbatch counts; None: all alike."""
+        """Return the weight of each microbatch; None: all are equal."""
 
     @abstractmethod
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> Record:
-        """The row of metrics.csv; ``is_weighted``: ``result.weight`` is a sum of ``weights``."""
+        """Return the row of metrics.csv.
+
+        Args:
+            result: Result of the step.
+            step_s: Seconds of the step.
+            is_weighted: True if ``result.weight`` is a sum of ``weights``.
+        """
 
     @abstractmethod
     def evaluate(self) -> float:
-        """Evaluate on the held-out data and keep the result; returns what ``early_stop`` looks at. Collective."""
+        """Evaluate on the held-out data, keep the result, and return the value for ``early_stop``. Collective."""
 
     @abstractmethod
     def with_evaluation(self, record: Any) -> Record:
-        """The record of a step with the evaluation after it."""
+        """Return the record of a step with the evaluation after the step."""
 
     @abstractmethod
     def last_words(self) -> list[str]:
-        """Lines on the trained model and the last evaluation. Collective."""
+        """Return lines on the trained model and the last evaluation. Collective."""
 
     @property
     def epochs(self) -> int | None:
-        """Passes over the data after which the run ends; None: steps alone count."""
+        """Passes over the data after which the run ends; None: only the number of steps counts."""
         return None
 
     @property
     def watch(self) -> Watch | None:
-        """Told by threads that read clicks what they did, and when."""
+        """Recorder of what threads that read clicks did, and when; None without one."""
         return None
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside all that every run has, as JSON. Collective."""
+        """Return the state of this kind of run for a checkpoint, as JSON values. Collective."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Restore the state that ``state()`` returned."""
 
     # For an evaluation of a subclass's own -----------------------------------------------------------------------
 
     @functools.cached_property
     def ranks(self) -> Group:
-        """The data-parallel ranks, in a group of its own: an evaluation stands in no step's order of collectives."""
+        """Group of the data-parallel ranks for evaluations, separate from the steps' order of collectives."""
         policy = self.config.comm
         return self.world.group(self.mesh, "dp", policy, self.world.clock(policy), Traffic())
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in its evaluation mode, and afterwards as it was."""
+        """Put the model into evaluation mode inside the ``with`` block, and restore its mode afterwards."""
         was_training = self.engine.module.training
         self.engine.eval()
         try:
@@ -243,7 +271,7 @@ class Trainer(ABC):
     # The run -----------------------------------------------------------------------------------------------------
 
     def description(self) -> str:
-        """The model, how it is cut, and what it takes, in a line."""
+        """Return one line on the model, its parallelism and its memory."""
         config = self.config
         registry = self.engine.plan.registry
         parameters = sum(math.prod(info.shape) for info in registry.of_kind("parameter"))
@@ -266,24 +294,29 @@ class Trainer(ABC):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages of the whole model."""
+        """Number of pipeline stages of the whole model."""
         return self.mesh.pp * self.config.pipeline.virtual_stages
 
     @property
     def is_done(self) -> bool:
-        """True where there is nothing left to train."""
+        """True if nothing is left to train."""
         return self.evaluations.is_over or self.is_last_step
 
     @property
     def is_last_step(self) -> bool:
-        """True after the last step that there can be."""
+        """True after the last possible step."""
         return self.engine.step_count >= self.config.train.steps or self.loader.steps_left == 0
 
     def go_on_from(self, start: Path) -> None:
-        """Load the step at ``start``, or the newest whole one in it, with the position in the data."""
+        """Load the step at ``start``, or the newest whole step in it, with the position in the data.
+
+        Raises:
+            MismatchError: if the step belongs to another model.
+            UsageError: if the step was not saved by ``shardwise train``.
+        """
         try:
             state = self.engine.load(start, required=False)
-        except MismatchError:  # it came through the ranks as text
+        except MismatchError:  # the error of another rank came as text, without the names
             try:
                 examine_step(self.make_model, self.engine.plan, start)
             except MismatchError as error:
@@ -311,7 +344,7 @@ class Trainer(ABC):
         return [f"step {done} has read all epochs of the data: nothing to train"] if self.is_last_step else []
 
     def run(self, sink: Sink) -> bool:
-        """All steps that remain; False where a signal ended them early."""
+        """Run all remaining steps, and return False if a signal ended them early."""
         trace = self.folder.profile / f"rank_{self.world.rank:05d}.json"
         profile = StepProfile(trace, self.profile_steps, self.world.device)
         with contextlib.closing(self.steps()) as steps:
@@ -333,7 +366,7 @@ class Trainer(ABC):
         return True
 
     def steps(self) -> Generator[list[Any]]:
-        """This rank's microbatches, step by step; without end, or as many steps on every rank."""
+        """Yield this rank's microbatches, step by step: without end, or equally many steps on every rank."""
         try:
             while self.loader.steps_left != 0:
                 yield self.loader.step_batches()
@@ -341,7 +374,7 @@ class Trainer(ABC):
             self.loader.close()
 
     def step(self, steps: Iterator[list[Any]]) -> Record:
-        """One optimizer step and, where it is due, an evaluation."""
+        """Run one optimizer step and, if due, an evaluation, and return the record."""
         started = time.perf_counter()
         batches = next(steps)
         waited_s = time.perf_counter() - started
@@ -350,7 +383,8 @@ class Trainer(ABC):
         result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
-            self.timelines = self.engine.timeline()  # before an evaluation, which is another walk
+            # Before an evaluation, which is another walk with another trace.
+            self.timelines = self.engine.timeline()
         seconds = self.engine.trace.seconds()._asdict()
         seconds |= {"stalled": waited_s / step_s}
         record = self.record(result, step_s, weights is not None)._replace(**seconds)
@@ -361,12 +395,12 @@ class Trainer(ABC):
         return record
 
     def train_step(self, batches: list[Any], weights: Sequence[float] | None) -> StepResult:
-        """The engine's."""
+        """Run one step of the engine and return its result."""
         return self.engine.train_step(batches, weights)
 
     @property
     def _score(self) -> float | None:
-        """What this step is worth, where it was evaluated and the best one is to be kept."""
+        """Value of this step, if it was evaluated and the best step is kept."""
         keeps = self.config.checkpoint.keep_best
         return self.evaluations.value_of(self.engine.step_count) if keeps else None
 
@@ -376,13 +410,13 @@ class Trainer(ABC):
         return score is not None and self.engine.is_best(score, self.higher_is_better)
 
     def close(self) -> list[str]:
-        """What is said at the end of a run that went through. Collective."""
+        """Return the lines for the end of a completed run. Collective."""
         if self.validation is not None and self.evaluations.step != self.engine.step_count:
             self.evaluate()  # a run that was resumed at its end
         return self.last_words()
 
     def validation_batches(self) -> Iterator[tuple[Any, int]]:
-        """This rank's part of the held-out data, with the number of samples that count."""
+        """Yield this rank's part of the held-out data, with the number of samples that count."""
         share = self.loader.share
         yield from evaluation_batches(
             self.validation,
@@ -395,15 +429,23 @@ class Trainer(ABC):
         )
 
     def save(self) -> None:
-        """Save this step, unless it lies in the run folder already. Collective. Errors: CheckpointError."""
+        """Save this step, unless it is in the run folder already. Collective.
+
+        Raises:
+            CheckpointError: if the save fails and may not fail.
+        """
         self.saves.save(self._score)
 
     def finish_saving(self) -> None:
-        """Wait for the last save, which a run cannot do without. Collective. Errors: CheckpointError."""
+        """Wait for the last save, which must not fail. Collective.
+
+        Raises:
+            CheckpointError: if the save fails.
+        """
         self.saves.finish(self._score)
 
     def _content(self) -> dict[str, Any]:
-        """What a saved step keeps of the run."""
+        """Return what a saved step contains of the run."""
         return {
             "loader": self.loader.state(),
             "config": self.config.model_dump(mode="json", exclude_none=True),
@@ -412,10 +454,11 @@ class Trainer(ABC):
         }
 
     def _check_data(self, fingerprint: str | None) -> None:
-        """Every rank reads the same data."""
+        """Check that every rank reads the same data."""
         if self.world.size == 1:
             return
-        key = f"trainer/{self.world.next_engine()}/data"  # a key of its own: what was once posted stays
+        # A key of its own, because posted texts stay in the store.
+        key = f"trainer/{self.world.next_engine()}/data"
         self.world.post(key, fingerprint or "")
         told = self.world.collect(key, self.config.checkpoint.timeout_s)
         others = [rank for rank, each in enumerate(told) if each != told[0]]

@@ -1,30 +1,30 @@
-"""Apply: everything that is done to a module, in order, each line with why it stands there.
+"""Apply: all changes to a module, in order, each with the reason for its position.
 
-The Plan comes first and touches no module; here the module is cut to it. On the whole model, once:
+The Plan comes first and changes no module; the functions below cut the module to the Plan. On the whole model, once:
 
-    1  batch norm      first: it wraps forwards of the model's own modules, of which some will be copied or replaced
-    2  start           rank 0's weights and buffers are everybody's while every rank still has the whole model
+    1  batch norm      first: it wraps forwards of the model's own modules, some of which will be copied or replaced
+    2  start           rank 0's weights and buffers become all ranks' while every rank still has the whole model
     3  dropout         its masks are keyed by names and by how inputs are cut, so before slices, which check for dropout
                        that is not keyed
-    4  slices          along "tp", before stages: a table's patterns match names of the whole model; then experts are
-                       told of the run, by names of the whole model and of how tokens lie on "tp" by then, and stacks of
-                       them are cut
-    5  stages          along "pp"; what is built only here (LayerSpec) gets lines 3 and 4 of dropout and experts now
+    4  slices          along "tp", before stages: a table's patterns match names of the whole model; then experts get
+                       the run's settings, by names of the whole model and by how tokens lie on "tp" by then, and stacks
+                       of experts are cut
+    5  stages          along "pp"; layers that are built only here (LayerSpec) now get dropout and experts (3 and 4)
     6  tiles           after slices, which put modules of their own in the places of heads and projections
 
 and on each stage:
 
     7  buffers         to the device, in their dtypes: those of layers that were built only here are new
-    8  weights         into flat buffers, the stage's real parameters, of which all that follows keeps hold
+    8  weights         into flat buffers, the stage's real parameters, which all later lines reference
     9  compile         blocks, inside of recomputation: a compiler cannot trace a checkpoint's contexts
     10 recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes;
-                       before it, for they run again too, those of modules that need it under dtypes by operation
-    11 activations     of blocks, to the host; outside of recomputation, which leaves a block's input to be moved
-    12 hooks           of Units, around forward as it is now; a Unit's methods beside forward
-    13 casts           last, at the root: hooks run in the order in which they were registered, and those of the Units
-                       find inputs as the user gave them, the module's own code finds them cast
+                       before it, because they run again too, those of modules that need it under dtypes by operation
+    11 activations     of blocks, to the host; outside of recomputation, which leaves only a block's input to be moved
+    12 hooks           of Units, around forward as it is now; also a Unit's methods besides forward
+    13 casts           last, at the root: hooks run in the order in which they were registered, so that the hooks of the
+                       Units see inputs as the user passed them and the module's own code sees cast inputs
 
-The engine's build follows these two functions (engine/build.py) and does nothing else to a module.
+The engine's build (engine/build.py) calls these two functions and changes a module in no other way.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -62,10 +62,13 @@ from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.plan.errors import PlanError
 
 RunStage = Callable[[Callable[[nn.Module], Any], Any, Hashable], Any]
-"""(call of the model, what the stage before sent, kind of batch) -> what goes to the next stage, or the call's result.
-The first pass of each kind is watched."""
+"""Function of (call of the model, input from the stage before, kind of batch) that returns the input of the next stage,
+or the call's result.
+
+The first pass of each kind is watched.
+"""
 Stages = dict[int, tuple[nn.Module, RunStage | None]]
-"""A rank's stages by index; without a pipeline the model itself."""
+"""Stages of a rank, by index; without a pipeline the model itself."""
 
 
 def apply_to_model(
@@ -84,12 +87,26 @@ def apply_to_model(
     keeps_one_pass: bool = True,
     alike: Alike | None = None,
 ) -> Stages:
-    """Lines 1 to 6, in place. ``starts``: the blocks that begin each stage but the first; ``levels``: of "ep" where it
-    spans hosts; ``experts``: how rows go to experts; ``start`` gives the model its first weights and buffers;
-    ``keeps_one_pass``: no forward pass of the last stage waits while another one runs; ``alike`` is told of what ranks
-    along "tp" have in common.
+    """Apply lines 1 to 6 to ``model``, in place, and return this rank's stages.
 
-    Errors: PlanError where the model cannot be cut so.
+    Args:
+        model: The whole model.
+        described: Description of the model.
+        starts: Blocks that begin each stage but the first.
+        groups: Group of each axis.
+        seed: Seed of dropout and routers.
+        replay: Records of random numbers, which recomputation replays.
+        loads: Counters of the experts' loads.
+        levels: Groups of "ep" across and within hosts, if "ep" spans hosts.
+        experts: Exchange of rows with experts.
+        synchronizes_batch_norm: Compute statistics of batch norm over all data-parallel ranks.
+        start: Function that sets the model's first weights and buffers.
+        tiles: Settings of tiles.
+        keeps_one_pass: True if no forward pass of the last stage waits while another one runs.
+        alike: Recorder of tensors that ranks along "tp" have in common.
+
+    Raises:
+        PlanError: if the model cannot be cut so.
     """
     tiles = tiles or TilesPolicy()
     check_tiles(model, tiles, described.spec.units)
@@ -121,7 +138,8 @@ def apply_to_model(
     in_blocks = experts.exchange == "blocks"
     if in_blocks:
         check_blocks(model)
-    if not stacks and (in_blocks or experts.rows is not None or not replay.has_numbers):  # whole ones, too
+    # Also if the stacks are not cut.
+    if not stacks and (in_blocks or experts.rows is not None or not replay.has_numbers):
         stacks = find_stacks(model).stacks
     ranks = ExpertRanks(
         ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, levels, experts.rows, in_blocks
@@ -132,7 +150,7 @@ def apply_to_model(
         return {0: (model, None)}
     here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)
     stages = cut(model, starts, here, described.uses)
-    for stage in stages.values():  # what a LayerSpec has built here has not been seen before
+    for stage in stages.values():  # layers that a LayerSpec has just built are new
         stage.draws = replay.draws
         replace_dropout(stage.module, seed, replay)
         surround(stage.module, seed, replay, loads, tp, layout)
@@ -151,9 +169,20 @@ def apply_to_stage(
     hooks: Callable[[list[UnitState]], UnitHooks],
     casts: Callable[[nn.Module], list[Any]],
 ) -> tuple[UnitHooks, list[Any]]:
-    """Lines 7 to 13; returns what runs the Units, and the handles of the casts.
+    """Apply lines 7 to 13 to a stage.
 
-    ``compiled``: of a function the compiled one; None where nothing is compiled.
+    Args:
+        module: The stage.
+        buffers: Moves buffers to the device.
+        weights: Lays out the weights in flat buffers and returns the state of the Units.
+        compiled: Returns the compiled form of a function; None: nothing is compiled.
+        recompute: Wraps blocks for recomputation.
+        offload: Wraps blocks whose activations go to the host.
+        hooks: Registers the hooks of the Units.
+        casts: Registers casts of inputs and outputs.
+
+    Returns:
+        The object that runs the Units, and the handles of the casts.
     """
     buffers(module)
     states = weights(module)
@@ -179,14 +208,21 @@ def _refuse_unkeyed(model: nn.Module) -> None:
 def recompute_blocks(
     module: nn.Module, names: Collection[str], policy: RecomputePolicy, replay: Replay
 ) -> None:
-    """Wrap those of the blocks ``names`` that are in ``module``; stand-ins have nothing to compute again."""
+    """Wrap the blocks ``names`` that are in ``module`` for recomputation; stand-ins have nothing to recompute.
+
+    Args:
+        module: Stage of a model.
+        names: Names of blocks.
+        policy: Keys under ``recompute:``.
+        replay: Records of random numbers, which recomputation replays.
+    """
     here = _blocks_here(module, names)
     if here:
         apply_recompute(here, policy.model_copy(update={"blocks": "all"}), replay)
 
 
 def offload_blocks(module: nn.Module, names: Collection[str], activations: Activations) -> None:
-    """What those of the blocks ``names`` that are in ``module`` save waits in host memory."""
+    """Keep in host memory what the blocks ``names`` that are in ``module`` save for the backward pass."""
     activations.wrap(_blocks_here(module, names))
 
 
@@ -205,9 +241,17 @@ def check_stages(
     call: Callable[[nn.Module], Any],
     device: torch.device,
 ) -> None:
-    """Compare the chain of stages with the uncut model, both on this rank, which must hold all of it meanwhile.
+    """Compare the chain of stages with the uncut model, both on this rank, which must hold the whole model meanwhile.
 
-    Errors: PlanError names the first stage that differs.
+    Args:
+        model: The whole model.
+        policy: Keys under ``pipeline:``.
+        ranks: Ranks on "pp".
+        call: Function that calls the model with a batch.
+        device: Device of the comparison.
+
+    Raises:
+        PlanError: if a stage differs; the message names the first.
     """
     uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
     starts = blocks_of(model, policy, uses).starts(policy, ranks)

@@ -1,6 +1,6 @@
-"""Describe: a ModelSpec read off a module. Nothing of the module is changed.
+"""Describe: read a ModelSpec from a module, without changing the module.
 
-Cost: names and shapes; where a pipeline cuts the model, one pass without numbers (parallel/pipeline/uses.py).
+Cost: names and shapes; if a pipeline cuts the model, one pass without numbers (parallel/pipeline/uses.py).
 """
 
 import math
@@ -33,25 +33,32 @@ from shardwise.precision.resolve import shared_buffers_of
 
 
 class Described(NamedTuple):
-    """A model's description, and what was read for it that cutting the module needs again."""
+    """A model's description, and other findings that cutting the module needs again."""
 
     spec: ModelSpec
     table: Table | None
-    """How modules are cut along "tp"; None where nothing is."""
+    """Table of how modules are cut along "tp"; None if none is cut."""
     cuts_sequence: bool
     owners: Mapping[str, str]
-    """The module in whose forward pass alone a parameter may be used, by each name of one that "tp" cuts or sums."""
+    """Module whose forward pass alone may use a parameter, by each name of a parameter that "tp" cuts or sums."""
     uses: Uses | None
-    """In which order the model uses its parts, where that was seen."""
+    """Order in which the model uses its parts, if it was observed."""
     stacks: Mapping[str, Stack]
     """Modules of experts whose state lies on other ranks than the rest; each is a Unit."""
 
 
 def describe(model: nn.Module, zero: ZeroPolicy | None = None, stacks: Collection[str] = ()) -> ModelSpec:
-    """The tensors of ``model`` and, where ``zero`` is given, its Units, modules of experts (``stacks``) among them.
+    """Return the tensors of ``model`` and, if ``zero`` is given, its Units.
 
-    Errors: PlanError where the model has no parameters, complex ones, or two over one memory, or where a Unit cannot be
-    called; ConfigError where patterns of ``zero`` match nothing.
+    Args:
+        model: The model.
+        zero: Keys under ``zero:``; None: without Units.
+        stacks: Names of modules of experts, which become Units.
+
+    Raises:
+        PlanError: if the model has no parameters, complex parameters, or two over one memory, or a Unit cannot be
+            called.
+        ConfigError: if patterns of ``zero`` match nothing.
     """
     parameters: dict[str, ParameterSpec] = {}
     first: dict[str, str] = {}
@@ -102,10 +109,20 @@ def describe_cut(
     call: Callable[[nn.Module], Any] | None = None,
     device: torch.device | None = None,
 ) -> Described:
-    """Everything that a Plan on ``mesh`` needs to know. ``call``, which computes on ``device``, shows the order in
-    which the model uses its parts.
+    """Return everything that a Plan on ``mesh`` needs.
 
-    Errors: as ``describe``'s; PlanError where the model cannot be cut so.
+    Args:
+        model: The model.
+        mesh: The mesh.
+        zero: Keys under ``zero:``.
+        tensor: Keys under ``tensor:``.
+        pipeline: Keys under ``pipeline:``.
+        call: Function that calls the model, which shows the order in which the model uses its parts.
+        device: Device on which ``call`` computes.
+
+    Raises:
+        PlanError: if the model cannot be described or cut so.
+        ConfigError: if patterns of ``zero`` match nothing.
     """
     if mesh.tp > 1 and isinstance(model, Layers) and model.has_specs:
         raise PlanError(
@@ -157,8 +174,10 @@ def describe_cut(
 
 
 def _rows_around_mixtures(model: nn.Module, rows: Mapping[str, str]) -> dict[str, str]:
-    """A table's ``rows``, without what they say of modules inside mixtures of experts: each rank routes tokens of its
-    own there, so what all hold alike gets addends."""
+    """Return a table's ``rows`` without the entries for modules inside mixtures of experts.
+
+    Each rank routes its own tokens there, so parameters that all ranks hold alike get addends of gradients.
+    """
     layers = mixtures(model)
     inside = {name for layer in layers for name, _ in model.get_submodule(layer).named_modules(prefix=layer)}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -173,7 +192,10 @@ def _rows_around_mixtures(model: nn.Module, rows: Mapping[str, str]) -> dict[str
 
 
 def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:
-    """Modules of experts, where their state lies on other ranks than the rest. Errors: PlanError."""
+    """Return the modules of experts whose state lies on other ranks than the rest.
+
+    Raises PlanError if a module of experts drops inside itself, because its mask would depend on the mesh.
+    """
     found = find_stacks(model)
     refuse_unknown(model, found, mesh.ep, mesh.etp)
     if mesh.ep * mesh.etp * mesh.cp * mesh.tp == 1:
@@ -190,9 +212,16 @@ def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:
 def blocks_of(
     model: nn.Module, policy: PipelinePolicy, uses: Uses | None, sizes: dict[int, int] | None = None
 ) -> Blocks:
-    """The blocks that are dealt to stages. ``sizes``: elements of parameters by identity, where they are not whole.
+    """Return the blocks that are distributed to stages.
 
-    Errors: PlanError where there are none, or ``pipeline.partition`` names some that are not there.
+    Args:
+        model: The model.
+        policy: Keys under ``pipeline:``.
+        uses: Order in which the model uses its parts, if known.
+        sizes: Elements of the parameters that are not whole, by ``id``.
+
+    Raises:
+        PlanError: if there are no blocks, or ``pipeline.partition`` names modules that do not exist.
     """
     how = policy.partition
     names = find_blocks(model, uses, sizes) if isinstance(how, str) else how
@@ -203,7 +232,7 @@ def blocks_of(
 
 
 def _tables(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names of the collections of embedding tables."""
+    """Return the names of the collections of embedding tables, by first name."""
     first = {id(each): name for name, each in collections_of(model).items()}
     found: dict[str, list[str]] = {name: [] for name in first.values()}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -213,7 +242,7 @@ def _tables(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _units(model: nn.Module, zero: ZeroPolicy, stacks: Collection[str]) -> tuple[str, ...]:
-    """As the user, the model or its repeated blocks say."""
+    """Return the names of the Units that the user, the model or its repeated blocks determine."""
     if zero.external_parameters:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         chosen_by(zero.external_parameters, names, "zero.external_parameters", "parameter")

@@ -1,20 +1,20 @@
 """Plan: (model description, mesh, policies) -> a Plan of all classes of ranks. Pure: no module, no process group.
 
-    1  stages      blocks dealt to stages along "pp"            parallel/pipeline/partition.py
-    2  registry    every tensor with its place on every axis    parallel/zero/layout.py, what spec.py says of slices
-    3  Units       parameters that move together, per stage     names in the description
+    1  stages      blocks distributed to stages along "pp"           parallel/pipeline/partition.py
+    2  registry    every tensor with its placement on every axis     parallel/zero/layout.py, slices of spec.py
+    3  Units       parameters that move together, per stage          names in the description
                    behind them collections of embedding tables, without buckets
     4  buckets     those of one dtype, trained or frozen, and one optimizer group, laid out flat
-    5  buffers     of each bucket on the mesh                   parallel/zero/layout.py
+    5  buffers     of each bucket on the mesh                        parallel/zero/layout.py
     6  Actions     one list for each class of ranks:
 
-        F and B of the stages      parallel/pipeline/schedules.py, also where there is one stage
+        F and B of the stages      parallel/pipeline/schedules.py, also if there is one stage
         + SEND and RECV            parallel/pipeline/passes.py
         + UNSHARD, RESHARD, REDUCE of the Units inside each pass, F and B of the Units between them    plan/lists.py
         + FETCH of tables in each forward pass                                                         plan/lists.py
         + DELIVER, SUM, NORM, DIRECT, TRUST, DEAL, STEP, UNSHARD at the end                            plan/lists.py
 
-    7  validated                                                plan/validate.py
+    7  validated                                                     plan/validate.py
 
 Units are numbered through all stages of a rank. Their order inside a pass is that of registration until the first step
 has shown the model's own (``with_orders``); tables are fetched behind the F of the innermost Unit around them.
@@ -65,54 +65,66 @@ from shardwise.precision.policy import Dtypes, PrecisionPolicy
 
 
 class StageOrder(NamedTuple):
-    """In which order the Units of a stage run, by their numbers on the rank."""
+    """Order in which the Units of a stage run, by their numbers on the rank."""
 
     boundaries: Sequence[Boundary]
     fetches: Mapping[int, int]
-    """By collection of embedding tables the Unit behind whose F it is fetched, in the order of FETCHes."""
+    """Unit behind whose F a collection of embedding tables is fetched, by number of the collection, in the order of
+    FETCHes.
+    """
 
 
 Orders = Mapping[int, StageOrder]
-"""By stage."""
+"""Orders of Units, by stage."""
 
 
 class Policies(NamedTuple):
-    """What a Plan depends on beside model and mesh."""
+    """Inputs of a Plan besides model and mesh."""
 
     zero: ZeroPolicy
     pipeline: PipelinePolicy
     precision: PrecisionPolicy
     group_of: Callable[[str], int]
-    """Optimizer group of a parameter, by its first name."""
+    """Function from a parameter's first name to its optimizer group."""
     updates: Sequence[UpdateRule] = (UpdateRule(),)
-    """By optimizer group."""
+    """Update rule of each optimizer group."""
     microbatches: int = 1
-    """Of one optimizer step."""
+    """Microbatches of one optimizer step."""
     tokens: int | None = None
-    """Of one optimizer step, over all ranks; None where nobody knows."""
+    """Tokens of one optimizer step, over all ranks; None if unknown."""
     in_blocks: bool = False
-    """Whether rows go to experts with a capacity in blocks."""
+    """True if rows go to experts with a capacity in blocks."""
     offload: OffloadPolicy = OffloadPolicy()
     blocks: Collection[str] = ()
-    """Names of those whose saved tensors may move."""
+    """Names of the blocks whose saved tensors may move."""
 
 
 class Planned(NamedTuple):
-    """A Plan, and what it was made of."""
+    """A Plan and its inputs."""
 
     spec: ModelSpec
     policies: Policies
     plan: Plan
 
     def in_order(self, orders: Orders, microbatches: int | None = None) -> Plan:
-        """The Plan with stages in other orders than that of registration; for another number of ``microbatches``."""
+        """Return the Plan with other orders of Units, or another number of microbatches.
+
+        Args:
+            orders: Orders of the stages that differ from that of registration.
+            microbatches: Microbatches of one optimizer step; None: as before.
+        """
         policies = self.policies
         if microbatches is not None:
             policies = policies._replace(microbatches=microbatches)
         return with_orders(self.plan, policies, orders)
 
     def forward_list(self, orders: Orders, batches: int) -> list[Action]:
-        """What this rank does for ``batches`` forward passes without a backward pass."""
+        """Return the Actions of this rank for forward passes without a backward pass.
+
+        Args:
+            orders: Orders of the stages that differ from that of registration.
+            batches: Number of forward passes.
+        """
         plan, (zero, pipeline, *_) = self.plan, self.policies
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
         strategies, ahead = strategies_of(plan.own, plan.registry, self.policies), _prefetch(zero, plan.units)
@@ -127,9 +139,16 @@ class Planned(NamedTuple):
 
 
 def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) -> Plan:
-    """The Plan of all ranks of ``mesh``; ``rank`` is the one that asks.
+    """Return the Plan of all ranks of ``mesh``.
 
-    Errors: PlanError where the model cannot be cut so.
+    Args:
+        spec: Description of the model.
+        mesh: The mesh.
+        policies: Other inputs of the Plan.
+        rank: Rank whose view the Plan shows.
+
+    Raises:
+        PlanError: if the model cannot be cut so.
     """
     if mesh.tp > 1 and not spec.slices:
         raise PlanError(
@@ -150,7 +169,16 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
 
 
 def with_orders(plan: Plan, policies: Policies, orders: Orders | None = None) -> Plan:
-    """``plan`` with its lists made anew, in the ``orders`` of stages where they are known, and validated."""
+    """Return ``plan`` with its lists made anew and validated.
+
+    Args:
+        plan: The Plan.
+        policies: Inputs of the Plan.
+        orders: Orders of stages, if known; others are in the order of registration.
+
+    Raises:
+        PlanError: if the lists are not valid.
+    """
     rows = schedule_lists(plan.mesh.pp, policies.microbatches, policies.pipeline)
     classes = {
         name: replace(each, actions=_actions(each, rows[place], plan, policies, orders or {}))
@@ -165,14 +193,26 @@ def with_orders(plan: Plan, policies: Policies, orders: Orders | None = None) ->
 
 
 def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
-    """F, B, SEND and RECV of one optimizer step by place on "pp"; without a pipeline F and B in turn."""
+    """Return F, B, SEND and RECV of one optimizer step, by index on "pp"; without a pipeline F and B in turn.
+
+    Args:
+        ranks: Ranks on "pp".
+        microbatches: Microbatches of one optimizer step.
+        policy: Keys under ``pipeline:``.
+    """
     if ranks == 1:
         return schedule("1f1b", 1, microbatches)
     return add_communication(schedule(policy.schedule, ranks, microbatches, policy.virtual_stages), ranks)
 
 
 def forward_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
-    """The same for microbatches without a backward pass."""
+    """Return F, SEND and RECV of microbatches without a backward pass, by index on "pp".
+
+    Args:
+        ranks: Ranks on "pp".
+        microbatches: Number of microbatches.
+        policy: Keys under ``pipeline:``.
+    """
     return add_communication(forward_only(ranks, microbatches, policy.virtual_stages), ranks)
 
 
@@ -209,7 +249,7 @@ def _actions(
     rows = (Action(Kind.STEP, unit.index) for unit in ranks.tables)
     needs = {unit.index: plan.registry.needs_of(unit) for unit in ranks.units}
     directed = [unit for unit, found in needs.items() if found - {"elements"}]
-    # Norms are summed over all ranks of the job, matrices are dealt among those of a stage.
+    # Norms are summed over all ranks of the job, matrices are distributed among the ranks of a stage.
     between = [TRUST] * bool(plan.registry.needs("norm"))
     between += [DEAL] * any("matrix" in found for found in needs.values())
     return (
@@ -221,7 +261,13 @@ def _actions(
 
 
 def strategies_of(ranks: RankClass, registry: Registry, policies: Policies) -> list[Strategy]:
-    """Of each Unit how its state lies."""
+    """Return the Strategy of each Unit: the placements and tiers of its state.
+
+    Args:
+        ranks: Class of ranks with the Units.
+        registry: The registered tensors.
+        policies: Inputs of the Plan.
+    """
     shares = Slices(registry, registry.mesh, 0).shares_gradients(ranks.stages)
     return layout.strategies_of(
         policies.zero, registry.mesh, ranks.units, policies.offload, not shares, policies.blocks
@@ -238,7 +284,12 @@ def _none(stage: int, is_at_end: bool) -> list[Action]:
 
 
 def registered(ranks: RankClass, stage: int) -> StageOrder:
-    """The order of registration, by the Units' numbers on the rank."""
+    """Return the order of registration, by the Units' numbers on the rank.
+
+    Args:
+        ranks: Class of ranks with the Units.
+        stage: The stage.
+    """
     units = ranks.units_of(stage)
     boundaries = [
         Boundary(enters, units[place].index)
@@ -255,7 +306,7 @@ def registered(ranks: RankClass, stage: int) -> StageOrder:
 
 
 def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies: Policies) -> Registry:
-    """Every persistent tensor with its place on every axis."""
+    """Return a registry of every persistent tensor with its placement on every axis."""
     registry = Registry(mesh)
     for name, shape, dtype, trained, aliases in spec.parameters.values():
         dtypes = policies.precision.dtypes(name, dtype)
@@ -311,7 +362,7 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
                 )
             )
     for name, buffer in spec.buffers.items():
-        # Statistics follow the batches of their rank, and nobody promises more of most others.
+        # Statistics follow the batches of their rank, and most other buffers may differ too.
         own: dict[str, Placement] = {} if name in spec.shared_buffers else dict.fromkeys(DENSE, PerRank())
         dtype = policies.precision.buffer_dtype(name, buffer.dtype)
         registry.add(TensorInfo(name, buffer.shape, dtype, "buffer", own, stages=(stage_of[name],)))
@@ -326,7 +377,7 @@ def _class(
     mesh: Mesh,
     policies: Policies,
 ) -> RankClass:
-    """What the ranks hold on which the ``stages`` live."""
+    """Return the class of ranks that hold ``stages``, without Actions."""
     slices = Slices(registry, mesh, 0)
     units: list[Unit] = []
     unit_stages: list[int] = []
@@ -363,7 +414,10 @@ def _class(
 
 
 def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes:
-    """Those of all parameters of one Unit, which is reduced at one time. Errors: PlanError."""
+    """Return the state axes of all parameters of one Unit; raise PlanError if they differ.
+
+    A Unit is reduced at one time, so all its parameters need the same axes.
+    """
     by_axes = {spec.state_axes(name): name for name in members}
     if len(by_axes) > 1:
         raise PlanError(
@@ -377,11 +431,11 @@ def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes
 def _units_on(
     spec: ModelSpec, stage_of: Mapping[str, int], stage: int, external_parameters: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
-    """Units of one stage in order of registration, the root first, with the first names of their parameters; those
-    without parameters are left out, the root never.
+    """Return the Units of one stage in order of registration, the root first, with their parameters' first names.
 
-    A parameter that several modules of the stage hold moves up to the innermost Unit that contains them all, so that
-    its window covers every use; one that ``external_parameters`` matches belongs to the root.
+    Units without parameters are left out, except the root. A parameter that several modules of the stage hold belongs
+    to the innermost Unit that contains them all, so that its window covers every use; a parameter that
+    ``external_parameters`` matches belongs to the root.
     """
     here: dict[str, list[str]] = {}
     for name, first in spec.canonical.items():
@@ -398,7 +452,7 @@ def _units_on(
 def _grouped(
     names: Sequence[str], spec: ModelSpec, registry: Registry, policies: Policies
 ) -> list[tuple[BucketKey, Dtypes, list[str]]]:
-    """The parameters of one Unit by bucket."""
+    """Return the parameters of one Unit by bucket."""
     groups: dict[BucketKey, list[str]] = {}
     dtypes: dict[BucketKey, Dtypes] = {}
     for name in names:
@@ -413,7 +467,13 @@ def _grouped(
 
 
 def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> Dtypes:
-    """Of the buffers of a bucket."""
+    """Return the dtypes of the buffers of a bucket.
+
+    Args:
+        bucket: The bucket.
+        spec: Description of the model.
+        precision: Keys under ``precision:``.
+    """
     last = spec.parameters[bucket.slots[-1].name]
     return precision.dtypes(last.name, last.dtype)
 
@@ -421,8 +481,15 @@ def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> Dt
 def exchanges_of(
     spec: ModelSpec, mesh: Mesh, registry: Registry, hosts: int = 1, in_blocks: bool = False
 ) -> tuple[RowExchange, ...]:
-    """What each mixture sends along "ep", in two levels over ``hosts``; its rows are of the dtype that its experts
-    compute in. ``in_blocks``: where they have a capacity."""
+    """Return the rows that each mixture sends along "ep"; rows have the dtype in which the experts compute.
+
+    Args:
+        spec: Description of the model.
+        mesh: The mesh.
+        registry: The registered tensors.
+        hosts: Number of hosts, for exchanges in two levels.
+        in_blocks: True if experts with a capacity get rows in blocks.
+    """
     if mesh.ep == 1:
         return ()
     parameters = registry.of_kind("parameter")

@@ -1,9 +1,9 @@
-"""ModelSpec: a model as data, all that a Plan needs of it.
+"""ModelSpec: a model as data, with all that a Plan needs.
 
 Ranks that hold a stage or a slice of the model still agree on every name, shape and dtype: a checkpoint's layout, a
-whole tensor put together from its pieces and the start weights all speak of the whole model. So its description is
-made once (describe.py reads it off a module, or it is written down), and nobody writes into it: where a tensor lies is
-what functions of it and of the policies say.
+whole tensor assembled from its pieces and the start weights all refer to the whole model. So its description is made
+once (describe.py reads it from a module, or it is written by hand) and never changed. The position of a tensor is
+computed from the description and the policies.
 
 Cost: one entry per tensor, no values.
 """
@@ -26,12 +26,12 @@ class ParameterSpec(NamedTuple):
     """One parameter of the whole model."""
 
     name: str
-    """Its first name."""
+    """First name of the parameter."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool = True
     aliases: tuple[str, ...] = ()
-    """Its further names, where it is tied."""
+    """Further names of the parameter, if it is tied."""
 
 
 class BufferSpec(NamedTuple):
@@ -40,27 +40,35 @@ class BufferSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_saved: bool
-    """Whether a state dict holds it."""
+    """True if a state dict contains the buffer."""
 
 
 class Blocks(NamedTuple):
-    """The modules that are dealt to pipeline stages, and what stands around them."""
+    """The modules that are distributed to pipeline stages, and the parameters around them."""
 
     names: tuple[str, ...]
     weights: tuple[int, ...]
-    """Parameters of each, as one rank on "tp" holds them; what stands between two counts with the later one."""
+    """Number of parameters of each block, as one rank on "tp" holds them; parameters between two blocks count with the
+    later.
+    """
     front: int
-    """Parameters in front of the first."""
+    """Number of parameters in front of the first block."""
     back: int
-    """Parameters behind the last."""
+    """Number of parameters behind the last block."""
     positions: Mapping[str, int]
-    """By every name of a parameter, a buffer or a collection of tables: the block that it lies in or, outside of them,
-    the next one; ``len(names)`` behind them all."""
+    """Number of the block that contains a parameter, buffer or collection of tables, by each of its names.
+
+    Outside of blocks, the number of the next block; ``len(names)`` behind all of them.
+    """
     classes: tuple[str, ...] = ()
-    """Names of the blocks' classes; of a plain function of a list its own."""
+    """Class names of the blocks; the function's own name for a plain function in a list."""
 
     def starts(self, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
-        """Names of the blocks that begin each stage but the first, over ``ranks`` on "pp". Errors: PlanError."""
+        """Return the names of the blocks that begin each stage but the first, over ``ranks`` on "pp".
+
+        Raises:
+            PlanError: if the blocks cannot be distributed so.
+        """
         stages = ranks * policy.virtual_stages
         return partition(
             policy.partition, self.names, self.weights, stages, self.front, self.back, self.classes
@@ -68,67 +76,69 @@ class Blocks(NamedTuple):
 
 
 class OnAxis(NamedTuple):
-    """How one parameter lies on an axis that has several ranks."""
+    """Placement of one parameter on an axis with several ranks."""
 
     placement: Placement
     gradient: Placement
-    """Of its gradient, before reduction."""
+    """Placement of the gradient, before reduction."""
 
 
 class ExpertLayer(NamedTuple):
-    """One mixture of experts."""
+    """Sizes of one mixture of experts."""
 
     experts: int
     top_k: int
-    """Experts of a token."""
+    """Experts per token."""
     width: int
     """Features of a token."""
     capacity: float | None = None
-    """Of its router."""
+    """Capacity of the router."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """See the module's docstring."""
+    """Description of a whole model: its parameters, buffers, Units, blocks, slices and tables."""
 
     parameters: Mapping[str, ParameterSpec]
-    """By first name."""
+    """Parameters, by first name."""
     buffers: Mapping[str, BufferSpec]
     canonical: Mapping[str, str]
-    """Every name of a parameter, tied ones too, in order of registration, and its first."""
+    """First name of each parameter, by every name (also of tied parameters), in order of registration."""
     order: tuple[str, ...]
-    """Names as in the model's state dict."""
+    """Names in the order of the model's state dict."""
     units: tuple[str, ...] = ()
-    """Names of the modules whose parameters move together, in order of registration; the root is left out."""
+    """Names of the modules whose parameters move together, in order of registration, without the root."""
     blocks: Blocks | None = None
-    """None where the model is not to be cut into stages."""
+    """Blocks to distribute; None if the model is not cut into stages."""
     slices: Mapping[str, Mapping[str, OnAxis]] = field(default_factory=dict)
-    """By first name and axis: "tp", or, of a parameter of experts, "ep" and "etp"; empty where nothing is to be cut."""
+    """Placements by first name and axis: "tp", or, for a parameter of experts, "ep" and "etp"; empty if nothing is cut.
+    """
     tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """All names of each collection of embedding tables, by its first."""
+    """All names of each collection of embedding tables, by its first name."""
     experts: Mapping[str, ExpertLayer] = field(default_factory=dict)
-    """The mixtures of experts, by first name."""
+    """Mixtures of experts, by first name."""
     shared_buffers: frozenset[str] = frozenset()
-    """Names of buffers that all ranks move alike; of any other nobody promises that."""
+    """Names of buffers that all ranks update in the same way; other buffers may differ."""
 
     @property
     def experts_of(self) -> dict[str, int]:
-        """How many experts each mixture has, by its first name."""
+        """Number of experts of each mixture, by first name."""
         return {name: layer.experts for name, layer in self.experts.items()}
 
     def is_of_experts(self, name: str) -> bool:
-        """Whether dim 0 of a parameter, by its first name, counts experts."""
+        """Return whether dim 0 of a parameter, given by its first name, counts experts."""
         stacks = (f"{layer}.experts." if layer else "experts." for layer in self.experts)
         return "ep" in self.slices.get(name, ()) or any(map(name.startswith, stacks))
 
     def state_axes(self, name: str) -> StateAxes:
-        """Over which the state of a parameter is copied and cut, by its first name."""
+        """Return the axes over which the state of a parameter, given by its first name, is copied and cut."""
         return EXPERT if "ep" in self.slices.get(name, ()) else DENSE
 
     def stage_starts(self, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
-        """Names of the blocks that begin each stage but the first, over ``ranks`` on "pp".
+        """Return the names of the blocks that begin each stage but the first, over ``ranks`` on "pp".
 
-        Errors: PlanError where the blocks cannot be dealt so.
+        Raises:
+            PlanError: if the blocks cannot be distributed so.
         """
         if ranks == 1:
             return ()
@@ -139,9 +149,13 @@ class ModelSpec:
         return self.blocks.starts(policy, ranks)
 
     def stages(self, starts: Sequence[str]) -> dict[str, int]:
-        """Stage of each parameter, buffer and collection of tables, by every name.
+        """Return the stage of each parameter, buffer and collection of tables, by every name.
 
-        Errors: PlanError where several stages use a collection.
+        Args:
+            starts: Blocks that begin each stage but the first.
+
+        Raises:
+            PlanError: if several stages use a collection.
         """
         if self.blocks is None or not starts:
             return dict.fromkeys((*self.canonical, *self.buffers, *chain(*self.tables.values())), 0)
@@ -158,13 +172,25 @@ class ModelSpec:
         return stage_of
 
     def stage_of_tables(self, starts: Sequence[str]) -> dict[str, int]:
-        """Stage of each collection of embedding tables, by its first name. Errors: as ``stages``'."""
+        """Return the stage of each collection of embedding tables, by its first name.
+
+        Args:
+            starts: Blocks that begin each stage but the first.
+
+        Raises:
+            PlanError: if several stages use a collection.
+        """
         stage_of = self.stages(starts)
         return {first: stage_of[first] for first in self.tables}
 
 
 def positions_by_order(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:
-    """``Blocks.positions`` of tensors that are given in the order in which the model uses them."""
+    """Return ``Blocks.positions`` for tensors in the order in which the model uses them.
+
+    Args:
+        names: Names of the tensors.
+        blocks: Names of the blocks.
+    """
     at = {name: i for i, name in enumerate(blocks)}
     found, following = {}, 0
     for name in names:

@@ -1,25 +1,25 @@
-"""What one pass of a model holds and computes, measured without its numbers.
+"""Memory and operations of one pass of a model, measured without its numbers.
 
-The model runs forward and backward once on tensors that have shapes and no memory. Each storage that appears is counted
-from its birth to its end, and each product by its shapes: what autograd saves, what recomputation and tiles save of it,
-and what lies beside it for a moment are found as they are, for any model, and no formula repeats what code does.
+The model runs forward and backward once on tensors that have shapes and no memory. Each storage is counted from its
+creation to its end, and each product by its shapes. So the measurement includes what autograd saves, what recomputation
+and tiles avoid saving, and temporary memory, for any model, without formulas that repeat the code.
 
-A pass is told by Unit. A Unit's share runs from where its forward (backward) begins to where the next Unit's does:
+A pass is counted by Unit. A Unit's share runs from the start of its forward (backward) to the start of the next Unit's:
 
     rise    the most that is held in it, over what was held when it began
-    net     what is held when it ends, over the same; what a forward pass leaves for the backward pass is positive
+    net     what is held when it ends, over the same; positive if a forward pass leaves memory for the backward pass
 
 so the passes of several microbatches, of any order, add up (``timeline.py``).
 
-A stage of a pipeline has a pass of its own: what it receives lies beside it, what it sends is let go of. Experts get as
-many rows as a router sends them that chooses evenly (parallel/expert/row_counts.py).
-Of a block it is told, too, how much of what autograd saves in it is alike on all ranks of "tp" (memory/alike.py).
+A stage of a pipeline has a pass of its own: its input is held beside it, its output is released. Experts get as many
+rows as a router that chooses evenly would send (parallel/expert/row_counts.py).
+For a block, the pass also counts how much of what autograd saves in it is alike on all ranks of "tp"
+(memory/alike.py).
 
-Units that are alike (blocks, say) run twice and no more: the others hand their input on, and have the second one's
-share.
+Only two Units of one kind (blocks, for example) run; the others return their input, and get the second one's share.
 
 Cost: a pass of operations on shapes, some 100 µs each, whatever their size and however many blocks there are. Memory
-that an operation takes and gives back inside itself is not seen, nor an allocator's rounding.
+that an operation allocates and frees inside itself is not counted, nor an allocator's rounding.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -59,19 +59,19 @@ _NEEDS_NUMBERS = (
 
 
 class UnitPass(NamedTuple):
-    """What one Unit has of a pass: see the module's docstring."""
+    """Memory and operations of one Unit in a pass; see the module's docstring."""
 
     rise_bytes: int
     net_bytes: int
     flops: int
-    """Executed, those that are computed again among them."""
+    """FLOPs that were executed, including recomputation."""
     touched_bytes: int = 0
-    """Read and written by operations that are no product."""
+    """Bytes read and written by operations other than products."""
     sent_bytes: int = 0
-    """To other ranks, by what is cut along "tp" and "ep"."""
+    """Bytes sent to other ranks by modules that are cut along "tp" and "ep"."""
 
     def then(self, later: "UnitPass") -> "UnitPass":
-        """Both as one, ``later`` behind this."""
+        """Return both shares as one, with ``later`` after this."""
         rise = max(self.rise_bytes, self.net_bytes + later.rise_bytes)
         return UnitPass(
             rise,
@@ -83,38 +83,46 @@ class UnitPass(NamedTuple):
 
 
 class MeasuredPass(NamedTuple):
-    """Forward and backward of one microbatch, of one stage."""
+    """Forward and backward of one microbatch in one stage."""
 
     shares: Mapping[tuple[Kind, str], UnitPass]
-    """By (F or B, name of the Unit)."""
+    """Shares by (F or B, name of the Unit)."""
     batch_bytes: int
     received_bytes: int = 0
-    """Of what the stage before sends, which stays until its backward pass is over."""
+    """Bytes of the input from the stage before, which stays until its backward pass is over."""
     answered_bytes: int = 0
-    """Of the gradients that come back for what goes to the next stage."""
+    """Bytes of the gradients that come back for the output to the next stage."""
     alike_bytes: Mapping[str, int] = {}
-    """By name of a block: what autograd saves in it that is alike on all ranks of "tp"."""
+    """Bytes that autograd saves in a block and that are alike on all ranks of "tp", by name of the block."""
 
     @property
     def flops(self) -> int:
-        """Of all Units."""
+        """FLOPs of all Units."""
         return sum(share.flops for share in self.shares.values())
 
     def of(self, kind: Kind, unit: str) -> UnitPass:
-        """Nothing for a Unit that did not run."""
+        """Return the share of a Unit; zeros for a Unit that did not run."""
         return self.shares.get((kind, unit), UnitPass(0, 0, 0))
 
 
 @contextmanager
 def without_numbers() -> Iterator[None]:
-    """Tensors that are made inside have shapes and no memory; others that are met become such."""
+    """Create tensors with shapes but without memory inside the ``with`` block.
+
+    Other tensors that are used inside are converted to such tensors.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
 def strip(module: nn.Module, dtype_of: Callable[[str, Tensor], torch.dtype], device: torch.device) -> None:
-    """Parameters and buffers of ``module``, wherever they lie, become those without numbers on ``device``, of the
-    dtypes that ``dtype_of`` (name, tensor) says. Inside ``without_numbers``."""
+    """Replace the parameters and buffers of ``module`` by tensors without numbers. Call inside ``without_numbers``.
+
+    Args:
+        module: Module whose tensors may lie anywhere.
+        dtype_of: Function of (name, tensor) that returns the dtype.
+        device: Device of the new tensors.
+    """
     made: dict[int, Any] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -125,15 +133,15 @@ def strip(module: nn.Module, dtype_of: Callable[[str, Tensor], torch.dtype], dev
                 if id(tensor) not in made:
                     empty = torch.empty(tensor.shape, dtype=dtype_of(dot + key, tensor), device=device)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                    made[id(made[id(tensor)])] = made[id(tensor)]  # met again in a module that is held twice
+                    made[id(made[id(tensor)])] = made[id(tensor)]  # for a module that appears twice
                 held[key] = made[id(tensor)]
     for owner in module.modules():
-        if isinstance(owner, KeyedDropout):  # draws by numbers that lie in host memory
+        if isinstance(owner, KeyedDropout):  # draws from numbers in host memory
             owner.forward = _masked  # type: ignore[method-assign]
 
 
 def stripped(value: Any, device: torch.device) -> Any:
-    """Tensors of a pytree without their numbers. Inside ``without_numbers``."""
+    """Return a pytree with its tensors replaced by tensors without numbers. Call inside ``without_numbers``."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device=device)
     return rebuilt(value, lambda inner: stripped(inner, device))
@@ -153,12 +161,23 @@ def measure(
     blocks: Collection[str] = (),
     alike: Alike | None = None,
 ) -> tuple[MeasuredPass, list[Tensor]]:
-    """One pass of ``module``, and tensors like those that ``forward`` has returned: the loss, or what a stage sends on.
-    ``units``: by name of a module what those that are alike have in common; ``traffic``: counts what is sent inside;
-    ``rehearses``: whether a forward pass goes before that is not counted; ``blocks``: Units whose saved tensors may
-    move, of which ``alike`` is told what ranks along "tp" have in common. Inside ``without_numbers``.
+    """Measure one pass of ``module``. Call inside ``without_numbers``.
 
-    Errors: UsageError where what it does depends on numbers.
+    Args:
+        module: The module.
+        units: Kind of each Unit, by name of its module; Units of equal kind are alike.
+        batch: The batch, whose bytes are counted.
+        forward: Function that runs the forward pass and returns the loss, or the tensors for the next stage.
+        traffic: Counter of what is sent inside.
+        rehearses: Run a forward pass before that is not counted.
+        blocks: Names of Units whose saved tensors may move.
+        alike: Recorder of tensors that ranks along "tp" have in common.
+
+    Returns:
+        The measured pass, and tensors like those that ``forward`` returned.
+
+    Raises:
+        UsageError: if the pass depends on numbers.
     """
     if rehearses:
         try:
@@ -182,11 +201,11 @@ def measure(
             edges = [get_gradient_edge(tensor) for tensor in ends if tensor.requires_grad]
         like = [torch.empty_like(tensor, requires_grad=tensor.requires_grad) for tensor in ends]
         gradients = [torch.empty_like(tensor) for tensor in ends if tensor.requires_grad]
-        del ends  # it is sent, and stays where autograd keeps it alone
+        del ends  # the output is sent, and stays only if autograd keeps it
         with live:
             cuts.begin(Kind.B, "")
             torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
-            del edges  # and with it the gradient that goes back
+            del edges  # and with them the gradient for the stage before
             cuts.end()
     except _NEEDS_NUMBERS as error:
         raise UsageError(_why(error)) from error
@@ -198,7 +217,7 @@ def measure(
 
 
 def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
-    """By name of a Unit that is the third of its kind, or later, the second one's."""
+    """Return the second Unit of its kind, by name of each Unit that is the third of its kind or later."""
     alike: dict[Hashable, list[str]] = {}
     for name, kind in units.items():
         alike.setdefault(kind, []).append(name)
@@ -214,12 +233,12 @@ def _why(error: Exception) -> str:
 
 
 def _drop(parameter: Tensor) -> None:
-    """Gradients go into flat buffers as they come (parallel/zero/gradient.py), which are counted by the Plan."""
+    """Drop a gradient, because gradients go into flat buffers (parallel/zero/gradient.py), which the Plan counts."""
     parameter.grad = None
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that came to be inside and are still alive, and floating-point operations."""
+    """Counter of the bytes of storages created inside the ``with`` block that are still alive, and of FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,12 +246,12 @@ class LiveBytes(TorchDispatchMode):
         self.most = 0
         self.flops = 0
         self.touched = 0
-        """Bytes read and written by what is no product."""
+        """Bytes read and written by operations other than products."""
         self._seen: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
-            return True  # states of generators, from which nothing is drawn here (memory/recompute.py)
+            return True  # states of generators, which are not used in this pass (memory/recompute.py)
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             given = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
@@ -261,17 +280,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _SavedAlike:
-    """What autograd saves in ``blocks`` and is alike on all ranks, as memory/activations.py finds it."""
+    """Tensors that autograd saves in ``blocks`` and that are alike on all ranks (memory/activations.py)."""
 
     def __init__(self, alike: Alike, blocks: Collection[str]):
         self.bytes: dict[str, int] = {}
-        """By block."""
+        """Bytes by block."""
         self._alike = alike
         self._blocks = blocks
 
     @contextmanager
     def within(self, unit: str) -> Iterator[None]:
-        """The forward of ``unit`` runs."""
+        """Record the tensors that the forward of ``unit`` saves inside the ``with`` block."""
         if unit not in self._blocks or torch._C._autograd._top_saved_tensors_default_hooks(False):
             yield
             return
@@ -283,7 +302,7 @@ class _SavedAlike:
             with torch.no_grad():
                 self._alike.saved(tensor)
             seen[key_of(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor.detach()  # an output would hold the node that saves it
+            return tensor.detach()  # detached, because an output would keep alive the node that saves it
 
         with self._alike.listening():
             with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -294,7 +313,7 @@ class _SavedAlike:
 
 
 def _touched(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that an operation reads and writes, each memory once; of what it picks from, as much as it makes."""
+    """Return the bytes that an operation reads and writes, each memory once; a lookup reads as much as it returns."""
     name = str(func._overloadpacket).removeprefix("aten.")
     made = sum(_lying(each) for each in tree_leaves(out) if isinstance(each, Tensor))
     if not made or name in _TOUCH_NOTHING:
@@ -314,7 +333,10 @@ _PICK = frozenset({"embedding", "index", "index_select", "gather", "_embedding_b
 
 
 class _Cuts:
-    """Cuts a pass where Units begin. ``seconds``: of Units that may be passed over, the one that they are like."""
+    """Splits a pass at the starts of Units.
+
+    ``seconds`` maps Units that may be passed over to the Unit that they are like.
+    """
 
     def __init__(
         self,
@@ -327,17 +349,17 @@ class _Cuts:
         self._traffic = traffic
         self._saved = saved
         self._shares: dict[tuple[Kind, str, bool], UnitPass] = {}
-        """By (F or B, Unit, whether behind its forward): the code around a Unit runs on behind it."""
+        """Shares by (F or B, Unit, whether behind its forward), because the code around a Unit continues behind it."""
         self._passed_over: dict[str, str] = {}
         self._seconds = seconds
         self._hands_on: set[str] = set()
-        """Units whose output is as their first input."""
+        """Units whose output has the form of their first input."""
         self._now: tuple[Kind, str, bool] | None = None
         self._then = 0, 0, 0, 0
-        """What was held, computed, touched and sent when the running share began."""
+        """Bytes held, FLOPs, bytes touched and bytes sent when the running share began."""
 
     def begin(self, kind: Kind, unit: str, is_behind: bool = False) -> None:
-        """A Unit's share begins, and the one before ends."""
+        """Begin the share of a Unit and end the one before."""
         self.end()
         live = self._live
         live.most = live.held
@@ -345,7 +367,7 @@ class _Cuts:
         self._then = live.held, live.flops, live.touched, self._traffic.bytes
 
     def end(self) -> None:
-        """The running share ends."""
+        """End the running share."""
         if self._now is None:
             return
         live, (held, flops, touched, sent) = self._live, self._then
@@ -361,8 +383,11 @@ class _Cuts:
         self._now = None
 
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
-        """All shares. What ran behind a Unit that others are like, in their places, ran behind the last of them; what
-        lies inside it is in each of them."""
+        """Return all shares, including those of Units that were passed over.
+
+        Code that ran behind a Unit that others are like counts as behind the last of them; shares inside the Unit count
+        for each of them.
+        """
         last = {second: name for name, second in self._passed_over.items()}
         found = {
             (kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if not is_behind
@@ -381,14 +406,17 @@ class _Cuts:
         return found
 
     def alike_bytes(self) -> dict[str, int]:
-        """By block."""
+        """Return the bytes that are alike on all ranks, by block."""
         if self._saved is None:
             return {}
         own = self._saved.bytes
         return own | {unit: own.get(second, 0) for unit, second in self._passed_over.items()}
 
     def around(self, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a Unit, seen. Its backward begins where the gradient of an output is there."""
+        """Return the forward of a Unit with its share counted.
+
+        The Unit's backward begins when the gradient of an output is available.
+        """
 
         def seen(*args: Any, **kwargs: Any) -> Any:
             second = self._seconds.get(unit)

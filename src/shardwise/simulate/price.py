@@ -1,22 +1,23 @@
-"""Seconds of a step: the Plan's list, walked by the clocks of what works beside one another.
+"""Seconds of a step: the Plan's list, walked by the clocks of units that work beside one another.
 
-    computing    F and B, updates on the device; on CPU ranks also what goes between ranks, which they copy themselves
-    exchange     what goes between ranks, where devices compute
+    computing    F and B, updates on the device; on CPU ranks also exchanges between ranks, which copy themselves
+    exchange     exchanges between ranks, if devices compute
     updates      of state on other tiers: one thread, in the order of the list (memory/tier.py)
-    disk         what is read and written, one after another
-    down, up     gradients to the host and weights to the device, where they are two, and what blocks save both ways
+    disk         reads and writes, one after another
+    down, up     gradients to the host and weights to the device, if they are two, and what blocks save both ways
 
-An Action begins when its list has come to it, its clock is free, and what it takes is there. The computing clock goes
-on where an Action runs by another, and waits where its result is used: F(u) for the gather and the update of u, NORM
-for all reductions, RECV for its SEND, all ranks of a pipeline together. What it waits is what the work of the others
-costs beyond what computation covers. Of three steps the last counts: updates of one run beside the next.
+An Action begins when its list has reached it, its clock is free, and its inputs are there. The computing clock goes
+on while an Action runs on another clock, and waits where the result is used: F(u) for the gather and the update of u,
+NORM for all reductions, RECV for its SEND, all ranks of a pipeline together. The time that it waits is the cost of the
+other clocks' work beyond what computation covers. Of three steps the last counts, because updates of one step run
+beside the next.
 
-    F, B          operations / flops_s + bytes of what is no product / memory rate, recomputation and tiles among them
+    F, B          operations / flops_s + bytes of other operations / memory rate, including recomputation and tiles
                   + what experts and slices send inside of them / exchange rate (passes.py)
     UNSHARD etc.  bytes of the Plan / rate            (parallel/zero/cost.py, memory/tier_cost.py)
 
-Rates are given or measured on the spot (``rates.py``). What sums and norms send, and rows of embedding tables, is not
-among it, nor what Python takes for each Action.
+Rates are given or measured (``rates.py``). The price leaves out what sums and norms send, rows of embedding tables, and
+the time that Python takes for each Action.
 
 Cost: a look at each Action of a list, three times.
 """
@@ -35,28 +36,28 @@ from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.rates import Rates
 
 _STEPS = 3
-"""The first has no update before it."""
+"""Number of simulated steps; the first has no update before it."""
 
 Spent = Literal["compute", "update", "exchange", "waits", "bubble"]
-"""What the computing clock does."""
+"""Use of the computing clock's time."""
 
 
 class StepSeconds(NamedTuple):
-    """Of one rank; together they are the step's."""
+    """Seconds of one rank by use; their sum is the step's."""
 
     compute: float
     update: float
-    """Where the model computes."""
+    """Seconds of updates on the clock on which the model computes."""
     exchange: float
-    """Between ranks, what computation does not cover."""
+    """Seconds of exchanges between ranks that computation does not cover."""
     waits: float
-    """For other tiers, the same."""
+    """Seconds of waits for other tiers that computation does not cover."""
     bubble: float
-    """For other stages of a pipeline."""
+    """Seconds of waits for other stages of a pipeline."""
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self)
 
 
@@ -67,7 +68,15 @@ def step_seconds(
     rates: Rates,
     is_cpu: bool,
 ) -> StepSeconds:
-    """Of the rank that takes longest. ``passed``: by stage."""
+    """Return the seconds of a step on the rank that takes longest.
+
+    Args:
+        plan: The Plan.
+        policies: Inputs of the Plan.
+        passed: Measured pass of one microbatch, by stage.
+        rates: Rates of the hardware.
+        is_cpu: True if ranks compute on CPUs.
+    """
     firsts = plan.mesh.ranks("pp", 0)
     clocks = {
         place: _Clocks(_Quantities(plan, policies, passed, rates, is_cpu, rank))
@@ -85,7 +94,7 @@ def step_seconds(
 
 
 def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_Clocks"]) -> None:
-    """One step of all ranks of a pipeline, which wait for one another's messages and at NORM."""
+    """Simulate one step of all ranks of a pipeline, which wait for one another's messages and at NORM."""
     stages, position = stages_of(lists), dict.fromkeys(lists, 0)  # type: ignore[arg-type]
     sent: dict[tuple[int, ...], float] = {}
     while any(position[place] < len(row) for place, row in lists.items()):
@@ -113,7 +122,7 @@ def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_Clocks
 
 
 class _Quantities:
-    """What the Actions of one rank take."""
+    """Bytes and operations of the Actions of one rank."""
 
     def __init__(
         self,
@@ -129,7 +138,7 @@ class _Quantities:
         self.strategies = strategies_of(self.ranks, plan.registry, policies)
         saving = [unit for unit, each in enumerate(self.strategies) if each.saved_tier != "device"]
         self.kept = saving[-1] if saving and plan.mesh.pp == 1 else -1
-        """The Unit whose saved tensors stay all the same: its backward comes at once."""
+        """Unit whose saved tensors stay on the device, because its backward comes at once; -1: none."""
         self.passed = passed
         self.rates = rates
         self.is_cpu = is_cpu
@@ -137,7 +146,7 @@ class _Quantities:
         self.counts_late = policies.offload.step == "delayed"
         self.waits_at_end = policies.offload.step == "at_end"
         self.leaving = 2 * policies.offload.buffers
-        """Gradients on their way to a disk at once."""
+        """Most gradients that move to a disk at once."""
         self.moved = unit_traffic(self.ranks, plan.mesh, self.strategies)
         self.between = [
             unit_bytes(unit, strategy, plan.mesh)
@@ -145,17 +154,20 @@ class _Quantities:
         ]
         self.times = Counter((action.kind, action.unit) for action in self.ranks.actions)
         self.gradients = [0] * len(self.ranks.units)
-        """Bytes of them, by Unit."""
+        """Bytes of gradients, by Unit."""
         for (unit, bucket), rows in self.ranks.buffers.items():
             laid_out = self.ranks.units[unit].buckets[bucket]
             self.gradients[unit] += sum(row.nbytes(laid_out, plan.mesh) for row in rows if row.kind == "grad")
 
     def share(self, kind: Kind, unit: int) -> UnitPass:
-        """Of a Unit in a pass of one microbatch."""
+        """Return the part of a Unit in a pass of one microbatch."""
         return self.passed[self.ranks.unit_stages[unit]].of(kind, self.ranks.units[unit].name)
 
     def saved(self, unit: int) -> tuple[int, int]:
-        """Bytes that a Unit's forward saves elsewhere: on this rank's host, and of parts on those of others on "tp"."""
+        """Return the bytes that a Unit's forward saves elsewhere.
+
+        The first number is for this rank's host, the second for parts on the hosts of other ranks on "tp".
+        """
         if unit == self.kept:
             return 0, 0
         name, passed = self.ranks.units[unit].name, self.passed[self.ranks.unit_stages[unit]]
@@ -164,7 +176,7 @@ class _Quantities:
         return max(self.share(Kind.F, unit).net_bytes - others, 0), others
 
     def message(self, action: Action) -> int:
-        """Bytes of a SEND or RECV."""
+        """Return the bytes of a SEND or RECV."""
         first, last = sorted((action.stage, action.other))
         return (
             self.passed[first].answered_bytes if action.carries_gradient else self.passed[last].received_bytes
@@ -172,21 +184,21 @@ class _Quantities:
 
 
 class _Clocks:
-    """Of one rank, in seconds since the first step."""
+    """Clocks of one rank, in seconds since the first step."""
 
     def __init__(self, job: _Quantities):
         self._job = job
         self.spent: dict[Spent, float] = {}
         self.sent_s = 0.0
-        """When the last message has arrived."""
+        """Time at which the last message has arrived."""
         self._now = 0.0
         self._free: dict[str, float] = dict.fromkeys(("exchange", "updates", "disk", "down", "up"), 0.0)
         self._there: dict[tuple[str, int], float] = {}
-        """When something of a Unit is there: "gathered", "brought", "recalled", "loaded", "updated"."""
+        """Time at which a result of a Unit is available: "gathered", "brought", "recalled", "loaded", "updated"."""
         self._leaving: deque[float] = deque()
 
     def begin_step(self) -> None:
-        """What was spent before does not count."""
+        """Reset the seconds spent."""
         self.spent = dict.fromkeys(("compute", "update", "exchange", "waits", "bubble"), 0.0)
 
     # The computing clock -------------------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ class _Clocks:
         self._do(max(until_s - self._now, 0.0), what)
 
     def _beside(self, clock: str, seconds: float, after_s: float = 0.0) -> float:
-        """When work is over that another clock does from now on; on what takes no time it does not wait."""
+        """Return the end of work on another clock that starts now; work of no time does not wait for the clock."""
         begin = max(self._now, after_s)
         if not seconds:
             return begin
@@ -207,7 +219,7 @@ class _Clocks:
         return self._free[clock]
 
     def _exchange(self, nbytes: float, after_s: float = 0.0) -> float:
-        """When so many bytes have gone to other ranks. ``after_s``: when they are there."""
+        """Return the time at which so many bytes, available from ``after_s`` on, have been sent to other ranks."""
         seconds = nbytes / self._job.rates.exchange_bytes_s
         if not self._job.is_cpu:
             return self._beside("exchange", seconds, after_s)
@@ -218,7 +230,7 @@ class _Clocks:
         return max(self._now, after_s)
 
     def _link(self, clock: str, nbytes: float, after_s: float = 0.0) -> float:
-        """When so many bytes have gone between device and host."""
+        """Return the time at which so many bytes have moved between device and host."""
         return self._beside(
             clock, 0.0 if self._job.is_cpu else nbytes / self._job.rates.link_bytes_s, after_s
         )
@@ -229,7 +241,7 @@ class _Clocks:
     # Actions -------------------------------------------------------------------------------------------------------
 
     def run(self, action: Action, arrived_s: float) -> None:
-        """``arrived_s``: of a RECV, when its message was there."""
+        """Simulate one Action; ``arrived_s`` is the time at which the message of a RECV arrived."""
         kind, unit = action.kind, action.unit
         if kind in (Kind.SEND, Kind.RECV):
             self._message(action, arrived_s)
@@ -260,7 +272,7 @@ class _Clocks:
         size = self._job.message(action)
         if not is_sent:
             self._wait(arrived_s, "bubble")
-        # On CPU ranks one end copies it in, the other one out.
+        # On CPU ranks the sender copies the message in and the receiver copies it out.
         if self._job.is_cpu:
             self._exchange(size / 2)
             self.sent_s = self._now
@@ -281,7 +293,7 @@ class _Clocks:
         self._there["gathered", unit] = self._exchange(self._job.between[unit].gather, there)
 
     def _updated(self, unit: int) -> float:
-        """When the weights of a Unit are those of the step; those that count late are not waited for."""
+        """Return the time at which a Unit's weights are up to date; delayed updates are not waited for."""
         return 0.0 if self._job.counts_late else self._there.get(("updated", unit), 0.0)
 
     def _compute(self, action: Action) -> None:
@@ -313,11 +325,11 @@ class _Clocks:
                 self._wait(self._leaving.popleft(), "waits")
 
     def all_reduced(self) -> float:
-        """When this rank comes to its norm with all its gradients summed."""
+        """Return the time at which this rank reaches its norm with all gradients summed."""
         return max(self._now, self._free["exchange"])
 
     def norm(self, together_s: float) -> None:
-        """``together_s``: when the last rank has come."""
+        """Simulate NORM; ``together_s`` is the time at which the last rank reaches it."""
         self._wait(self.all_reduced(), "exchange")
         self._wait(together_s, "bubble")
         self._do(sum(self._job.gradients) / self._job.near_bytes_s, "update")
@@ -332,7 +344,7 @@ class _Clocks:
         self._there["updated", unit] = self._link("up", moved.up, there)
 
     def end_step(self) -> None:
-        """What is not to run beside the next step is over."""
+        """Wait for the work that must not run beside the next step."""
         if self._job.waits_at_end:
             updated = (at_s for (what, _), at_s in self._there.items() if what == "updated")
             self._wait(max(updated, default=0.0), "waits")

@@ -1,9 +1,9 @@
-"""Rates of a rank's hardware, as far as memory tiers and recomputation have a price by them.
+"""Rates of a rank's hardware, as far as the price of memory tiers and recomputation depends on them.
 
-``measured_rates`` takes a tenth of a second for each, on whatever else runs there: right to a factor, good for
-comparing one change with another. One process cannot measure what goes between ranks: CPU ranks of one host copy it
-through memory, whose rate is measured, and devices are taken to send as fast as over their host's link, which is the
-least that two of one host do. Who knows better gives numbers.
+``measured_rates`` takes a tenth of a second for each, beside whatever else runs on the machine: right to a factor, and
+good for comparing one change with another. One process cannot measure the rate between ranks. CPU ranks of one host
+copy through memory, whose rate is measured; devices are assumed to send as fast as over their host's link, the least
+that two devices of one host reach. A caller with better numbers can pass them.
 """
 
 import contextlib
@@ -25,32 +25,41 @@ from shardwise.plan.words import in_words
 _BYTES = 32 << 20
 _ROUNDS = 3
 _REACHED = 0.5
-"""Share of a device's data sheet that products of a step reach."""
+"""Share of a device's data-sheet peak that products of a step reach."""
 
 
 class Rates(NamedTuple):
-    """Of one rank, with what its neighbours on the host leave it."""
+    """Rates of one rank, with the load that its neighbours put on the host."""
 
     flops_s: float
-    """Floating-point operations a second, of products in the compute dtype."""
+    """Floating-point operations per second, in products in the compute dtype."""
     host_bytes_s: float
-    """Bytes read and written a second in host memory."""
+    """Bytes read and written per second in host memory."""
     device_bytes_s: float
-    """... and in the device's; on CPU ranks the same."""
+    """Bytes read and written per second in the device's memory; on CPU ranks the same as ``host_bytes_s``."""
     link_bytes_s: float
-    """Bytes a second between them, one way."""
+    """Bytes per second between host and device, in one direction."""
     disk_bytes_s: float
-    """Bytes read or written a second."""
+    """Bytes read or written per second on a disk."""
     exchange_bytes_s: float
-    """Bytes a second that a rank sends to others while it receives as many."""
+    """Bytes per second that a rank sends to others while it receives as many."""
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> Rates:
-    """Of this machine; without a ``disk_path`` a disk of 1 GB/s is taken. Errors: ConfigError of the folder."""
+    """Measure the rates of this machine.
+
+    Args:
+        device: Device that computes.
+        dtype: Dtype of the products.
+        disk_path: Folder on the disk; None: a disk of 1 GB/s is assumed.
+
+    Raises:
+        ConfigError: if the folder cannot be used.
+    """
     host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
     disk = 1e9 if disk_path is None else _disk_rate(disk_path)
     if device.type == "cpu":
-        # What goes through shared memory is copied in by one rank and out by the other, read and written both times.
+        # One rank copies data into shared memory and another copies it out, and both copies read and write.
         return Rates(measured_peak(dtype), host, host, host, disk, host / 4)
     flops = (peak_of(device, dtype) or 100e12) * _REACHED
     link = _copy_rate(torch.device("cpu"), device) / 2
@@ -58,7 +67,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | N
 
 
 def _copy_rate(source: torch.device, target: torch.device) -> float:
-    """Bytes read and written a second by a copy."""
+    """Return the bytes per second that a copy reads and writes."""
     crosses = source != target
     a = torch.ones(_BYTES, dtype=torch.uint8, device=source, pin_memory=crosses)
     b = torch.empty(_BYTES, dtype=torch.uint8, device=target)

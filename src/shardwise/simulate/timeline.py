@@ -1,21 +1,20 @@
-"""What a rank holds at each moment of a step: its Plan's list, walked with the bytes of each Action.
+"""Memory of a rank at each moment of a step: its Plan's list, walked with the bytes of each Action.
 
     weights, master, moments     from the Plan, always there
-    gathered, staging            slots: UNSHARD and B take one, RESHARD and REDUCE give it back; memory stays (slots.py)
+    gathered, staging            slots: UNSHARD and B take one, RESHARD and REDUCE release it; memory stays (slots.py)
     brought                      shards from another tier, from BRING to the end of their gather
-    gradients                    from a Unit's first B to the step's end; what leaves for a tier goes at REDUCE
+    gradients                    from a Unit's first B to the step's end; gradients for a tier leave at REDUCE
     loaded                       blocks that state passes through on its way from and to a disk, the most at once
-    leaving                      gradients that a disk has not taken yet, the most at once
-    kept                         what F leaves for B, of all microbatches under way     (passes.py)
-    received                     of a pipeline, what RECV brought, until the backward pass that it is for is over
-    at work                      what the running Unit makes and lets go of
-    process                      what was there before the engine
+    leaving                      gradients that a disk has not stored yet, the most at once
+    kept                         what F leaves for B, of all microbatches in flight     (passes.py)
+    received                     in a pipeline, the results of RECV, until their backward pass is over
+    at work                      temporary memory of the running Unit
+    process                      memory from before the engine
 
-The peak is the largest sum of a step that follows another, all slots made. With activations on the host the device
-holds those of the running block and of its neighbour, as ``memory/activations.py`` keeps them; of what is alike on all
-ranks of "tp" each has a part there.
-Gradients that CPU ranks keep between steps (``memory/gradient_memory.py``) are not counted there: an eighth of them at
-most.
+The peak is the largest sum in a step that follows another, when all slots exist. With activations on the host, the
+device holds those of the running block and of its neighbour, as ``memory/activations.py`` keeps them; of tensors that
+are alike on all ranks of "tp", each rank keeps a part on the host.
+Gradients that CPU ranks keep between steps (``memory/gradient_memory.py``) are not counted: an eighth of all at most.
 
 Cost: one look at each Action of a list, twice.
 """
@@ -42,33 +41,33 @@ _NEVER_SHARES = 1 << 60
 
 
 class Moment(NamedTuple):
-    """What a rank holds at one moment of a step."""
+    """Memory of a rank at one moment of a step."""
 
     action: Action | None
-    """The moment; None: before any."""
+    """Action at the moment; None: before any."""
     unit: str
-    """Whose it is."""
+    """Name of the Action's Unit."""
     rows: Mapping[str, int]
-    """Bytes by row: those of the ledger, and those above."""
+    """Bytes by row: the rows of the ledger, and those above."""
 
     def bytes_on(self, tiers: Collection[Tier]) -> int:
-        """Of the rows that lie there."""
+        """Return the bytes of the rows that lie on ``tiers``."""
         return sum(size for row, size in self.rows.items() if tier_of_row(row) in tiers)
 
 
 class StepMemory(NamedTuple):
-    """What a step takes on one rank."""
+    """Memory of a step on one rank."""
 
     peak: Moment
-    """Of the device."""
+    """Moment at which the device's memory is largest."""
     bytes_by_tier: Mapping[Tier, int]
-    """The most of each tier; CPU ranks have one memory, which is their device."""
+    """Most bytes of each tier; CPU ranks have one memory, which counts as their device."""
     moved_bytes: int = 0
-    """Of activations, the most at once in host memory."""
+    """Most bytes of activations in host memory at once."""
     rank: int = 0
-    """Whose it is; others do the same."""
+    """The rank; others of its class do the same."""
     gathered_bytes: int = 0
-    """Of activations, what the rank is sent of parts on other ranks of "tp"."""
+    """Bytes of activations that the rank receives from parts on other ranks of "tp"."""
 
 
 def step_memory(
@@ -80,12 +79,21 @@ def step_memory(
     moved: Collection[str] = (),
     process_bytes: int = 0,
 ) -> StepMemory:
-    """Of ``rank``. ``passed``: a pass of one microbatch by stage; ``moved``: blocks whose activations go to the host;
-    ``process_bytes``: what lies in the device's memory beside the engine."""
+    """Return the memory of a step on ``rank``.
+
+    Args:
+        plan: The Plan.
+        policies: Inputs of the Plan.
+        passed: Measured pass of one microbatch, by stage.
+        device_type: Type of the device, such as ``cpu``.
+        rank: The rank.
+        moved: Blocks whose activations go to the host.
+        process_bytes: Bytes in the device's memory besides the engine.
+    """
     held = _WalkedStep(plan, policies, passed, rank, moved, _near(device_type))
     held.rows["process"] = process_bytes
     ranks = plan.classes[class_of(plan.mesh, rank)]
-    for _ in range(2):  # the first fills the slots
+    for _ in range(2):  # the first step fills the slots
         held.peak, held.blocks.gathered = None, 0
         held.walk(ranks.actions)
     assert held.peak is not None, "a step computes"
@@ -97,12 +105,12 @@ def step_memory(
 
 
 def _near(device_type: str) -> list[Tier]:
-    """Tiers in the memory that a rank computes in."""
+    """Return the tiers in the memory in which a rank computes."""
     return ["device", "host"] if device_type == "cpu" else ["device"]
 
 
 class _WalkedStep:
-    """See the module's docstring."""
+    """A walk of one rank's list that counts the bytes of each row and keeps the peak."""
 
     def __init__(
         self,
@@ -119,9 +127,9 @@ class _WalkedStep:
         }
         self.peak: Moment | None = None
         self.most_on_host = 0
-        """Of activations."""
+        """Most bytes of activations on the host."""
         self._near = near
-        """Tiers in the memory whose peak is looked for."""
+        """Tiers in the memory whose peak is computed."""
         self._plan = plan
         self._passed = passed
         self._strategies = strategies_of(self.ranks, plan.registry, policies)
@@ -135,13 +143,13 @@ class _WalkedStep:
         }
         self._gradients: dict[tuple[int, int], int] = {}
         self._late: dict[tuple[int, int], int] = {}
-        """Of them those of the step before, whose updates are under way beside this one."""
+        """Bytes of gradients of the step before, whose updates run beside this step."""
         self._limit = 2 * policies.offload.buffers
         self._leaving: deque[int] = deque()
         alike = {unit: size for each in passed.values() for unit, size in each.alike_bytes.items()}
         self.blocks = _KeptBlocks(set(moved), alike, plan.mesh.tp)
         self._received: dict[tuple[int, int, bool], int] = {}
-        """Bytes of what came for a (stage, microbatch), and whether for its backward pass."""
+        """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
         self.rows |= self._staging_rows()
 
     # Reading the Plan ----------------------------------------------------------------------------------------------
@@ -156,21 +164,22 @@ class _WalkedStep:
         return row.nbytes(bucket, self._plan.mesh)
 
     def _staging_rows(self) -> dict[str, int]:
-        """Blocks between memory and a disk, as many as there may be at once, and what the disk's threads hold."""
+        """Return the bytes of the most blocks between memory and a disk at once, and of the disk threads' spare."""
         blocks = [
             sum(rounded_up(self._bytes(row, bucket)) for row in rows.values() if row.tier == "disk")
             for unit in self.ranks.units
             for _, bucket, rows in self._buckets(unit.index)
         ]
-        blocks = [size for size in blocks if size]  # one that was made for a large one serves small ones too
+        # A block of memory for a large Unit also serves small Units.
+        blocks = [size for size in blocks if size]
         return {"loaded": min(self._limit, len(blocks)) * max(blocks) + SPARE_BYTES} if blocks else {}
 
     # Walking -------------------------------------------------------------------------------------------------------
 
     def walk(self, actions: Sequence[Action]) -> None:
-        """One step."""
+        """Walk one step."""
         ending: Action | None = None
-        """The backward pass of a stage that runs: what came for it goes with it."""
+        """The running backward pass of a stage; the messages for it are released with it."""
         for action in actions:
             if action.unit < 0 and ending is not None:
                 for is_gradient in (False, True):
@@ -217,7 +226,7 @@ class _WalkedStep:
         unit = action.unit
         for place, _, _ in self._buckets(
             unit
-        ):  # an update elsewhere that was waited for has read its gradient
+        ):  # the forward has waited for the update on another tier, which has read its gradient
             if self._strategies[unit].tier != "device" and action.microbatch <= 0:
                 self._gradients.pop((unit, place), None)
         self._compute(action)
@@ -282,7 +291,7 @@ class _WalkedStep:
         if holder == owner:
             return
         if holder is not None:
-            pool.release(holder)  # makes way, as in UnitWindows.need
+            pool.release(holder)  # releases its slot, as in UnitWindows.need
         pool.acquire(owner, elements, bucket.key.dtype)
 
     def _release(self, row: str, unit: int) -> None:
@@ -293,37 +302,40 @@ class _WalkedStep:
 
 
 class _KeptBlocks:
-    """Activations of the passes under way: how many bytes are here, and how many on the host. ``alike``: by block,
-    what is alike on ``ranks``, of which each keeps a part there."""
+    """Activations of the passes in flight: bytes on the device and on the host.
+
+    ``alike`` contains the bytes of each block that are alike on ``ranks`` ranks, of which each rank keeps a part on the
+    host.
+    """
 
     def __init__(self, moved: set[str], alike: Mapping[str, int], ranks: int):
         self._moved = moved
         self._parts = {unit: -(-size // ranks) for unit, size in alike.items()}
-        """Bytes of a rank's part."""
+        """Bytes of a rank's part, by block."""
         self._others = {unit: size - self._parts[unit] for unit, size in alike.items()}
-        """Of the parts of other ranks."""
+        """Bytes of the parts of other ranks, by block."""
         self._here: dict[tuple[str, int], int] = {}
-        """Of blocks that move, (name, microbatch), in the order of their passes."""
+        """Bytes of blocks that move, by (name, microbatch), in the order of their passes."""
         self._there: dict[tuple[str, int], int] = {}
-        """As many as they were here."""
+        """Bytes of blocks on the host, counted as they were on the device."""
         self._coming = 0
-        """Of a part."""
+        """Bytes of a part that is being brought back ahead."""
         self._rest = 0
         self.gathered = 0
-        """What other ranks had, since it was set to 0."""
+        """Bytes received from other ranks since this was set to 0."""
 
     @property
     def on_host(self) -> int:
-        """Bytes there."""
+        """Bytes on the host."""
         return sum(max(size - self._others.get(unit, 0), 0) for (unit, _), size in self._there.items())
 
     @property
     def here(self) -> int:
-        """Bytes here, those of a part that comes ahead among them."""
+        """Bytes on the device, including a part that is brought back ahead."""
         return self._rest + sum(self._here.values()) + self._coming
 
     def recall(self, unit: str, microbatch: int) -> None:
-        """RECALL: what it has saved is here again, and a part of what the block before it has."""
+        """Bring back what a Unit has saved, and a part of what the block before it has saved."""
         key = unit, microbatch
         if key in self._there:
             self._here[key] = self._there.pop(key)
@@ -332,7 +344,7 @@ class _KeptBlocks:
         self._coming = sum(self._parts.get(name, 0) for name in left[-1:])
 
     def behind(self, kind: Kind, unit: str, microbatch: int, net_bytes: int) -> None:
-        """A Unit's share is over."""
+        """Record the end of a Unit's part of a pass."""
         key = unit, microbatch
         if unit not in self._moved:
             self._rest += net_bytes
