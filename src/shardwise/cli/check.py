@@ -213,9 +213,7 @@ def _start_text(config: RunConfig, start: Path | None, step: int | None) -> str:
 def _opened(
     config: RunConfig, folder: RunFolder
 ) -> tuple[RunConfig, Callable[[], nn.Module], int | None, int | None]:
-    """Open the data; return the full configuration, the model's maker, and the numbers of training and held-out
-    samples.
-    """
+    """Open the data; return the configuration, the model's maker, and the numbers of training and held-out samples."""
     model, data, seed = config.model, config.data, config.train.seed
     if isinstance(data, ClickPolicy):
         clicks = build_clicks(data, folder.cache, Reading("packing clicks"))

@@ -99,8 +99,9 @@ class ClickTrainer(Trainer):
         return ClickRecord(**self._throughput.count(result, step_s), **taken(self.world.device)._asdict())
 
     def evaluate(self) -> float:
-        """Compute AUC and log loss over the held-out rows into ``score``, count table rows into ``tally``, return the
-        AUC.
+        """Compute AUC and log loss over the held-out rows into ``score`` and return the AUC.
+
+        The rows of the tables are counted into ``tally``.
         """
         metrics = ClickMetrics()
         with self.evaluating():
@@ -138,8 +139,7 @@ class ClickTrainer(Trainer):
 
     @functools.cached_property
     def best(self) -> ClickScore | None:
-        """Score of the planted teacher on the held-out rows, which a model exceeds only by chance; one pass over them.
-        """
+        """Score of the planted teacher on the held-out rows, which models exceed only by chance; one pass over them."""
         return self.corpus.best_on_validation(self.config.data.validation_samples)
 
     def last_words(self) -> list[str]:

@@ -56,6 +56,7 @@ class Reading:
         self._what, self._said_at = what, time.monotonic()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Log the progress if some seconds have passed since the last line."""
         if time.monotonic() - self._said_at >= _READING_LINE_S:
             self._said_at = time.monotonic()
             _log.info("%s: %.0f%% of %s", self._what, 100 * done_bytes / total_bytes, bytes_text(total_bytes))
