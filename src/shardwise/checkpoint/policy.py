@@ -13,7 +13,7 @@ class CheckpointPolicy(Policy):
     keep_last: int | None = Field(default=2, ge=1)
     """Steps kept, newest first; ``null`` keeps all. The newest is never removed before a newer one is verified."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Interval of steps that are kept in addition: every step whose number this divides."""
+    """Steps between saved steps that are kept in addition: every step whose number is a multiple of this."""
     keep_best: bool = False
     """Save after every evaluation that is the best so far, and keep that step whatever comes after it.
 

@@ -22,7 +22,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A list of keys as JSON.")] = False,
 ) -> None:
-    """Print the keys of a configuration: default, type, unit and what each does."""
+    """Print the keys of a configuration: default, type, unit and description of each."""
     import json
 
     from shardwise.config import keys

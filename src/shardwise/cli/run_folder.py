@@ -1,4 +1,4 @@
-"""The folder of one run, and what its state allows.
+"""The folder of one run and its files.
 
 config.yaml        the resolved configuration of the last start
 metrics.csv        one row per optimizer step
@@ -13,8 +13,8 @@ logs/              rank_00000.log and so on
 profile/           torch traces, with --profile
 cache/             tokenised text, packed clicks
 run.json           versions, host, process and command line of every start
-.running           there and locked while a run is on; says which
-sample.txt         what the model writes at the end
+.running           exists and is locked while a run is on; names its process
+sample.txt         the text that the model generates at the end
 """
 
 import contextlib

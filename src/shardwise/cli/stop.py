@@ -11,7 +11,7 @@ from shardwise.launch.local import stop_signals
 
 
 class StopFlag:
-    """The first signal, which also calls ``tell``; a second signal has its former effect."""
+    """Flag that the first stop signal sets; the signal also calls ``tell``. A second signal has its former effect."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self.signal: signal.Signals | None = None

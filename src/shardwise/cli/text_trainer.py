@@ -37,7 +37,7 @@ _IGNORED = -100
 """Target that no loss counts."""
 _PROMPT_TOKENS = 16
 _TEMPERATURE, _TOP_K = 0.8, 50
-"""How the sample at the end is drawn."""
+"""Settings of the generated sample at the end of a run."""
 
 
 class TextTrainer(Trainer):

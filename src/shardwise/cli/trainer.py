@@ -187,7 +187,7 @@ class Trainer(ABC):
         self.evaluations = Evaluations(self.config.train.early_stop, self.higher_is_better)
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
 
-    # What a subclass says ----------------------------------------------------------------------------------------
+    # What a subclass defines -------------------------------------------------------------------------------------
 
     @abstractmethod
     def open_data(self, config: RunConfig) -> Opened:

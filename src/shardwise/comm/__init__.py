@@ -1,1 +1,1 @@
-"""Row 2: who the ranks are, and everything that travels between them. The only room that imports torch.distributed."""
+"""Import row 2: the ranks and everything that they exchange. The only package that imports torch.distributed."""

@@ -81,13 +81,34 @@ class Transport(Protocol):
     """Moves bytes between the ranks of one group. ``what`` names the tensor in errors."""
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending | None:
-        """Gather the ranks' shards into ``output``."""
+        """Gather the ranks' shards into ``output``.
+
+        Args:
+            output: Full tensor, of N times the elements of a shard.
+            shard: This rank's part, which may lie in ``output`` already.
+            timeout_s: Seconds to wait for the other ranks.
+            what: Name of the tensor in errors.
+
+        Returns:
+            The collective in flight; None if nothing is to be waited for.
+        """
         ...
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
     ) -> Pending | None:
-        """Write (or add) this rank's part of the sum of ``full`` into ``shard_out``."""
+        """Write this rank's part of the sum of ``full`` over the ranks into ``shard_out``.
+
+        Args:
+            shard_out: This rank's part of the sum.
+            full: This rank's addend.
+            timeout_s: Seconds to wait for the other ranks.
+            what: Name of the tensor in errors.
+            accumulate: Add to ``shard_out`` instead of overwriting it.
+
+        Returns:
+            The collective in flight; None if nothing is to be waited for.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending | None:
@@ -101,7 +122,18 @@ class Transport(Protocol):
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
     ) -> Pending | None:
-        """Send parts of ``sent`` to each rank and receive into ``output``."""
+        """Send parts of ``sent`` to each rank and receive into ``output``.
+
+        Args:
+            output: Elements from each rank, in rank order.
+            sent: Elements for each rank, in rank order.
+            counts: Number of elements, by sender and receiver.
+            timeout_s: Seconds to wait for the other ranks.
+            what: Name of the tensor in errors.
+
+        Returns:
+            The collective in flight; None if nothing is to be waited for.
+        """
         ...
 
     def barrier(self, timeout_s: float, what: str) -> Pending | None:
@@ -325,7 +357,7 @@ class Clock:
 
 @dataclass
 class Group:
-    """The ranks along one axis, seen from one of them."""
+    """The ranks along one axis, and this rank's index among them."""
 
     axis: str
     ranks: tuple[int, ...]

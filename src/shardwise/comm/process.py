@@ -74,7 +74,7 @@ def calls_of(thread_id: int) -> list[ThreadCall]:
 
 
 def threads_of(text: str) -> dict[int, list[ThreadCall]]:
-    """Return the calls of each thread in what ``faulthandler`` wrote, by the thread's number."""
+    """Return the calls of each thread in a text that ``faulthandler`` wrote, by the thread's number."""
     found = {}
     for part in re.split(r"^(?=(?:Current t|T)hread )", text, flags=re.MULTILINE):
         head, _, rest = part.partition("\n")

@@ -335,7 +335,7 @@ def join(
     All ranks make this call equally often.
 
     Args:
-        rank: This rank; None: as the environment or torch's default group says.
+        rank: This rank; None: from torch's default group or the environment.
         world_size: Number of ranks; given with ``rank``.
         address: Address of the store, with ``rank``.
         port: Port of the store, with ``rank``.
@@ -343,8 +343,8 @@ def join(
         backend: Backend of torch; None: chosen for the device.
         timeout_s: Seconds within which all ranks must join.
         quiet: Print no line about the ranks.
-        device: "auto" uses an accelerator if it supports everything that is needed, else the CPU; "cpu", "cuda",
-            "cuda:1" and the like name a device.
+        device: "auto" uses an accelerator if it supports everything that is needed, else the CPU; "cpu", "cuda" and
+            "cuda:1" name a device.
 
     Raises:
         ConfigError: if the environment contradicts itself or there are too few devices.

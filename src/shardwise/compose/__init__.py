@@ -1,1 +1,1 @@
-"""Row 4: model description + mesh + policies -> Plan; the one place where techniques are put in order."""
+"""Import row 4: model description + mesh + policies -> Plan; the only package that orders the techniques."""

@@ -36,7 +36,7 @@ from shardwise.launch.local import GRACE_S, check_ranks
 from shardwise.plan.errors import RankError, UsageError
 
 Result = TypeVar("Result")
-"""The type that the function returns."""
+"""Type of the function's result."""
 _SETTLE_S = 0.5
 """Seconds after the first failure in which other ranks may report theirs, to find the cause and not its effects."""
 

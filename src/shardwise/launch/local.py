@@ -312,7 +312,7 @@ def run(
             sys.stdout.flush()  # earlier output must precede the ranks' output
     output = Output(None if logs is None else Path(logs), here.first)
     requests = StopRequests()
-    folder = tempfile.mkdtemp(prefix="shardwise_")  # readable by this user alone
+    folder = tempfile.mkdtemp(prefix="shardwise_")  # readable only by this user
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         store = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))

@@ -88,7 +88,7 @@ class ClickScore(NamedTuple):
     """Area under the ROC curve; NaN if all samples have the same label."""
     log_loss: float
     click_rate: float
-    """Mean label."""
+    """Mean label of the samples."""
     predicted_rate: float
     """Mean predicted probability; equal to ``click_rate`` if a model is calibrated."""
     samples: int

@@ -43,7 +43,7 @@ class PlanError(ShardwiseError):
 
 
 class UsageError(ShardwiseError):
-    """A call that cannot work where it was made."""
+    """A call that cannot work at the place or time of the call."""
 
 
 class TableFullError(ShardwiseError):

@@ -131,7 +131,7 @@ class Prefetch(NamedTuple):
     unit_bytes: Sequence[int] = ()
     """Bytes of the whole weights, by Unit."""
     held: Collection[int] = ()
-    """Units whose gathers go ahead of no compute. [Note: gathers behind updates]"""
+    """Units whose gathers move ahead of no computation. [Note: gathers behind updates]"""
 
     def has_room(self, waiting_bytes: int, unit: int) -> bool:
         """Return whether ``unit`` may wait beside ``waiting_bytes`` of other Units."""
@@ -352,8 +352,8 @@ def update_actions(
         return [Action(Kind.UNSHARD, unit)] * is_in_pieces
 
     if is_delayed:
-        # The updates run beside the next step. Its backward pass frees gradients from the last Unit on, and each of
-        # them needs the place of the Unit's gradient before it.
+        # The updates run beside the next step, whose backward pass writes gradients from the last Unit on. Each
+        # gradient overwrites that of the step before, which must be used up by then, so the last Unit is updated first.
         actions += [each for unit in away for each in (Action(Kind.ADOPT, unit), *gathered(unit))]
         away.reverse()
     for unit in units:

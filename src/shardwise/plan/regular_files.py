@@ -1,11 +1,11 @@
-"""Regular files alone: opened without waiting, read whole within a bound, replaced without following a link.
+"""Access to regular files only: opened without waiting, read whole within a bound, replaced without following a link.
 
     with open_regular(path) as file: ...                 # a FIFO, a device or a folder is an OSError, never a wait
     data = read_small_file(path, limit_bytes=64 << 10)   # /dev/zero and a file of 10 GB are an OSError
     write_small_file(path, data)                         # path holds the old bytes or all of the new ones
 
 The path of a configuration, a tokenizer or a step may be another person's choice, and a name in a shared folder may be
-another person's link. Every small file of the package is read and written here.
+another person's link. Every small file of the package is read and written by this module.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 SMALL_BYTES = 1 << 20
-"""Limit for text that people write: configurations, hostfiles, notes."""
+"""Most bytes of text that people write: configurations, hostfiles, notes."""
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES = 1 << 20

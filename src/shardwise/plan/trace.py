@@ -1,4 +1,4 @@
-"""Trace: what a rank did in a step, Action by Action, and where that differs from the Plan.
+"""Trace: the Actions of a rank in a step, one by one, and their differences from the Plan.
 
     Plan.actions   F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what is to be done
     trace.actions  F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what was done: equal if the model follows the Plan

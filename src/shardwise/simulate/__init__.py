@@ -1,1 +1,1 @@
-"""What a Plan costs before it runs: memory by moment, seconds by rate."""
+"""Cost of a Plan before it runs: memory by moment, seconds by rate."""

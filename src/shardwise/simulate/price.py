@@ -307,7 +307,7 @@ class _Clocks:
         self._do(share.sent_bytes / rates.exchange_bytes_s, "exchange")
         if (
             action.kind is Kind.B
-        ):  # gradients go into their buffer, those of later microbatches to what is there
+        ):  # the first microbatch writes gradients into their buffer, later ones add to it
             times = 3 if action.microbatch > 0 else 2
             seconds += times * self._job.gradients[unit] / self._job.near_bytes_s
         self._do(seconds, "compute")
