@@ -145,8 +145,8 @@ class Links:
     def _torch_group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
         """Make and return torch's group of ``ranks`` of this World.
 
-        Returns None for torch's default group, and on a rank that is not in the group. [Note: one function makes all
-        groups]
+        Returns None for torch's default group, and on a rank that is not in the group.
+        [Note: one function makes all groups]
         """
         members = self._names(ranks)
         if self._uses_default and not purpose and len(members) == dist.get_world_size():
