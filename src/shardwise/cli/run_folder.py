@@ -2,6 +2,7 @@
 
 config.yaml        the resolved configuration of the last start
 metrics.csv        one row per optimizer step
+unit_norms.csv     with ``monitor.unit_norms``: the gradient norm of every Unit, one row per optimizer step
 loss.png           its picture
 auc.png            of a click-through model: its AUC
 lr_range.png       with ``schedule.type: range_test``: the loss over the learning rate

@@ -449,6 +449,16 @@ def _units_on(
     return [(name, members) for name, members in held.items() if members or not name]
 
 
+def titles_of_units(planned: Planned) -> dict[str, str]:
+    """Return the title of the Unit of each parameter of the whole model, on any stage, in order of Units.
+
+    A parameter that several stages hold belongs to the Unit that it would have on one.
+    """
+    spec, zero = planned.spec, planned.policies.zero
+    units = _units_on(spec, dict.fromkeys(spec.canonical, 0), 0, zero.external_parameters)
+    return {name: Unit(-1, unit, ()).title for unit, members in units for name in members}
+
+
 def _grouped(
     names: Sequence[str], spec: ModelSpec, registry: Registry, policies: Policies
 ) -> list[tuple[BucketKey, Dtypes, list[str]]]:

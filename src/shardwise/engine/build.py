@@ -63,6 +63,7 @@ from shardwise.engine.step import StepEnd
 from shardwise.engine.table_units import TableUnits
 from shardwise.engine.tables import Tables, register_tables, take_over
 from shardwise.engine.uncut import Uncut, keep_uncut
+from shardwise.engine.unit_norms import UnitSquares
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
 from shardwise.memory.absent import withhold
@@ -434,6 +435,11 @@ def _parts(
         for stage in stages
         for name, layer in mixtures(stage.module, by_first_name=True).items()
     }
+    # Rank 0 alone writes them, so a script may ask for them there alone; the squares come from all ranks.
+    asks = settings.monitor.unit_norms
+    unit_squares = UnitSquares()
+    if not groups["world"].all_equal(int(asks), "monitor.unit_norms", world.device) or asks:
+        unit_squares = UnitSquares.of(planned, [bucket for bucket, _ in trained])
     folders = Folders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
     return Parts(
@@ -460,5 +466,6 @@ def _parts(
             own_use=_own_use(outline.described.owners, stages, settings.compile.scope == "blocks"),
         ),
         folders=folders,
+        unit_squares=unit_squares,
         stage_peers=peers,
     )

@@ -42,6 +42,8 @@ class Monitor:
         """The last step that was noted, and when it was over."""
         self._resumed_from: int | None = None
         """Step that the next record goes on from, until that record is written."""
+        self._unit_norms: Mapping[str, float] = {}
+        """Gradient norms of the step that was over last, until its record is written."""
 
     def open(self, step: int, kind: type[Record] = StepRecord, best_auc: float | None = None) -> None:
         """Whoever calls this ``write``s the records itself: all that ``monitor:`` says, after ``step``."""
@@ -58,6 +60,9 @@ class Monitor:
             record = record._replace(resumed_from=self._resumed_from)
             self._resumed_from = None
         self._sinks.write(record)
+        if self._unit_norms:
+            self._sinks.write_unit_norms(record.step, self._unit_norms)
+            self._unit_norms = {}
 
     def send(self, scalars: Mapping[str, float], step: int | None = None) -> None:
         """Numbers of your own to all monitors but ``metrics.csv``, under their own names, at ``step`` (left out:
@@ -82,6 +87,8 @@ class Monitor:
         self, result: StepResult, trace: Trace, loss_scale: float | None, experts: ExpertSummary | None
     ) -> None:
         """A step is over, in a loop that keeps no records itself."""
+        if self._is_main and self._config.monitor.unit_norms:
+            self._unit_norms = result.unit_norms
         if not self._watches:
             return
         now = time.perf_counter()

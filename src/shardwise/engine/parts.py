@@ -19,6 +19,7 @@ from shardwise.engine.pass_context import PassContext
 from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.tables import Tables
+from shardwise.engine.unit_norms import UnitSquares
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tiers
 from shardwise.optim.flat import FlatOptimizer
@@ -117,6 +118,8 @@ class Parts:
     """What stands around every pass."""
     folders: Folders
     """Of saved steps."""
+    unit_squares: UnitSquares = field(default_factory=UnitSquares)
+    """Places of the Units' squares among the numbers of NORM, where their norms are asked for."""
     stage_peers: Group | None = None
     """The ranks that hold the same stage, where matrices are dealt among them."""
     progress: Progress = field(default_factory=Progress)

@@ -34,6 +34,7 @@ from torch import Tensor
 from shardwise.comm.equality import are_equal, differ, terms
 from shardwise.engine.parts import Parts, Trained
 from shardwise.engine.sums import Number, read, summed
+from shardwise.engine.unit_norms import mean_norm
 from shardwise.engine.whole_matrices import WholeMatrices
 from shardwise.engine.whole_norms import WholeNorms
 from shardwise.memory.streams import reached, to_be_written, to_host
@@ -73,6 +74,9 @@ class StepResult(NamedTuple):
     a GAN) is told in the first one and when it changes; all of a step stands in ``engine.trace.divergences``."""
     skipped_steps: int = 0
     """Steps skipped since the run began, this one included."""
+    unit_norms: Mapping[str, float] = {}
+    """With ``monitor.unit_norms`` the norm of each Unit's gradient before clipping, by the Unit's name in the printed
+    Plan, and under ``(tables)`` that of all rows of embedding tables. Their squares sum to that of ``grad_norm``."""
 
     def __str__(self) -> str:
         """Return the step in one line, as a run prints it."""
@@ -127,6 +131,8 @@ class Totals(NamedTuple):
     """Whether passes on the ranks of this model have drawn from random generators."""
     guesses: Sequence[float] = (0.0,) * 5
     """Sums over all ranks' microbatches whose weights are guessed."""
+    units: Sequence[float] = ()
+    """Σ g² by Unit of the whole model, where they are asked for (engine/unit_norms.py)."""
 
 
 def finish_reductions(trained: Sequence[Trained]) -> None:
@@ -150,12 +156,14 @@ def exchange(
     trained, dp = parts.trained, parts.dp
     finish_reductions(trained)
     parts.tables.agree()
-    squares = parts.tables.square_sum()
+    squares = of_tables = parts.tables.square_sum()
+    of_buckets: dict[BucketState, Sequence[Tensor]] = {}
     used: list[Number] = []
     for bucket, _ in trained:
         # Of what left before anybody knew that nothing would be added they are not known.
         is_known = bucket.gradient.has_left and bucket in known
-        for part in known[bucket] if is_known else _squares_of(parts, bucket):
+        of_buckets[bucket] = known[bucket] if is_known else _squares_of(parts, bucket)
+        for part in of_buckets[bucket]:
             squares = squares + part
         used += (each if isinstance(each, Tensor) else float(each) for each in bucket.gradient.used)
     seats = [0.0] * (0 if local.batches is None else dp.size)
@@ -170,6 +178,7 @@ def exchange(
         "batches": seats,
         "used": used,
         "experts": parts.passes.loads.numbers(parts.device),
+        "units": parts.unit_squares.add_up(of_buckets, of_tables),
     }
     total = summed(dp, own, "the gradient norm", parts.device)
     model, clock = parts.groups["model"], parts.walker.trace.clock
@@ -205,6 +214,7 @@ def exchange(
         batches=tuple(map(int, found["batches"])),
         experts=above.get("experts", found["experts"]),
         guesses=above.get("guesses", found["guesses"]),
+        units=above.get("units", found["units"]),
     )
     if not above:
         return totals
@@ -233,15 +243,14 @@ def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict
         "batches": terms(local.batches or 0),
         "guesses": total["guesses"] * brings_loss,
         "experts": total["experts"],
+        "units": total["units"],
     }
     return summed(parts.groups["model"], own, "the gradient norm over the model", parts.device)
 
 
 def gradient_norm(totals: Totals, divisor: float) -> float:
     """Norm of the mean gradient, NaN or infinite where gradients are; their sums are divided by ``divisor``."""
-    if not math.isfinite(totals.squares) or totals.weight == 0:
-        return totals.squares if totals.weight else 0.0
-    return math.sqrt(totals.squares) / divisor
+    return mean_norm(totals.squares, totals.weight, divisor)
 
 
 class Update(NamedTuple):

@@ -280,7 +280,8 @@ class TrainingStep:
         if totals.orders_agree:
             parts.program.adopt_order()
         self.stop.seen = totals.flags > 0
-        return self._close_step(totals, norm, float(rates[0]["lr"]), skipped=not applies)
+        units = parts.unit_squares.norms(totals.units, totals.weight, divisor)
+        return self._close_step(totals, norm, units, float(rates[0]["lr"]), skipped=not applies)
 
     def _finish_gathers(self) -> None:
         for hooks in self._parts.hooks:
@@ -349,7 +350,9 @@ class TrainingStep:
         assert result is not None, "the last microbatch ends the step"
         return result
 
-    def _close_step(self, totals: Totals, norm: float, lr: float, skipped: bool) -> StepResult:
+    def _close_step(
+        self, totals: Totals, norm: float, units: dict[str, float], lr: float, skipped: bool
+    ) -> StepResult:
         parts, walker = self._parts, self._parts.walker
         for bucket, _ in parts.trained:
             bucket.gradient.drop_gradients()
@@ -358,7 +361,7 @@ class TrainingStep:
         self._record.end_step()
         news = walker.trace.news(walker.last)
         skips = progress.step_count - progress.applied_steps
-        result = StepResult(progress.step_count, loss, norm, lr, totals.weight, skipped, news, skips)
+        result = StepResult(progress.step_count, loss, norm, lr, totals.weight, skipped, news, skips, units)
         walker.close()
         for hooks in parts.hooks:
             hooks.end_step()

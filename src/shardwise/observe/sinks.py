@@ -1,9 +1,13 @@
 """Where the records of a run go: ``metrics.csv``, TensorBoard events, pictures, Weights & Biases, Comet, printed lines.
 
+Gradient norms of Units follow each record, if they are asked for: into ``unit_norms.csv`` beside ``metrics.csv``, and
+to all that take named numbers.
+
 A sink that fails must not end the training that it watches: one whose ``write`` raises is reported once and left out
 from then on. The exception is ``metrics.csv``, the run's own record.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -18,7 +22,8 @@ from pydantic import Field, PositiveInt
 from shardwise.observe.metrics import NO_SCALARS, ClickRecord, MetricsFile, Record, Sink, StepRecord, read
 from shardwise.observe.picture import AucPicture, LossPicture
 from shardwise.observe.range_picture import RangePicture
-from shardwise.plan.errors import ConfigError
+from shardwise.observe.unit_norms import NAME, UnitNormsFile
+from shardwise.plan.errors import ConfigError, DataError
 from shardwise.plan.policy import Policy
 from shardwise.plan.regular_files import read_small_text
 
@@ -58,6 +63,10 @@ class MonitorPolicy(Policy):
     ``train.steps`` steps, which must then be given; a number: of so many steps. ``shardwise train`` always does."""
     breakdown: bool = False
     """Say in the lines how long forward, backward and update took."""
+    unit_norms: bool = False
+    """Report the norm of each Unit's gradient before clipping, every step: in ``unit_norms.csv`` beside
+    ``metrics.csv``, as ``unit_norm/NAME`` in the other monitors that are on, and as ``unit_norms`` of the result of a
+    step. NAME is the name of the Unit in the printed Plan; embedding tables have one together, ``(tables)``."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Columns of ``metrics.csv`` and the names under which the other monitors get them; those without one are then not
     sent. Left out, all are, as ``loss/train``, ``step/lr`` ..."""
@@ -277,8 +286,11 @@ def _keep_id(note: Path, text: str) -> None:
 class Sinks:
     """All sinks of a run behind one."""
 
-    def __init__(self, certain: Sequence[Sink], optional: Sequence[Sink]) -> None:
+    def __init__(
+        self, certain: Sequence[Sink], optional: Sequence[Sink], unit_norms: UnitNormsFile | None = None
+    ) -> None:
         self._certain, self._optional = list(certain), list(optional)
+        self._unit_norms = unit_norms
 
     def add(self, sink: Sink) -> None:
         """Join an optional sink."""
@@ -303,6 +315,30 @@ class Sinks:
                 except Exception:
                     self._leave_out(sink)
 
+    def write_unit_norms(self, step: int, norms: Mapping[str, float]) -> None:
+        """Write the gradient norms of one step, by Unit, to all that take them."""
+        named = {f"unit_norm/{name}": norm for name, norm in norms.items()}
+        for sink in tuple(self._optional):
+            if isinstance(sink, ScalarSink):
+                try:
+                    sink.send(named, sink.naming.place(step))
+                except Exception:
+                    self._leave_out(sink)
+        if self._unit_norms is not None:
+            try:
+                self._unit_norms.write(step, norms)
+            except Exception:
+                _log.warning("%s failed and is switched off for this run", NAME, exc_info=True)
+                self._close_unit_norms()
+
+    def _close_unit_norms(self) -> None:
+        file, self._unit_norms = self._unit_norms, None
+        if file is not None:
+            try:
+                file.close()
+            except Exception:
+                _log.warning("%s could not be closed", NAME, exc_info=True)
+
     def _leave_out(self, sink: Sink) -> None:
         _log.warning("%s failed and is switched off for this run", type(sink).__name__, exc_info=True)
         self._optional.remove(sink)
@@ -316,6 +352,7 @@ class Sinks:
                 sink.close()
             except Exception:
                 _log.warning("%s could not be closed", type(sink).__name__, exc_info=True)
+        self._close_unit_norms()
         for sink in certain:
             sink.close()
 
@@ -343,6 +380,13 @@ def open_sinks(
             place = Path(policy.csv) if isinstance(policy.csv, str) else folder
             metrics = MetricsFile(place / "metrics.csv", resume_step, kind)
             sinks = Sinks([metrics], [])
+            norms = place / NAME
+            if policy.unit_norms:
+                sinks = Sinks([metrics], [], UnitNormsFile(norms, resume_step))
+            elif norms.exists():
+                # An earlier life of the run may have written rows of steps that are computed again now.
+                with contextlib.suppress(DataError):
+                    UnitNormsFile(norms, resume_step)
             earlier = read(metrics.path)
         if policy.picture:
             folder.mkdir(parents=True, exist_ok=True)
