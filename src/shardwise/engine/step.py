@@ -5,6 +5,7 @@
     NORM     one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units,
              a hash of the collectives so far                                 (ranks that differ in it stop here),
              one of learning rates and their like, of the batches in the first step; what went to which expert;
+             which passes through tables had a backward pass, and the rows of those tables;
              a second one over the ranks that share a model, who also compare the losses that they report;
              then all ranks decide alike: scale, clip, or skip
     DIRECT   of each Unit whose updates look beyond their own element: moments and directions; then
@@ -155,7 +156,7 @@ def exchange(
     left."""
     trained, dp = parts.trained, parts.dp
     finish_reductions(trained)
-    parts.tables.agree()
+    parts.tables.compare()
     squares = of_tables = parts.tables.square_sum()
     of_buckets: dict[BucketState, Sequence[Tensor]] = {}
     used: list[Number] = []
@@ -179,6 +180,7 @@ def exchange(
         "used": used,
         "experts": parts.passes.loads.numbers(parts.device),
         "units": parts.unit_squares.add_up(of_buckets, of_tables),
+        "tables": parts.tables.numbers(),
     }
     total = summed(dp, own, "the gradient norm", parts.device)
     model, clock = parts.groups["model"], parts.walker.trace.clock
@@ -202,6 +204,7 @@ def exchange(
             "data may make a rank skip Units, but not run them in another order than other ranks. Departures from the "
             f"Plan here: {divergences or 'none'}"
         )
+    parts.tables.settle(found["tables"], above.get("tables", (0.0, 0.0)))
     squared, weight, loss, flags = above.get("sums", found["sums"])
     totals = Totals(
         squares=squared,
@@ -244,6 +247,7 @@ def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict
         "guesses": total["guesses"] * brings_loss,
         "experts": total["experts"],
         "units": total["units"],
+        "tables": parts.tables.verdict(total["tables"]),
     }
     return summed(parts.groups["model"], own, "the gradient norm over the model", parts.device)
 

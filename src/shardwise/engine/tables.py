@@ -6,6 +6,7 @@ collections of a model over one by one and calls them where a step needs them:
     build       place           rows go to the data-parallel ranks, each table by its own placement
     step        deliver         row gradients go to the owners of the rows
                 square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
+                settle          by numbers of the same all-reduce: passes without a backward pass go, a full table stops
                 step or drop    with the schedule's factor and the divisor that makes means of sums
 
 Beside "pp" a collection lives on the stage that uses it, spread over that stage's data-parallel ranks. Beside "tp" each
@@ -17,7 +18,7 @@ Cost: parallel/embedding/cost.py; with several ranks to a model one small all-re
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -68,8 +69,6 @@ class Tables:
         self.stages = dict(stages)
         self._groups = groups
         self._device = device
-        self._full: TableFullError | None = None
-        """What a table of the running step is too full for."""
         read = [name for _, _, table in self.each() for name in table.feature_names]
         for collection in self.collections.values():
             collection.note_read_elsewhere(read)
@@ -114,50 +113,86 @@ class Tables:
         return self._groups["tp"].index == 0
 
     def deliver(self, name: str) -> None:
-        """Row gradients of a collection to the owners of the rows. Collective over "dp".
+        """Row gradients of a collection to the owners of the rows. Collective over "dp"."""
+        self.collections[name].placed.deliver()
 
-        A full table is an error in ``agree``, on all ranks that share the model.
+    def compare(self) -> None:
+        """Compare the gradients of the ranks along "tp" when all has been delivered.
+
+        Collective over the ranks that share a model, on ranks without a table too.
+
+        Raises:
+            PlanError: on all ranks alike, if ranks along "tp" come to different gradients.
         """
-        try:
-            self.collections[name].placed.deliver()
-        except TableFullError as error:
-            self._full = self._full or error
-
-    def agree(self) -> None:
-        """When all has been delivered. Collective, on ranks without a table too.
-
-        Errors, on all ranks alike: TableFullError; PlanError where ranks along "tp" come to other gradients.
-        """
-        full, self._full = self._full, None
         if self and self._groups["model"].size > 1:
-            self._compare(full is not None)
+            self._compare()
+
+    def numbers(self) -> list[float]:
+        """Return what the ranks along "dp" must sum before ``settle``."""
+        return [number for collection in self.collections.values() for number in collection.placed.numbers()]
+
+    def verdict(self, sums: Tensor) -> Tensor:
+        """Return whether a pass will be let go and whether a table is too full, unread where ``sums`` lie: fp64 [2].
+
+        Args:
+            sums: ``numbers`` summed over "dp".
+        """
+        bounds = [each for collection in self.collections.values() for each in collection.placed.bounds]
+        if not bounds:
+            return sums.new_zeros(2)
+        least, most = to_device(torch.tensor(bounds, dtype=torch.float64), sums.device).unbind(1)
+        return torch.stack([(sums < least).any(), (sums > most).any()]).double()
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float]) -> None:
+        """Let go of passes without a backward pass, and refuse the step where a table is too full.
+
+        Args:
+            sums: ``numbers`` summed over "dp".
+            over_model: ``verdict`` summed over the ranks that share a model, of one rank where none do.
+
+        Raises:
+            TableFullError: on all ranks alike.
+        """
+        full: TableFullError | None = None
+        start = 0
+        for collection in self.collections.values():
+            stop = start + len(collection.placed.bounds)
+            try:
+                collection.placed.settle(sums[start:stop])
+            except TableFullError as error:
+                full = full or error
+            start = stop
+        model, (lets_go, is_full) = self._groups["model"], over_model
+        if model.size > 1 and lets_go:  # rows have been counted anew on some rank
+            found = to_device(torch.tensor([float(full is not None)], dtype=torch.float64), self._device)
+            model.all_reduce(found, "whether a table is full", "control").wait()
+            is_full = float(found)
         if full is not None:
             raise full
-
-    def _compare(self, is_full: bool) -> None:
-        """What the ranks that share a model must agree on: whether a table is full, and the gradients along "tp"."""
-        model = self._groups["model"]
-        vector = torch.zeros(1 + 3 * len(self.everywhere), dtype=torch.float64)
-        vector[0] = float(is_full)
-        vector[1::3] = torch.tensor([float(name in self.collections) for name in self.everywhere])
-        vector = to_device(vector, self._device)
-        for place, name in enumerate(self.everywhere):
-            if name in self.collections and not is_full:
-                squares = self.collections[name].placed.square_sum()
-                vector[2 + 3 * place] = squares
-                vector[3 + 3 * place] = squares * squares
-        model.all_reduce(vector, "gradients of tables", "control").wait()
-        full, *sums = vector.tolist()
-        model.clock.check_intact()
-        if full and not is_full:
+        if model.size > 1 and is_full:
             raise TableFullError(
                 "a table on another stage is full; the error there names it. Rows are those of the step before"
             )
+
+    def _compare(self) -> None:
+        """Compare the gradients along "tp"."""
+        model = self._groups["model"]
+        vector = torch.zeros(3 * len(self.everywhere), dtype=torch.float64)
+        vector[0::3] = torch.tensor([float(name in self.collections) for name in self.everywhere])
+        vector = to_device(vector, self._device)
+        for place, name in enumerate(self.everywhere):
+            if name in self.collections:
+                squares = self.collections[name].placed.square_sum()
+                vector[1 + 3 * place] = squares
+                vector[2 + 3 * place] = squares * squares
+        model.all_reduce(vector, "gradients of tables", "control").wait()
+        sums = vector.tolist()
+        model.clock.check_intact()
         for name, ranks, total, squared in zip(
             self.everywhere, sums[::3], sums[1::3], sums[2::3], strict=True
         ):
             spread = squared / ranks - (total / ranks) ** 2
-            if not full and spread > (_ALIKE * total / ranks) ** 2:
+            if spread > (_ALIKE * total / ranks) ** 2:
                 raise PlanError(
                     f"tables: the {ranks:.0f} ranks along tp come to different gradients of the vectors of {name!r}, "
                     "so that their rows would drift apart: the vectors are used where each rank holds its part of the "
@@ -178,7 +213,6 @@ class Tables:
 
     def drop(self) -> None:
         """Forget the gradients of this step."""
-        self._full = None
         for collection in self.collections.values():
             collection.placed.drop()
 

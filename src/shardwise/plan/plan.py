@@ -171,22 +171,6 @@ class Plan:
         """The list of Actions of each class of ranks."""
         return {name: each.actions for name, each in self.classes.items()}
 
-<<<<<<< HEAD
-=======
-    @property
-    def fingerprint(self) -> int:
-        """Checksum (32 bits) of the parts that ranks must share: parameters with stages, Units with places."""
-        tensors = [
-            (info.name, info.shape, str(info.dtype), info.stages)
-            for info in self.registry.of_kind("parameter")
-        ]
-        units = [
-            (name, [(unit.name, unit.elements) for unit in each.units], each.unit_stages)
-            for name, each in self.classes.items()
-        ]
-        return zlib.crc32(repr((tensors, units)).encode())
-
->>>>>>> 5eff822 (Rewrite the docstrings of plan and checkpoint as whole sentences)
     def bytes_per_rank(self, rank: int | None = None, axes: StateAxes | None = None) -> dict[str, int]:
         """Return the model-state bytes on one rank by row of the ledger, padding included.
 

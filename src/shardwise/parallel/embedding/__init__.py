@@ -16,7 +16,8 @@ collection:
 
     build     place(group, keys_group, batch=, memory_bytes=)         collective
     step      placed.deliver() after the last backward pass; square_sum() joins the sum of squares of the dense
-              gradients, summed over the ranks; then step(lr_factor, divisor), or drop() if the step is skipped
+              gradients, and numbers() travel with it, summed over the ranks; then settle(sums), and
+              step(lr_factor, divisor), or drop() if the step is skipped
     save      saved.progress() once; saved.rows_to_write(table) on every rank
     load      saved.load_progress() on every rank, then load_rows(table, rows) with any pieces that cover the table
     threads   prepare(features) may run in a separate thread, over ``keys_group``; find_features(batch, ...) finds

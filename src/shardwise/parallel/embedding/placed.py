@@ -3,21 +3,23 @@
     prepare    finds, counts and exchanges distinct keys   once for a batch; may run ahead, in another thread
     fetch      reads vectors; autograd keeps gradients     once for a batch
     deliver    sends gradients to the owners of the rows   once a step, for all batches of the step
+    settle     discards passes without a backward pass     once a step, by numbers that another exchange has summed
     step       merges gradients over ranks and microbatches and updates the rows; ``drop`` if the step is skipped
 
-All four are collective: every rank calls them in the same order.
+All of them are collective: every rank calls them in the same order.
 
 Cost: cost.py.
 """
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import carry, share
 from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
@@ -106,6 +108,8 @@ class PlacedTables:
         self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group, Scratch())
         self._open: list[Prepared] = []
         """Forward passes whose gradients have not been delivered."""
+        self._delivered: list[tuple[Prepared, list[Tensor]]] = []
+        """Passes delivered but not settled, with the gradients of each part's rows that came here."""
         self.on_fetch: Callable[[Prepared, bool], None] | None = None
         """Callback before vectors are fetched, with the batch and whether the pass learns."""
 
@@ -281,60 +285,85 @@ class PlacedTables:
         """Send the gradients of all forward passes since the last step to the owners of the rows. Collective.
 
         Call this method once a step, after the last backward pass. A rank whose loss does not depend on the vectors
-        sends zeros. Without a forward pass since the last call nothing happens. A pass that received gradients on no
-        rank (its loss was only inspected) is discarded: its keys are not inserted.
-
-        Raises:
-            TableFullError: on all ranks, if a table would have more rows than its capacity and does not evict. The new
-                keys and the gradients of the step are then discarded; rows are those of the step before.
+        sends zeros. Without a forward pass since the last call nothing happens. ``settle`` follows before the step.
         """
-        if not self._open:
-            return
-        came, rows, summed = self._count()
         open_passes, self._open = self._open, []
-        arrived = [  # overlaps with the all-reduce of the counts
-            [
+        for prepared in open_passes:
+            of_pass = [
                 part.way.deliver(asked, part.store)
                 for part, asked in zip(self.parts, prepared.asked, strict=True)
             ]
-            for prepared in open_passes
-        ]
-        summed.wait()
-        if not bool(came.all()):
-            kept = [place for place, number in enumerate(came.tolist()) if number]
-            open_passes, arrived = [open_passes[place] for place in kept], [arrived[place] for place in kept]
-            self._take_again(open_passes)
-            _, rows, summed = self._count()
-            summed.wait()
-        self._check_room(rows)
-        for prepared, of_pass in zip(open_passes, arrived, strict=True):
-            for part, asked, gradients in zip(self.parts, prepared.asked, of_pass, strict=True):
-                assert asked.rows is not None, "rows are known since the vectors were fetched"
-                part.store.add(asked.rows.here, gradients)
+            self._delivered.append((prepared, of_pass))
+            self._add(prepared, of_pass)
+
+    def _add(self, prepared: Prepared, gradients: Sequence[Tensor]) -> None:
+        for part, asked, of_part in zip(self.parts, prepared.asked, gradients, strict=True):
+            assert asked.rows is not None, "rows are known since the vectors were fetched"
+            part.store.add(asked.rows.here, of_part)
 
     @property
     def _capped(self) -> list[tuple[Store, Dynamic]]:
         """Tables that may exceed their capacity, with their stores."""
         return [(part.store, table) for part in self.parts for table in part.store.capped]
 
-    def _count(self) -> tuple[Tensor, Tensor, Pending]:
-        """Return, for each open pass, the number of ranks that received gradients, and the rows of each capped table.
+    @property
+    def bounds(self) -> list[tuple[float, float]]:
+        """The least and the most that each summed number may be: else a pass is let go, or a table is too full."""
+        most = [math.inf if table.capacity is None else float(table.capacity) for _, table in self._capped]
+        return [(1.0, math.inf)] * len(self._delivered) + [(0.0, each) for each in most]
 
-        One small all-reduce computes the sums over the ranks; both tensors are valid once the third value is waited
-        for.
+    def numbers(self) -> list[float]:
+        """Return what the ranks must sum before ``settle``.
+
+        For each delivered pass 1 if its gradients came on this rank, else 0; then the rows after this step of each
+        table that may be too full. If the gradients of a pass came on no rank, they are all 0, so ``square_sum`` need
+        not wait for ``settle``.
         """
-        came = [float(prepared.gradients_came) for prepared in self._open]
+        came = [float(prepared.gradients_came) for prepared, _ in self._delivered]
         rows = [float(table.rows_after(self.steps + 1) * store.is_counted) for store, table in self._capped]
-        numbers = torch.tensor(came + rows, dtype=torch.float64)
-        summed = DONE
-        if numbers.numel():
-            summed = self.group.all_reduce(numbers, "passes and rows of tables", "control")
-        return numbers[: len(came)], numbers[len(came) :], summed
+        return came + rows
+
+    @torch.no_grad()
+    def settle(self, sums: Sequence[float]) -> bool:
+        """Let go of the passes whose gradients came on no rank, and refuse the step where a table would be too full.
+
+        The loss of such a pass was only looked at: its keys did not come. Where there is one, the rows are counted anew
+        in an all-reduce of their own, on all ranks alike.
+
+        Args:
+            sums: ``numbers`` summed over the ranks.
+
+        Returns:
+            True if a pass was let go.
+
+        Raises:
+            TableFullError: on all ranks alike, if a table would have more rows than its capacity and evicts none for
+                it. The new keys of the step are forgotten then, and its gradients: rows are those of the step before.
+        """
+        delivered, self._delivered = self._delivered, []
+        kept = [each for each, number in zip(delivered, sums, strict=False) if number]
+        rows = list(sums[len(delivered) :])
+        is_cut = len(kept) < len(delivered)
+        if is_cut:
+            for part in self.parts:
+                part.store.drop()
+            self._take_again([prepared for prepared, _ in kept])
+            for prepared, gradients in kept:
+                self._add(prepared, gradients)
+            rows = self._summed(self.numbers())
+        self._check_room(rows)
+        return is_cut
+
+    def _summed(self, numbers: Sequence[float]) -> list[float]:
+        """Return ``numbers`` summed over the ranks, in an all-reduce of their own."""
+        if not numbers or self.group.size == 1:
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        self.group.all_reduce(sums, "passes and rows of tables", "control").wait()
+        return sums.tolist()
 
     def _take_again(self, passes: Sequence[Prepared]) -> None:
-        """Remove the keys of this step from dynamic tables, then insert only those of ``passes``."""
-        for part in self.parts:
-            part.store.forget_keys_of_step()
+        """Insert the keys of ``passes`` into dynamic tables."""
         for prepared in passes:
             for part, asked in zip(self.parts, prepared.asked, strict=True):
                 if part.tables.is_dynamic:
@@ -342,9 +371,9 @@ class PlacedTables:
                     rows = part.store.rows(asked.arrived, asked.stretches, learns=True)
                     asked.rows = SlabRows(rows, rows)
 
-    def _check_room(self, rows: Tensor) -> None:
+    def _check_room(self, rows: Sequence[float]) -> None:
         """Raise TableFullError if a table would have more ``rows`` than its capacity."""
-        for (_, table), total in zip(self._capped, rows.tolist(), strict=True):
+        for (_, table), total in zip(self._capped, rows, strict=True):
             if table.capacity is not None and total > table.capacity:
                 self.drop()
                 raise TableFullError(
@@ -370,7 +399,9 @@ class PlacedTables:
         """Update the rows that have received gradients since the last step; see ``EmbeddingCollection.step``."""
         if not self._is_led:
             self.deliver()
+            self.settle(self._summed(self.numbers()))
         assert not self._open, "gradients are delivered before the step"
+        assert not self._delivered, "passes are settled before the step"
         if max_norm is not None:
             squares = self.square_sum().reshape(1)
             self.group.all_reduce(squares, "the gradient norm of the tables", "control").wait()
@@ -388,6 +419,7 @@ class PlacedTables:
         Rows, scores and keys that wait for admission become those of the step before.
         """
         self._open.clear()
+        self._delivered.clear()
         for part in self.parts:
             part.store.drop()
 
