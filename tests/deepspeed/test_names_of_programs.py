@@ -73,6 +73,53 @@ def test_kernels_have_counterparts_or_not() -> None:
         FusedAdamBuilder().load()
 
 
+def test_builders_by_the_file_of_each() -> None:
+    from shardwise.deepspeed.ops.aio import AsyncIOBuilder
+    from shardwise.deepspeed.ops.op_builder.cpu_adam import CPUAdamBuilder
+
+    assert AsyncIOBuilder is deepspeed.ops.op_builder.AsyncIOBuilder
+    assert CPUAdamBuilder is deepspeed.ops.op_builder.CPUAdamBuilder
+    hip = torch.version.hip
+    assert CPUAdamBuilder.is_rocm_pytorch() == (hip is not None)
+    assert CPUAdamBuilder.installed_rocm_version() == (0, 0) or hip is not None
+
+
+def test_questions_about_parts_that_are_absent() -> None:
+    from shardwise.deepspeed.compile.util import is_deepcompile_supported
+    from shardwise.deepspeed.ops.triton_ops import is_triton_available
+
+    assert not is_deepcompile_supported() and not is_triton_available()
+
+
+def test_an_absent_part_is_an_attribute_of_the_package_too() -> None:
+    with pytest.raises(UsageError, match=r"elasticity\.compute_elastic_config"):
+        deepspeed.elasticity.compute_elastic_config({})
+
+
+def test_words_of_checkpoints() -> None:
+    from shardwise.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
+    from shardwise.deepspeed.checkpoint.constants import CAT_DIM, DS_VERSION, MODEL_FILE_PREFIX
+    from shardwise.deepspeed.runtime.swap_tensor import MIN_SWAPPABLE_BYTES
+
+    assert (UNIVERSAL_CHECKPOINT_INFO, MODEL_FILE_PREFIX) == ("universal_checkpoint_info", "mp_rank_")
+    assert (CAT_DIM, DS_VERSION, MIN_SWAPPABLE_BYTES) == ("cat_dim", "ds_version", 1 << 20)
+
+
+def test_getters_of_keys() -> None:
+    from shardwise.deepspeed.runtime.config import get_gradient_clipping, get_optimizer_name
+
+    assert get_gradient_clipping({}) == 1.0 and get_gradient_clipping({"gradient_clipping": 0.0}) == 0.0
+    assert get_optimizer_name({"optimizer": {"type": "Lamb"}}) == "Lamb" and get_optimizer_name({}) is None
+
+
+def test_accelerators_by_class() -> None:
+    from shardwise.deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from shardwise.deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    assert CPU_Accelerator().device_name() == "cpu" and CUDA_Accelerator().device_name() == "cuda"
+    assert isinstance(CPU_Accelerator(), deepspeed.accelerator.DeepSpeedAccelerator)
+
+
 class Model(DeepSpeedConfigModel):
     size: int = 1
     words: list[str] | None = None
@@ -96,6 +143,8 @@ def test_models_of_configurations() -> None:
 
 
 def test_the_block_of_zero() -> None:
+    leaves = DeepSpeedZeroConfig(leaf_module={"classes": "my.Class"}).leaf_module
+    assert (leaves.classes, leaves.names, DeepSpeedZeroConfig().leaf_module.classes) == (["my.Class"], [], [])
     block = DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=5, cpu_offload=True)
     assert (block.prefetch_bucket_size, block.overlap_comm, block.offload_param) == (5, True, None)
     assert block.offload_optimizer.device == "cpu" and not block.offload_optimizer.pipeline

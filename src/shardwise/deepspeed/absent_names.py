@@ -30,7 +30,7 @@ AREAS = frozenset(
         "ops.": "aio compile deepspeed4science fp_quantizer gds pin_memory quantizer random_ltd triton_ops",
         "ops.adam.": "multi_tensor_apply zenflow_cpu_adam zenflow_torch_adam",
         "ops.lion.": "multi_tensor_apply",
-        "ops.op_builder.": "all_ops builder",
+        "ops.op_builder.": "all_ops builder ccl_comm npu xpu",
         "ops.sparse_attention.": "bert_sparse_self_attention matmul softmax sparse_attention_utils "
         "sparse_self_attention sparsity_config",
         "ops.transformer.": "inference transformer",
@@ -61,6 +61,7 @@ _WORDS = {
     "checkpoint.utils": "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank",
     "compression": "compression_scheduler convert_conv1d_to_linear init_compression redundancy_clean",
     "compression.compress": "check_deepspeed_config get_compress_methods get_module_name",
+    "launcher.runner": "encode_world_info parse_args",
     "linear": "Init init_lora",
     "module_inject": "AutoTPConfig AutoTPPresets EmbeddingLayer GroupQuantizer LinearAllreduce LinearLayer Normalize "
     "PartitionType ReplaceWithTensorSlicing SubParamLinearAllreduce SubParamLinearLayer TPLayerSpec generic_injection "
@@ -81,7 +82,7 @@ _WORDS = {
     "get_scheduler_params get_sparse_attention get_train_batch_size get_train_micro_batch_size_per_gpu",
     "runtime.config_utils": "DeepSpeedConfigObject ScientificNotationEncoder dict_raise_error_on_duplicate_keys "
     "get_config_default get_dict_param get_list_param get_scalar_param pp_int",
-    "runtime.engine": "EngineTimers split_half_float_double_sparse",
+    "runtime.engine": "_checkpoint_parallel_metadata _eigenvalue_summary_events EngineTimers split_half_float_double_sparse",
     "runtime.lr_schedules": "get_config_from_args get_lr_from_config get_torch_optimizer override_1cycle_params "
     "override_lr_range_test_params override_params override_warmupLR_params parse_arguments update_lr",
     "runtime.pipe.engine": "is_even mem_alloced mem_cached",
@@ -97,7 +98,7 @@ _WORDS = {
     "runtime.zero": "DeepSpeedTensorOverride DeepSpeedZeRoOffload",
     "runtime.zero.config": "get_zero_config read_zero_config_deprecated",
     "runtime.zero.partition_parameters": "AllGatherCoalescedHandle AllGatherHandle AllReduceCoalescedHandle "
-    "CUDAQuantizer DeepSpeedTensorOverride InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles "
+    "_contradicting_single_rank_pg_error zero3_linear_wrap CUDAQuantizer DeepSpeedTensorOverride InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles "
     "NoGatherCoalescedHandle NoGatherHandle QuantizationInfo free_param get_all_subclasses get_allgather_dtype "
     "get_new_tensor_fn_for_dtype partitioned_param_data_shape restore_init_context shutdown_init_context",
     "runtime.zero.stage3": "IPGBucketZ3 estimate_zero3_model_states_mem_needs model_to_params",
@@ -109,7 +110,7 @@ _WORDS = {
     "sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter Qwen2VLFusionAdapter SPModelInfo "
     "UlyssesSPViTAttention auto_wrap_model_for_sp detect_model_sp_info",
     "sequence.layer": "apply_rotary_pos_emb post_all2all pre_all2all_fun single_all_to_all uneven_heads_all2all "
-    "_SeqAllToAll",
+    "_SeqAllToAll _rotate_half _torchembed_available",
     "utils": "fragment_address get_caller_func get_full_hp_grad get_full_hp_param get_hp_fragment_mapping "
     "get_numactl_cmd link_hp_params map_to_flat_opt_states set_full_hp_grad set_full_hp_param z3_leaf_parameter",
     "utils.groups": "expert_tensor_parallel_world_size initialize _create_expert_and_data_parallel "
@@ -124,7 +125,7 @@ _WORDS = {
     "utils.timer": "CudaEventTimer NoopTimer ThroughputTimer trim_mean",
     "utils.z3_leaf_module": "apply_zero_leaf_module_config z3_leaf_parameter",
     "utils.zero_to_fp32": "GatheredTensor get_checkpoint_files get_model_state_file get_model_state_files "
-    "get_optim_files parse_model_states parse_optim_states to_torch_tensor",
+    "_raise_if_autoep_zero3_partitioned_checkpoint get_optim_files parse_model_states parse_optim_states to_torch_tensor",
 }
 ABSENT = {path: frozenset(words.split()) - NAMES.get(path, {}).keys() for path, words in _WORDS.items()}
 """The names that are not implemented, for the path of each module."""

@@ -21,6 +21,7 @@ from shardwise.config.run import RunConfig
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.experts import expert_ranks, layers_of
+from shardwise.deepspeed.leaf_modules import mark_configured
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
 from shardwise.deepspeed.pipeline_engine import PipelineEngine
@@ -102,6 +103,9 @@ def initialize(
     settings.change("train_batch_size", batch.global_size)
     settings.change("train_micro_batch_size_per_gpu", batch.micro_size)
     settings.change("gradient_accumulation_steps", batch.accumulation)
+    if ours.config.zero.stage == 3:
+        leaves = settings.value("zero_optimization.leaf_module") or {}
+        mark_configured(model, *(leaves.get(key) or () for key in ("classes", "names", "name_suffixes")))
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     _check_places(mpu, ours)
     engine = kind(ours, settings, basic, scheduler, collate_fn, mpu)

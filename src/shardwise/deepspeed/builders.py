@@ -6,6 +6,8 @@ No kernel is built: torch's operations run instead. ``is_compatible`` reports wh
 
 from typing import Any, NoReturn
 
+import torch
+
 from shardwise.plan.errors import UsageError
 
 
@@ -29,6 +31,17 @@ class OpBuilder:
         )
 
     builder = load
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """Return the version of ROCm that torch was built for; (0, 0) for another build."""
+        found = (torch.version.hip or "0.0").split(".")
+        return int(found[0]), int(found[1])
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Return True if torch was built for ROCm."""
+        return torch.version.hip is not None
 
     def absolute_name(self) -> str:
         """Return the name that DeepSpeed gives the built kernel."""

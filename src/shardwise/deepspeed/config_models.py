@@ -178,6 +178,19 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Block):
         return bool(self.pipeline_read or self.pipeline_write)
 
 
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    """The block ``zero_optimization.leaf_module``; a single text stands for a list of one."""
+
+    classes: list[str] = []
+    names: list[str] = []
+    name_suffixes: list[str] = []
+
+    @field_validator("classes", "names", "name_suffixes", mode="before")
+    @classmethod
+    def _is_a_list(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
+
+
 class DeepSpeedZeroConfig(_Block):
     """The block ``zero_optimization``."""
 
@@ -185,7 +198,9 @@ class DeepSpeedZeroConfig(_Block):
     _prefix = "stage3_"
 
     def __init__(self, **keys: Any):
-        super().__init__(**keys)
+        leaves = DeepSpeedZeroLeafModuleConfig(**(keys.get("leaf_module") or {}))
+        super().__init__(**{**keys, **({"leaf_module": leaves.model_dump()} if "leaf_module" in keys else {})})
+        self._values["leaf_module"] = leaves
         if self._values["overlap_comm"] is None:
             self._values["overlap_comm"] = self.stage == 3
         olds = {

@@ -85,7 +85,10 @@ def begin() -> None:
 
 def _swap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     own = getattr(owner, name)
-    setattr(owner, name, wraps(own)(wrap(own)))
+    made = wraps(own)(wrap(own))
+    if owner is torch:  # pickle finds a function by these names
+        made.__module__, made.__qualname__ = "torch", name
+    setattr(owner, name, made)
 
 
 def _told(value: Any) -> Any:

@@ -280,6 +280,20 @@ class DeepSpeedAccelerator:
         return getattr(module, name)
 
 
+class CPU_Accelerator(DeepSpeedAccelerator):  # noqa: N801
+    """The CPU, whatever other devices there are."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+
+class CUDA_Accelerator(DeepSpeedAccelerator):  # noqa: N801
+    """The CUDA device of this process."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+
 def _process_bytes(is_peak: bool) -> int:
     """Return the resident memory of this process in bytes, now or at its peak."""
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -24,6 +24,7 @@ from shardwise.deepspeed.engine_facts import EngineFacts
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.settings import DeepSpeedConfig
+from shardwise.deepspeed.unmet import UnmetError
 from shardwise.engine.away import AwayTier, StateKind
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
@@ -157,7 +158,7 @@ class DeepSpeedEngine(EngineFacts):
             UsageError: at stages 2 and 3, where every backward pass reduces gradients into shards.
         """
         if self.zero_optimization_partition_gradients():
-            raise UsageError(
+            raise UnmetError(
                 f"no_sync: at zero stage {self.zero_optimization_stage()} gradients lie in pieces on all ranks, so "
                 "they travel with every backward pass; use stage 1 or 0"
             )

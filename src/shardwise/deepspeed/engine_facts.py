@@ -125,6 +125,11 @@ class EngineFacts(nn.Module):
     is_deepcompile_enabled = is_deepcompile_active = lambda self: False
 
     @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """An empty set: gradients are summed dense."""
+        return set()
+
+    @property
     def has_moe_layers(self) -> bool:
         """True if the model has layers of experts."""
         return bool(self.num_experts)

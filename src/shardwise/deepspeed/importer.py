@@ -27,7 +27,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, NoReturn
 
-from shardwise.deepspeed.absent_names import ABSENT, WHY, is_absent
+from shardwise.deepspeed.absent_names import ABSENT, AREAS, WHY, is_absent
 from shardwise.deepspeed.names import NAMES, OTHERS, Refused, Value
 from shardwise.plan.errors import UsageError
 
@@ -72,7 +72,7 @@ def attribute(root: str, path: str, name: str) -> Any:
     if home is not None:
         return _at(home)
     below = f"{path}.{name}" if path else name
-    if below in paths():
+    if below in paths() or below in AREAS:
         return importlib.import_module(f"{root}.{below}")
     if path in OTHERS and not name.startswith("__"):
         found = getattr(_at(OTHERS[path]), name, None)

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from shardwise.plan.errors import UsageError
+from shardwise.deepspeed.unmet import UnmetError
 
 _MARKED: "WeakSet[nn.Module]" = WeakSet()
 
@@ -25,37 +25,50 @@ def set_z3_leaf_modules(
         raise_if_not_found: False to accept that no module matches.
 
     Raises:
-        UsageError: if no module matches and ``raise_if_not_found`` is True.
+        UnmetError: if no module matches and ``raise_if_not_found`` is True.
     """
     classes = list(leaf_module_classes)
     found = [module for module in model.modules() if any(_is_of(module, each) for each in classes)]
-    return _mark(found, f"of the classes {classes}", raise_if_not_found)
+    if not found and raise_if_not_found:
+        raise UnmetError(f"leaf modules: the model has no module of the classes {classes}")
+    return _mark(found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules with these names, and return them.
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names; return them, and the names that no module has.
 
     Raises:
-        UsageError: if no module matches and ``raise_if_not_found`` is True.
+        UnmetError: if no module has one of the names, unless ``raise_if_not_found`` is false.
     """
-    wanted = set(module_names)
-    found = [module for name, module in model.named_modules() if name in wanted]
-    return _mark(found, f"named {sorted(wanted)}", raise_if_not_found)
+    modules = dict(model.named_modules())
+    wanted = list(module_names)
+    missing = [name for name in wanted if name not in modules]
+    _refuse_missing(missing, raise_if_not_found)
+    return _mark([modules[name] for name in wanted if name in modules]), missing
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules whose names end in one of these suffixes, and return them.
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names end so; return them, and the suffixes that no name has.
 
     Raises:
-        UsageError: if no module matches and ``raise_if_not_found`` is True.
+        UnmetError: if no name ends in one of the suffixes, unless ``raise_if_not_found`` is false.
     """
-    suffixes = tuple(module_name_suffixes)
-    found = [module for name, module in model.named_modules() if name.endswith(suffixes)]
-    return _mark(found, f"whose names end in {suffixes}", raise_if_not_found)
+    suffixes = list(module_name_suffixes)
+    names = [name for name, _ in model.named_modules()]
+    missing = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name in names)]
+    _refuse_missing(missing, raise_if_not_found)
+    return _mark([each for name, each in model.named_modules() if name.endswith(tuple(suffixes))]), missing
+
+
+def mark_configured(model: nn.Module, classes: Iterable[str], names: Iterable[str], suffixes: Iterable[str]) -> None:
+    """Mark the modules that ``zero_optimization.leaf_module`` of a configuration names; a name may be of no module."""
+    set_z3_leaf_modules(model, classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
 
 
 def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
@@ -94,9 +107,14 @@ def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     return isinstance(module, wanted)
 
 
-def _mark(found: list[nn.Module], what: str, raises: bool) -> list[nn.Module]:
-    if not found and raises:
-        raise UsageError(f"leaf modules: the model has none {what}")
+def _refuse_missing(missing: list[str], raises: bool) -> None:
+    if missing and raises:
+        raise UnmetError(
+            f"leaf modules: the model has no module for {missing}; named_modules() lists the names"
+        )
+
+
+def _mark(found: list[nn.Module]) -> list[nn.Module]:
     for module in found:
         _MARKED.add(module)
     return found

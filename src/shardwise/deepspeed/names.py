@@ -158,11 +158,66 @@ _OPTIMIZERS = "ADAGRAD ADAM ADAMW LAMB ONEBIT_ADAM ZERO_ONE_ADAM ONEBIT_LAMB MUA
 _OPTIMIZER_WORDS: Rows = {
     f"{name}_OPTIMIZER": Value(name.lower().replace("_", "")) for name in _OPTIMIZERS.split()
 }
+_SAVED_WORDS = _words(
+    "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "
+    "SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARAM_ALIGNMENT_PADDINGS PARTITION_COUNT ZERO_STAGE "
+    "CLIP_GRAD LOSS_SCALER PARAM PARAM_SHAPES BUFFER_NAMES FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS DS_VERSION "
+    "UNIVERSAL_CHECKPOINT_INFO AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS AFFINE_MAP VOCAB_TENSOR PADDED_VOCAB_SIZE "
+    "ORIGINAL_VOCAB_SIZE PARAM_SLICE_MAPPINGS CAT_DIM PARAM_N_SUB_PARAMS SUB_PARAM_SHAPE SUB_PARAM_SHARD_WIDTHS "
+    "SUB_PARAMS_SHAPE VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+    "PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS "
+    "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS EP_NUM_EXPERTS EXPERT_PARAMETER_PATTERNS"
+) | _values(
+    FP32_WEIGHT_KEY="fp32",
+    MODEL_FILE_PREFIX="mp_rank_",
+    ZERO_FILE_PREFIX="zero_pp_rank_",
+    BF16_ZERO_FILE_PREFIX="bf16_zero_pp_rank_",
+    FP16_ZERO_FILE_PREFIX="fp16_zero_pp_rank_",
+    LAYER_FILE_PREFIX="layer_",
+    OPTIM_FILE_SUFFIX="_optim_states.pt",
+    MODEL_FILE_SUFFIX="_model_states.pt",
+    CHECKPOINT_PARALLEL_DIMS="checkpoint_parallel_dimensions",
+    CHECKPOINT_PP_DEGREE="pp_degree",
+    CHECKPOINT_TP_DEGREE="tp_degree",
+    UNIVERSAL_CHECKPOINT_VERSION_KEY="universal_checkpoint_version",
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE=0.4,
+    DS_AUTOTP_UC_META="ds_autotp_universal_checkpoint_meta",
+    EP_IS_EXPERT_PARAM="is_expert_param",
+)
 _VERSION = _all("version_facts", "version git_hash git_branch")
 _SCALERS = "the loss scale is precision.loss_scale of the configuration"
 _PROFILE = _all("model_profile", "FlopsProfiler get_model_profile")
 _LION = _all("optimizer_classes", "FusedLion DeepSpeedCPULion")
 _ADAM = _all("optimizer_classes", "FusedAdam DeepSpeedCPUAdam")
+
+_BUILDER_FILES = {
+    f"ops.op_builder.{file}": _all("builders", f"{name}Builder")
+    for file, name in {
+        "async_io": "AsyncIO",
+        "cpu_adagrad": "CPUAdagrad",
+        "cpu_adam": "CPUAdam",
+        "cpu_lion": "CPULion",
+        "evoformer_attn": "EvoformerAttn",
+        "fp_quantizer": "FPQuantizer",
+        "fused_adam": "FusedAdam",
+        "fused_lamb": "FusedLamb",
+        "fused_lion": "FusedLion",
+        "gds": "GDS",
+        "inference_core_ops": "InferenceCoreOps",
+        "inference_cutlass_builder": "InferenceCutlass",
+        "pin_memory": "PinMemory",
+        "quantizer": "Quantizer",
+        "ragged_ops": "RaggedOps",
+        "ragged_utils": "RaggedUtils",
+        "random_ltd": "RandomLTD",
+        "sparse_attn": "SparseAttn",
+        "spatial_inference": "SpatialInference",
+        "stochastic_transformer": "StochasticTransformer",
+        "transformer": "Transformer",
+        "transformer_inference": "Inference",
+        "utils": "Utils",
+    }.items()
+}
 
 NAMES: dict[str, Rows] = {
     "": {
@@ -196,6 +251,8 @@ NAMES: dict[str, Rows] = {
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
     "accelerator.abstract_accelerator": _ACCELERATOR,
+    "accelerator.cpu_accelerator": _all("device", "CPU_Accelerator"),
+    "accelerator.cuda_accelerator": _all("device", "CUDA_Accelerator"),
     "constants": _values(TORCH_DISTRIBUTED_DEFAULT_PORT=29500),
     "git_version_info": _VERSION
     | _all("version_facts", "torch_info installed_ops compatible_ops accelerator_name"),
@@ -204,15 +261,13 @@ NAMES: dict[str, Rows] = {
         "launching", "parse_resource_filter fetch_hostfile _parse_hostfile main LauncherError"
     ),
     "monitor.monitor": {},
-    "checkpoint.constants": _words(
-        "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "
-        "SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARTITION_COUNT ZERO_STAGE CLIP_GRAD LOSS_SCALER "
-        "PARAM PARAM_SHAPES BUFFER_NAMES FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS"
-    ),
+    "checkpoint": _SAVED_WORDS,
+    "checkpoint.constants": _SAVED_WORDS,
     "checkpoint.utils": _all("small_functions", "clone_tensors_for_torch_save"),
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
+    "compile.util": _all("small_functions", "is_deepcompile_supported"),
     "compression.compress": _none(_COMPRESSION, "init_compression redundancy_clean student_initialization"),
     "linear": _none(
         "use torch.nn.Linear; frozen weights take no optimizer state",
@@ -224,7 +279,8 @@ NAMES: dict[str, Rows] = {
     "moe.sharded_moe": _none(
         _INSIDE_EXPERTS,
         "MOELayer TopKGate top1gating top2gating topkgating gumbel_rsample multiplicative_jitter einsum _AllToAll "
-        "_capacity TOPK_GATE_TIMER MOE_TIMER FIRST_ALLTOALL_TIMER SECOND_ALLTOALL_TIMER",
+        "_capacity _route_slots _sparse_encode _sparse_decode TOPK_GATE_TIMER MOE_TIMER FIRST_ALLTOALL_TIMER "
+        "SECOND_ALLTOALL_TIMER",
     ),
     "moe.utils": {
         **_all(
@@ -258,6 +314,9 @@ NAMES: dict[str, Rows] = {
         "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder "
         "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder",
     ),
+    "ops.aio": _all("builders", "AsyncIOBuilder"),
+    **_BUILDER_FILES,
+    "ops.triton_ops": _all("small_functions", "is_triton_available"),
     "ops.sparse_attention": _none(
         _KERNELS, "SparseSelfAttention SparsityConfig FixedSparsityConfig BigBirdSparsityConfig"
     ),
@@ -269,6 +328,12 @@ NAMES: dict[str, Rows] = {
     "runtime.bf16_optimizer": _all("optimizer", "BF16_Optimizer"),
     "runtime.config": {
         **_CONFIG,
+        **_all(
+            "settings",
+            "get_gradient_clipping get_log_level get_train_batch_size get_train_micro_batch_size_per_gpu "
+            "get_gradient_accumulation_steps get_optimizer_name get_optimizer_params get_scheduler_name "
+            "get_scheduler_params",
+        ),
         **_OPTIMIZER_WORDS,
         **_values(
             TORCH_ADAM_PARAM="torch_adam",
@@ -337,6 +402,14 @@ NAMES: dict[str, Rows] = {
         **_all("logs", "see_memory_usage"),
     },
     "runtime.zero": _PARTITIONED,
+    "runtime.swap_tensor": _values(MIN_SWAPPABLE_BYTES=1 << 20),
+    "runtime.swap_tensor.utils": _values(MIN_SWAPPABLE_BYTES=1 << 20, MIN_AIO_BYTES=1 << 20),
+    "runtime.zero.leaf_module_config": _all("config_models", "DeepSpeedZeroLeafModuleConfig")
+    | _values(
+        DEFAULT_LEAF_MODULE_CLASSES=[],
+        DEFAULT_LEAF_MODULE_NAMES=[],
+        DEFAULT_LEAF_MODULE_NAME_SUFFIXES=[],
+    ),
     "runtime.zero.config": {
         **_all("enums", "ZeroStageEnum"),
         **_all("config_models", "DeepSpeedZeroConfig"),

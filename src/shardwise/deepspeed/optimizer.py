@@ -38,6 +38,11 @@ class DeepSpeedOptimizer(optim.Optimizer):
 
     loss_scale = cur_scale
 
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True if the loss scale moves: under fp16, unless the configuration gives a number."""
+        return self._engine.loss_scale is not None and self._engine.config.precision.loss_scale.dynamic
+
     def get_lr(self) -> float:
         """Return the learning rate of the first group."""
         return float(self.param_groups[0]["lr"])

@@ -17,6 +17,7 @@ import os
 import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import Manifest
+from shardwise.comm import default_group
 from shardwise.deepspeed.living import find
 from shardwise.deepspeed.their_checkpoint import convert, find_step, read_latest
+from shardwise.deepspeed.unmet import UnmetError
 from shardwise.formats.safetensors import read_header
 from shardwise.plan.errors import CheckpointError, UsageError
 from shardwise.plan.regular_files import open_regular, read_small_file
@@ -64,7 +67,10 @@ def save(
     exclude_frozen: bool,
 ) -> bool:
     """Save a step; ``DeepSpeedEngine.save_checkpoint`` documents arguments and errors. Collective."""
+    if not str(save_dir or ""):
+        raise UnmetError(f"save_checkpoint: save_dir is {save_dir!r}; give the folder of the checkpoints")
     name = checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    _check_same_tag(engine.ours, name)
     client, scheduler = _client_data(client_state or {}), _scheduler_data(engine.lr_scheduler)
     ours, folder = engine.ours, Path(save_dir) / name
     counters = vars(engine.counters)
@@ -85,6 +91,20 @@ def save(
             f"save_checkpoint: {folder}: {error or 'rank 0 could not write it; see its log'}"
         )
     return True
+
+
+def _check_same_tag(ours: Any, name: str) -> None:
+    """Raise UnmetError if a rank saves under another tag than rank 0. Collective."""
+    if default_group.size() == 1:
+        return
+    own = int.from_bytes(sha256(name.encode()).digest()[:7], "big")
+    first = torch.tensor([own], device=ours.device)
+    default_group.broadcast(first, 0)
+    if ours.agree(first.item() != own):
+        raise UnmetError(
+            f"save_checkpoint: the tag of this rank is {name!r}, and the ranks do not have the same one; give all "
+            "ranks one tag"
+        )
 
 
 def checked_tag(tag: str) -> str:

@@ -8,13 +8,14 @@ config/deepspeed.py, which translates the configuration, defines the effect of e
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from shardwise.comm import default_group
 from shardwise.config.deepspeed import from_base64, translate
+from shardwise.config.deepspeed_rows import REQUIRED
 from shardwise.config.deepspeed_values import row_of
 from shardwise.config.run import read_file
 from shardwise.plan.errors import ConfigError
@@ -137,6 +138,30 @@ class DeepSpeedConfig:
         if name == _SIZES[1]:
             return None if whole is None else whole // ((parts or 1) * ranks)
         return 1 if whole is None or micro is None else whole // (micro * ranks)
+
+
+def _getter(path: str) -> Callable[[Mapping[str, Any]], Any]:
+    def get(param_dict: Mapping[str, Any]) -> Any:
+        given: Any = param_dict
+        for step in path.split("."):
+            given = given.get(step) if isinstance(given, Mapping) else None
+        row = row_of(path)
+        default = None if row is None or row.default is REQUIRED else row.default
+        return default if given is None else given
+
+    get.__doc__ = f"""Return ``{path}`` of a configuration, or its default."""
+    return get
+
+
+get_gradient_clipping = _getter("gradient_clipping")
+get_log_level = _getter("log_level")
+get_train_batch_size = _getter("train_batch_size")
+get_train_micro_batch_size_per_gpu = _getter("train_micro_batch_size_per_gpu")
+get_gradient_accumulation_steps = _getter("gradient_accumulation_steps")
+get_optimizer_name = _getter("optimizer.type")
+get_optimizer_params = _getter("optimizer.params")
+get_scheduler_name = _getter("scheduler.type")
+get_scheduler_params = _getter("scheduler.params")
 
 
 class DeepSpeedConfigError(ConfigError, ValueError, AssertionError):

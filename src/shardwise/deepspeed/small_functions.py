@@ -124,3 +124,13 @@ def required_torch_version(min_version: float | None = None, max_version: float 
         if (own < limit) if is_least else (own > limit):
             return False
     return True
+
+
+def is_deepcompile_supported() -> bool:
+    """Return False: DeepCompile is not here; ``"compile": {"deepcompile": true}`` compiles the blocks."""
+    return False
+
+
+def is_triton_available() -> bool:
+    """Return False: there are no Triton kernels of DeepSpeed's here."""
+    return False

@@ -79,6 +79,11 @@ class OptimizerGroups:
                 )
             self._torch = TorchSchedule(schedule, self._options)
         check_groups(schedule, self._options if given is None else given.param_groups)
+        if given is not None and "lr" not in given.param_groups[0]:
+            raise UsageError(
+                f"optimizer: the groups of {type(given).__name__} have no 'lr', from which the learning rate of a step "
+                "is read; give a single optimizer with defaults of its own, such as torch.optim.AdamW"
+            )
         self._first_lr = 0.0 if given is None else float(given.param_groups[0]["lr"])
         self._count = len(self._options if given is None else given.param_groups)
         self._ours: list[RemovableHandle] = []
