@@ -55,6 +55,8 @@ assert torch.equal(torch.rand(2), first)
 from deepspeed.accelerator import get_accelerator
 assert get_accelerator().device_count() == 3
 torch.zeros(2).cuda()
+import pickle
+assert pickle.loads(pickle.dumps(torch.tensor)) is torch.tensor
 """
 
 

@@ -146,12 +146,34 @@ def test_a_scheduler_of_the_scripts_own_goes_on(tmp_path: Path, name: str) -> No
     again.destroy()
 
 
+def saves_by_two_tags(world: World, folder: str) -> str:
+    engine = made(0, seed=1)
+    try:
+        engine.save_checkpoint(folder, tag=f"tag-{world.rank}")
+    except AssertionError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_ranks_with_unlike_tags_are_refused_before_a_byte_is_written(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    for rank, said in enumerate(ranks(2).run(saves_by_two_tags, str(tmp_path))):
+        assert f"'tag-{rank}'" in said and "one tag" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_would_need_code_to_be_read_is_refused_by_key(tmp_path: Path) -> None:
     engine = made(0, seed=1)
     with pytest.raises(UsageError, match=r"client_state\['run'\]\['args'\] is a pathlib.*Path"):
         engine.save_checkpoint(tmp_path, client_state={"run": {"args": tmp_path}})
     with pytest.raises(UsageError, match=r"client_state\['module'\] is the engine's own key"):
         engine.save_checkpoint(tmp_path, client_state={"module": 1})
+    for nothing in (None, ""):
+        with pytest.raises(ValueError, match="save_dir is"):
+            engine.save_checkpoint(nothing)
     with pytest.raises(UsageError, match="not a plain name"):
         engine.save_checkpoint(tmp_path, tag="../up")
     engine.lr_scheduler.state_dict = lambda: {"since": {"when": tmp_path}}

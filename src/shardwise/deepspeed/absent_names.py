@@ -82,7 +82,8 @@ _WORDS = {
     "get_scheduler_params get_sparse_attention get_train_batch_size get_train_micro_batch_size_per_gpu",
     "runtime.config_utils": "DeepSpeedConfigObject ScientificNotationEncoder dict_raise_error_on_duplicate_keys "
     "get_config_default get_dict_param get_list_param get_scalar_param pp_int",
-    "runtime.engine": "_checkpoint_parallel_metadata _eigenvalue_summary_events EngineTimers split_half_float_double_sparse",
+    "runtime.engine": "_checkpoint_parallel_metadata _eigenvalue_summary_events "
+    "EngineTimers split_half_float_double_sparse",
     "runtime.lr_schedules": "get_config_from_args get_lr_from_config get_torch_optimizer override_1cycle_params "
     "override_lr_range_test_params override_params override_warmupLR_params parse_arguments update_lr",
     "runtime.pipe.engine": "is_even mem_alloced mem_cached",
@@ -98,7 +99,8 @@ _WORDS = {
     "runtime.zero": "DeepSpeedTensorOverride DeepSpeedZeRoOffload",
     "runtime.zero.config": "get_zero_config read_zero_config_deprecated",
     "runtime.zero.partition_parameters": "AllGatherCoalescedHandle AllGatherHandle AllReduceCoalescedHandle "
-    "_contradicting_single_rank_pg_error zero3_linear_wrap CUDAQuantizer DeepSpeedTensorOverride InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles "
+    "_contradicting_single_rank_pg_error zero3_linear_wrap "
+    "CUDAQuantizer DeepSpeedTensorOverride InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles "
     "NoGatherCoalescedHandle NoGatherHandle QuantizationInfo free_param get_all_subclasses get_allgather_dtype "
     "get_new_tensor_fn_for_dtype partitioned_param_data_shape restore_init_context shutdown_init_context",
     "runtime.zero.stage3": "IPGBucketZ3 estimate_zero3_model_states_mem_needs model_to_params",
@@ -125,7 +127,8 @@ _WORDS = {
     "utils.timer": "CudaEventTimer NoopTimer ThroughputTimer trim_mean",
     "utils.z3_leaf_module": "apply_zero_leaf_module_config z3_leaf_parameter",
     "utils.zero_to_fp32": "GatheredTensor get_checkpoint_files get_model_state_file get_model_state_files "
-    "_raise_if_autoep_zero3_partitioned_checkpoint get_optim_files parse_model_states parse_optim_states to_torch_tensor",
+    "_raise_if_autoep_zero3_partitioned_checkpoint "
+    "get_optim_files parse_model_states parse_optim_states to_torch_tensor",
 }
 ABSENT = {path: frozenset(words.split()) - NAMES.get(path, {}).keys() for path, words in _WORDS.items()}
 """The names that are not implemented, for the path of each module."""

@@ -199,7 +199,9 @@ class DeepSpeedZeroConfig(_Block):
 
     def __init__(self, **keys: Any):
         leaves = DeepSpeedZeroLeafModuleConfig(**(keys.get("leaf_module") or {}))
-        super().__init__(**{**keys, **({"leaf_module": leaves.model_dump()} if "leaf_module" in keys else {})})
+        super().__init__(
+            **{**keys, **({"leaf_module": leaves.model_dump()} if "leaf_module" in keys else {})}
+        )
         self._values["leaf_module"] = leaves
         if self._values["overlap_comm"] is None:
             self._values["overlap_comm"] = self.stage == 3

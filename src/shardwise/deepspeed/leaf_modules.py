@@ -64,7 +64,9 @@ def set_z3_leaf_modules_by_suffix(
     return _mark([each for name, each in model.named_modules() if name.endswith(tuple(suffixes))]), missing
 
 
-def mark_configured(model: nn.Module, classes: Iterable[str], names: Iterable[str], suffixes: Iterable[str]) -> None:
+def mark_configured(
+    model: nn.Module, classes: Iterable[str], names: Iterable[str], suffixes: Iterable[str]
+) -> None:
     """Mark the modules that ``zero_optimization.leaf_module`` of a configuration names; a name may be of no module."""
     set_z3_leaf_modules(model, classes, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
