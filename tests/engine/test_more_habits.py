@@ -321,7 +321,7 @@ def hook_before_a_cut_layer(run: Any) -> None:
 @habit("a backward hook on a cut layer", TP)
 def hook_behind_a_cut_layer(run: Any) -> None:
     run.model.blocks[0].up.register_full_backward_hook(
-        lambda module, given, grads: (given[0] * (1 + grads[0].square().sum()),)
+        lambda module, given, grads: (given[0] * (1 + 1e4 * grads[0].square().sum()),)
     )
     train(run)
 
@@ -349,6 +349,7 @@ class NormedGradient(Block):
         return changed
 
 
+HABITS["a model with cut layers"] = Habit(train, TP)
 HABITS["a tensor hook on cut features"] = Habit(train, TP, lambda: Net(NormedGradient))
 
 
@@ -732,6 +733,11 @@ UNSEEN = {
 def test_a_habit_is_right_or_refused(name: str, ranks: Any) -> None:
     verdicts = ranks(2).run(verdict_of, name)
     assert {verdict for verdict, _ in verdicts} <= {"right", "refused"}, verdicts
+
+
+def test_a_table_that_begins_no_cut_of_the_sequence_is_right(ranks: Any) -> None:
+    """Column layers gathered whole sequences, doubled their gradients, and every habit on cut layers was refused."""
+    assert [verdict for verdict, _ in ranks(2).run(verdict_of, "a model with cut layers")] == ["right"] * 2
 
 
 def test_the_given_optimizer_is_whole_again_after_close() -> None:

@@ -82,7 +82,10 @@ def test_one_rank_holds_everything() -> None:
 
 def test_a_table_of_the_users_own() -> None:
     model = Language(2, width=7)
-    found = places(model, table_of(model, NET), 2, sequence=True)
+    never_cut = table_of(model, NET)
+    assert not never_cut.sequence
+    assert places(model, never_cut, 2, sequence=True)["blocks.1.norm.weight"].gradient == Replicate()
+    found = places(model, table_of(model, NET | {"blocks.0": "enter"}), 2, sequence=True)
     assert found["blocks.1.norm.weight"].gradient == Partial()
     assert found["norm.weight"].gradient == Replicate()
     assert found["head.weight"] == found["embed.weight"]

@@ -7,6 +7,7 @@ parameter on meta; a real parameter becomes this rank's piece of the values, whi
 import inspect
 import os.path
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -32,6 +33,7 @@ from shardwise.parallel.tensor.layout import (
     ParameterPlacement,
     Style,
     Table,
+    begins_cut_sequence,
     divided,
     has_known_forward,
     in_region,
@@ -79,7 +81,8 @@ def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks
             "'layers.*.down': 'row'} (shardwise.parallel.tensor.layout lists the styles)"
         )
     table = table or Table()
-    return Table(dict(table.rows) | dict(rows or {}), table.sequence, table.note, table.causal_loss)
+    table = replace(table, rows=dict(table.rows) | dict(rows or {}))
+    return replace(table, sequence=table.sequence and begins_cut_sequence(model, table))
 
 
 def make_parallel(

@@ -172,6 +172,18 @@ def styles(model: nn.Module, table: Table) -> dict[str, Style]:
     return found
 
 
+def begins_cut_sequence(model: nn.Module, table: Table) -> bool:
+    """Return True if a row of the table begins a cut of the sequence: an ``enter``, or an embedding that gives cut
+    tokens. Where none does, column layers would gather whole sequences, and double their gradients."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return any(
+        "enter" in style.flags
+        or (style.kind == "vocabulary" and not style.sees_whole)
+        or (style.kind == "sequence" and not style.sees_whole and isinstance(modules[name], nn.Embedding))
+        for name, style in styles(model, table).items()
+    )
+
+
 def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[str, ParameterPlacement]:
     """Return the placement of every parameter of an uncut model, under each of its names.
 
