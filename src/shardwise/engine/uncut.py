@@ -106,6 +106,12 @@ class Exchanged:
         if id(function) in self._open:  # functions that call one another by way of their globals
             return function
         self._open.add(id(function))
+        try:
+            return self._built_anew(function, takes_containers)
+        finally:
+            self._open.discard(id(function))
+
+    def _built_anew(self, function: FunctionType, takes_containers: bool) -> FunctionType:
         cells = tuple(CellType() for _ in function.__closure__ or ())
         names = {name for name in _names(function.__code__) if name in function.__globals__}
         values = {name: self._value(function.__globals__[name], takes_containers) for name in names}
@@ -129,7 +135,6 @@ class Exchanged:
             except ValueError:  # nothing is in it yet
                 continue
             new.cell_contents = self._value(held, takes_containers)
-        self._open.discard(id(function))
         return made
 
     def _value(self, value: Any, takes_containers: bool) -> Any:
