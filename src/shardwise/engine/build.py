@@ -46,6 +46,7 @@ from shardwise.engine.held import take_back
 from shardwise.engine.inputs import Loss, call_model
 from shardwise.engine.module_profile import ModuleProfile
 from shardwise.engine.named import check_named
+from shardwise.engine.old_graphs import cut_under_a_graph, refuse_old_graphs
 from shardwise.engine.original import Original
 from shardwise.engine.out_of_memory import told_in_initialize
 from shardwise.engine.outline import Outline, outline_of
@@ -190,6 +191,10 @@ def _built(
             f"so each would run a Plan of its own: {unlike}. Build the same model on every rank, and give all the same "
             "kind of example"
         )
+    if _cuts_the_model(mesh):
+        held = cut_under_a_graph(model, outline.described.spec)
+        is_alike = site.groups["world"].all_equal(len(held), "graphs made before initialize", device)
+        refuse_old_graphs(held, is_alike)
     site = with_tiers(with_groups_of_experts(site, outline.plan), outline.plan)
     if site.tiers is not None:
         refused.callback(site.tiers.close)
