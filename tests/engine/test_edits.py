@@ -266,6 +266,52 @@ def test_a_forward_that_is_set_on_a_pipelined_model_is_refused(ranks: Any) -> No
         assert said.startswith("train_step: forward of the model was set after initialize()")
 
 
+class Scaled(Language):
+    """A model whose forward reads an attribute and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = 1.0
+        self.register_buffer("shift", torch.zeros((), dtype=torch.float64))
+        self.act = nn.Identity()
+
+    def forward(self, *given: Any) -> Any:
+        return self.act(self.alpha * super().forward(*given) + self.shift)
+
+
+def with_attributes(world: World, pp: int) -> tuple[list[float], str]:
+    """Return losses before and after attributes of the model are set, and what a replaced child is told."""
+    engine = start(world, seeded(Scaled), mesh={"pp": pp}, batch={"accumulation": 2, "duplicates": "allow"})
+    model = engine.module
+    batches = [piece(0), piece(1)]
+    found = [engine.train_step(batches).loss]
+    model.alpha = 2.0
+    found += [engine.train_step(batches).loss, engine.evaluate([(piece(2), None)])]
+    model.shift = torch.ones((), dtype=torch.float64)
+    found.append(engine.train_step(batches).loss)
+    del model.alpha
+    type(model).alpha = 0.5
+    found.append(engine.evaluate([(piece(2), None)]))
+    del type(model).alpha
+    model.alpha, said = 1.0, ""
+    model.act = nn.Tanh()
+    try:
+        engine.train_step(batches)
+    except UsageError as error:
+        said = str(error)
+    engine.close(whole=False)
+    return found, said
+
+
+def test_attributes_set_on_a_pipelined_model_are_those_of_its_stages(ranks: Any) -> None:
+    """The stages run copies of the root, which kept the values before."""
+    (truth, free), *_ = ranks(2).run(with_attributes, 1)
+    for found, said in ranks(2).run(with_attributes, 2):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=0)
+        assert said.startswith("train_step: module act was replaced after initialize()")
+    assert not free
+
+
 def test_a_block_that_is_compiled_later_keeps_its_names() -> None:
     engine = start(join(quiet=True))
     engine.module.blocks[0] = torch.compile(engine.module.blocks[0], backend="eager")

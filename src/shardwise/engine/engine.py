@@ -260,6 +260,7 @@ class Engine(StateAccess):
                 belongs to training.
         """
         self._held.away.check("evaluate", reads_weights_alone=True)
+        self._held.known.follow("evaluate")
         self._parts.groups["world"].meet()
         if isinstance(batches, Passes | Loader):
             raise UsageError(
@@ -313,6 +314,7 @@ class Engine(StateAccess):
         the last stage alone gets the list, and the others an empty one.
         """
         self._held.away.check("predict", reads_weights_alone=True)
+        self._held.known.follow("predict")
         return self._forward.predict(batches, call, everywhere)
 
     @tells_out_of_memory
@@ -325,6 +327,7 @@ class Engine(StateAccess):
         sequence begins and ends is known of the model's own forward alone.
         """
         self._held.away.check("run", reads_weights_alone=True)
+        self._held.known.follow("run")
         return self._forward.run(method, args, kwargs)
 
     @tells_out_of_memory

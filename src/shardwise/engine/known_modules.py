@@ -6,11 +6,15 @@ places, or a parameter is renamed (pruning makes ``weight_orig`` of ``weight``),
 under the old names. What has no parameters (a metric, a loss) comes and goes as it likes, and so do frozen parameters
 that are new.
 
+The stages of a pipeline run copies of the model and of modules around blocks. An attribute or a buffer that is set on
+such a module (``model.alpha = 2``) is set on its copies before the next pass; a child that is replaced is refused.
+
 Cost: a comparison of identities by module and step, of microseconds for tens of modules.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -30,6 +34,66 @@ class _Members(NamedTuple):
         return len(self.now) == len(self.known) and all(map(is_, self.now.values(), self.known))
 
 
+class _Copied:
+    """A module of the model, in whose place stages have copies."""
+
+    def __init__(self, name: str, module: nn.Module, copies: Sequence[nn.Module]) -> None:
+        self.name, self._module, self._copies = name, module, copies
+        self._known = self._now()
+        self._children = _Members(module._modules, tuple(module._modules.values()))
+        self._forward = vars(module).get("forward")
+
+    def _now(self) -> dict[tuple[bool, str], Any]:
+        """Return buffers and plain attributes by (is a buffer, name)."""
+        plain = {(False, key): value for key, value in vars(self._module).items() if key not in _TORCHS_OWN}
+        return plain | {(True, key): value for key, value in self._module._buffers.items()}
+
+    def follow(self, call: str) -> None:
+        """Set on the copies what was set on the module.
+
+        Raises:
+            UsageError: if ``forward`` was set, or a child replaced.
+        """
+        where = f"{self.name}." if self.name else ""
+        if vars(self._module).get("forward") is not self._forward:
+            raise UsageError(
+                f"{call}: {f'{where}forward' if where else 'forward of the model'} was set after initialize(), and "
+                "the stages of a pipeline run copies of this module, which would not call it. Put what "
+                "it does into the model's class or into loss=..., or set mesh.pp: 1"
+            )
+        if not self._children.is_same and (changed := self._changed_child()):
+            raise UsageError(
+                f"{call}: module {where}{changed} was replaced after initialize(), and the stages of a pipeline run "
+                f"copies of the module around it, which would go on with the one before. {_WAY_OUT}; or set mesh.pp: 1"
+            )
+        now, known = self._now(), self._known
+        if len(now) == len(known) and all(known.get(key, known) is value for key, value in now.items()):
+            return
+        for place in {**known, **now}:
+            is_buffer, key = place
+            if now.get(place, now) is known.get(place, now):
+                continue
+            for twin in self._copies:
+                held = twin._buffers if is_buffer else vars(twin)
+                if place not in now:
+                    held.pop(key, None)
+                    continue
+                value = now[place]
+                if isinstance(value, MethodType) and value.__self__ is self._module:
+                    value = MethodType(value.__func__, twin)
+                held[key] = value
+        self._known = now
+
+    def _changed_child(self) -> str:
+        """Return the name of a child that is another than at ``initialize``; a compiled one is none."""
+        names = [*self._children.now]
+        for name, known in zip(names, self._children.known, strict=False):
+            child = self._children.now[name]
+            if child is not known and getattr(child, "_orig_mod", None) is not known:
+                return name
+        return ""
+
+
 class KnownModules:
     """Modules and parameters of one engine. ``roots``: the model, and the stages of it on this rank."""
 
@@ -37,9 +101,7 @@ class KnownModules:
         self._roots = list(dict.fromkeys(roots))
         self._names = {id(parameter): (name, parameter) for name, parameter in self._parameters()}
         self._members = self._look()
-        self._copied = [
-            (name, module, vars(module).get("forward")) for name, module in self._copied_modules()
-        ]
+        self._copied = list(self._copied_modules())
 
     def check(self, call: str) -> None:
         """Refuse what was replaced, added, taken out or renamed since the engine was made.
@@ -47,14 +109,8 @@ class KnownModules:
         Raises:
             UsageError: names the parameters; ``call`` is what was asked for.
         """
-        for name, module, forward in self._copied:
-            if vars(module).get("forward") is not forward:
-                raise UsageError(
-                    f"{call}: {f'{name}.forward' if name else 'forward of the model'} was set after initialize(), and "
-                    "the stages of a pipeline run copies of this module, which would not call it. Put what "
-                    "it does into the model's class or into loss=..., or set mesh.pp: 1"
-                )
         if all(map(_SAME, self._members)):
+            self.follow(call)
             return
         here = {id(parameter): (name, parameter) for name, parameter in self._parameters()}
         new = [name for key, (name, each) in here.items() if key not in self._names and each.requires_grad]
@@ -68,19 +124,30 @@ class KnownModules:
         }
         if moved:
             raise UsageError(f"{call}: {_in_words_of_names(moved)}")
+        self.follow(call)
         self._members = self._look()
+
+    def follow(self, call: str) -> None:
+        """Set on the modules of the stages what was set on those of the model since.
+
+        Raises:
+            UsageError: if a ``forward`` was set on a module that stages have a copy of, or a child of it replaced.
+        """
+        for each in self._copied:
+            each.follow(call)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for root in self._roots:
             yield from root.named_parameters()
 
-    def _copied_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of the model, with their names, in whose place the stages have copies."""
+    def _copied_modules(self) -> Iterator[_Copied]:
+        """Yield the modules of the model in whose place the stages have copies."""
         model, *stages = self._roots
         own = [dict(stage.named_modules()) for stage in stages]
         for name, module in model.named_modules() if stages else ():
-            if any(name in modules and modules[name] is not module for modules in own):
-                yield name, module
+            copies = [held[name] for held in own if name in held and held[name] is not module]
+            if copies:
+                yield _Copied(name, module, copies)
 
     def _look(self) -> list[_Members]:
         modules = {id(module): module for root in self._roots for module in root.modules()}
@@ -94,6 +161,8 @@ class KnownModules:
 _WAY_OUT = (
     "Change the model before initialize(), or call engine.close(), change it and call initialize() again"
 )
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+"""Attributes that torch keeps in every module."""
 _SAME: Callable[[_Members], bool] = _Members.is_same.fget  # type: ignore[attr-defined]
 
 
