@@ -147,7 +147,8 @@ class Normed(nn.Module):
 
 def normed(world: Any, tp: int, precision: str, style: str) -> list[float]:
     """Losses, a norm of gradients and the running statistics."""
-    rows = {"": "replicate", "up": "column", "down": "row", "norm": style}
+    up = "column enter" if style == "sequence" else "column"
+    rows = {"": "replicate", "up": up, "down": "row", "norm": style}
     config: dict[str, Any] = {
         "mesh": {"tp": tp},
         "precision": precision,
