@@ -5,7 +5,9 @@ gone ended in "Tried to call pure virtual function". Each test has a job of its 
 the World that made the default group.
 """
 
+import contextlib
 import gc
+import io
 import os
 import threading
 import time
@@ -149,6 +151,36 @@ def test_two_threads_that_build_at_once_are_refused() -> None:
         assert (
             "thread 'MainThread' of rank" in refused and "while thread 'first' builds another one" in refused
         )
+
+
+# torch's default group ---------------------------------------------------------------------------------------------
+
+
+def default_group_ended() -> tuple[str, list[float]]:
+    """Build an engine, destroy torch's default group, and build another one; return what was printed, and losses."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        first = build({})
+        losses = [step(first)]
+        second = build({"zero": {"stage": 2}})
+        losses.append(step(second))
+        first.close()
+        second.close()
+        dist.destroy_process_group()
+        third = build({"zero": {"stage": 3}})
+        losses.append(step(third))
+        third.close()
+    return said.getvalue(), losses
+
+
+def test_a_default_group_that_was_destroyed_is_made_again() -> None:
+    """The store still held the first group's keys: another program was said to have written them."""
+    (first, losses), (second, others) = fresh_job(default_group_ended)
+    assert losses == others and len(set(losses)) == 1
+    assert (
+        first.splitlines() == ["shardwise: 2 ranks from the environment, cpu, gloo"] or first.count("\n") == 1
+    ), first
+    assert not second
 
 
 # Forks -------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ import torch.distributed as dist
 GROUP_TIMEOUT_S = 24 * 3600.0
 """Seconds of the time-out of torch's own groups: beyond every deadline of ours, whose errors contain more."""
 
+_MADE_HERE: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Default groups of torch that this package made; the process has one at a time."""
+
 _END_PATIENCE_S = 2.0
 """Seconds to wait for the destructors of groups that end."""
 
@@ -53,8 +56,15 @@ def keep_with_default(store: dist.Store) -> None:
     torch keeps only the C++ half of a store. The Python half of a SealedStore answers every call, so without this the
     default group, and every group and World made from it, fails as soon as the World that made the store is collected.
     """
+    default = dist.distributed_c10d._get_default_group()
     # The finalizer does nothing: it is the reference that counts.
-    weakref.finalize(dist.group.WORLD, bool, store).atexit = False
+    weakref.finalize(default, bool, store).atexit = False
+    _MADE_HERE.add(default)
+
+
+def is_made_here() -> bool:
+    """Return True if ``keep_with_default`` was called for torch's default group, which a World of this job made."""
+    return dist.group.WORLD in _MADE_HERE
 
 
 def make_group(name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.ProcessGroup | None:

@@ -33,7 +33,14 @@ from shardwise.comm import handshake
 from shardwise.comm.board import Board
 from shardwise.comm.collectives import Clock, Group, TorchTransport
 from shardwise.comm.device import choose_device
-from shardwise.comm.groups import GROUP_TIMEOUT_S, backend_of_default, backends, is_bound, keep_with_default
+from shardwise.comm.groups import (
+    GROUP_TIMEOUT_S,
+    backend_of_default,
+    backends,
+    is_bound,
+    is_made_here,
+    keep_with_default,
+)
 from shardwise.comm.hosts import levels_of, numbered
 from shardwise.comm.jobs import JobThread
 from shardwise.comm.links import Links
@@ -477,7 +484,8 @@ def _meet(
     secret = os.environ.get("SHARDWISE_SECRET")
     folder = handshake.private_folder(_private_candidates()) if one_host and not secret else None
     met = handshake.meet(base, seat.rank, seat.world_size, me, secret, folder, timeout_s)
-    is_first = met.turn == 1
+    # The store of a default group that an earlier join made counts its meetings anew.
+    is_first = met.turn == 1 and not (adopts and is_made_here())
     if met.secret_from == "none" and seat.rank == 0 and is_first:
         _log.warning(
             "the job's store is open to every program that reaches %s: give all ranks one SHARDWISE_SECRET in their "
@@ -493,7 +501,8 @@ def _meet(
         dist.init_process_group(
             backends(device, backend),
             # On an accelerator torch's own threads read the store, which must not need the interpreter to answer.
-            store=dist.PrefixStore("torch", met.store if device.type == "cpu" else base),
+            # A default group of before, which the program has destroyed, has left its keys under another turn.
+            store=dist.PrefixStore(f"torch {met.turn}", met.store if device.type == "cpu" else base),
             rank=seat.rank,
             world_size=seat.world_size,
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),

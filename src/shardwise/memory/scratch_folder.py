@@ -83,7 +83,7 @@ class ScratchFolder:
                 path,
                 bytes_text(memory),
             )
-        os.register_at_fork(after_in_child=partial(_let_go, weakref.ref(self)))
+        _SEATS.add(self)
 
     def reserve(self, sizes: Mapping[str, int], shares: Mapping[float, int] | None = None) -> None:
         """Makes a file a kind, of so many bytes, its space on disk reserved.
@@ -283,10 +283,18 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _let_go(seat: weakref.ref[ScratchFolder]) -> None:
-    """In a fork, such as a data worker: a lock that it held would outlive the run, and so would the space."""
-    if (folder := seat()) is not None:
+_SEATS: "weakref.WeakSet[ScratchFolder]" = weakref.WeakSet()
+"""The seats of this process."""
+
+
+def _leave_in_fork() -> None:
+    """Close the locks in a fork, such as a data worker: a lock that the fork held would outlive the run."""
+    for folder in list(_SEATS):
         folder._close()
+
+
+# Once for the process: what is registered here is never removed, and would keep a callback for every folder.
+os.register_at_fork(after_in_child=_leave_in_fork)
 
 
 def _memory_bytes(path: Path) -> int | None:
