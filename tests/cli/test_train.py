@@ -89,6 +89,16 @@ def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.Captur
     assert sample and printable(sample) in out
 
 
+def test_a_run_writes_the_gradient_norm_of_every_unit(runs: Runs) -> None:
+    assert runs.train(monitor={"unit_norms": True}, train={"steps": 3}) == 0
+    header, *rows = (runs.folder / "run" / "unit_norms.csv").read_text().splitlines()
+    assert header == "step,(root),embed,blocks.0,head" and len(rows) == 3
+    for row, record in zip(rows, runs.rows(), strict=True):
+        step, *norms = row.split(",")
+        assert int(step) == record.step
+        assert math.hypot(*map(float, norms)) == pytest.approx(record.grad_norm, rel=1e-6)
+
+
 def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:
     runs.train()
     kept = runs.folder / "run" / "config.yaml"

@@ -88,6 +88,13 @@ def test_data_parallel_ranks(ranks: Any, size: int) -> None:
     ranks(size).run(train_dense, DENSE[size])
 
 
+def test_gradients_that_left_for_a_disk_count(tmp_path: Path) -> None:
+    """The squares of a gradient that has left are those of its last reduction."""
+    dense.truth("sgd", "fp32")
+    disk = {"optimizer": "disk", "disk_path": str(tmp_path)}
+    train_dense(join(quiet=True), [{"offload": disk}, {"offload": disk, "batch": {"accumulation": 1}}])
+
+
 # Slices, stages, experts ---------------------------------------------------------------------------------------------
 
 CUT = {
