@@ -1,4 +1,4 @@
-"""What the ranks of a job must have in common before one of them builds anything.
+"""Agreement: the comparison of the ranks' configurations and Plans before one of them builds anything.
 
 Every rank runs a Plan that it derives from its own configuration and its own model. A key that differs on one rank
 (``max_grad_norm: 0.5`` beside ``0.01``) makes no collective fail: each rank updates its shard of the weights by
@@ -27,11 +27,11 @@ from shardwise.plan.policy import Policy
 from shardwise.plan.words import named_ranks
 
 Statement = Mapping[str, str]
-"""Values as JSON, by name."""
+"""Values as JSON text, keyed by name."""
 
 PER_RANK = (
-    "output_dir",  # rank 0 alone writes there, and says to the others where
-    "monitor",  # rank 0 alone reports
+    "output_dir",  # only rank 0 writes there, and it sends the path to the others
+    "monitor",  # only rank 0 reports
     "comm.device",  # a rank of one host names its own accelerator
     "comm.join_timeout_s",
     "comm.debug_delay_s",
@@ -39,15 +39,15 @@ PER_RANK = (
     "data.cache",
     "data.workers",
     "offload.disk_path",  # every host has disks of its own
-    "train.sample_prompt",  # rank 0 alone prints samples
+    "train.sample_prompt",  # only rank 0 prints samples
 )
-"""Keys that ranks may set differently, those below them included, and why."""
+"""Keys that ranks may set differently, with the keys below them."""
 _SHOWN = 120
-"""Characters of a value in a refusal."""
+"""Number of characters of a value that an error message shows."""
 
 
 def stated_settings(settings: RunConfig, **arguments: Any) -> Statement:
-    """Return every key that all ranks must set alike, and the ``arguments`` of ``initialize`` in words."""
+    """Return every key that all ranks must set alike, and the ``arguments`` of ``initialize`` as JSON text."""
     keys = dict(_flat("", settings.model_dump(mode="json")))
     kept = {key: value for key, value in keys.items() if not _is_per_rank(key)}
     words = {f"initialize({name}=)": value for name, value in arguments.items()}
@@ -55,7 +55,7 @@ def stated_settings(settings: RunConfig, **arguments: Any) -> Statement:
 
 
 def stated_program(plan: Plan, settings: RunConfig) -> Statement:
-    """Return what the ranks will run: the parameters, the Units, the lists, and the resolved settings."""
+    """Return what the ranks will run: the parameters, the Units, the lists of Actions, and the resolved settings."""
     stated = dict(stated_settings(settings))
     for info in plan.registry.of_kind("parameter"):
         stated[f"the parameter {info.name}"] = (
@@ -94,7 +94,7 @@ def differing_settings(world: World, statement: Statement, timeout_s: float) -> 
 def first_difference(world: World, statement: Statement, timeout_s: float) -> str:
     """Return a sentence about the first entry of the statement that differs between the ranks. Collective.
 
-    The entry, its values and the ranks that have each value stand in the sentence. It is "" if the ranks agree.
+    The sentence contains the entry, its values and the ranks that have each value. It is "" if the ranks agree.
     """
     key = f"statement/{world.board.number('statement')}"
     world.post(key, json.dumps(statement))

@@ -1,9 +1,10 @@
-"""What ranks must have in common, or must not, at the end of a step; all ranks see the same totals and decide alike.
+"""Checks at the end of a step that ranks agree, or differ, as they must; all ranks check the same totals.
 
-learning rates and their like    equal on all ranks: a scheduler fed with a rank's own loss parts their weights
+learning rates and other rates   equal on all ranks: a scheduler that is fed with a rank's own loss makes the ranks'
+                                 weights differ
 batches of the first step        different on data-parallel ranks, equal on the ranks that share a model
-the loss that is reported        equal on the ranks of one model: one that adds up what a rank holds of the weights
-                                 is a loss of slices
+the loss that is reported        equal on the ranks of one model: a loss that adds up a rank's own part of the weights
+                                 is the loss of a slice
 """
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -28,9 +29,9 @@ class LossTolerance(NamedTuple):
     """
 
     relative: float
-    """Of the mean loss."""
+    """Largest difference relative to the mean loss."""
     absolute: float
-    """Of a loss whose terms cancel, which may be 0."""
+    """Largest absolute difference, for a loss whose terms cancel and that may be 0."""
 
 
 def loss_tolerance(parts: "Parts", config: RunConfig) -> LossTolerance:
@@ -44,7 +45,19 @@ def loss_tolerance(parts: "Parts", config: RunConfig) -> LossTolerance:
 def check_alike(
     totals: Totals, duplicates: Literal["error", "allow"], finite: bool, tolerance: LossTolerance
 ) -> None:
-    """``duplicates``: what to do about equal batches. Errors: UsageError, DataError."""
+    """Check that ranks agree in the rates and losses, and have batches of their own, at the end of a step.
+
+    Args:
+        totals: the sums over all ranks that the step's reduction returned.
+        duplicates: ``error`` if equal batches on data-parallel ranks are an error, else ``allow``.
+        finite: True if the gradients are finite; the losses are compared only then.
+        tolerance: the largest difference between losses.
+
+    Raises:
+        UsageError: if rates differ, if weights of microbatches were guessed and are uneven, and if the ranks of one
+            model report different losses.
+        DataError: if ranks of one model have different batches, or data-parallel ranks the same ones.
+    """
     if not totals.rates_agree:
         raise UsageError(
             "optimizer: the ranks work with different learning rates (or betas, momentum, weight decay), so their "

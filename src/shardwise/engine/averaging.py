@@ -1,7 +1,7 @@
 """The weights' moving average (``ema:``) in the place of the weights, between two steps.
 
-Masters and averages exchange their numbers, each rank its own pieces, and the weights are the masters' again, rounded;
-at the end of the context the same exchange brings every bit back. No memory is taken beyond a chunk.
+Each rank swaps its own pieces of masters and averages, and the weights are rounded from the masters again. At the end
+of the context the same swap restores every bit. The swap needs the extra memory of one chunk.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from shardwise.plan.errors import ConfigError, UsageError
 
 
 def check_tables(averages: bool, has_tables: bool) -> None:
-    """Raise ConfigError for an average beside embedding tables, whose rows have none."""
+    """Raise ConfigError for an average beside embedding tables, because the rows of tables have no average."""
     if averages and has_tables:
         raise ConfigError(
             "ema: the rows of embedding tables have no average, and an evaluation with averaged layers on rows of the "
@@ -24,7 +24,7 @@ def check_tables(averages: bool, has_tables: bool) -> None:
 
 @contextmanager
 def averaged(parts: Parts, away: Away) -> Iterator[None]:
-    """See ``Engine.ema``."""
+    """Replace the weights by their moving average inside the context; see ``Engine.ema``."""
     if parts.config.ema is None:
         raise UsageError("ema: this engine keeps no average of its weights; set ema: {decay: 0.999}")
     if away.is_averaged:
@@ -48,7 +48,10 @@ def averaged(parts: Parts, away: Away) -> Iterator[None]:
 
 
 def _swap(parts: Parts) -> None:
-    """Exchange masters and averages; before the first update they are equal. Collective."""
+    """Swap masters and averages. Collective.
+
+    Before the first update they are equal, and nothing is swapped.
+    """
     for bucket, optimizer in parts.trained if parts.progress.applied_steps else ():
         with bucket.opened(changes=True):
             optimizer.state.swap_average()

@@ -1,13 +1,13 @@
-"""State that leaves the device between two steps, so that another model has the memory, and comes back to the bit.
+"""Offloading of state between two steps, so that another model can use the device's memory.
 
     offload_states     weights, masters and moments -> host memory, or files of this rank; the device's memory is free
-    reload_states      back, into new memory
+    reload_states      back, into new memory, bitwise equal
 
-What leaves goes bucket by bucket through the tiers' own blocks and files (memory/tier.py). Nothing is let go before all
-of it has arrived there on all ranks: where a disk is full, the engine is as it was. State that lies on a tier in any
-case (``offload``) stays on it. Tables, buffers and single numbers of the optimizer stay where they are.
+State is copied bucket by bucket through the tiers' own blocks and files (memory/tier.py). Device memory is released
+only after all ranks have copied all of their state, so if a disk is full, the engine is unchanged. State that
+``offload`` keeps on a tier stays on that tier. Tables, buffers and single numbers of the optimizer stay where they are.
 
-Cost: each byte is written once and read once; host memory of a few buckets at a time where it goes to a disk.
+Cost: each byte is written once and read once; for a disk, host memory of a few buckets at a time.
 """
 
 from collections.abc import Collection, Mapping
@@ -32,35 +32,40 @@ _KINDS = {"weight": "weights", "master": "masters"}
 
 
 class _AwayBucket(NamedTuple):
-    """A bucket of which something is to leave, or has left."""
+    """A bucket with state to offload, or with offloaded state."""
 
     bucket: BucketState
     optimizer: FlatOptimizer | None
     held: Mapping[str, Tensor]
-    """Of weight and master what leaves, by kind; empty after it has left."""
+    """Weight and master tensors to offload, by kind; empty after they are offloaded."""
     moments: Mapping[str, TierTensor]
 
     @property
     def kinds(self) -> dict[str, TierTensor]:
-        """All that leaves."""
+        """All state of the bucket that is offloaded, by kind."""
         flat = {kind: TierTensor(tensor.numel(), tensor.dtype) for kind, tensor in self.held.items()}
         return {**flat, **self.moments}
 
 
 class Away:
-    """Of one engine."""
+    """The offloaded state of one engine."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.kinds: frozenset[str] = frozenset()
-        """Of weights, masters and moments those that are away."""
+        """Kinds of state that are offloaded: some of weights, masters and moments."""
         self.is_averaged = False
         """True while the weights are their moving average (averaging.py)."""
         self._tiers: Tiers | None = None
         self._states: list[tuple[_AwayBucket, TierState]] = []
 
     def check(self, call: str, reads_weights_alone: bool = False) -> None:
-        """Raise UsageError if what ``call`` needs is away, or is an average now."""
+        """Raise UsageError if ``call`` needs state that is offloaded, or weights that are an average now.
+
+        Args:
+            call: name of the call, for the message.
+            reads_weights_alone: True if ``call`` only reads weights, and needs neither masters nor moments.
+        """
         if self.is_averaged and not reads_weights_alone:
             raise UsageError(
                 f"{call}: inside engine.ema() the weights are their moving average, which may only be read; leave the "
@@ -73,7 +78,7 @@ class Away:
             )
 
     def leave(self, to: AwayTier, folder: Path | None, include: Collection[StateKind] | None) -> None:
-        """See ``Engine.offload_states``. Collective."""
+        """Offload state; see ``Engine.offload_states``. Collective."""
         self.check("offload_states")
         wanted = frozenset(get_args(StateKind) if include is None else include)
         folder = self._checked(to, folder, wanted)
@@ -83,7 +88,7 @@ class Away:
             hooks.recover()
         state.settle(parts, "offload_states")
         state.finish_updates(parts)
-        if to == "host" and parts.device.type == "cpu":  # it is there already
+        if to == "host" and parts.device.type == "cpu":  # the state is in host memory already
             self.kinds = wanted
             return
         leaving, failure = self._leaving(wanted), None
@@ -96,7 +101,7 @@ class Away:
             raise failure or CommError(
                 "offload_states: another rank could not move its state, and says why; all ranks have theirs as it was"
             )
-        leaving.clear()  # nobody else holds what is let go
+        leaving.clear()  # else this list would keep the tensors, and their memory would not be released
         self.kinds = wanted
         self._states = [(self._let_go(each), there) for each, there in self._states]
         for bucket in state.buckets(parts):
@@ -110,7 +115,11 @@ class Away:
         give_back_free(parts.device)
 
     def _checked(self, to: str, folder: Path | None, wanted: Collection[str]) -> Path | None:
-        """The folder of the files. Errors: UsageError."""
+        """Return the folder of the files, None for host memory.
+
+        Raises:
+            UsageError: if an argument is wrong, or the engine cannot offload state now.
+        """
         parts, found = self._parts, folder or self._parts.config.offload.disk_path
         if to not in get_args(AwayTier):
             raise UsageError(f"offload_states: {to!r} is no place for state; expected host or disk")
@@ -152,7 +161,7 @@ class Away:
         return found
 
     def _copy(self, leaving: Collection[_AwayBucket], to: AwayTier, folder: Path | None) -> None:
-        """All of it is there too."""
+        """Copy the state of all buckets to the tier; the originals stay."""
         parts, scratch = self._parts, None
         if folder is not None:
             scratch = DiskScratch(folder, parts.world.rank, parts.world.local_size)
@@ -177,7 +186,7 @@ class Away:
         self._tiers.rest()
 
     def _let_go(self, each: _AwayBucket) -> _AwayBucket:
-        """Its memory; what is left of it."""
+        """Release the bucket's device memory, and return the bucket without its tensors."""
         bucket = each.bucket
         bucket.weight.leave(each.held)
         if each.optimizer is not None and bucket.state_is_here:
@@ -190,7 +199,7 @@ class Away:
         return each._replace(held={})
 
     def come(self) -> None:
-        """See ``Engine.reload_states``."""
+        """Bring the state back; see ``Engine.reload_states``."""
         device = self._parts.device
         for each, there in self._states:
             with there.opened() as tensors:
@@ -205,7 +214,7 @@ class Away:
         self.drop()
 
     def drop(self) -> None:
-        """What is away is forgotten, and its files are removed."""
+        """Forget the offloaded state and remove its files."""
         self.kinds, self._states = frozenset(), []
         if self._tiers is not None:
             self._tiers.close()

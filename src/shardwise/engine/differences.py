@@ -1,11 +1,11 @@
-"""What a step and a model do not have in common, and what of it the user allows.
+"""Differences between a saved step and a model, and those that the user allows.
 
     missing      patterns of names of the model that the step may lack, or hold in another shape: these weights, buffers
                  and tables stay as they are and their optimizer state starts fresh
     unexpected   patterns of names of the step that the model may lack: they are passed over
 
-``*`` stands for anything, dots included. Everything else must be there, in its shape; a table whose last rows alone are
-new loads its first ones. A pattern that no name answers to is an error: it was meant for one.
+``*`` matches anything, dots included. Every other name must be in the step, in the model's shape. Of a table that only
+has more rows than in the step, the first rows are loaded. A pattern that matches no name is an error.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -15,30 +15,42 @@ from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.policy import nearest
 
 _SHOWN = 5
-"""Differences that an error names."""
+"""Number of differences that an error message names."""
 
 
 class Differences:
-    """Those of one step and one model."""
+    """The differences between one saved step and one model.
+
+    Args:
+        missing: patterns of names of the model that the step may lack.
+        unexpected: patterns of names of the step that the model may lack.
+    """
 
     def __init__(self, missing: Sequence[str] = (), unexpected: Sequence[str] = ()) -> None:
         self.missing, self.unexpected = _patterns("missing", missing), _patterns("unexpected", unexpected)
         self.kept: dict[str, str] = {}
-        """What of the model stays as it is, by name, and how the step differs there."""
+        """Tensors and tables of the model that stay as they are: how the step differs, by name."""
         self.grown: list[str] = []
-        """Tables whose last rows are not in the step."""
+        """Names of tables whose last rows are not in the step."""
         self.passed_over: list[str] = []
-        """What of the step is not read."""
+        """Names in the step that are not read."""
         self._wrong: list[str] = []
         self._lacking: list[str] = []
         self._unknown: list[str] = []
 
     def may_lack(self, *names: str) -> bool:
-        """Of something of the model with these names."""
+        """Return True if the step may lack a tensor of the model that has one of these names."""
         return any(_matches(name, self.missing) for name in names)
 
     def lacks(self, kind: str, name: str, how: str, *aliases: str) -> bool:
-        """``name`` of the model, also called ``aliases``, differs in the step by ``how``: may it stay as it is?"""
+        """Record that a tensor of the model differs in the step, and return True if it may stay as it is.
+
+        Args:
+            kind: kind of the tensor, for messages.
+            name: name in the model.
+            how: how the step differs, in words.
+            aliases: further names of the same tensor.
+        """
         if self.may_lack(name, *aliases):
             self.kept[name] = how
             return True
@@ -47,7 +59,7 @@ class Differences:
         return False
 
     def holds(self, kind: str, name: str, shape: Sequence[int]) -> None:
-        """``name`` of the step is not in the model."""
+        """Record that ``name`` of the step is not in the model."""
         if _matches(name, self.unexpected):
             self.passed_over.append(name)
         else:
@@ -55,11 +67,20 @@ class Differences:
             self._wrong.append(f"{kind} {name!r} {tuple(shape)} is not in this model")
 
     def fault(self, what: str) -> None:
-        """A difference that no pattern allows."""
+        """Record a difference that no pattern allows."""
         self._wrong.append(what)
 
     def check_patterns(self, ours: Collection[str], theirs: Collection[str], where: str) -> None:
-        """Errors: MismatchError where a pattern matches no name."""
+        """Check that every pattern matches a name.
+
+        Args:
+            ours: names of the model.
+            theirs: names of the step.
+            where: the step in words, for messages.
+
+        Raises:
+            MismatchError: if a pattern matches no name.
+        """
         for key, patterns, known, whose in (
             ("missing", self.missing, ours, "of the model"),
             ("unexpected", self.unexpected, theirs, f"in {where}"),
@@ -71,7 +92,11 @@ class Differences:
                     )
 
     def check(self, where: str) -> None:
-        """Errors: MismatchError names what differs, and the arguments that would allow it."""
+        """Raise an error if differences were recorded that are not allowed.
+
+        Raises:
+            MismatchError: if there are any; the message names them, and the arguments that would allow them.
+        """
         if not self._wrong:
             return
         more = f"; and {len(self._wrong) - _SHOWN} more" if len(self._wrong) > _SHOWN else ""
@@ -94,7 +119,7 @@ class Differences:
         )
 
     def lines(self) -> list[str]:
-        """What was allowed, for the log: a line each way."""
+        """Return log lines about the differences that were allowed, one line for each kind."""
         said = []
         if self.kept:
             each = ", ".join(f"{name} ({how})" for name, how in self.kept.items())

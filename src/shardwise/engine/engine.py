@@ -58,7 +58,10 @@ OnStep = Callable[["Engine", StepResult], None]
 
 
 class Engine(StateAccess):
-    """See the module's docstring. Made by ``shardwise.initialize``."""
+    """A model, its shards and its optimizer, with the calls that train, evaluate, save and load.
+
+    Made by ``shardwise.initialize``. The module's docstring shows a training loop.
+    """
 
     def __init__(
         self,
@@ -73,11 +76,11 @@ class Engine(StateAccess):
         record = StepInputs(check, parts.world.size > 1)
         super().__init__(parts, pipeline, record, Held(parts, original, self.close, record.before_pass))
         self.on_step: list[OnStep] = list(on_step)
-        """Called with (engine, result) after every optimizer step."""
+        """Callbacks, called with (engine, result) after every optimizer step."""
         self.weighing = Weighing(parts.config.batch.weigh_by, parts.model)
-        """What microbatches count where nothing is said."""
+        """Weights of microbatches for which the caller gives none."""
         self.monitor = Monitor(parts.config, parts.world.rank == 0, parts.device)
-        """Where numbers go after every step."""
+        """Sinks that receive the step's loss, norm, learning rate and timings after every step."""
         self._discard = StepDiscard(parts, end, record, self.weighing)
         self._forward = Forward(parts, loss, pipeline, record, self.weighing, self._discard.on_error)
         self._training = TrainingStep(
@@ -97,13 +100,18 @@ class Engine(StateAccess):
     @overload
     def __call__(
         self, *args: Any, **kwargs: Any
-    ) -> Any: ...  # a mapping: the output object of a model of a hub
+    ) -> Any: ...  # for a mapping: the output object of a Hugging Face model
 
     @tells_out_of_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``engine(batch)``: the loss of a microbatch, from the user's loss function or from the model itself.
+        """Return the loss of one microbatch, or the model's output for other arguments.
 
-        Any other arguments go to the model as they are. Floating inputs are cast to the compute dtype.
+        ``engine(batch)`` returns the loss that the user's loss function or the model itself computes. Any other
+        arguments are passed to the model unchanged, and its output is returned. Floating inputs are cast to the
+        compute dtype.
+
+        Raises:
+            UsageError: if mesh.pp is above 1, or if the weights are offloaded (``offload_states``).
         """
         self._held.away.check("engine(batch)", reads_weights_alone=True)
         return self._forward.loss(args, kwargs)
@@ -112,29 +120,46 @@ class Engine(StateAccess):
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
         """Accumulate the gradients of one microbatch.
 
-        ``weight``: how much it counts (tokens, samples). Left out, it is the number of labels that a cross entropy in
-        ``loss`` is the mean of, so that ignored labels (-100) and short batches need no word; without one, microbatches
-        count alike (``batch.weigh_by``). A rank without data runs any batch with weight 0.
-        Errors: UsageError where ``loss`` is not one number.
+        Args:
+            loss: the loss, a tensor of one element.
+            weight: how much the microbatch counts (tokens, samples). None: the number of labels that a cross entropy
+                in ``loss`` averages over, so that ignored labels (-100) and short batches are weighted correctly;
+                without a cross entropy, microbatches count alike (``batch.weigh_by``). A rank without data runs any
+                batch with weight 0.
+            retain_graph: keep the autograd graph for another backward pass, as in torch.
+
+        Raises:
+            UsageError: if ``loss`` is not one number, or has no graph.
         """
         self._held.check("backward")
         self._training.backward(loss, weight, retain_graph)
 
     def adopt_backward(self) -> None:
-        """From here on ``loss.backward()`` is ``engine.backward(loss, weight=1)``, for scripts that call it themselves.
+        """Let ``loss.backward()`` act as ``engine.backward(loss, weight=1)``, for scripts that call it themselves.
 
-        Gradients of any tensor that the model returned will do. Errors: UsageError with mesh.pp above 1.
+        The change holds for the rest of the engine's life. A backward pass may start at any tensor that the model
+        returned.
+
+        Raises:
+            UsageError: if mesh.pp is above 1.
         """
         self._training.adopt_backward()
 
     @tells_out_of_memory
     def step(self, weight: float | None = None) -> StepResult | None:
-        """End a microbatch. After the last one of a step: update the weights; else return None.
+        """End a microbatch; after the last microbatch of a step, update the weights.
 
-        Losses of several ``backward`` calls since the last ``step()`` add up. ``weight``: what sums of gradients and
-        losses are divided by on this rank, in place of the weights of its microbatches, for losses that are parts of a
-        fixed number.
-        Errors: UsageError where there was none, and inside ``no_sync``.
+        Losses of several ``backward`` calls since the last ``step()`` add up.
+
+        Args:
+            weight: the divisor of this rank's sums of gradients and losses, in place of the weights of its
+                microbatches; for losses that are parts of a fixed number.
+
+        Returns:
+            The result of the optimizer step; None if more microbatches follow.
+
+        Raises:
+            UsageError: if no backward pass came before, and inside ``no_sync``.
         """
         self._held.away.check("step")
         if self._parts.accumulation.is_last:
@@ -143,14 +168,20 @@ class Engine(StateAccess):
 
     @tells_out_of_memory
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
-        """All microbatches of one optimizer step. ``weights``: as ``backward``'s, one per microbatch.
+        """Run all microbatches of one optimizer step, and update the weights.
 
-        With mesh.pp above 1 all ranks that share a model bring the same batches. Of a list of layers (``Layers``,
-        without ``initialize(loss=...)``) the first stage reads ``inputs`` and the last one ``targets``, and a rank may
-        bring None for what it does not read: ``(inputs, None)``, ``(None, targets)``, None.
+        With mesh.pp above 1 all ranks that share a model pass the same batches. If the model is a list of layers
+        (``Layers``, without ``initialize(loss=...)``), the first stage reads ``inputs`` and the last stage
+        ``targets``, and a rank may pass None for what its stage does not read: ``(inputs, None)``, ``(None,
+        targets)``, None.
 
-        Errors: UsageError where the number of batches is not the accumulation, in the middle of a step, and where a
-        stage lacks what it reads.
+        Args:
+            batches: the microbatches of this rank, as many as the accumulation.
+            weights: one weight per microbatch, each as in ``backward``.
+
+        Raises:
+            UsageError: if the number of batches is not the accumulation, in the middle of a step, and if a stage
+                lacks an input that it reads.
         """
         self._held.check("train_step")
         self._held.known.check("train_step")
@@ -165,75 +196,94 @@ class Engine(StateAccess):
 
     @property
     def accumulation(self) -> int:
-        """Microbatches of a step."""
+        """The number of microbatches of a step."""
         return self._parts.accumulation.microbatches
 
     @property
     def open_microbatches(self) -> int:
-        """Microbatches of the running step that ``step()`` has ended."""
+        """The number of microbatches of the running step that ``step()`` has ended."""
         return self._parts.accumulation.done
 
     @property
     def open_backwards(self) -> int:
-        """Backward passes since the last ``step()``."""
+        """The number of backward passes since the last ``step()``."""
         return self._parts.accumulation.backwards
 
     def set_accumulation(self, microbatches: int) -> None:
-        """From the next step on, as many microbatches make one: another global batch. Collective, between two steps.
+        """Change the number of microbatches of a step, and so the global batch. Collective, between two steps.
 
-        Loaders of the engine deal by it; a position counts samples, and stays. ``engine.config`` keeps what was
-        configured, and so begins a run that is resumed.
-        Errors: UsageError where the ranks say unlike numbers, and in the middle of a step; DataError where a loader's
-        data holds less than a step.
+        The engine's loaders deal out the new global batch; their positions count samples and do not move.
+        ``engine.config`` keeps the configured value, and a resumed run starts with that value.
+
+        Args:
+            microbatches: the number of microbatches of every step from the next one on, equal on all ranks.
+
+        Raises:
+            UsageError: if the ranks pass different values, and in the middle of a step.
+            DataError: if the data of a loader is smaller than a step.
         """
         self._held.check("set_accumulation")
         self._training.set_accumulation(microbatches, self._loaders)
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the running microbatch is the last one of its step: ``step()`` will update."""
+        """True if the running microbatch is the last one of its step, so that ``step()`` updates the weights."""
         return self._parts.accumulation.is_last
 
     def set_boundary(self, is_boundary: bool | None) -> None:
-        """Say yourself whether the running microbatch, and all that follow, end a step; None counts them again.
+        """Set whether the running microbatch, and all that follow, end a step.
 
-        Say it before the microbatch's backward pass, on all ranks alike: afterwards it is as exact, but the reduction
-        of gradients does not overlap with the backward pass.
-        Errors: UsageError with mesh.pp above 1, where ``train_step`` has the whole step.
+        Call this before the microbatch's backward pass, on all ranks alike. A later call gives the same result, but
+        the reduction of gradients then does not overlap with the backward pass.
+
+        Args:
+            is_boundary: True if each microbatch ends a step, False if none does; None returns to counting
+                microbatches.
+
+        Raises:
+            UsageError: if mesh.pp is above 1, because ``train_step`` is then given the whole step.
         """
         self._held.check("set_boundary")
         self._training.set_boundary(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which no backward pass is the last of its step, for more of them follow before ``step()``.
+        """Return a context in which no backward pass is the last of its step, because others follow before ``step()``.
 
-        Where gradients stay whole between microbatches (stages 0 and 1) none travel inside. What is computed inside
-        adds up with what follows up to the next ``step()``: one microbatch.
-        Errors: UsageError for ``step()`` inside.
+        At ZeRO stages 0 and 1, where gradients stay whole between microbatches, no gradients are exchanged inside.
+        The backward passes inside and those that follow up to the next ``step()`` add up to one microbatch. A call of
+        ``step()`` inside the context raises UsageError.
         """
         return self._training.no_sync()
 
     @property
     def is_in_a_pass(self) -> bool:
-        """Whether a microbatch goes through the model now."""
+        """True while a microbatch passes through the model."""
         return self._parts.passes.replay.is_running
 
     def recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, for a model that calls it in its forward pass: what it computes on the way is not kept, and
-        runs again in the backward pass, with the same dropout and the same experts, which torch's own checkpoint does
-        not know. ``recompute`` of the configuration wraps whole blocks without a call."""
+        """Return ``function`` with activation checkpointing, for a model that calls it in its forward pass.
+
+        Intermediate results of ``function`` are not kept; they are computed again in the backward pass, with the same
+        dropout and the same experts, which torch's own checkpoint does not ensure. The key ``recompute`` of the
+        configuration wraps whole blocks without a call.
+        """
         return recomputed(function, self._parts.passes.replay)
 
     def prefetch(
         self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: Lanes | None = None
     ) -> Prefetcher:
-        """The same steps, each a list of microbatches, with the keys of embedding tables found and exchanged
-        ``depth`` steps (default: ``tables.prefetch_steps``) before they are computed, in a thread of its own.
+        """Return an iterator over ``steps`` that exchanges the keys of embedding tables ahead of time, in a thread.
 
-        Results do not change by a bit. Every rank brings the same number of steps. A ``Loader`` is asked for its next
-        steps, and its position is that of the step handed out last. Other iterables may yield any structure of
-        batches, so also those of an evaluation. ``lanes`` records what ran when. Between accelerators (NCCL) nothing
-        goes ahead.
+        Results are bitwise equal to those without prefetching. Every rank passes the same number of steps. Between
+        accelerators (NCCL) nothing is exchanged ahead.
+
+        Args:
+            steps: an iterable of steps, each a list of microbatches; or a ``Loader``, whose position is that of the
+                last step that the iterator returned. Iterables other than loaders may yield any structure of batches,
+                such as those of an evaluation.
+            depth: the number of steps between the exchange of a step's keys and its computation; None:
+                ``tables.prefetch_steps``.
+            lanes: a recorder of what ran when, or None.
         """
         return self._prefetcher.over(steps, depth, lanes)
 
@@ -278,14 +328,15 @@ class Engine(StateAccess):
             self.train(was_training)
 
     def ema(self) -> AbstractContextManager[None]:
-        """A context in which the weights are their moving average (``ema: {decay: ...}``), on any mesh and tier.
+        """Return a context in which the weights are their moving average (``ema: {decay: ...}``), on any mesh and tier.
 
             with engine.ema():
                 outputs = engine.predict(batches)
                 engine.save_pretrained("averaged")
 
-        Forward passes, ``state_dict`` and exports read the average inside; ``evaluate`` does so by itself unless
-        ``ema.evaluate`` is false. Afterwards the weights are as before, to the bit. Collective. Contexts can be nested.
+        Forward passes, ``state_dict`` and exports read the average inside. ``evaluate`` enters the context by itself
+        unless ``ema.evaluate`` is false. Afterwards the weights are bitwise equal to those before. Collective.
+        Contexts can be nested.
 
         Raises:
             UsageError: if the configuration has no ``ema``, in the middle of a step, and for training, saving and
@@ -294,7 +345,10 @@ class Engine(StateAccess):
         return averaged(self._parts, self._held.away)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """A context for an evaluation of one's own: that of ``ema`` where ``ema.evaluate`` asks for it. Collective."""
+        """Return the context of ``ema`` if ``ema.evaluate`` is set, else an empty one. Collective.
+
+        It serves evaluation loops that do not call ``evaluate``.
+        """
         policy = self._parts.config.ema
         return nullcontext() if policy is None or not policy.evaluate else self.ema()
 
@@ -307,11 +361,15 @@ class Engine(StateAccess):
         call: Callable[[nn.Module, Any], Any] | None = None,
         everywhere: bool = True,
     ) -> list[Any]:
-        """What the model returns for each batch, on any mesh and on every rank that shares the model; without gradients
-        and in the mode that the model is in. With a pipeline the batches follow one another through the stages.
+        """Return what the model returns for each batch, on any mesh, on every rank that shares the model.
 
-        ``call``: function of (model, batch) that is asked in place of the model. ``everywhere=False``: with a pipeline
-        the last stage alone gets the list, and the others an empty one.
+        The passes run without gradients and in the mode that the model is in. With a pipeline the batches follow one
+        another through the stages.
+
+        Args:
+            batches: the batches of this rank.
+            call: function of (model, batch) that is called in place of the model, or None.
+            everywhere: False: with a pipeline only the last stage gets the list, and the others get an empty one.
         """
         self._held.away.check("predict", reads_weights_alone=True)
         self._held.known.follow("predict")
@@ -319,12 +377,20 @@ class Engine(StateAccess):
 
     @tells_out_of_memory
     def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.
+        """Call a method of the model other than ``forward``, or a function, as one forward pass.
 
-        The weights outside the repeated blocks are there while it runs, and gradients flow as after ``engine(batch)``.
-        ``engine.run("generate", tokens, max_new_tokens=20)`` gives the tokens of one process on every rank of any mesh
-        without a pipeline. Under sequence parallelism its result may not ask for gradients: where the cut of the
-        sequence begins and ends is known of the model's own forward alone.
+        The weights outside the repeated blocks are gathered while it runs, and gradients flow as after
+        ``engine(batch)``. ``engine.run("generate", tokens, max_new_tokens=20)`` returns the tokens of one process on
+        every rank of any mesh without a pipeline.
+
+        Args:
+            method: the name of a method of the model, or a function.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
+
+        Raises:
+            UsageError: if mesh.pp is above 1, and under sequence parallelism if the result requires gradients,
+                because only the model's own forward defines where the sequence is cut.
         """
         self._held.away.check("run", reads_weights_alone=True)
         self._held.known.follow("run")
@@ -332,31 +398,38 @@ class Engine(StateAccess):
 
     @tells_out_of_memory
     def log_probs(self, batch: Any, targets: Tensor) -> Tensor:
-        """Log-probability of ``targets`` [B, T] under the model, each from the logits at its place: [B, T], with
-        gradients outside of ``torch.no_grad()``. 0 where a target is -100; fp32, or fp64 for an fp64 model.
+        """Return the log-probability of each of the ``targets`` under the model, from the logits at the same place.
 
-        ``batch`` is what the model is called with, without labels. ``logits[:, t]`` are about what follows token t, so
-        for a causal model: ``engine.log_probs({"input_ids": tokens[:, :-1]}, tokens[:, 1:])``. Under tensor parallelism
-        a causal model of transformers never makes the whole logits for it. For distillation and other uses of whole
-        logits call the model without labels.
+        Under tensor parallelism a causal model of transformers never computes the whole logits for this call. For
+        distillation and other uses of whole logits, call the model without labels.
 
             loss = -(advantage * engine.log_probs({"input_ids": tokens[:, :-1]}, tokens[:, 1:])).mean()
             engine.backward(loss)
 
-        Errors: UsageError with mesh.pp above 1, and where the model gives no logits of that shape.
+        Args:
+            batch: the model's input, without labels.
+            targets: token indices, [B, T]. ``logits[:, t]`` predict the token after token t, so a causal model takes
+                ``engine.log_probs({"input_ids": tokens[:, :-1]}, tokens[:, 1:])``.
+
+        Returns:
+            Log-probabilities, [B, T], with gradients outside of ``torch.no_grad()``; 0 if a target is -100; fp32, or
+                fp64 for an fp64 model.
+
+        Raises:
+            UsageError: if mesh.pp is above 1, and if the model returns no logits of that shape.
         """
         self._held.away.check("log_probs", reads_weights_alone=True)
         return self._forward.log_probs(batch, targets)
 
     def train(self, mode: bool = True) -> "Engine":
-        """The model's training mode."""
+        """Set the model to training mode, or to evaluation mode if ``mode`` is False, and return the engine."""
         self.module.train(mode)
         for stage in self._parts.stages:
             stage.module.train(mode)
         return self
 
     def eval(self) -> "Engine":
-        """The model's evaluation mode."""
+        """Set the model to evaluation mode, and return the engine."""
         return self.train(False)
 
     # Another model's turn ---------------------------------------------------------------------------------------
@@ -368,38 +441,52 @@ class Engine(StateAccess):
         folder: str | Path | None = None,
         include: Collection[StateKind] | None = None,
     ) -> None:
-        """Between two steps: weights, masters and moments leave the device, for another model to have its memory, until
-        ``reload_states()`` brings them back to the bit. Collective.
+        """Move weights, masters and moments off the device until ``reload_states()``. Collective, between two steps.
 
-        ``to``: ``host`` memory, or files on a ``disk`` in ``folder`` (default: ``offload.disk_path``). On CPU ranks
-        ``host`` is where state lies, so a disk alone gives memory back. ``include``: some of ``weights``, ``masters``
-        and ``moments``; while weights stay, forward passes go on. Masters of the weights' dtype are the weights. State
-        that ``offload`` keeps off the device stays where it is, and so do tables and buffers. Until
-        ``reload_states()`` everything else that needs what has left is a UsageError which names it.
-        Errors: UsageError in the middle of a step and where it is away already; ConfigError, TierError of the folder
-        and the disk, CommError on ranks whose own did not fail; all state is as it was then.
+        Another model can use the memory meanwhile; ``reload_states()`` restores every bit. State that ``offload``
+        keeps off the device stays where it is, and so do tables and buffers. Until ``reload_states()``, a call that
+        needs offloaded state raises UsageError, and the message names that state. If offloading fails, all state is
+        as before.
+
+        Args:
+            to: ``host`` for host memory, or ``disk`` for files in ``folder``. On CPU ranks state lies in host memory
+                already, so only ``disk`` frees memory.
+            folder: folder of the files; None: ``offload.disk_path``.
+            include: some of ``weights``, ``masters`` and ``moments``; None: all. While weights stay, forward passes
+                can run. Masters of the weights' dtype are the weights themselves.
+
+        Raises:
+            UsageError: in the middle of a step, and if state is offloaded already.
+            ConfigError: if the folder cannot be used.
+            TierError: if the disk fails.
+            CommError: on the ranks that did not fail, if another rank failed.
         """
         self._held.check("offload_states")
         self._held.away.leave(to, None if folder is None else Path(folder), include)
 
     @named
     def reload_states(self) -> None:
-        """End of ``offload_states``; without one it does nothing. Errors: TierError, DamagedError."""
+        """Bring back what ``offload_states`` has moved; do nothing if nothing is offloaded.
+
+        Raises:
+            TierError: if a file cannot be read.
+            DamagedError: if a file has other contents than were written.
+        """
         self._held.away.come()
 
     # Stopping together -----------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop after the running step; safe in a signal handler."""
+        """Request that all ranks stop after the running step; safe in a signal handler."""
         self._training.stop.wanted = True
 
     @property
     def stop_requested(self) -> bool:
-        """True on all ranks alike after the step in which any rank had called ``request_stop``."""
+        """True, on all ranks alike, after the step in which any rank had called ``request_stop``."""
         return self._training.stop.seen
 
     def agree(self, flag: bool) -> bool:
-        """True on all ranks where it is true on any. Collective."""
+        """Return True on all ranks if ``flag`` is true on any rank. Collective."""
         return metrics.agree(self._parts, flag)
 
     # Data ------------------------------------------------------------------------------------------------------
@@ -414,18 +501,28 @@ class Engine(StateAccess):
         workers: int = 0,
         epochs: int | None = None,
     ) -> Passes:
-        """This rank's share of a Dataset, a DataLoader or an IterableDataset: each ``for`` over it is one pass.
+        """Return a loop over this rank's share of a data set; each ``for`` over it is one pass.
 
-        Data-parallel ranks get different samples, the ranks of one model the same; the order is drawn from
-        (train.seed, pass) and does not depend on the number of ranks. The position is saved and loaded with the
-        engine, so a run goes on in the middle of a pass; make loaders in the same order in every run.
+        Data-parallel ranks get different samples, and the ranks of one model the same samples. The order is drawn
+        from (train.seed, pass) and does not depend on the number of ranks. The position is saved and loaded with the
+        engine, so a run can resume in the middle of a pass; make loaders in the same order in every run. ``len`` of
+        the result is the number of microbatches of a pass, and its ``count_steps(passes)`` the number of optimizer
+        steps, as a scheduler needs.
 
-        ``batch_size``: samples per rank and forward pass, where ``batch.micro_size`` and ``batch.global_size`` do not
-        say it; all of them win over the DataLoader's own. ``len`` of the result counts microbatches of a pass, its
-        ``count_steps(passes)`` optimizer steps, as a scheduler does. Of a DataLoader its collate_fn, workers and
-        shuffling are kept; one with a sampler of its own is read as a stream of batches, dealt to the ranks.
-        ``epochs`` ends a ``BatchedDataset`` after as many passes.
-        Errors: ConfigError without a batch size or where it contradicts the configuration, DataError.
+        Args:
+            data: a Dataset, a DataLoader or an IterableDataset. Of a DataLoader, its collate_fn, workers and
+                shuffling are kept; a DataLoader with its own sampler is read as a stream of batches, which are dealt
+                to the ranks.
+            batch_size: samples per rank and forward pass, if ``batch.micro_size`` and ``batch.global_size`` do not
+                determine that number. All three override the DataLoader's own batch size.
+            shuffle: draw a new order for every pass.
+            collate_fn: function that makes a batch of a list of samples, or None.
+            workers: number of worker processes.
+            epochs: number of passes after which a ``BatchedDataset`` ends.
+
+        Raises:
+            ConfigError: if there is no batch size, or ``batch_size`` contradicts the configuration.
+            DataError: if the data cannot be used.
         """
         return self._loaders.make(data, batch_size, shuffle, collate_fn, workers, epochs)
 
@@ -437,21 +534,29 @@ class Engine(StateAccess):
         collate_fn: Collate | None = None,
         workers: int = 0,
     ) -> Iterator[Weighted]:
-        """(batch, samples that count) pairs for one ``engine.evaluate``, or a loop with ``engine.gather_metrics``.
+        """Return (batch, number of samples that count) pairs for one ``engine.evaluate`` or an evaluation loop.
 
-        Every sample once over all ranks, in order. Every rank gets as many pairs; in one that fills up, 0 count."""
+        The pairs contain every sample once over all ranks, in order. Every rank gets the same number of pairs; in a
+        pair that only fills up, 0 samples count. ``engine.gather_metrics`` takes that number as ``samples``.
+
+        Args:
+            data: a Dataset or a DataLoader.
+            batch_size: samples of a batch; None: that of the DataLoader, else ``batch.micro_size``, else 1.
+            collate_fn: function that makes a batch of a list of samples, or None.
+            workers: number of worker processes.
+        """
         return self._loaders.for_evaluation(data, batch_size, collate_fn, workers)
 
     # Around a loop ---------------------------------------------------------------------------------------------
 
     def print(self, *values: Any, **options: Any) -> None:
-        """``print`` on rank 0 alone."""
+        """Print ``values`` on rank 0 only; ``options`` are those of Python's ``print``."""
         if self.is_main:
             print(*values, **options)
 
     @named
     def barrier(self) -> None:
-        """Wait until every rank is here. Collective."""
+        """Wait until every rank has called this method. Collective."""
         self.agree(False)
 
     @overload
@@ -464,18 +569,27 @@ class Engine(StateAccess):
 
     @named
     def gather_metrics(self, *values: Tensor, samples: int | None = None) -> Tensor | tuple[Tensor, ...]:
-        """The rows of a tensor from all data-parallel ranks, in their order, on every rank: [B, ...] -> [ΣB, ...].
+        """Return the rows of each tensor from all data-parallel ranks, [B, ...] -> [ΣB, ...]. Collective.
 
-        Ranks may bring unlike numbers of rows, and none; a number [] counts as one row. ``samples``: how many of the
-        rows count, as ``evaluation_loader`` says; what only fills up is left out. Several tensors give a tuple.
-        Collective. Errors: UsageError where there are fewer rows than ``samples``.
+        Every rank gets all rows, in the order of the ranks.
+
+        Args:
+            values: tensors; a scalar counts as one row. Ranks may pass different numbers of rows, also none.
+            samples: the number of rows that count, as ``evaluation_loader`` yields it; rows that only fill up are
+                dropped. None: all rows.
+
+        Returns:
+            One tensor, or a tuple if several tensors are given.
+
+        Raises:
+            UsageError: if a tensor has fewer rows than ``samples``.
         """
         found = tuple(metrics.gather_rows(self._parts.dp, self.device, value, samples) for value in values)
         return found[0] if len(found) == 1 else found
 
     @property
     def not_loaded(self) -> list[str]:
-        """Names that the last ``load`` left as they start (``missing``)."""
+        """The names that the last ``load`` left at their initial values (``missing``)."""
         return self._saves.not_loaded
 
     # Saving ----------------------------------------------------------------------------------------------------
@@ -491,20 +605,34 @@ class Engine(StateAccess):
         score: float | None = None,
         higher_is_better: bool = False,
     ) -> None:
-        """Save a step under ``directory``. Collective. Returns when the state is copied to host memory and writes on
-        behind training, unless ``asynchronous`` (default: ``checkpoint.asynchronous``) is false.
+        """Save a step under ``directory``. Collective.
 
-        ``trainer``: JSON data of the user's, which ``load`` returns; ``texts``: small files to go along. ``score``:
-        what an evaluation of this step gave, equal on all ranks; the step with the best one so far (``best``) is kept
-        whatever ``checkpoint.keep_last`` says, also after a resume.
-        Errors: CheckpointError where `checkpoint.tolerate_failures` saves and one more failed in a row.
+        The call returns when the state is copied to host memory; the files are written in the background, unless
+        ``asynchronous`` is false.
+
+        Args:
+            directory: folder of the run's steps.
+            trainer: JSON data of the user, which ``load`` returns.
+            asynchronous: write in the background; None: ``checkpoint.asynchronous``.
+            texts: contents of small files to store with the step, by name.
+            score: result of an evaluation of this step, equal on all ranks. The step with the best score so far
+                (``best``) is kept whatever ``checkpoint.keep_last`` is, also after a resume.
+            higher_is_better: True if a larger score is better.
+
+        Raises:
+            CheckpointError: if more saves in a row have failed than ``checkpoint.tolerate_failures`` allows.
         """
         self._held.away.check("save")
         self._held.known.check("save")
         self._saves.save(directory, trainer, score, higher_is_better, asynchronous=asynchronous, texts=texts)
 
     def is_best(self, score: float, higher_is_better: bool = False) -> bool:
-        """Whether ``score`` is better than that of every step saved with one so far; NaN never is."""
+        """Return True if ``score`` is better than the scores of all steps saved with a score; False for NaN.
+
+        Args:
+            score: the score to compare.
+            higher_is_better: True if a larger score is better.
+        """
         return self._saves.is_best(score, higher_is_better)
 
     @together
@@ -516,20 +644,29 @@ class Engine(StateAccess):
         unexpected: Sequence[str] = (),
         required: bool | None = None,
     ) -> dict[str, Any] | None:
-        """Load a step, or the newest whole one of a folder, whatever layout saved it. Collective.
+        """Load a step, or the newest complete step of a folder, whatever layout saved it. Collective.
 
-        A running step ends: its microbatches and their gradients are dropped, as by ``discard()``.
+        The running step ends: its microbatches and their gradients are dropped, as by ``discard()``. A warning lists
+        the names that matched ``missing`` and ``unexpected``; ``not_loaded`` keeps the former.
 
-        ``missing``: patterns of names (``head.*``, ``tables.user``; ``*`` stands for anything) of weights, buffers and
-        embedding tables that the step may lack or hold in another shape. They stay as they start, their optimizer
-        state is fresh, and all else is restored exactly; of a table that only grew, the first rows load.
-        ``unexpected``: patterns of names that the step may hold and the model lacks. A warning lists both, and
-        ``not_loaded`` the first. ``required``: True if a folder without a step is an error; False if a folder that does
-        not exist yet is none, for a run that goes on from its own folder where there is something to go on from.
+        Args:
+            directory: a step, or a folder of steps.
+            weights_only: load only the weights, as at the start of a fresh run.
+            missing: patterns of names (``head.*``, ``tables.user``; ``*`` matches anything) of weights, buffers and
+                embedding tables that the step may lack or hold in another shape. These keep their initial values,
+                with fresh optimizer state, and all else is restored exactly; of a table that only grew, the first
+                rows are loaded.
+            unexpected: patterns of names that the step may hold and the model lacks.
+            required: True if a folder without a step is an error; False if a folder that does not exist yet counts as
+                a folder without a step, for a run that resumes from its own folder if possible.
 
-        Returns what ``save`` got as ``trainer``; None where the folder holds no step.
-        Errors: CheckpointError where the path does not exist or is a file; MismatchError names the first tensors that
-        differ, or a pattern that matches nothing; DamagedError the damaged file and tensor.
+        Returns:
+            The data that ``save`` was given as ``trainer``; None if the folder holds no step.
+
+        Raises:
+            CheckpointError: if the path does not exist or is a file.
+            MismatchError: if tensors differ, or a pattern matches nothing; the message names the first of them.
+            DamagedError: if a file is damaged; the message names the file and the tensor.
         """
         self._held.away.check("load")
         if self._parts.accumulation.passes:
@@ -540,28 +677,33 @@ class Engine(StateAccess):
         return self._saves.load(directory, weights_only, missing, unexpected, required)
 
     def wait_for_save(self) -> None:
-        """Return when a save that runs behind training is committed; raises what went wrong with it."""
+        """Wait until a save that runs in the background is committed; raise its error if it failed."""
         self._parts.folders.wait()
 
     @together
     def close(self, whole: bool = True) -> None:
-        """Finish what runs behind training and give the model back as it came: without hooks, its own dropout, forward
-        passes and dtypes, and its weights whole again, as precise as the masters that the optimizer updated. It trains
-        on in plain torch, and ``initialize`` takes it again.
+        """Finish background work and give the model back as plain torch.
 
-        Collective where weights or masters lie in pieces (stage 3; stages 1 and 2 with masters of a wider dtype than
-        the weights): every rank gathers them. ``whole=False`` leaves the weights as they lie, for a model that is not
-        used any more, and so does an exception on its way through (``finally: engine.close()``), for other ranks may
-        not come. Where whole weights do not fit the memory that is free they stay so too, with a warning. Under tp, pp
-        and ep a rank keeps its own part of the model either way. A second call does nothing.
+        The model is again without hooks, with its own dropout, forward passes and dtypes, and with whole weights, as
+        precise as the masters that the optimizer updated. It can train on in plain torch, or be passed to
+        ``initialize`` again. A second call does nothing.
 
-        What its loaders read ahead is dropped and their threads end; a loop over one goes on, and starts them again.
+        Collective if weights or masters are cut (stage 3; stages 1 and 2 with masters of a wider dtype than the
+        weights), because every rank gathers them. The weights stay cut, with a warning, if whole weights do not fit
+        the free memory. They also stay cut while an exception propagates (``finally: engine.close()``), because other
+        ranks may not reach the call. Under tp, pp and ep a rank keeps its own part of the model in any case.
+
+        Batches that loaders have read ahead are dropped and their threads end; a loop over a loader can continue, and
+        starts the threads again.
+
+        Args:
+            whole: False leaves the weights as they are, for a model that is not used any more.
         """
         if self.is_closed:
             return
         self.wait_for_save()
         self._training.tell_of_unstepped(sys.exc_info()[0] is None)
-        if self._parts.accumulation.passes:  # its gradients would stay on the model
+        if self._parts.accumulation.passes:  # else their gradients would stay on the model
             self.discard()
         self._record.close()
         self._training.close()
@@ -569,15 +711,17 @@ class Engine(StateAccess):
         is_calm = sys.exc_info()[0] is None
         try:
             self._held.give_back(whole and is_calm)
-        finally:  # a disk that cannot be read is let go of all the same
+        finally:  # release files and threads also if a disk could not be read
             if self._parts.site.tiers is not None:
                 self._parts.site.tiers.close()
-        if is_calm:  # else a reader may hang on what went wrong
+        if is_calm:  # after an error a reader thread may hang on what failed, and close() would wait for it
             self._loaders.close()
         if self.world.ends_with_engine:
             self.world.release()
 
     def discard(self) -> None:
-        """Drop the microbatches of this step and their gradients, as ``zero_grad()`` does in a plain loop; all ranks
-        alike."""
+        """Drop the running step's microbatches and their gradients, as ``zero_grad()`` does in a plain loop.
+
+        All ranks must call this method alike.
+        """
         self._discard()

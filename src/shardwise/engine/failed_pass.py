@@ -1,9 +1,9 @@
-"""Words for a forward pass that fails in the model's own code: the module it failed in, and what the batch holds.
+"""Explanations of errors in the model's own forward code: the module that failed, and the contents of the batch.
 
     an array of numpy in the batch    UsageError that names the entry
     any other error                   the same error, with a note that names the module and the tensors of the batch
 
-Cost: nothing in a pass that ends.
+Cost: nothing in a pass that succeeds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,15 +17,18 @@ from torch import Tensor, nn
 from shardwise.plan.errors import ShardwiseError, UsageError
 
 _ENTRIES = 8
-"""Tensors that a note describes."""
+"""Number of tensors that a note describes."""
 
 
 @contextmanager
 def explained(batch: Any) -> Iterator[None]:
-    """Explain an error of the pass inside, whose model is given ``batch``.
+    """Explain an error that the forward pass inside the context raises.
+
+    Args:
+        batch: the batch that the model is given.
 
     Raises:
-        UsageError: if the pass fails on an array of numpy.
+        UsageError: if the pass fails on a NumPy array.
     """
     try:
         yield
@@ -69,7 +72,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a batch with the keys or places that lead to them."""
+    """Yield the leaves of a batch with the keys or indices that lead to them."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _entries(inner, f"{name}[{key!r}]")

@@ -1,8 +1,9 @@
 """A fingerprint of the batches that a rank computed in its first step.
 
-Two data-parallel ranks on the same samples do the work of one, and nothing in loss or gradients shows it. Ranks that
-share a model must be given the same samples, and if they are not, loss and gradients look plausible too. Both are seen
-by 48 bits a rank, which travel once, in the reduction that ends the first step (step.py).
+If two data-parallel ranks compute the same samples, they do the work of one, and neither loss nor gradients show it.
+Ranks that share a model must be given the same samples, and if they are not, loss and gradients look plausible too.
+Both errors are detected by 48 bits per rank, which are exchanged once, in the reduction that ends the first step
+(step.py).
 """
 
 import hashlib
@@ -15,18 +16,21 @@ from torch import Tensor
 from shardwise.plan.pytree import tensors_in
 
 _BITS = 48
-"""A sum of one such number and zeros is exact in fp64."""
+"""Bits of a fingerprint. The sum of one such number and zeros is exact in fp64."""
 
 
 class Fingerprint:
-    """Of batches, one after another."""
+    """A hash of batches that are added one after another."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_BITS // 8)
         self._tells = False
 
     def add(self, batch: Any) -> None:
-        """Take one in. Batches that any rank might hold, without elements or of one value alone, tell nothing."""
+        """Add a batch to the hash, unless it is empty or all its elements are equal.
+
+        Any rank might hold such a batch, so it cannot show that two ranks have the same data.
+        """
         tensors = list(tensors_in(batch))
         if all(_is_plain(tensor) for tensor in tensors):
             return
@@ -37,7 +41,7 @@ class Fingerprint:
 
     @property
     def value(self) -> int:
-        """1 to 2^48; 0 where there was nothing to tell ranks apart by."""
+        """The hash, from 1 to 2^48; 0 if no batch that distinguishes ranks was added."""
         return int.from_bytes(self._hash.digest(), "little") or 1 if self._tells else 0
 
 
@@ -55,7 +59,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def same(values: list[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of indices whose fingerprints are equal and tell something."""
+    """Yield the pairs of indices whose fingerprints are equal and not 0."""
     first: dict[int, int] = {}
     for index, value in enumerate(values):
         if value and value in first:

@@ -1,4 +1,4 @@
-"""Folders of saved steps: one writer for each, which all saves and loads of an engine go through."""
+"""Folders of saved steps: all saves and loads of an engine that use one folder share one writer."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a path that no run can have saved steps in.
+    """Check that a path may be a folder with saved steps.
 
     Raises:
-        CheckpointError: if nothing is there, if it is a file, or if the steps lie in a folder inside.
+        CheckpointError: if the path does not exist, if it is a file, or if the steps lie in a folder inside.
     """
     inside = steps_at(path) if path.is_dir() else None
     if inside not in (None, path):
@@ -35,7 +35,7 @@ def check_folder(path: Path) -> None:
 
 
 def _instead(file: Path) -> str:
-    """Return the call that takes a file which ``engine.load`` does not."""
+    """Return the call that loads a file which ``engine.load`` does not load."""
     step = next((each for each in file.absolute().parents if (each / "manifest.json").is_file()), None)
     if step is not None:
         return f"It belongs to the step {step}: load({str(step)!r})"
@@ -49,7 +49,13 @@ def _instead(file: Path) -> str:
 
 
 class Folders:
-    """Of one engine. ``number``: which engine of its world it is, the same on all ranks."""
+    """The folders of saved steps that one engine uses.
+
+    Args:
+        world: the ranks.
+        policy: the configuration of checkpoints.
+        number: number of this engine among those of its world, the same on all ranks.
+    """
 
     def __init__(self, world: World, policy: CheckpointPolicy, number: int) -> None:
         self._world = world
@@ -59,7 +65,7 @@ class Folders:
         self._exchanges = 0
 
     def at(self, folder: Path) -> Checkpoints:
-        """The one ``Checkpoints`` of a folder."""
+        """Return the one ``Checkpoints`` object of a folder."""
         key = folder.absolute()
         if key not in self._open:
             peers = self._world if self._world.size > 1 else Solo()
@@ -68,25 +74,28 @@ class Folders:
 
     @property
     def copy_bytes(self) -> int:
-        """Of host memory that saves are copied to."""
+        """Bytes of host memory that saves copy the state to."""
         return sum(checkpoints.copy_bytes for checkpoints in self._open.values())
 
     def exchange(self, what: str, text: str) -> list[str]:
-        """Each rank's ``text``, in their order, over the store: no collective of the training is disturbed."""
+        """Return the ``text`` of every rank, in rank order, through the store.
+
+        No collective of the training is involved, so a thread may call this while the step runs.
+        """
         if self._world.size == 1:
             return [text]
         self._exchanges += 1
-        # Several engines of a world share its store.
+        # The engine's number is in the key because several engines of a world share its store.
         key = f"engine/{self._number}/{what}/"
         self._world.post(f"{key}{self._exchanges}", text)
         texts = self._world.collect(
             f"{key}{self._exchanges}", self._policy.timeout_s, f"the exchange of {what}"
         )
         if self._world.rank == 0 and self._exchanges > 1:
-            self._world.forget(f"{key}{self._exchanges - 1}")  # whoever posted these has read those before
+            self._world.forget(f"{key}{self._exchanges - 1}")  # a rank posts only after it has read the texts of the exchange before
         return texts
 
     def wait(self) -> None:
-        """Return when saves that run behind training are committed; raises what went wrong with one."""
+        """Wait until saves that run in the background are committed; raise the error of one that failed."""
         for checkpoints in self._open.values():
             checkpoints.wait()

@@ -1,14 +1,14 @@
-"""The one table from Kind to handler: what a rank does for each Action of its list.
+"""The table from Kind to handler: the function that a rank calls for each Action of its list.
 
     F, B           of a stage: its module computes, by the schedule's executor or by the user's own Python
-                   of a Unit: nobody announced it, so the cursor went by it
+                   of a Unit: no hook reported the pass, so the walker went past it
     SEND, RECV     parallel/pipeline/executor.py
     BRING, UNSHARD, RESHARD, RECALL, REDUCE      parallel/zero/windows.py
     ASK, FETCH, DELIVER (and STEP of tables)     engine/table_units.py
     SUM, NORM, DIRECT, TRUST, DEAL               engine/step.py
     ADOPT, LOAD, STEP, STORE                     engine/step.py
 
-A new Kind needs a line here and whoever does it.
+A new Kind needs a line in this table and a handler.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,14 @@ from shardwise.plan.walker import Handler
 def handlers_of(
     stages: Sequence[UnitHooks], end: StepEnd, tables: TableUnits, schedule: ScheduleExecutor | None
 ) -> Mapping[Kind, Handler]:
-    """Handlers for the Units of ``stages``, numbered through, and for what serves them. ``schedule``: of a pipeline."""
+    """Return the handler of each Kind.
+
+    Args:
+        stages: hooks of this rank's stages; the Units of all stages are numbered consecutively.
+        end: the end of a step.
+        tables: the Units of embedding tables.
+        schedule: the executor of a pipeline's schedule, or None.
+    """
     hooks_of = [hooks for hooks in stages for _ in hooks.states]
 
     def of_unit(do: Callable[[UnitWindows, Action], None]) -> Handler:
