@@ -1,30 +1,30 @@
-"""Check: the first step of a cut model, compared with the uncut one before any weight moves.
+"""Check: the comparison of a cut model's first step with the uncut model, before any weight is updated.
 
-What is left out of a sum over "tp", or of what passes from stage to stage, or is summed once too often over the ranks
-that share experts, changes gradients and may leave the loss as it was. So one rank of those that share a microbatch
-(the one that reports its loss; along "ep" alone every rank) puts the whole model together once more, runs the step's
-microbatches on it with the same dropout, and compares
+A term that is missing in a sum over "tp" or in a message between stages, or that is summed once too often over the
+ranks that share experts, changes gradients and may leave the loss unchanged. So one rank of those that share a
+microbatch (the rank that reports its loss; if only "ep" cuts the model, every rank) assembles the whole model again,
+runs the step's microbatches on it with the same dropout, and compares
 
     the mean loss, the gradient of every parameter                      of all data-parallel ranks' batches
-    the norm of these gradients                                         with the one that they are clipped by
+    the norm of these gradients                                         with the norm that is used for clipping
 
     dtype          loss      gradient, of max(its own norm, 1e-3 of the whole)
     fp64, no tp    1e-9      1e-9
     fp64, rounded  1e-4      1e-3      to fp32 inside, as an operation of the uncut model's forward shows
     fp32, slices   1e-3      1e-2      sums in another order
-    16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32. So for models that
-                                       round to 16 bits inside, and where torch may round products of matrices
-                                       (torch.set_float32_matmul_precision)
+    16 bits        5e-2      0.3       relative to the whole gradient only: the uncut model computes in fp32. The same
+                                       holds for models that round to 16 bits inside, and if torch may round products
+                                       of matrices (torch.set_float32_matmul_precision)
 
-The copy has the user's hooks (uncut.py) and runs under the autocast of the passes; it draws what they drew, from the
-same states of the generators (memory/draws.py). Where a loss was computed outside of the engine's call, the outputs of
-the model are compared, and its gradients given those of the outputs: what reached them in the real backward passes is
-what the copy's backward pass begins with.
+The copy has the user's hooks (uncut.py) and runs under the autocast of the passes. It draws the same random numbers,
+from the same states of the generators (memory/draws.py). If a loss was computed outside of the engine's call, the
+outputs of the model are compared, and the copy's backward pass starts with the gradients that reached these outputs in
+the real backward passes.
 
-No number of the run changes: random generators are put back, buffers and modules are copies, traffic is not counted.
-Where the models cannot be compared (the model cannot be copied, holds tables, does not fit beside what is there; a loss
-reaches weights by another way than by the engine's call; batch norms are synchronized) a warning says so and why, and
-under tp a model with hooks of a user's, which see slices there, is refused.
+No number of the run changes: random generators are restored, buffers and modules are copies, traffic is not counted.
+If the models cannot be compared (the model cannot be copied, holds tables, or does not fit the free memory; a loss
+depends on weights other than through the engine's call; batch norms are synchronized), a warning gives the reason.
+Under tp a model with hooks of the user, which see slices, is then refused.
 
 Cost: once, the whole weights and gradients on the ranks of one model, and a step of the uncut model on one of them.
 """
@@ -66,17 +66,18 @@ _TEXT_BYTES = 2000
 _NAMED = 5
 _SHARE_OF_FREE = 0.25
 _COPIES = 4
-"""Of all parameters, in memory at a time: weights of the uncut model, its gradients (in fp64 when they are compared),
-gradients of the cut one."""
+"""Copies of all parameters in memory at a time: weights of the uncut model, its gradients (in fp64 when they are
+compared), gradients of the cut model."""
 _NORM = 1e-3
-"""Largest relative error of the norm beside the gradients that it is of; they may be in 16 bits."""
+"""Largest relative difference between the norm used for clipping and the norm of the gradients, which may be in 16
+bits."""
 _LOW = (torch.bfloat16, torch.float16)
 _MOST_OPEN = 8
-"""Passes without a backward pass that are kept outside of a pipeline; with them their graphs are."""
+"""Passes without a backward pass that are kept if there is no pipeline. Each keeps its graph in memory."""
 
 
 class Tolerances(NamedTuple):
-    """Largest relative errors."""
+    """The largest relative errors of the loss and of a gradient."""
 
     loss: float
     gradient: float
@@ -84,21 +85,21 @@ class Tolerances(NamedTuple):
 
 @dataclass
 class _Output:
-    """A tensor that a pass returned: ``tensor`` as it was, and the gradient that reached it from outside."""
+    """A tensor that a pass returned, its version then, and the gradient that reached it from outside."""
 
     tensor: Tensor
     version: int
     gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """A backward pass has brought ``gradient``."""
+        """Add a gradient that a backward pass has computed for this tensor."""
         gradient = gradient.detach()
         self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
 
 
 @dataclass(eq=False)
 class _Pass:
-    """A forward pass with gradients, and what came back to it."""
+    """A forward pass with gradients: its arguments, its outputs and their gradients."""
 
     args: Any
     kwargs: Any
@@ -108,17 +109,25 @@ class _Pass:
     outputs: dict[str, _Output] = field(default_factory=dict)
     """The tensors that the pass returned, by their paths in the output."""
     nodes: set[Any] = field(default_factory=set)
-    """Of the graph, where it is left to the caller."""
+    """Graph nodes of the outputs, if the caller computes the loss from them."""
     losses: list[Tensor] = field(default_factory=list)
-    """The loss that it returned, where there is one."""
+    """The loss that the pass returned; empty if it returned none."""
     weight: float = 0.0
     scale: float = 1.0
     is_loss: bool = True
-    """Whether backward passes began at the loss that it returned."""
+    """True if backward passes began at the loss that the pass returned."""
 
 
 class Check:
-    """Of one engine's first step. ``uncut`` on the rank that compares, None on those that share a model with it."""
+    """The comparison of one engine's first step with the uncut model.
+
+    Args:
+        parts: the parts of the engine.
+        settings: the resolved configuration.
+        loss: the user's loss function, or None.
+        uncut: the uncut model on a rank that compares; None on the ranks that share a model with it.
+        recomputed: names of the blocks that are recomputed.
+    """
 
     def __init__(
         self, parts: Parts, settings: RunConfig, loss: Loss | None, uncut: Uncut | None, recomputed: list[str]
@@ -132,7 +141,7 @@ class Check:
         self._running: list[_Pass] = []
         self._passes: list[_Pass] = []
         self._unknown = ""
-        """Why gradients of the step cannot be computed once more."""
+        """The reason why the gradients of the step cannot be computed again; "" if they can."""
         self._handles: list[Any] = []
         self._rounds_inside = False
         self._rounds_to_fp32 = False
@@ -141,7 +150,7 @@ class Check:
     # During the step -------------------------------------------------------------------------------------------
 
     def sees(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A forward pass with gradients begins."""
+        """Record the arguments of a forward pass with gradients that begins."""
         if not self._buffers:
             held = state.own_buffers(self._parts)
             self._buffers = {name: buffer.detach().clone() for name, buffer in held.items()}
@@ -158,7 +167,7 @@ class Check:
         self._running.append(_Pass(own_args, own_kwargs, cast))
 
     def returned(self, output: Any, microbatch: int) -> Any:
-        """Return what the pass gave, such that the gradients which reach it are seen."""
+        """Record the output of the pass, and return it with hooks that record the gradients which reach it."""
         if self._uncut is None or not self._running:
             return output
         run = self._running[-1]
@@ -186,7 +195,7 @@ class Check:
         return output
 
     def begins(self, loss: Tensor) -> None:
-        """A backward pass from ``loss`` begins."""
+        """Check, before a backward pass from ``loss``, that the loss reaches weights only through recorded outputs."""
         if self._uncut is None or self._unknown:
             return
         runs = [*self._running, *self._passes]
@@ -198,7 +207,13 @@ class Check:
             )
 
     def counts(self, loss: Tensor, weight: float, scale: float) -> None:
-        """The backward pass from ``loss`` has run, which counts ``weight`` and was multiplied by ``scale``."""
+        """Record the weight and the scale of the backward pass from ``loss`` that has run.
+
+        Args:
+            loss: the loss.
+            weight: weight of the microbatch.
+            scale: factor of the loss in the backward pass.
+        """
         if self._uncut is None:
             return
         reached = [run for run in self._running if any(o.gradient is not None for o in run.outputs.values())]
@@ -207,7 +222,7 @@ class Check:
         self._count(reached, [weight] * len(reached), [scale] * len(reached))
 
     def counted(self, weights: Sequence[float], scales: Sequence[float]) -> None:
-        """The passes of a pipeline have run, one per microbatch."""
+        """Record the weights and scales of the microbatches that a pipeline has run."""
         begun = self._parts.passes.replay.draws.begun
         for i, run in enumerate(self._running):
             run.microbatch, run.begun = i, begun.get(i)
@@ -220,24 +235,24 @@ class Check:
         self._running = [run for run in self._running if run not in runs]
 
     def ends_outside(self) -> None:
-        """A backward pass has run whose loss is not known."""
+        """Record that a backward pass has run whose loss is not known, so that the step cannot be compared."""
         self._unknown = (
             "loss.backward() was called on the loss itself (adopt_backward), not engine.backward(loss)"
         )
 
     def meets_the_cut_model(self) -> None:
-        """A pass of the engine's own model begins. Errors: where only the uncut one should run."""
+        """Stop the comparison if the engine's own model is called while only the uncut model should run."""
         if self._runs_uncut:
             raise _LeftOut("the loss function calls the engine's model, not the one that it is given")
 
     def forget(self) -> None:
-        """The step begins anew."""
+        """Drop what was recorded, because the step begins again."""
         self._running, self._passes, self._unknown = [], [], ""
-        self._buffers = {}  # what a skipped step left in them, or a load, is what the next one begins with
+        self._buffers = {}  # the next step starts from the buffers that the skipped step or a load has left
         self.close()
 
     def close(self) -> None:
-        """Look at no output any more."""
+        """Remove the hooks on outputs."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -245,14 +260,24 @@ class Check:
     # Before the update -----------------------------------------------------------------------------------------
 
     def compare(self, step: int, totals: Totals, divisor: float) -> None:
-        """Collective. Errors: PlanError, alike on all ranks."""
+        """Compare the step with the uncut model. Collective.
+
+        Args:
+            step: number of the step.
+            totals: the sums over all ranks at the end of the step.
+            divisor: divisor of the summed gradients.
+
+        Raises:
+            PlanError: on all ranks alike, if loss, gradients or norm differ, or if a model with user hooks under tp
+                cannot be compared.
+        """
         self.close()
         with self._uncounted():
             reason = self._obstacle()
             if self._leaves_out(reason):
                 return
             weights = state.whole_parameters(self._parts) | state.whole_buffers(self._parts, self._buffers)
-            got = state.gradients(self._parts, 1.0)  # divided in fp64: small ones would be 0 in fp16
+            got = state.gradients(self._parts, 1.0)  # divided later, in fp64: fp16 underflows
             whole, loss, problem, kind = None, 0.0, "", ""
             if self._uncut is not None:
                 try:
@@ -274,7 +299,7 @@ class Check:
             self._agree(problem)
 
     def _obstacle(self) -> str:
-        """Why this rank cannot compare, or cannot hold what the others compare with."""
+        """Return why this rank cannot compare the models, or cannot hold the whole model; "" if nothing prevents it."""
         parts = self._parts
         if parts.tables:
             return "its embedding tables are spread over ranks, none of which may hold all of them"
@@ -296,9 +321,10 @@ class Check:
         return ""
 
     def _leaves_out(self, reason: str) -> bool:
-        """Return True if a rank cannot compare, which is said. Collective.
+        """Return True if any rank cannot compare, and log the reason. Collective.
 
-        Errors: PlanError where what cannot be compared has hooks that see slices.
+        Raises:
+            PlanError: if the model that cannot be compared has hooks that see slices.
         """
         if not self._any(bool(reason)):
             return False
@@ -319,7 +345,7 @@ class Check:
         return True
 
     def _filled(self, weights: Mapping[str, Tensor]) -> nn.Module:
-        """The uncut model with the weights of this step."""
+        """Return the uncut model with the weights of this step."""
         assert self._uncut is not None and self._uncut.model is not None, "this rank compares"
         model, device, is_low = self._uncut.model, self._parts.device, self._is_low
 
@@ -346,7 +372,7 @@ class Check:
             for key, held in module._parameters.items():
                 if held is not None:
                     module._parameters[key] = made[id(held)]
-            if "_flat_weights" in vars(module):  # of recurrent modules, beside their parameters
+            if "_flat_weights" in vars(module):  # read by recurrent modules
                 named: Any = module._flat_weights_names
                 vars(module)["_flat_weights"] = [getattr(module, each) for each in named]
             module.training = self._mode_of(name, module.training)
@@ -367,17 +393,21 @@ class Check:
         )
 
     def _run(self, model: nn.Module, step: int, unit: float) -> tuple[float, str]:
-        """Gradients of the step into the model's parameters; Σ w loss; what differs already.
+        """Compute the step's gradients on the uncut model; return Σ w loss, and a difference already found, in words.
 
-        ``unit``: what the loss of a microbatch that weighs 1 is multiplied by. Losses are multiplied as in the step, or
-        what rounds inside of the model would round other numbers.
+        Losses are multiplied as in the step, because otherwise operations inside the model would round differently.
+
+        Args:
+            model: the uncut model.
+            step: number of the step.
+            unit: factor of the loss of a microbatch of weight 1.
         """
         assert self._uncut is not None and self._uncut.exchanged is not None, "this rank compares"
         replay, device = Replay(), self._parts.device
         dtype = torch.float32 if self._is_low else self._settings.precision.compute_dtype
         replace_dropout(model, self._settings.train.seed, replay)
         surround(model, self._settings.train.seed, replay)
-        tile_foreign(model, self._settings.tiles)  # or whole logits would need memory that the run has not
+        tile_foreign(model, self._settings.tiles)  # else whole logits may not fit the memory
         tile_model(model, self._settings.tiles, replay, at_once=True)
         recompute_blocks(model, self._recomputed, self._settings.recompute, replay)
         model.register_forward_pre_hook(
@@ -421,7 +451,7 @@ class Check:
                 else:
                     ends, gradients, found = self._ends(output, run, scale / run.scale)
                     problem = problem or found
-                # Of these alone: what else trains by this loss has its gradient already.
+                # inputs=trained: other tensors that this loss trains have their gradients from the real pass already.
                 with replay.scaled(scale):
                     if ends:
                         torch.autograd.backward(ends, gradients, inputs=trained)
@@ -432,7 +462,7 @@ class Check:
         return [] if run is None else list(run.__self__.all_blocks)
 
     def _ends(self, output: Any, run: _Pass, factor: float) -> tuple[list[Tensor], list[Tensor], str]:
-        """Return where the copy's backward pass begins, the gradients there, and how its output differs, in words."""
+        """Return where the copy's backward pass begins, the gradients at these tensors, and a difference, in words."""
         ends, gradients, problem = [], [], ""
         tensors = dict(tensors_by_path(output))
         for path, held in run.outputs.items():
@@ -466,7 +496,10 @@ class Check:
     def _difference(
         self, model: nn.Module, got: Mapping[str, Tensor], loss: float, totals: Totals, divisor: float
     ) -> str:
-        """What differs, in words. Collective over the ranks that compare."""
+        """Return the first difference from the uncut model in words, "" if there is none.
+
+        Collective over the ranks that compare.
+        """
         dp = self._parts.dp
         unlike = sum(not run.is_loss for run in self._passes)
         told = torch.tensor([loss, float(unlike)], dtype=torch.float64, device=self._parts.device)
@@ -507,7 +540,7 @@ class Check:
         return self._is_low or rounds or torch.get_float32_matmul_precision() != "highest"
 
     def _tolerances(self) -> Tolerances:
-        """See the module's docstring."""
+        """Return the largest errors for the dtypes that the model computes in; see the module's docstring."""
         if self._is_rough:
             return Tolerances(5e-2, 0.3)
         dtypes = {
@@ -539,7 +572,7 @@ class Check:
         )
 
     def _hints(self) -> str:
-        """Name what in this model is likely to see or draw other numbers where it is cut; alike on all ranks."""
+        """Return sentences on modules or random numbers that may cause the difference, equal on all ranks."""
         parts, found = self._parts, ""
         named = [name for stage in parts.stages for name in hooked(stage.module) if name]
         if self._any(bool(named)):
@@ -557,7 +590,7 @@ class Check:
         return found
 
     def _told(self, problem: str) -> str:
-        """The words of the first rank that has some, on every rank."""
+        """Return the text of the first rank that has one, on every rank. Collective."""
         world, device = self._parts.groups["world"], self._parts.device
         have = torch.zeros(world.size, dtype=torch.float64, device=device)
         have[world.index] = float(bool(problem))
@@ -594,13 +627,13 @@ class Check:
 
 
 class _Dtypes(TorchFunctionMode):
-    """What torch's functions return while it is entered."""
+    """A mode that records the dtypes which torch's functions return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.all: set[torch.dtype] = set()
         self.rounds_to_fp32 = False
-        """Whether a function made fp32 of fp64."""
+        """True if a function computed an fp32 tensor from an fp64 tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -614,7 +647,7 @@ class _Dtypes(TorchFunctionMode):
 
 
 class _LeftOut(Exception):
-    """Why the models cannot be compared."""
+    """The models cannot be compared; the message is the reason."""
 
 
 def _cloned(tensor: Tensor) -> Tensor:
@@ -622,7 +655,7 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _reaches(loss: Tensor, stop: set[Any], parameters: set[int]) -> bool:
-    """Return True if the graph of ``loss`` comes to one of ``parameters`` by a way around the nodes ``stop``."""
+    """Return True if the graph of ``loss`` reaches one of ``parameters`` on a path around the nodes ``stop``."""
     seen: set[Any] = set(stop)
     following = [loss.grad_fn]
     while following:
@@ -638,7 +671,7 @@ def _reaches(loss: Tensor, stop: set[Any], parameters: set[int]) -> bool:
 
 @contextmanager
 def _generators_kept(generators: Generators) -> Iterator[None]:
-    """Random generators are as before at the end."""
+    """Restore the states of the random generators at the end of the context."""
     before = generators.states()
     try:
         yield

@@ -1,14 +1,14 @@
-"""Whether a job fits the memory of its ranks, and what would make it fit at the least price in seconds a step.
+"""Fits: whether a job fits the memory of its ranks, and the changes that make it fit, by seconds a step.
 
     tiles.logits, tiles.mlp          the loss, or feed-forward parts, a tile of tokens at a time
-    recompute: selective, full       blocks compute again what they would keep
-    offload.activations: host        what blocks keep waits in host memory                        beside an accelerator
-    offload.optimizer, parameters    masters, moments, weights in host memory (beside an accelerator) or on a disk, of
-                                     the smallest fraction of the Units that does
+    recompute: selective, full       blocks compute activations again in the backward pass
+    offload.activations: host        activations of blocks wait in host memory                 (only on an accelerator)
+    offload.optimizer, parameters    masters, moments, weights in host memory (only on an accelerator) or on a disk, for
+                                     the smallest fraction of the Units that makes the job fit
 
-All combinations that the model takes are tried: each is foreseen as the job itself would be (``foresee.py``) and priced
-by rates (``simulate/price.py``). How the batch is cut is not changed: the numbers stay those of the configuration, but
-for the rounding of sums.
+All combinations that the model supports are tried. The memory of each is computed as for the job itself
+(``foresee.py``), and its time from rates (``simulate/price.py``). The batch is cut as in the configuration, so results
+differ only in the rounding of sums.
 
 Cost: a pass on shapes for each combination of tiles and recomputation, a Plan for each of tiers.
 """
@@ -42,9 +42,9 @@ _SIZE = re.compile(r"(?i)\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _PARTS = 100
-"""Fractions are tried in hundredths."""
+"""Number of parts of the Units; fractions are tried in hundredths."""
 _SHOWN = 4
-"""Changes that people are told of."""
+"""Number of changes that the text for people names."""
 _ROWS = {
     "process": "torch and this program, before the model",
     "kept": "by forward passes for backward ones",
@@ -56,41 +56,42 @@ _ROWS = {
     "loaded": "state on its way from and to a disk",
     "leaving": "gradients on their way to a disk",
 }
-"""What a row holds, where its name does not say so."""
+"""Explanations of rows whose names do not explain them."""
 
 
 class Change(NamedTuple):
-    """What makes a job fit."""
+    """A change of the configuration, with the memory and the time of a step under it."""
 
     overrides: tuple[str, ...]
     """Keys and their values, as ``--set`` takes them."""
     outlook: Outlook
     seconds: StepSeconds
     price_s: float
-    """Seconds of a step more than without it."""
+    """Seconds that the change adds to a step."""
 
 
 class Fit(NamedTuple):
-    """What a job needs beside what it has."""
+    """The memory that a job needs, the memory that its ranks have, and changes that make the job fit."""
 
     memory: Mapping[Tier, int]
-    """Bytes of a rank."""
+    """Bytes that a rank has, by tier."""
     outlook: Outlook
-    """Of the configuration as it is."""
+    """The outlook of the configuration without changes."""
     seconds: StepSeconds
     rates: Rates
     changes: tuple[Change, ...]
-    """Those that make it fit, the cheapest first; none where it fits, or nothing does."""
+    """The changes that make the job fit, the cheapest first; empty if it fits without a change, or nothing makes it
+    fit."""
     least: Change | None
-    """What takes the least of the device, where nothing fits."""
+    """The change that needs the least device memory, if nothing makes the job fit; else None."""
 
     @property
     def fits(self) -> bool:
-        """Whether it does as it is."""
+        """True if the job fits without a change."""
         return _is_within(self.outlook, self.memory)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the result as lines of text for people."""
         step = self.outlook.step
         assert step is not None, "it was foreseen with an example"
         where, steps = "a rank", self.outlook.steps
@@ -130,7 +131,7 @@ class Fit(NamedTuple):
         return said
 
     def _rates_text(self) -> str:
-        """Those that the seconds depend on."""
+        """Return the rates that the seconds depend on, as text."""
         rates, mesh = self.rates, self.outlook.plan.mesh
         said = [f"{flops_text(rates.flops_s)}/s", f"{rates.host_bytes_s / 1e9:.3g} GB/s of host memory"]
         tiers = {*self.memory, *self.outlook.bytes_by_tier}
@@ -146,7 +147,7 @@ class Fit(NamedTuple):
         return "\n".join(self.lines())
 
     def plain(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the result as numbers and lists for programs."""
         step = self.outlook.step
         assert step is not None, "it was foreseen with an example"
         return {
@@ -178,14 +179,22 @@ def fits(
     loss: Loss | None = None,
     rates: Rates | None = None,
 ) -> Fit:
-    """Whether a step of the job fits ``memory``, and what would make it fit.
+    """Return whether a step of the job fits ``memory``, and the changes that make it fit.
 
-    make, config, example, ranks, loss    as ``foresee``'s
-    memory   bytes of one rank by tier: ``{"device": "16 GiB", "host": "64 GiB", "disk": "1 TB"}``; a tier that is left
-             out is not asked for, but for the device; CPU ranks have no host memory beside it
-    rates    of the hardware; left out, measured here in a second
+    Args:
+        make: function that builds the model anew each time, on meta or not.
+        config: the configuration, as ``initialize`` takes it.
+        memory: bytes of one rank by tier: ``{"device": "16 GiB", "host": "64 GiB", "disk": "1 TB"}``. The device is
+            required; other tiers that are left out are not used. CPU ranks have no host memory beside the device's.
+        example: a microbatch, or tensors of its shapes.
+        ranks: number of ranks of the job.
+        device: device of the ranks; None: CPU.
+        loss: the loss function, as ``initialize`` takes it.
+        rates: rates of the hardware; None: measured on this machine within a second.
 
-    Errors: as ``foresee``'s; ConfigError for a memory that is none.
+    Raises:
+        ConfigError: if ``memory`` is not valid; also as ``foresee``, like its other errors.
+        UsageError: if ``example`` is missing.
     """
     device = device or torch.device("cpu")
     given, have = load(config), budget(memory)
@@ -206,7 +215,7 @@ def fits(
     with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
     passes: list[Mapping[int, MeasuredPass]] = []
     for overrides, job in jobs:
-        if job.passed in passes:  # what was asked for has changed nothing
+        if job.passed in passes:  # the change had no effect on this model
             continue
         passes.append(job.passed)
         for change in _on_tiers(job, overrides, have, rates, now.total, (known.process_bytes, with_disk)):
@@ -219,7 +228,11 @@ def fits(
 
 
 def budget(memory: Memory) -> dict[Tier, int]:
-    """``memory`` in bytes. Errors: ConfigError."""
+    """Return ``memory`` in bytes by tier.
+
+    Raises:
+        ConfigError: if a tier or a size is not valid, or the device is missing.
+    """
     found: dict[Tier, int] = {}
     for tier, size in memory.items():
         if tier not in ("device", "host", "disk"):
@@ -235,7 +248,7 @@ def budget(memory: Memory) -> dict[Tier, int]:
 
 
 def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[tuple[tuple[str, ...], Known]]:
-    """The job with tiles and recomputation that it has not, where the model takes them."""
+    """Yield the job with every further combination of tiles and recomputation that the model supports."""
     scopes = {"none": ("selective", "full"), "selective": ("full",)}.get(given.recompute.scope, ())
     choices: list[Sequence[str]] = [
         [""] if given.tiles.logits not in (None, "off") else ["", "tiles.logits=auto"],
@@ -260,8 +273,11 @@ def _on_tiers(
     before_s: float,
     process: tuple[int, int],
 ) -> Iterator[Change]:
-    """The job with state and activations where they may lie: of each way the smallest fraction that fits, or all.
-    ``process``: bytes of the process itself, without a disk and with one."""
+    """Yield the job with state and activations on the possible tiers, each with the smallest fraction that fits.
+
+    If no fraction fits, the change with all Units is yielded. ``process`` are the bytes of the process itself,
+    without a disk and with one.
+    """
     for offload, words in _ways(job, have):
 
         def change(
@@ -296,7 +312,7 @@ def _on_tiers(
 
 
 def _ways(job: Known, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy, tuple[str, ...]]]:
-    """Policies of tiers, each with its overrides: as it is, and what may be moved beside."""
+    """Yield offload policies with their overrides: the configured policy, and those that move more state."""
     now, is_cpu = job.settings.offload, job.device.type == "cpu"
     activations = [""] if is_cpu or now.activations == "host" or "host" not in have else ["", "host"]
     states: list[tuple[Tier, bool]] = [("device", False)]
@@ -340,9 +356,9 @@ class Longest(NamedTuple):
     """The longest sequence that fits a memory."""
 
     tokens: int
-    """0 where none does."""
+    """Number of tokens; 0 if no sequence fits."""
     outlook: Outlook
-    """Of that, or of the shortest that was tried."""
+    """The outlook with that sequence, or with the shortest one that was tried if none fits."""
 
 
 def longest(
@@ -357,10 +373,21 @@ def longest(
     multiple: int = 128,
     most: int = 1 << 24,
 ) -> Longest:
-    """The largest number of tokens, a multiple of ``multiple``, with which a step of ``make(tokens)`` on
-    ``example(tokens)`` fits ``memory``, exact to a fiftieth. The rest as for ``fits``.
+    """Return the largest number of tokens with which a step fits ``memory``, exact to a fiftieth.
 
-    Errors: as ``foresee``'s.
+    Args:
+        make: function that builds the model for a number of tokens.
+        config: the configuration, as ``initialize`` takes it.
+        memory: bytes of one rank by tier, as for ``fits``.
+        example: function that returns a microbatch for a number of tokens.
+        ranks: number of ranks of the job.
+        device: device of the ranks; None: CPU.
+        loss: the loss function, as ``initialize`` takes it.
+        multiple: the result is a multiple of this number of tokens.
+        most: the largest number of tokens that is tried.
+
+    Raises:
+        ConfigError: if ``memory`` is not valid; also as ``foresee``, like its other errors.
     """
     device, given, have = device or torch.device("cpu"), load(config), budget(memory)
     process_bytes: int | None = None

@@ -78,10 +78,7 @@ class Folders:
         return sum(checkpoints.copy_bytes for checkpoints in self._open.values())
 
     def exchange(self, what: str, text: str) -> list[str]:
-        """Return the ``text`` of every rank, in rank order, through the store.
-
-        No collective of the training is involved, so a thread may call this while the step runs.
-        """
+        """Return the ``text`` of every rank, in rank order, through the store and not through a collective."""
         if self._world.size == 1:
             return [text]
         self._exchanges += 1
@@ -92,7 +89,8 @@ class Folders:
             f"{key}{self._exchanges}", self._policy.timeout_s, f"the exchange of {what}"
         )
         if self._world.rank == 0 and self._exchanges > 1:
-            self._world.forget(f"{key}{self._exchanges - 1}")  # a rank posts only after it has read the texts of the exchange before
+            # A rank posts a text only after it has read those of the exchange before, so those can be removed.
+            self._world.forget(f"{key}{self._exchanges - 1}")
         return texts
 
     def wait(self) -> None:

@@ -1,12 +1,12 @@
-"""The Plan of a job that has not begun: what its ranks would hold, said by one process without any of them.
+"""Foresee: the Plan and the memory of a job, computed by one process before the job runs.
 
-The Plan is made of the model's description, as in ``build``. For what cutting a model refuses it is cut too, on meta,
-for one rank of each pipeline stage, with groups that have ranks and no transport. So it costs names and shapes,
-whatever the size of the job.
+The Plan is made from the model's description, as in ``build``. The model is also cut, on meta, for one rank of each
+pipeline stage, with groups that have ranks and no transport, so that models which cannot be cut are refused. Only names
+and shapes take memory, whatever the size of the job.
 
-Bytes of model state (weights, gradients, masters, moments, padding included) are the Plan's. With an example batch the
-cut model runs one pass on shapes, with everything that is done to its modules (tiles, recomputation, casts), and the
-Plan's list is walked with what it held: the peak of a step, by row (simulate/).
+The Plan gives the bytes of model state (weights, gradients, masters, moments, padding included). With an example batch
+the cut model runs one pass on shapes, with all changes to its modules (tiles, recomputation, casts). Walking the Plan's
+list with the tensors of that pass gives the peak of a step, by row (simulate/).
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -63,25 +63,25 @@ from shardwise.simulate.timeline import StepMemory, step_memory
 
 
 class Outlook(NamedTuple):
-    """What the ranks of a job would hold."""
+    """The Plan of a job, and the memory that its ranks need."""
 
     plan: Plan
-    """Of all ranks."""
+    """The Plan of all ranks."""
     steps: tuple[StepMemory, ...] = ()
-    """What a step takes on the first rank of each place on "pp", where an example was given."""
+    """Memory of a step on the first rank of each index on "pp"; empty without an example."""
     flops: int = 0
-    """Floating-point operations of a microbatch on one rank of each place on "pp", executed; 0 without an example."""
+    """Floating-point operations executed in a microbatch on one rank of each index on "pp"; 0 without an example."""
     assumes: tuple[str, ...] = ()
-    """What numbers alone would decide, and how it is taken here; for people."""
+    """Assumptions, as sentences, about what only the values of tensors would decide."""
 
     @property
     def step(self) -> StepMemory | None:
-        """Of the rank whose device holds most; None without an example."""
+        """Memory of a step on the rank that needs the most device memory; None without an example."""
         return max(self.steps, key=lambda step: step.bytes_by_tier["device"], default=None)
 
     @property
     def bytes_by_tier(self) -> dict[Tier, int]:
-        """The most of each tier that any rank takes in a step."""
+        """The largest number of bytes of each tier that any rank needs in a step."""
         tiers = {tier for step in self.steps for tier in step.bytes_by_tier}
         return {
             tier: max(step.bytes_by_tier.get(tier, 0) for step in self.steps)
@@ -90,7 +90,10 @@ class Outlook(NamedTuple):
         }
 
     def bytes_per_rank(self) -> dict[str, int]:
-        """On the rank that holds most; dynamic tables when they are full, those without a limit left out."""
+        """Return the bytes of model state by kind, on the rank that holds most.
+
+        Dynamic tables are counted as full; dynamic tables without a limit are left out.
+        """
         found: list[dict[str, int]] = []
         plan, mesh = self.plan, self.plan.mesh
         has_tables = bool(plan.registry.of_kind("table"))
@@ -108,14 +111,20 @@ def foresee(
     example: Any = None,
     loss: Loss | None = None,
 ) -> Outlook:
-    """The outlook of a job of ``ranks``; ``make`` builds the model anew each time, on meta or not.
+    """Return the Plan of a job, and the memory that its ranks need.
 
-    config   as ``initialize``'s
-    example  a microbatch, or tensors of its shapes; with it the outlook has the memory of a step
-    loss     as ``initialize``'s
+    Args:
+        make: function that builds the model anew each time, on meta or not.
+        config: the configuration, as ``initialize`` takes it.
+        ranks: number of ranks of the job.
+        device: device of the ranks; None: CPU.
+        example: a microbatch, or tensors of its shapes, with which the outlook includes the memory of a step; None:
+            no memory of a step.
+        loss: the loss function, as ``initialize`` takes it.
 
-    Errors: as ``initialize``'s, for everything that does not depend on weights or messages; UsageError where a pass
-    cannot be foreseen from shapes.
+    Raises:
+        ShardwiseError: as ``initialize``, for everything that does not depend on weights or messages.
+        UsageError: if a pass cannot be computed from shapes only.
     """
     device = device or torch.device("cpu")
     known = read(make, config, ranks, device, example, loss)
@@ -125,29 +134,34 @@ def foresee(
 
 
 class Known(NamedTuple):
-    """What a job's outlook is made of, whatever lies on which tier."""
+    """Everything about a job that its outlook depends on, except the tiers of state."""
 
     settings: RunConfig
     mesh: Mesh
     spec: ModelSpec
     policies: Policies
     starts: tuple[str, ...]
-    """Of pipeline stages but the first."""
+    """Names at which pipeline stages begin, without the first stage."""
     tables: Tables
     blocks: Sequence[str]
     device: torch.device
     passed: Mapping[int, MeasuredPass]
-    """Of one microbatch, by stage; none without an example."""
+    """Measurements of one microbatch, by stage; empty without an example."""
     has_experts: bool
     process_bytes: int
-    """What lies in the rank's memory beside the engine: on CPU ranks what this process held when it was asked."""
+    """Bytes in a rank's memory beside the engine; on CPU ranks, those of this process when it was measured."""
 
     def policies_with(self, offload: OffloadPolicy) -> Policies:
-        """Those of the Plan."""
+        """Return the policies of the Plan with this offload policy."""
         return self.policies._replace(offload=offload)
 
     def outlook(self, offload: OffloadPolicy) -> "Outlook":
-        """With state and activations where ``offload`` has them. Errors: ConfigError, PlanError."""
+        """Return the outlook with state and activations on the tiers of ``offload``.
+
+        Raises:
+            ConfigError: if ``offload`` does not suit the job.
+            PlanError: if no Plan can be made.
+        """
         policies = self.policies_with(offload)
         plan = make_plan(self.spec, self.mesh, policies)
         register_tables(plan, self.tables, policies.microbatches)
@@ -183,7 +197,19 @@ def read(
     example: Any = None,
     loss: Loss | None = None,
 ) -> Known:
-    """Everything of a job that does not depend on tiers. Errors: as ``foresee``'s, but for those of cutting a model."""
+    """Return everything about a job that does not depend on tiers.
+
+    Args:
+        make: function that builds the model, on meta or not.
+        config: the configuration, as ``initialize`` takes it.
+        ranks: number of ranks of the job.
+        device: device of the ranks.
+        example: a microbatch, or tensors of its shapes, or None.
+        loss: the loss function, as ``initialize`` takes it.
+
+    Raises:
+        ShardwiseError: as ``foresee``, except for errors of cutting the model.
+    """
     settings, mesh, _ = resolve(load(config), ranks, device.type)
     model = make()
     check_named(model, settings)
@@ -217,16 +243,26 @@ def read(
 
 
 def process_bytes(with_disk: bool, drawn_elements: int = 0) -> int:
-    """What this process holds, standing for a rank's without its engine; with what a disk's checksums load, and what
-    start weights of so many elements do that are drawn there."""
+    """Return the bytes that this process holds, as an estimate for a rank without its engine.
+
+    Args:
+        with_disk: include the code that checksums of a disk load.
+        drawn_elements: number of elements of the largest start weight that is drawn in the process, whose temporary
+            memory is included.
+    """
     words(0, 0, min(drawn_elements, 1 << 20))
     if with_disk:
-        crc32(np.zeros(1 << 20, dtype=np.uint8))  # fewer bytes load nothing
+        crc32(np.zeros(1 << 20, dtype=np.uint8))  # smaller arrays do not load the code
     return resident_bytes() or 0
 
 
 def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) -> None:
-    """By the headers and manifests alone. Errors: MismatchError, CheckpointError."""
+    """Check ``init_from`` by headers and manifests, without reading tensors.
+
+    Raises:
+        MismatchError: if the weights are those of another model.
+        CheckpointError: if no step can be read.
+    """
     whole = describe(model)
     where = steps_at(Path(wanted.path))
     if where is None:
@@ -243,18 +279,19 @@ def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) 
 
 
 def examine_step(make: Callable[[], nn.Module], plan: Plan, where: Path) -> tuple[int, list[str]] | None:
-    """Compare the step that a run would go on from with the run's model, by manifests alone.
+    """Compare the step that a run would resume from with the run's model, by manifests only.
 
     Args:
-        make: As ``foresee``'s.
-        plan: The run's.
-        where: A step, or a folder of steps, of which the newest whole one counts.
+        make: function that builds the model, as for ``foresee``.
+        plan: the Plan of the run.
+        where: a step, or a folder of steps, of which the newest complete step counts.
 
     Returns:
-        (its number, sentences on optimizer state that is dropped or starts fresh); None if the folder holds none.
+        (number of the step, sentences on optimizer state that is dropped or starts fresh); None if the folder holds
+            no step.
 
     Raises:
-        MismatchError: if it is a step of another model or optimizer, as the run would raise it.
+        MismatchError: if the step is of another model or optimizer, as the run would raise it.
     """
     if (where / "manifest.json").is_file():
         manifest: Manifest | None = open_step(where, Files())
@@ -279,7 +316,10 @@ def _cut(
     alike: Alike | None = None,
     traffic: Traffic | None = None,
 ) -> Stages:
-    """As the rank would have it: all of it where ``starts`` are none. Without ``replay`` for what cutting refuses."""
+    """Return the stages of the model as the rank would have them; the whole model if ``starts`` is empty.
+
+    Without ``replay``, the call only checks that the model can be cut.
+    """
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
     groups = {axis: _silent(mesh, axis, rank, transport, traffic) for axis in ("dp", "tp", "pp", "ep", "etp")}
     if not starts:
@@ -312,7 +352,7 @@ def _passes(
     loss: Loss | None,
     blocks: Sequence[str],
 ) -> dict[int, MeasuredPass]:
-    """Of one microbatch on shapes, by stage, each on the first of its ranks."""
+    """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
     device, operations, traffic = torch.device("cpu"), Operations(precision), Traffic()
     replay = Replay(operations, has_numbers=False)
     dtypes = {
@@ -343,7 +383,7 @@ def _passes(
             cast_at_the_root(module, precision, device, loss is not None and is_last)
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _OneStage(module.train(), run, replay, batch, loss, text, arriving)
-            is_cut = run is not None  # then the first pass of a kind is watched
+            is_cut = run is not None  # if so, the first pass of each kind of Unit is measured
             passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
             received = sum(tensor.nbytes for tensor in arriving)
             answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)
@@ -353,8 +393,10 @@ def _passes(
 
 
 class _OneStage:
-    """Forward of one stage, or of a whole model where ``run`` is None. ``text``, ``arriving``: what the stage before
-    sends."""
+    """Runs the forward pass of one stage, or of a whole model if ``run`` is None.
+
+    ``text`` and ``arriving`` are the message that the stage before sends.
+    """
 
     def __init__(
         self,
@@ -373,10 +415,10 @@ class _OneStage:
         self._loss = loss
         self._arrives = text, arriving
         self.text = ""
-        """What goes on beside tensors."""
+        """The part of the message to the next stage that is not tensors."""
 
     def run(self) -> list[Tensor]:
-        """The loss, or what goes to the next stage."""
+        """Return the loss, or the tensors for the next stage."""
         text, tensors = self._arrives
         with self._replay.at(BatchPosition(0, 0)):
             if self._run is None:
@@ -390,7 +432,7 @@ class _OneStage:
 
 
 def _kind_of(unit: Unit, module: nn.Module, to_recompute: Collection[str]) -> Hashable:
-    """What Units have in common that hold and compute alike."""
+    """Return a value that is equal for Units which hold and compute alike."""
     own = module.get_submodule(unit.name)
     parameters = tuple((name, tuple(each.shape), each.dtype) for name, each in own.named_parameters())
     return type(own), parameters, unit.name in to_recompute
@@ -399,7 +441,7 @@ def _kind_of(unit: Unit, module: nn.Module, to_recompute: Collection[str]) -> Ha
 def _silent(
     mesh: Mesh, axis: str, rank: int, transport: Transport | None = None, traffic: Traffic | None = None
 ) -> Group:
-    """The ranks along an axis, with nothing between them, or with ``transport`` where they are several."""
+    """Return the group of the ranks along an axis, with ``transport`` if there are several ranks."""
     ranks = mesh.ranks(axis, rank)
     between = transport if len(ranks) > 1 else None
     return Group(axis, ranks, ranks.index(rank), between, Clock(0.0), traffic or Traffic())

@@ -1,4 +1,4 @@
-"""Forward passes that a user asks for: a loss to train on, a mean loss, outputs, another method, log-probabilities."""
+"""Forward passes that the engine's methods run: training loss, mean loss, outputs, other methods, log-probabilities."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def _words_of(value: Any) -> str:
-    """Return what an item of an evaluation is, in words."""
+    """Return a description of an item of an evaluation, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, Mapping):
@@ -41,7 +41,16 @@ def _words_of(value: Any) -> str:
 
 
 class Forward:
-    """Of one engine. ``discards``: a context that leaves the engine between two steps after an exception."""
+    """Runs the forward passes of one engine.
+
+    Args:
+        parts: the parts of the engine.
+        loss: the user's loss function, or None.
+        pipeline: the pipeline, or None.
+        record: the record of the running step.
+        weighing: weights of microbatches for which the caller gives none.
+        discards: returns a context that discards the running step after an exception.
+    """
 
     def __init__(
         self,
@@ -60,7 +69,7 @@ class Forward:
         self._discards = discards
 
     def loss(self, args: Any, kwargs: Any) -> Any:
-        """See ``Engine.__call__``."""
+        """Run one microbatch; see ``Engine.__call__``."""
         step, record = self._parts.accumulation, self._record
         if self._pipeline is not None:
             raise UsageError(
@@ -77,11 +86,11 @@ class Forward:
             if record.check is not None:
                 output = record.check.returned(output, step.passes)
             record.returned(output)
-            self._parts.passes.own_use.begin()  # until backward: the user may go on with the loss
+            self._parts.passes.own_use.begin()  # until backward: the user may compute on the loss with weights
         return output
 
     def _make_room(self) -> None:
-        """The step's list has a pair of passes for the one that comes, also where nobody expected one more."""
+        """Extend the step's list by one microbatch if the next forward pass is beyond the expected number."""
         step, program = self._parts.accumulation, self._parts.program
         if step.passes >= program.microbatches and not step.is_summed:
             self._parts.hooks[0].recover()
@@ -97,7 +106,7 @@ class Forward:
             return self._parts.model(*args, **kwargs)
 
     def again(self, look: Look) -> None:
-        """The passes of the running step once more, without gradients, for ``look``."""
+        """Run the passes of the running step again, without gradients, and pass batches and losses to ``look``."""
         if self._pipeline is not None:
             self._pipeline.look_again([args[0] for args, _ in self._record.passes.values()], look)
             return
@@ -106,7 +115,7 @@ class Forward:
             look.loss(i, self._called(args, kwargs, i), self._record.batch(i))
 
     def mean_loss(self, batches: Iterable[tuple[Any, float | None]]) -> float:
-        """See ``Engine.evaluate``; in the mode that the model is in."""
+        """Return the mean loss of an evaluation, in the mode that the model is in; see ``Engine.evaluate``."""
         settle(self._parts)
         total = torch.zeros(2, dtype=torch.float64)
         for loss, weight in self._losses(batches):
@@ -126,9 +135,10 @@ class Forward:
             yield find_loss(self.loss((batch,), {})), weight
 
     def _together(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """``batches``; where tokens go to experts of other ranks, all ranks bring the next one together, or none.
+        """Yield ``batches``; with expert parallelism, check before each batch that all ranks have one.
 
-        Errors, on all ranks alike: UsageError.
+        Raises:
+            UsageError: on all ranks alike, if the ranks have different numbers of batches.
         """
         rest = iter(batches)
         while True:
@@ -141,7 +151,7 @@ class Forward:
 
     @property
     def _meets_others(self) -> bool:
-        """Whether a pass waits for passes of ranks with other batches, whose experts it uses."""
+        """True if a pass exchanges tokens with ranks that have other batches and hold experts of the model."""
         return self._parts.mesh.ep > 1
 
     def _uneven(self, call: str) -> UsageError:
@@ -155,7 +165,7 @@ class Forward:
         """Return (batch, weight) of an item of an evaluation.
 
         Raises:
-            UsageError: if the item is no such pair.
+            UsageError: if the item is no pair of a batch and a weight.
         """
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not (pair[1] is None or _is_weight(pair[1])):
@@ -167,7 +177,7 @@ class Forward:
         batch, weight = pair
         if isinstance(
             pair, Weighted
-        ):  # of evaluation_loader: samples that count, 0 for a batch that fills up
+        ):  # an item of evaluation_loader: weight is its number of samples, 0 if the batch only fills up
             counted = self._weighing.of_batch(batch) if weight else 0.0
             return batch, float(weight if counted is None else counted)
         if weight is not None:
@@ -176,7 +186,7 @@ class Forward:
         return batch, 1.0 if counted is None else counted
 
     def predict(self, batches: Sequence[Any], call: Loss | None = None, everywhere: bool = True) -> list[Any]:
-        """See ``Engine.predict``."""
+        """Return the outputs for ``batches``; see ``Engine.predict``."""
         settle(self._parts)
         batches = list(batches)
         if self._meets_others and not are_alike(self._parts, len(batches)):
@@ -193,7 +203,7 @@ class Forward:
         return outputs
 
     def run(self, method: str | Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """See ``Engine.run``."""
+        """Run a method of the model as one forward pass; see ``Engine.run``."""
         if self._pipeline is not None:
             raise UsageError(
                 "run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)"
@@ -216,7 +226,7 @@ class Forward:
         return output
 
     def log_probs(self, batch: Any, targets: Tensor) -> Tensor:
-        """See ``Engine.log_probs``."""
+        """Return log-probabilities of ``targets``; see ``Engine.log_probs``."""
         parts = self._parts
         step = parts.accumulation
         if self._pipeline is not None:

@@ -1,9 +1,11 @@
-"""What an engine keeps on a model while it has it, and how it gives the model back: a hook on the root that knows whose
-the model is, hooks on calls that scripts make by habit (model_calls.py), and a hold on the user's optimizer.
+"""Held: the hooks of an engine on its model, and their removal when the engine is closed.
 
-A cell of a notebook runs twice, and ``initialize`` meets a model whose parameters are an engine's views already. The
-engine before is closed then, which makes the weights whole again, where this rank holds whole weights: a model that was
-cut along tp or pp stays cut.
+An engine has a hook on the root that identifies the engine, hooks on calls that scripts make by habit (model_calls.py),
+and a hold on the user's optimizer.
+
+If a cell of a notebook runs twice, ``initialize`` is given a model whose parameters are views of an engine already. The
+earlier engine is closed then, which makes the weights whole again if this rank holds all of them. A model that was cut
+along tp or pp stays cut, and is refused.
 """
 
 import logging
@@ -25,7 +27,14 @@ _log = logging.getLogger(__name__)
 
 
 class Held:
-    """Of one engine. ``close`` ends that engine; ``before_pass`` is called whenever the model is."""
+    """The hooks of one engine on its model.
+
+    Args:
+        parts: the parts of the engine.
+        original: the attributes of the model before the engine changed them.
+        close: ends the engine.
+        before_pass: called before every forward pass of the model.
+    """
 
     def __init__(
         self,
@@ -38,9 +47,9 @@ class Held:
         self._original = original
         self._calls = ModelCalls(parts)
         self.away = Away(parts)
-        """What left the device between two steps."""
+        """State that is offloaded between two steps."""
         self.known = KnownModules([parts.model, *(stage.module for stage in parts.stages)])
-        """What the model was made of."""
+        """The modules that the model consisted of when the engine was built."""
 
         def before_any_pass() -> None:
             self.away.check("forward", reads_weights_alone=True)
@@ -49,11 +58,19 @@ class Held:
         owner = _Owner(parts.mesh, parts.progress, close, before_any_pass)
         self._owner = parts.model.register_forward_pre_hook(owner, prepend=True)
         self.is_over = False
-        """After ``give_back``."""
+        """True after ``give_back``."""
         parts.optimizer_groups.hold()
 
     def check(self, call: str, reads_weights_alone: bool = False) -> None:
-        """Errors: UsageError where the model was given back, or what ``call`` needs has left the device."""
+        """Check that ``call`` may use the model now.
+
+        Args:
+            call: name of the call, for the message.
+            reads_weights_alone: True if ``call`` only reads weights.
+
+        Raises:
+            UsageError: if the engine is closed, or state that ``call`` needs is offloaded.
+        """
         if self.is_over:
             raise UsageError(
                 f"{call}: this engine is closed (by close(), or because initialize() was called again on its model); "
@@ -62,7 +79,7 @@ class Held:
         self.away.check(call, reads_weights_alone)
 
     def give_back(self, whole: bool) -> None:
-        """See ``Engine.close``. Collective where ``whole``."""
+        """Remove all hooks and restore the model; see ``Engine.close``. Collective if ``whole``."""
         parts, self.is_over = self._parts, True
         if whole and (why := state.lacks_room(parts)):
             whole = False
@@ -78,7 +95,7 @@ class Held:
             stage.hooks.remove()
             for handle in stage.handles:
                 handle.remove()
-        if parts.groups["model"].size == 1:  # what was cut stays cut, and its owner says so
+        if parts.groups["model"].size == 1:  # a cut model keeps the hook, by which take_back refuses it
             self._original.put_back()
             self._owner.remove()
         if whole:
@@ -86,7 +103,7 @@ class Held:
 
 
 class _Owner:
-    """A forward pre-hook, before all others."""
+    """A forward pre-hook that runs before all others and identifies the engine of the model."""
 
     def __init__(
         self, mesh: Mesh, progress: Progress, close: Callable[[], None], before_pass: Callable[[], None]
@@ -104,13 +121,17 @@ class _Owner:
 
 
 def _nobodys(module: nn.Module, arguments: Any) -> None:
-    """What stands in a copy of the model, which no engine has."""
+    """Replace the hook in a copy of the model, which belongs to no engine."""
 
 
 def take_back(model: nn.Module) -> None:
-    """Close the engine that has ``model``, if one has. Collective as ``Engine.close`` is.
+    """Close the engine that ``model`` belongs to, if there is one. Collective as ``Engine.close`` is.
 
-    Errors: UsageError where the model was cut and cannot be made whole.
+    Args:
+        model: the model.
+
+    Raises:
+        UsageError: if the model was cut along tp or pp, so that this rank cannot make it whole.
     """
     for hook in list(model._forward_pre_hooks.values()):
         if not isinstance(hook, _Owner):

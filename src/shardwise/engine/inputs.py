@@ -1,4 +1,4 @@
-"""How a batch becomes a call of the model, and its result a loss.
+"""Conversion of a batch to a call of the model, and of the model's result to a loss.
 
     mapping           model(**batch)
     tuple or list     model(*batch)
@@ -23,11 +23,11 @@ from shardwise.precision.policy import PrecisionPolicy
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 Loss = Callable[[nn.Module, Any], Tensor]
-"""What a user may give as ``loss``: (model, batch) -> the loss."""
+"""Type of a user's ``loss``: a function of (model, batch) that returns the loss."""
 
 
 def apply(model: nn.Module, batch: Any) -> Any:
-    """Call the model with one batch."""
+    """Call the model with one batch, and return the result."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
@@ -38,16 +38,29 @@ def apply(model: nn.Module, batch: Any) -> Any:
 def call_model(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, batch: Any, device: torch.device
 ) -> Any:
-    """What a step calls with one batch: the user's loss of the model, or the model itself."""
+    """Return the user's loss of the model for one batch, or the result of the model itself if ``loss`` is None.
+
+    Args:
+        model: the model.
+        loss: the user's loss function, or None.
+        batch: the batch.
+        device: device that the tensors of the batch are moved to for a loss function.
+    """
     if loss is not None:
         return loss(model, cast_inputs(batch, device, None))
     return apply(model, batch)
 
 
 def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Tensors of a pytree on ``device``, floating ones in ``dtype`` (None: as they are).
+    """Return a pytree with its tensors on ``device`` and floating tensors in ``dtype``.
 
-    Features of tables, {name: Ragged}, stay where they are: their collection brings what it needs to the device.
+    Features of embedding tables, {name: Ragged}, stay where they are; their collection moves the keys that it needs
+    to the device.
+
+    Args:
+        value: the pytree.
+        device: the device.
+        dtype: dtype of floating tensors; None leaves their dtypes unchanged.
     """
     if isinstance(value, Tensor):
         there = to_device(value, device)
@@ -62,8 +75,19 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
 def cast_at_the_root(
     model: nn.Module, precision: PrecisionPolicy, device: torch.device, casts_output: bool
 ) -> list[Any]:
-    """The 16-bit contract: floating inputs in the compute dtype, but for the targets of a list of layers; and what a
-    loss function gets in fp32. Returns the hooks' handles."""
+    """Register hooks that cast floating inputs to the compute dtype and 16-bit outputs to fp32.
+
+    Targets of a list of layers keep their dtype.
+
+    Args:
+        model: the root module.
+        precision: the dtypes.
+        device: device that inputs are moved to.
+        casts_output: True if outputs are cast, because a loss function reads them.
+
+    Returns:
+        The handles of the hooks.
+    """
     dtype = precision.compute_dtype
     of_targets = None if isinstance(model, Layers) else dtype
 
@@ -85,12 +109,16 @@ def cast_at_the_root(
 
 def _weights_in(feature: Ragged, dtype: torch.dtype | None) -> Ragged:
     if feature.weights is None or dtype is None:
-        return feature  # a batch has dozens, and each would be made anew in every cast
+        return feature  # a batch has dozens of features, and a new tuple for each in every cast costs time
     return feature._replace(weights=feature.weights.to(dtype))
 
 
 def find_loss(output: Any) -> Tensor:
-    """The loss in what the model returned. Errors: UsageError where there is none."""
+    """Return the loss in the model's output.
+
+    Raises:
+        UsageError: if the output contains no loss of one number.
+    """
     loss = part_named(output, "loss")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError(

@@ -1,19 +1,20 @@
-"""KeysAhead: what the thread of keys does for a step: it looks for features, agrees with the other ranks, and walks the
-step's ASKs.
+"""KeysAhead: the exchange of a step's keys in a thread, ahead of the step.
+
+The thread finds the features of a step, agrees with the other ranks on the exchange, and runs the step's ASKs.
 
     the step's list     F(0,0) FETCH(t,0) ... F(0,1) FETCH(t,1) ...        the Plan's
     what goes ahead     ASK(t,0) ASK(t,1)                                  plan/lists.py: keys_ahead
 
-The list is that of the order in force when the caller asked for the step, with as many microbatches as the step has; a
-walker of its own runs it through the handlers of the step's own walker. What ran stands in the trace of the step that
-makes use of it (``Trace.ahead``).
+The list follows the order in force when the caller requested the step, with as many microbatches as the step has. A
+separate walker runs it through the handlers of the step's own walker. The Actions that ran are recorded in the trace of
+the step that uses the keys (``Trace.ahead``).
 
-[Note: ranks that fail] Before each step all ranks say whether they have it, and which ASKs they will walk. Where one
-has not, because its reader failed or its data ended early, or where they would ask differently, all stop there; a batch
-that one rank's tables refuse ends the step on all (embedding/collection.py). What a rank does not live to say, the
-transport's deadline says.
+[Note: ranks that fail] Before each step all ranks exchange whether they have the step, and which ASKs they will run. If
+a rank has no step, because its reader failed or its data ended early, or if ranks would run different ASKs, all ranks
+stop at that step. A batch that one rank's tables refuse ends the step on all ranks (embedding/collection.py). If a rank
+dies, the transport's deadline ends the exchange on the others.
 
-Cost: one exchange of four numbers a rank and step, beside the keys.
+Cost: one exchange of four numbers per rank and step, beside the keys.
 """
 
 import contextlib
@@ -39,26 +40,32 @@ from shardwise.plan.walker import Walker
 from shardwise.plan.words import named_ranks
 
 Asks = Callable[[int], Sequence[Action]]
-"""By a number of microbatches the ASKs for them (``ActionLists.asks``)."""
+"""Function that returns the ASKs for a number of microbatches (``ActionLists.asks``)."""
 
 _HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
 _UNKNOWN = -1
 
 
 class _Word(NamedTuple):
-    """What a rank says of its part of a step: numbers."""
+    """A rank's summary of a step, as numbers that the ranks compare."""
 
     state: int
     asked: int = 0
-    """How often a collection will be asked to prepare keys."""
+    """Number of times that collections will prepare keys."""
     order: int = 0
-    """Which collections, one after another: a checksum."""
+    """Checksum of the order in which collections prepare keys."""
     missing: int = _UNKNOWN
-    """The first feature that a mapping lacks: its place among those of all collections."""
+    """Index, among the features of all collections, of the first feature that a mapping lacks."""
 
 
 class KeysAhead:
-    """See the module's docstring. ``depth``: steps ahead; 0 where no thread is."""
+    """Exchanges the keys of steps before the steps are computed.
+
+    Args:
+        parts: the parts of the engine.
+        lanes: a recorder of what ran when, or None.
+        depth: number of steps ahead; 0 if there is no thread.
+    """
 
     def __init__(self, parts: Parts, lanes: Lanes | None, depth: int):
         self._parts = parts
@@ -66,11 +73,21 @@ class KeysAhead:
         sent = self._collections[0].placed.keys_group.traffic if self._collections else None
         self._walker = Walker(parts.walker.handlers, Trace(sent, parts.walker.trace.clock))
         self.stream = beside(parts.device) if depth else None
-        """Of the thread, on an accelerator."""
+        """Stream of the thread on an accelerator, else None."""
 
     @torch.no_grad()
     def prepared(self, read: Callable[[], Step | None], asks: Asks) -> Step | None:
-        """The step with its keys exchanged, None behind the last. Collective: once for every job, whatever happens."""
+        """Return the next step with its keys exchanged, None behind the last step.
+
+        Collective: every rank calls this once for every job, also if an error has occurred.
+
+        Args:
+            read: returns the next step, or None behind the last one.
+            asks: returns the ASKs for a number of microbatches.
+
+        Raises:
+            DataError: if not all ranks have a step, or their steps differ in features.
+        """
         actions: list[Action] = []
         try:
             step = read()
@@ -89,7 +106,7 @@ class KeysAhead:
             raise DataError(refusal)
         if step is None or found is None:
             return None
-        resumed = time.perf_counter()  # until then it waited for readers of other ranks
+        resumed = time.perf_counter()  # since ``stopped``, readers of other ranks were waited for
         with self._on_stream():
             self._walk(found, actions)
         if self.stream is not None:
@@ -112,7 +129,7 @@ class KeysAhead:
             units.at_hand = None
 
     def _actions(self, found: Found, asks: Asks) -> list[Action]:
-        """The step's ASKs, of those collections that find their features."""
+        """Return the step's ASKs of the collections whose features were found."""
         asked = {each: len(found.read_by(each)) for each in self._collections}
         collection = self._parts.program.tables.collection
         row = asks(max(asked.values(), default=0))
@@ -143,12 +160,14 @@ class KeysAhead:
 
     @property
     def _features(self) -> list[str]:
-        """Of all collections, alike on all ranks."""
+        """Names of the features of all collections, in an order that is equal on all ranks."""
         return [name for each in self._collections for name in each.feature_names]
 
     def _agree(self, word: _Word) -> str:
-        """What is wrong where ranks do not all bring a step with the same features, or have not all come to their end;
-        "" where nothing is. Collective."""
+        """Return why the ranks cannot exchange this step, "" if they can. Collective.
+
+        The ranks must all have a step with the same features, or all be at the end.
+        """
         if not self._collections or self._collections[0].placed.keys_group.size == 1:
             return ""
         group = self._collections[0].placed.keys_group

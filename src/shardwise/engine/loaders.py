@@ -1,4 +1,4 @@
-"""Loaders of one engine: each rank's share of the data, and positions that are saved and loaded with the engine."""
+"""Loaders of one engine: each rank's share of the data, and the positions that are saved and loaded."""
 
 import logging
 import threading
@@ -19,7 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 class Loaders:
-    """Those that an engine made, in order. ``dp``: the ranks that get different samples; ``world``: all ranks."""
+    """The loaders that one engine has made, in order.
+
+    Args:
+        config: the resolved configuration.
+        dp: the ranks that get different samples.
+        microbatches: number of microbatches of a step.
+        world: all ranks; None: those of ``dp``.
+    """
 
     def __init__(self, config: RunConfig, dp: Group, microbatches: int, world: Group | None = None) -> None:
         self._config = config
@@ -27,9 +34,10 @@ class Loaders:
         self._dp = dp
         self._microbatches = microbatches
         self._made: list[tuple[weakref.ref[Loader], Position]] = []
-        """Weakly: one that its user has dropped ends its workers, and its position is saved all the same."""
+        """Weak references to the loaders, with their positions. A loader that the user has dropped can end its workers,
+        and its position is still saved."""
         self._positions: list[dict[str, Any]] = []
-        """Of the step that was loaded, also for loaders that are made later."""
+        """Positions of the step that was loaded, also for loaders that are made later."""
 
     def make(
         self,
@@ -40,7 +48,7 @@ class Loaders:
         workers: int,
         epochs: int | None,
     ) -> Passes:
-        """See ``Engine.loader``."""
+        """Make a loader for this rank; see ``Engine.loader``."""
         batch = self._config.batch
         given = batch_size or getattr(data, "batch_size", None)
         micro = batch.micro_size or given
@@ -75,8 +83,11 @@ class Loaders:
         return Passes(made, self._at_end())
 
     def _at_end(self) -> Callable[[int], None]:
-        """Return what a pass calls at its end: a rank whose data ends before that of the others is told so, on all
-        ranks, and not that the others are gone. Passes that train nothing may be one rank's own."""
+        """Return the callback for the end of a pass, which reports a rank whose data ends before that of the others.
+
+        The error is then the end of the data, on all ranks, and not a lost rank. Passes without training may run on
+        one rank only.
+        """
         clock = self._world.clock
         began = clock.steps_done
 
@@ -90,7 +101,7 @@ class Loaders:
         return at_end
 
     def _why(self, micro: int) -> str:
-        """Return the keys that the size of a microbatch follows from."""
+        """Return the keys of the configuration that determine the size of a microbatch."""
         batch = self._config.batch
         if batch.global_size is None:
             return f"batch.micro_size: {micro}"
@@ -98,11 +109,11 @@ class Loaders:
         return f"batch.global_size: {batch.global_size} over {ranks} and {self._microbatches} accumulated microbatches"
 
     def set_accumulation(self, microbatches: int) -> None:
-        """See ``Engine.set_accumulation``."""
+        """Change the number of microbatches of a step in all loaders; see ``Engine.set_accumulation``."""
         try:
             for loader in self._alive():
                 loader.set_accumulation(microbatches)
-        except DataError:  # one is too small
+        except DataError:  # the data of one loader is too small: restore the others
             for loader in self._alive():
                 loader.set_accumulation(self._microbatches)
             raise
@@ -111,27 +122,27 @@ class Loaders:
     def for_evaluation(
         self, data: Any, batch_size: int | None, collate_fn: Collate | None, workers: int
     ) -> Iterator[Weighted]:
-        """See ``Engine.evaluation_loader``."""
+        """Return the batches of an evaluation; see ``Engine.evaluation_loader``."""
         dp = self._dp
         micro = batch_size or getattr(data, "batch_size", None) or self._config.batch.micro_size or 1
         return evaluation_batches(data, dp.index, dp.size, micro, collate_fn=collate_fn, workers=workers)
 
     def close(self) -> None:
-        """Nothing is read ahead any more, until somebody asks for a step."""
+        """Stop reading ahead until the next step is requested."""
         for loader in self._alive():
             loader.close()
 
     def _alive(self) -> list[Loader]:
-        """Return the loaders that somebody still has."""
+        """Return the loaders that are still in use."""
         found = [made() for made, _ in self._made]
         return [loader for loader in found if loader is not None]
 
     def positions(self) -> list[dict[str, Any]]:
-        """Of each, as JSON."""
+        """Return the position of each loader, as JSON data."""
         return [place.state() for _, place in self._made]
 
     def move_to(self, positions: Sequence[dict[str, Any]]) -> None:
-        """Go on at ``positions``, in the order in which loaders are made."""
+        """Set the positions of the loaders, in the order in which loaders are made."""
         self._positions = list(positions)
         for (made, _), position in zip(self._made, self._positions, strict=False):
             loader = made()

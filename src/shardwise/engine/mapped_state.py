@@ -1,10 +1,10 @@
-"""The whole model as tensors that take no memory, for exports of models that are larger than it.
+"""The whole model as tensors in a mapped file, for exports of models that are larger than memory.
 
     all ranks    gather one Unit after the other
     rank 0       writes each tensor into one file, maps the file, and removes its name
 
-What reads the map (``save_pretrained``, ``torch.save``) reads the file, and the system keeps of it what there is room
-for. When the last tensor is gone, so is the file.
+Functions that read the tensors (``save_pretrained``, ``torch.save``) read the file, of which the system caches as much
+as memory allows. When the last tensor is freed, the system frees the file's space.
 
 Cost: the model written and read once more, to and from a disk or the page cache; memory of one Unit.
 """
@@ -28,7 +28,7 @@ from shardwise.plan.words import in_words, plain_name
 def mapped_state_dict(
     parts: Parts, folder: Path, trained_only: bool, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """See ``Engine.mapped_state_dict``."""
+    """Return the whole model in a mapped file; see ``Engine.mapped_state_dict``."""
     state.settle(parts)
     infos = {info.name: info for info in parts.registry.of_kind("parameter")}
     if trained_only:
@@ -40,7 +40,7 @@ def mapped_state_dict(
         name: dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
         for name, info in infos.items()
     }
-    order = sorted(infos, key=lambda name: -dtypes[name].itemsize)  # each begins at a multiple of its size
+    order = sorted(infos, key=lambda name: -dtypes[name].itemsize)  # aligns each tensor to its itemsize
     tensors, failed, found = _each(parts, trained_only), "", {}
     if parts.world.rank == 0:
         file = folder / f".shardwise_{token_hex(6)}"
@@ -55,7 +55,8 @@ def mapped_state_dict(
         finally:
             with suppress(OSError):
                 file.unlink()
-    for _ in tensors:  # other ranks, and what a file that failed has left, take part in every gather
+    # Other ranks, and rank 0 after a failed write, run the remaining gathers: they are collective.
+    for _ in tensors:
         pass
     if agree(parts, bool(failed)):
         size = sum(info.elements * dtypes[name].itemsize for name, info in infos.items())

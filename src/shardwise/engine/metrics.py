@@ -1,4 +1,4 @@
-"""What ranks tell one another around a loop: votes, and rows of metrics."""
+"""Exchanges between ranks around a training loop: votes, and rows of metrics."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from shardwise.plan.errors import UsageError
 
 
 def agree(parts: Parts, flag: bool) -> bool:
-    """See ``Engine.agree``."""
+    """Return True on all ranks if ``flag`` is true on any rank; see ``Engine.agree``. Collective."""
     vote = torch.tensor([float(flag)], dtype=torch.float64, device=parts.device)
     parts.groups["world"].all_reduce(vote, "a vote", purpose="control").wait()
     return bool(vote.item() > 0)
 
 
 def are_alike(parts: Parts, number: int) -> bool:
-    """Whether all ranks have the same whole ``number``. Collective."""
+    """Return True if all ranks pass the same integer ``number``. Collective."""
     world = parts.groups["world"]
     sums = torch.tensor(terms(number), dtype=torch.float64, device=parts.device)
     world.all_reduce(sums, "one number", purpose="control").wait()
@@ -25,7 +25,19 @@ def are_alike(parts: Parts, number: int) -> bool:
 
 
 def gather_rows(dp: Group, device: torch.device, value: Tensor, samples: int | None) -> Tensor:
-    """See ``Engine.gather_metrics``. Rows travel as bytes, padded to the most that a rank has."""
+    """Return the rows of all data-parallel ranks; see ``Engine.gather_metrics``. Collective.
+
+    Rows are exchanged as bytes, padded to the largest number of rows of a rank.
+
+    Args:
+        dp: all data-parallel ranks.
+        device: the device of this rank.
+        value: the rows of this rank; a scalar counts as one row.
+        samples: the number of rows that count; None: all.
+
+    Raises:
+        UsageError: if ``value`` is no tensor, or has fewer rows than ``samples``.
+    """
     if not isinstance(value, Tensor):
         raise UsageError(
             f"gather_metrics: expected a tensor, given {value!r:.100}; torch.tensor(value) makes one"

@@ -1,18 +1,19 @@
-"""Calls on the model itself that scripts make by habit between passes: right, or refused where they are made.
+"""Calls on the model itself that scripts make by habit between passes: the correct result, or an error at once.
 
-    call                              weights whole here         cut (stage 3) or elsewhere   tp or pp above 1
+    call                              weights whole on the rank  cut (stage 3) or on a tier   tp or pp above 1
     model.state_dict(), torch.save    as ever                    engine.state_dict()          engine.state_dict()
     model.save_pretrained(folder)     as ever                    engine.save_pretrained       engine.save_pretrained
-    model.load_state_dict(state)      where no master of         engine.load_state_dict       engine.load_state_dict
-                                      its own would undo it
+    model.load_state_dict(state)      if no separate master      engine.load_state_dict       engine.load_state_dict
+                                      would overwrite it
     copy.deepcopy(model), EMA         a plain model              engine.full_parameters()     a new model
-    torch.save(model), pickle         refused: functions of the engine's hang on it
-    model.to(), .half(), .cpu() ...   refused, but where all is there already so: no optimizer would see what they make
+    torch.save(model), pickle         refused: the pickle would contain functions of the engine
+    model.to(), .half(), .cpu() ...   refused unless nothing would change: no optimizer would update the new tensors
 
-"as ever" holds at stage 3 too inside ``engine.full_parameters()``. A refusal names the call of its table cell.
+"as ever" also holds at stage 3 inside ``engine.full_parameters()``. The message of an error names the call of its table
+cell.
 
-The means are torch's own: hooks on state dicts, hooks that say themselves how they are copied, and an ``_apply`` of the
-module's own, by which all conversions go.
+The implementation uses torch's own means: hooks on state dicts, hooks with a ``__deepcopy__``, and an ``_apply``
+attribute on the module, through which all conversions go.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ _ON_ALL = "on all ranks"
 
 
 class ModelCalls:
-    """The hooks of one engine's model; ``remove`` takes them away."""
+    """The hooks of one engine's model on state dicts, copies and conversions."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
@@ -49,13 +50,13 @@ class ModelCalls:
             self._handles.append(_Apply(module, [stage.module for stage in parts.stages]))
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _in_pieces(self) -> str | None:
-        """How the weights of this rank are less than the model, if they are."""
+        """Return why this rank does not hold the whole model, None if it does."""
         parts = self._parts
         if parts.groups["model"].size > 1:
             return f"with mesh.tp {parts.mesh.tp} and mesh.pp {parts.mesh.pp} this rank holds a part of the model alone"
@@ -90,7 +91,15 @@ class ModelCalls:
         )
 
     def check_copy(self, name: str, module: nn.Module) -> None:
-        """Errors: UsageError where a copy of ``module`` would not be a model of its own."""
+        """Check that a copy of ``module`` would be an independent model.
+
+        Args:
+            name: name of the module in the model.
+            module: the module.
+
+        Raises:
+            UsageError: if weights are cut, the module's forward is replaced, or the model has embedding tables.
+        """
         pieces = self._in_pieces()
         if pieces is not None:
             instead = (
@@ -115,7 +124,7 @@ class ModelCalls:
 
 
 class _CallHook:
-    """A hook on state dicts; in a copy of the model it does nothing."""
+    """A hook on state dicts, which a copy of the model replaces by a hook without effect."""
 
     def __init__(self, calls: ModelCalls, name: str, module: nn.Module, check: Callable[[], None]):
         self._calls = calls
@@ -138,8 +147,11 @@ class _CallHook:
 
 
 class _Apply:
-    """The ``_apply`` of one module, in front of its class's; in a copy of the module it is that one. What it has
-    beside the parts that live ``here`` are fillers, wherever they are."""
+    """A replacement of the ``_apply`` of one module, which refuses conversions of its tensors.
+
+    A copy of the module gets the ``_apply`` of its class. Tensors of the module outside of the parts in ``here`` are
+    stand-ins, which may be on any device.
+    """
 
     def __init__(self, module: nn.Module, here: Sequence[nn.Module]):
         self._module = module
@@ -147,7 +159,11 @@ class _Apply:
         vars(module)["_apply"] = self
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Errors: UsageError where ``fn`` would change a parameter or buffer."""
+        """Check that ``fn`` leaves every parameter and buffer as it is, and return the module.
+
+        Raises:
+            UsageError: if ``fn`` would change a parameter or buffer.
+        """
         here = {id(each) for part in self._here for each in (*part.parameters(), *part.buffers())}
         for tensor in (*self._module.parameters(recurse), *self._module.buffers(recurse)):
             if id(tensor) not in here:
@@ -166,7 +182,7 @@ class _Apply:
         return self._module
 
     def remove(self) -> None:
-        """What the class defines counts again."""
+        """Restore the ``_apply`` of the module's class."""
         vars(self._module).pop("_apply", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -1,14 +1,14 @@
-"""The step that ``module_profile:`` counts, put together from all ranks.
+"""Module profile: the costs of the step that ``module_profile:`` names, combined from all ranks.
 
     data-parallel ranks, microbatches    each computed other samples: their counts are added
     stages                               each ran other modules: added
     ranks along ep, etp                  each computed other rows, or another part of them: added
-    ranks along tp                       cut modules: added. What each of them computes alike (a module that is kept
-                                         whole, a head of keys and values that several hold) is counted once, by the
-                                         placements in the registry:
+    ranks along tp                       cut modules: added. Work that all of them do alike (a module that is kept
+                                         whole, a head of keys and values that several ranks hold) is counted once,
+                                         by the placements in the registry:
                                              share = elements of the whole matrix / elements on all ranks
 
-so the numbers are those of one process with the whole batch.
+The numbers are therefore those of one process with the whole batch.
 """
 
 import json
@@ -30,7 +30,15 @@ from shardwise.plan.trace import PassSeconds, Trace, TraceClock
 
 
 class ModuleProfile:
-    """Of one engine. ``modules``: this rank's, by their names in the whole model."""
+    """Counts the costs of every module in one step of one engine.
+
+    Args:
+        config: the resolved configuration.
+        world: the ranks.
+        registry: every persistent tensor with its placements.
+        modules: (name in the whole model, module) of this rank's modules.
+        clock: clock of the device.
+    """
 
     def __init__(
         self,
@@ -46,25 +54,25 @@ class ModuleProfile:
         self._limit_s = config.comm.limit_s
         self._counter: ModuleCounter | None = None
         self.tree: ModuleTree | None = None
-        """What the counted step came to; None before it."""
+        """Costs of the counted step, by module; None before that step."""
         self.step_begins(1)
 
     def step_begins(self, step: int) -> None:
-        """Count it, if it is the one."""
+        """Start counting if ``step`` is the step that the configuration names."""
         if self._policy is not None and step == self._policy.step:
             self._counter = ModuleCounter(self._modules, self._clock)
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around a forward pass; those without gradients are none of a step."""
+        """Return a context that counts a forward pass; passes without gradients are not counted."""
         counts = self._counter is not None and torch.is_grad_enabled()
         return self._counter.forward() if counts and self._counter is not None else nullcontext()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around a backward pass."""
+        """Return a context that counts a backward pass."""
         return nullcontext() if self._counter is None else self._counter.backward()
 
     def step_ended(self, step: int, trace: Trace) -> None:
-        """``step`` is over. Collective where it was counted."""
+        """End the counting of ``step``, and write the profile on rank 0. Collective if the step was counted."""
         if self._counter is not None:
             counter, self._counter = self._counter, None
             self.tree = self._together(counter)
@@ -108,14 +116,14 @@ class ModuleProfile:
 
 
 class _Shares:
-    """Which part of what the ranks along "tp" did for a module is the model's own."""
+    """The share of the work of all ranks along "tp" that one process would do, by module."""
 
     def __init__(self, parameters: Mapping[str, TensorInfo], tp: int) -> None:
         self._tp = tp
         self._matrices = {name: info for name, info in parameters.items() if len(info.shape) > 1}
 
     def of(self, module: str) -> Fraction:
-        """1 where nothing was done twice."""
+        """Return the share of a module; 1 if no rank repeated work of another rank."""
         if self._tp == 1:
             return Fraction(1)
         own = [info for name, info in self._matrices.items() if name.rpartition(".")[0] == module]
@@ -140,7 +148,7 @@ class _Shares:
 
 
 def _merged(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Names and classes of all ranks' modules, each level in the order in which it is met."""
+    """Return the class of each module of all ranks by name, in tree order, each level in order of first appearance."""
     inside: dict[str, dict[str, None]] = {}
     kinds: dict[str, str] = {}
     for its in told:

@@ -1,10 +1,10 @@
-"""Where the engine's numbers go after every step, without a word of the loop: ``monitor:`` of the configuration.
+"""Monitor: the engine's records of every step, sent to the sinks that ``monitor:`` of the configuration names.
 
-    a loop of your own   what is set under ``monitor:``; nothing is written unless asked
-    shardwise train      all of ``monitor:``, defaults included, with records of its own (evaluations, tokens, MFU)
+    a loop of your own   the keys that are set under ``monitor:``; without such a key nothing is written
+    shardwise train      all of ``monitor:``, defaults included, with its own records (evaluations, tokens, MFU)
 
-Rank 0 alone writes. Files are opened with the first step, when it is known which one that is: a run that was resumed
-goes on in its ``metrics.csv``, and so does one that loads a step in between.
+Only rank 0 writes. Files are opened after the first step, whose number shows whether the run was resumed: a run that
+was resumed, or that has loaded a step in between, continues its ``metrics.csv``.
 """
 
 import time
@@ -28,7 +28,13 @@ from shardwise.plan.trace import Trace
 
 
 class Monitor:
-    """See the module's docstring; ``engine.monitor``."""
+    """Sends the records of every step to files, pictures and services; ``engine.monitor``.
+
+    Args:
+        config: the resolved configuration.
+        is_main: True on rank 0.
+        device: the device of this rank.
+    """
 
     def __init__(self, config: RunConfig, is_main: bool, device: torch.device) -> None:
         self._config, self._is_main, self._device = config, is_main, device
@@ -39,23 +45,29 @@ class Monitor:
         self._sinks = Sinks([], [])
         self._close = LEFTOVERS.keep(self, self._sinks.close, at_exit=True)
         self._last: tuple[int, float] | None = None
-        """The last step that was noted, and when it was over."""
+        """Number of the last step that was recorded, and the time of its end."""
         self._resumed_from: int | None = None
-        """Step that the next record goes on from, until that record is written."""
+        """Step that the run was resumed from, until the next record is written."""
         self._unit_norms: Mapping[str, float] = {}
-        """Gradient norms of the step that was over last, until its record is written."""
+        """Gradient norms of the last step by Unit, until its record is written."""
 
     def open(self, step: int, kind: type[Record] = StepRecord, best_auc: float | None = None) -> None:
-        """Whoever calls this ``write``s the records itself: all that ``monitor:`` says, after ``step``."""
+        """Open all sinks of ``monitor:``, defaults included, for a caller that writes the records itself.
+
+        Args:
+            step: the step that the run continues from; 0 for a new run.
+            kind: class of the records.
+            best_auc: AUC of the best possible model, or None.
+        """
         self._watches = False
         self._open(self._config.monitor, step, kind, best_auc)
 
     def add(self, sink: Sink) -> None:
-        """One more that is handed each record."""
+        """Add a sink, which gets every record from now on."""
         self._sinks.add(sink)
 
     def write(self, record: Record) -> None:
-        """Hand a record to all sinks; the first one after a resume says which step it goes on from."""
+        """Write a record to all sinks; the first record after a resume contains the step that the run resumed from."""
         if self._resumed_from is not None:
             record = record._replace(resumed_from=self._resumed_from)
             self._resumed_from = None
@@ -65,8 +77,15 @@ class Monitor:
             self._unit_norms = {}
 
     def send(self, scalars: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers of your own to all monitors but ``metrics.csv``, under their own names, at ``step`` (left out:
-        the last one). Nothing on ranks other than 0."""
+        """Send numbers of your own to all monitors except ``metrics.csv``. Ranks other than 0 send nothing.
+
+        Args:
+            scalars: numbers by name; the names are used as they are.
+            step: the step of the numbers; None: the last step.
+
+        Raises:
+            UsageError: if a value is not a number.
+        """
         numbers: dict[str, float] = {}
         for tag, number in scalars.items():
             try:
@@ -80,13 +99,20 @@ class Monitor:
         self._sinks.send(numbers, self._naming.place((self._last or (0, 0.0))[0] if step is None else step))
 
     def close(self) -> None:
-        """Write out what is held back."""
+        """Write buffered records and close all sinks."""
         self._close()
 
     def note(
         self, result: StepResult, trace: Trace, loss_scale: float | None, experts: ExpertSummary | None
     ) -> None:
-        """A step is over, in a loop that keeps no records itself."""
+        """Record a step that is over, unless the caller of ``open`` writes the records.
+
+        Args:
+            result: result of the step.
+            trace: the Actions of the step, with their seconds.
+            loss_scale: the loss scale under fp16, else None.
+            experts: loads of the experts, or None.
+        """
         if self._is_main and self._config.monitor.unit_norms:
             self._unit_norms = result.unit_norms
         if not self._watches:
@@ -141,10 +167,10 @@ class Monitor:
 
 
 def _total_steps(config: RunConfig) -> int | None:
-    """Return the steps that ``monitor.progress`` counts up to, None without it.
+    """Return the number of steps of ``monitor.progress``; None without it.
 
     Raises:
-        ConfigError: if ``monitor.progress`` is true and nobody gave ``train.steps``.
+        ConfigError: if ``monitor.progress`` is true and ``train.steps`` is not given.
     """
     progress = config.monitor.progress
     if progress is False:

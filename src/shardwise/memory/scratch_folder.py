@@ -1,14 +1,14 @@
-"""The folder of state on disk: whose files are whose, whether they fit, and that none outlives its run.
+"""The folder of state on disk: the owners of its files, the space that they need, and the removal of old files.
 
-    shardwise.lock              held for a moment by whoever claims a seat, reserves space or leaves
-    shardwise.rank0.lock        held by the process of rank 0 as long as it lives: its seat
-    shardwise.rank0.master      one file a kind
+    shardwise.lock              held briefly by a process that claims a seat, reserves space or leaves
+    shardwise.rank0.lock        the seat of rank 0: held by its process as long as that process runs
+    shardwise.rank0.master      the file of one kind of state
 
-A rank's files stand and fall with the lock of its seat. The kernel lets go of it when its holder dies, however it dies,
-so a seat whose lock is free belongs to a dead run: whoever comes next removes its files. A seat that is held is never
-touched. A second engine of one process takes a second seat (``rank0-2``).
+The lock of a rank's seat shows whether its files are in use. The kernel releases the lock when its holder dies, however
+it dies, so a seat whose lock is free belongs to a dead run, and the next process removes its files. The files of a seat
+that is held are never changed. A second engine of one process takes a second seat (``rank0-2``).
 
-Nothing else in the folder is looked at, and no link is followed.
+Other files in the folder are not read, and no link is followed.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"shardwise\.(?P<seat>rank(?P<rank>\d+)(?P<turn>-\d+)?)\.(?P<kind>\w+)")
 _PATIENCE_S = 600.0
-"""Others hold the folder while they reserve space, which takes long where a file system writes zeros for it."""
+"""Seconds to wait for the folder's lock. Another process holds it while it reserves space, which takes long if the file
+system has to write zeros."""
 
 
 class _SeatFile(NamedTuple):
@@ -49,21 +50,33 @@ class _SeatFile(NamedTuple):
 
 
 def check_folder(path: Path) -> None:
-    """Errors: ConfigError where it is none."""
+    """Check that ``path`` is a folder.
+
+    Raises:
+        ConfigError: if it is not a folder, or does not exist.
+    """
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise ConfigError(f"offload.disk_path: {path.absolute()} {what}; give a folder on a local disk")
 
 
 class ScratchFolder:
-    """A rank's seat in the folder, and its files."""
+    """A rank's seat in the folder, and the rank's files.
+
+    Making one claims the seat and removes the files of dead runs.
+
+    Args:
+        path: the folder.
+        rank: number of this rank.
+        local_ranks: number of ranks on this host.
+
+    Raises:
+        ConfigError: if the folder cannot be used.
+        UsageError: if another process uses the seat; the message names that process.
+    """
 
     def __init__(self, path: Path, rank: int, local_ranks: int) -> None:
-        """Claims the seat and removes what dead runs left.
-
-        Errors: ConfigError where the folder cannot be used; UsageError names the process that uses it.
-        """
-        self.path = path = path.absolute()  # whatever folder the program goes to meanwhile
+        self.path = path = path.absolute()  # stays valid if the program changes its working directory
         self.files: dict[str, DirectFile] = {}
         self._rank, self._local_ranks = rank, local_ranks
         self._locks: list[int] = []
@@ -86,10 +99,15 @@ class ScratchFolder:
         _SEATS.add(self)
 
     def reserve(self, sizes: Mapping[str, int], shares: Mapping[float, int] | None = None) -> None:
-        """Makes a file a kind, of so many bytes, its space on disk reserved.
+        """Create one file for each kind of state, with its space on disk reserved.
 
-        ``shares``: what it would take instead, by other values of ``offload.fraction``. Errors: ConfigError says how
-        much is needed, how much is free, and which of them fits.
+        Args:
+            sizes: bytes of the file by kind.
+            shares: total bytes by other values of ``offload.fraction``, for the advice in the error.
+
+        Raises:
+            ConfigError: if the space is too small; the message gives the bytes needed, the bytes free, and a fraction
+                that fits.
         """
         assert all(re.fullmatch(r"\w+", kind) and kind != "lock" for kind in sizes), f"kinds {list(sizes)}"
         own = sum(map(rounded_up, sizes.values()))
@@ -116,7 +134,10 @@ class ScratchFolder:
     def _too_little(
         self, needed: int, free: int, own: int, shares: Mapping[float, int], said: str = ""
     ) -> ConfigError:
-        """``needed``: by all ranks of this host; ``own``: by this one of them."""
+        """Return the error for a disk that is too small.
+
+        ``needed`` are the bytes of all ranks of this host, ``own`` those of this rank.
+        """
         fits = [fraction for fraction, size in shares.items() if needed * size <= free * own and not said]
         advice = f"set offload.fraction: {max(fits):g}, which fits, or " if fits else ""
         return ConfigError(
@@ -126,11 +147,11 @@ class ScratchFolder:
         )
 
     def is_ours(self) -> bool:
-        """Neither ended nor, in a fork, another process's."""
+        """Return True if the seat is held by this process: not ended, and not inherited by a fork."""
         return bool(self._locks)
 
     def end(self) -> None:
-        """Removes the files and leaves the seat; safe to call twice, and does nothing in a fork."""
+        """Remove the files and release the seat; do nothing in a fork, or if called again."""
         if not self.is_ours():
             return
         with contextlib.suppress(OSError, UsageError, ConfigError), self._held():
@@ -141,7 +162,10 @@ class ScratchFolder:
         self._close()
 
     def _holds_seat(self) -> bool:
-        """Not where somebody removed our lock: the seat, and files of these names, may be another run's by now."""
+        """Return True if the lock file is still the one that this process locked.
+
+        If somebody removed the file, the seat and the files of these names may belong to another run by now.
+        """
         try:
             return os.path.samestat(os.fstat(self._locks[0]), os.lstat(self._path(self._seat, "lock")))
         except FileNotFoundError:
@@ -156,7 +180,7 @@ class ScratchFolder:
     # -- seats
 
     def _claimed(self) -> tuple[str, str]:
-        """The seat of this rank, locked."""
+        """Lock the seat of this rank, and return its name and the suffix of its turn."""
         for number in range(1, 1000):
             turn = "" if number == 1 else f"-{number}"
             seat = f"rank{self._rank}{turn}"
@@ -180,7 +204,7 @@ class ScratchFolder:
         )
 
     def _remove_dead(self) -> None:
-        """Files of seats that nobody holds, and what an earlier holder left of ours."""
+        """Remove the files of seats that no process holds, and files that an earlier holder of this seat left."""
         found: dict[str, list[_SeatFile]] = {}
         for entry in self._entries():  # listed once: a folder may hold the files of thousands of dead ranks
             found.setdefault(entry.seat, []).append(entry)
@@ -192,14 +216,15 @@ class ScratchFolder:
             descriptor = self._open(path)
             try:
                 if _locked(descriptor, path):
-                    # The lock last, which may have been made just now: a kill in between leaves a seat to be found.
+                    # Remove the lock last (``_open`` may have created it): if this process is killed in between, the
+                    # next process still finds the seat and removes the other files.
                     files = [each for each in entries if each.kind != "lock"]
                     self._remove_all([*files, entries[0]._replace(path=path, kind="lock")])
             finally:
                 os.close(descriptor)
 
     def _remove(self, seat: str) -> None:
-        """Remove the files and the lock of a seat; a kill in between leaves a seat to be found."""
+        """Remove the files and the lock of a seat."""
         self._remove_all(entry for entry in self._entries() if entry.seat == seat)
 
     def _remove_all(self, entries: Iterable[_SeatFile]) -> None:
@@ -227,7 +252,7 @@ class ScratchFolder:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """The folder, against all others."""
+        """Hold the folder's lock inside the context."""
         path, deadline = self._path("lock"), time.monotonic() + _PATIENCE_S
         while True:
             descriptor = self._open(path)
@@ -237,7 +262,7 @@ class ScratchFolder:
                         yield
                         return
                     finally:
-                        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork made meanwhile would go on holding it
+                        fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a fork made meanwhile holds it
             finally:
                 os.close(descriptor)
             if time.monotonic() > deadline:
@@ -263,7 +288,7 @@ class ScratchFolder:
 
 
 def _locked(descriptor: int, path: Path) -> bool:
-    """Whether the lock is ours now, and still the file under that name."""
+    """Return True if this process now holds the lock, and the locked file still has that name."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -288,7 +313,10 @@ _SEATS: "weakref.WeakSet[ScratchFolder]" = weakref.WeakSet()
 
 
 def _leave_in_fork() -> None:
-    """Close the locks in a fork, such as a data worker: a lock that the fork held would outlive the run."""
+    """Close the descriptors of the locks in a forked process, such as a data worker.
+
+    An open descriptor would keep the lock, and the disk space, after the run has ended.
+    """
     for folder in list(_SEATS):
         folder._close()
 
@@ -298,7 +326,7 @@ os.register_at_fork(after_in_child=_leave_in_fork)
 
 
 def _memory_bytes(path: Path) -> int | None:
-    """Size of the file system where it is memory."""
+    """Return the size of the file system if it lies in memory, else None."""
     device = os.stat(path).st_dev
     mark = f"{os.major(device)}:{os.minor(device)}"
     try:
