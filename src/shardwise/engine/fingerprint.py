@@ -27,7 +27,7 @@ class Fingerprint:
         self._tells = False
 
     def add(self, batch: Any) -> None:
-        """Add a batch to the hash, unless it is empty or all its elements are equal.
+        """Add a batch to the hash, unless every tensor in it is empty or holds only one value.
 
         Any rank might hold such a batch, so it cannot show that two ranks have the same data.
         """

@@ -103,7 +103,7 @@ class ScratchFolder:
 
         Args:
             sizes: bytes of the file by kind.
-            shares: total bytes by other values of ``offload.fraction``, for the advice in the error.
+            shares: bytes of this rank's files by other values of ``offload.fraction``, for the advice in the error.
 
         Raises:
             ConfigError: if the space is too small; the message gives the bytes needed, the bytes free, and a fraction

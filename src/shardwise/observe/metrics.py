@@ -1,4 +1,4 @@
-"""metrics.csv: one row per optimizer step, exact, and whole across kills and resumes.
+"""metrics.csv: one row per optimizer step, with exact numbers, and complete across kills and resumes.
 
 Numbers are written by ``repr``, the shortest text that reads back to the same float, so two runs can be compared
 bit for bit by comparing files. An absent number is an empty cell.
@@ -7,11 +7,11 @@ A run that was killed at step 130 and resumes from the checkpoint of step 100 co
 opening the file for step 100 cuts the later rows off first. A last line without its newline is a write that the
 kill cut short; it is dropped, because ``12`` may be the beginning of ``123``.
 
-A run of a language model writes ``StepRecord``s, one of a click-through model ``ClickRecord``s, one
-of a model of images ``ImageRecord``s: the header says which.
-A file without the last columns is one of before they came: they are empty.
+A run of a language model writes ``StepRecord``s, a run of a click-through model ``ClickRecord``s, and a run of an image
+model ``ImageRecord``s; the header shows which. In a file of an earlier version, which lacks the last columns, these
+columns count as empty.
 
-Cost: one small write and one flush per step, on rank 0 alone.
+Cost: one small write and one flush per step, on rank 0 only.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from shardwise.plan.regular_files import open_regular, read_small_file
 from shardwise.plan.words import in_words
 
 _LIMIT_BYTES = 1 << 30
-"""Limit for a metrics file: five million steps."""
+"""Largest size of a metrics file that is read: five million steps."""
 
 
 class StepRecord(NamedTuple):
-    """What one optimizer step did. The columns of ``metrics.csv``, in this order."""
+    """The results of one optimizer step: the columns of ``metrics.csv``, in this order."""
 
     step: int
     """Optimizer step, counted from 1."""
@@ -49,50 +49,52 @@ class StepRecord(NamedTuple):
     step_s: float | None = None
     """Wall time of this step in seconds, without evaluation and checkpoints."""
     memory: int | None = None
-    """Bytes on rank 0: on an accelerator the most that tensors took since the record before (an evaluation between two
-    belongs to the second), else the process's resident memory now."""
+    """Bytes on rank 0: on an accelerator the largest number that tensors took since the record before (an evaluation
+    between two records belongs to the second), else the process's resident memory now."""
     flops: float | None = None
-    """Floating-point operations that the model needs for this step, all ranks; recomputation is not counted. Of our GPT
-    by formula, of another model as its first step was counted; empty with ``compile``."""
+    """Floating-point operations that the model needs for this step, all ranks; recomputation is not counted. The
+    built-in GPT has a formula; of another model the first step is counted. Empty with ``compile``."""
     pf_days: float | None = None
     """Compute since step 0, in petaflop/s-days (1 is 8.64e19 operations)."""
     mfu: float | None = None
-    """Model FLOP/s utilisation, a share of 1: ``flops / step_s`` over the peak of all devices. The peak is the data
-    sheet's, on a processor that of a matrix product which rank 0 measures at the start; empty where it is not known."""
+    """Model FLOP/s utilization, a share of 1: ``flops / step_s`` over the peak of all devices. The peak is that of the
+    data sheet, on a processor that of a matrix product which rank 0 measures at the start; empty if the peak is not
+    known."""
     forward_s: float | None = None
     """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
     backward_s: float | None = None
-    """Seconds of rank 0 in its backward passes, reductions beside them included."""
+    """Seconds of rank 0 in this step's backward passes, including the reductions beside them."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights.
-    On a device that of the step before, for this one's still runs there."""
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights. On a
+    device the value of the step before, because this step's update is still running."""
     loss_scale: float | None = None
-    """What losses are multiplied by in the next step under fp16; empty otherwise."""
+    """Factor of losses in the next step under fp16; empty otherwise."""
     expert_load: float | None = None
-    """(token, expert) pairs of the busiest expert over the mean, in the worst layer of this step; 1 is even. This and
-    what follows of models with experts alone."""
+    """(token, expert) pairs of the busiest expert over the mean, in the worst layer of this step; 1 is even. Empty,
+    like the next two columns, for models without experts."""
     expert_drops: float | None = None
-    """Share of the pairs that found no room with their expert."""
+    """Share of the pairs that found no room with their expert and were dropped."""
     router_entropy: float | None = None
-    """Of the routers' scores, made shares of 1: the mean over tokens and layers in nats. ln E of E experts where a
-    router knows nothing."""
+    """Entropy in nats of the routers' scores, normalized to a sum of 1: the mean over tokens and layers. With E
+    experts, ln E is the entropy of equal scores."""
     memory_allocated: int | None = None
     """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
-    """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
+    """Largest number of bytes that torch reserved on the accelerator since the record before: tensors and torch's
+    cache. Empty on a processor."""
     stalled: float | None = None
     """Share of ``step_s`` in which rank 0 waited for data."""
     resumed_from: int | None = None
-    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all others."""
+    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all other rows."""
 
     @property
     def validation(self) -> float | None:
-        """The loss over held-out data, on the steps that evaluate."""
+        """The loss over held-out data, on the steps that evaluate; else None."""
         return self.val_loss
 
 
 class ClickRecord(NamedTuple):
-    """What one optimizer step of a click-through model did. The columns of its ``metrics.csv``, in this order."""
+    """The results of one optimizer step of a click-through model: the columns of its ``metrics.csv``, in this order."""
 
     step: int
     """Optimizer step, counted from 1."""
@@ -101,7 +103,7 @@ class ClickRecord(NamedTuple):
     log_loss: float | None = None
     """Mean log loss over the validation data after this step, on the steps that evaluate."""
     auc: float | None = None
-    """Exact area under the ROC curve over the same data."""
+    """Exact area under the ROC curve over the validation data."""
     grad_norm: float | None = None
     """L2 norm of all gradients before clipping, those of table rows included."""
     lr: float | None = None
@@ -113,38 +115,39 @@ class ClickRecord(NamedTuple):
     step_s: float | None = None
     """Wall time of this step in seconds, without evaluation and checkpoints."""
     memory: int | None = None
-    """Bytes on rank 0: on an accelerator the most that tensors took since the record before (an evaluation between two
-    belongs to the second), else the process's resident memory now."""
+    """Bytes on rank 0: on an accelerator the largest number that tensors took since the record before (an evaluation
+    between two records belongs to the second), else the process's resident memory now."""
     rows: int | None = None
     """Rows in use, over all tables and ranks, on the steps that evaluate."""
     inserted: int | None = None
-    """Rows that came since step 0."""
+    """Rows inserted since step 0."""
     evicted: int | None = None
-    """Rows that went since step 0."""
+    """Rows evicted since step 0."""
     forward_s: float | None = None
     """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
     backward_s: float | None = None
-    """Seconds of rank 0 in its backward passes, reductions beside them included."""
+    """Seconds of rank 0 in this step's backward passes, including the reductions beside them."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights.
-    On a device that of the step before, for this one's still runs there."""
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights. On a
+    device the value of the step before, because this step's update is still running."""
     memory_allocated: int | None = None
     """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
-    """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
+    """Largest number of bytes that torch reserved on the accelerator since the record before: tensors and torch's
+    cache. Empty on a processor."""
     stalled: float | None = None
     """Share of ``step_s`` in which rank 0 waited for data."""
     resumed_from: int | None = None
-    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all others."""
+    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all other rows."""
 
     @property
     def validation(self) -> float | None:
-        """The loss over held-out data, on the steps that evaluate."""
+        """The loss over held-out data, on the steps that evaluate; else None."""
         return self.log_loss
 
 
 class ImageRecord(NamedTuple):
-    """What one optimizer step of a model of images did. The columns of its ``metrics.csv``, in this order."""
+    """The results of one optimizer step of an image model: the columns of its ``metrics.csv``, in this order."""
 
     step: int
     """Optimizer step, counted from 1."""
@@ -153,7 +156,7 @@ class ImageRecord(NamedTuple):
     val_loss: float | None = None
     """Mean cross entropy over the held-out pictures after this step, on the steps that evaluate."""
     accuracy: float | None = None
-    """Share of the same pictures whose class has the largest output, exact over all ranks."""
+    """Share of the held-out pictures whose class has the largest output, exact over all ranks."""
     grad_norm: float | None = None
     """L2 norm of all gradients before clipping."""
     lr: float | None = None
@@ -167,42 +170,43 @@ class ImageRecord(NamedTuple):
     stalled: float | None = None
     """Share of ``step_s`` in which rank 0 waited for data."""
     memory: int | None = None
-    """Bytes on rank 0: on an accelerator the most that tensors took since the record before (an evaluation between two
-    belongs to the second), else the process's resident memory now."""
+    """Bytes on rank 0: on an accelerator the largest number that tensors took since the record before (an evaluation
+    between two records belongs to the second), else the process's resident memory now."""
     forward_s: float | None = None
     """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
     backward_s: float | None = None
-    """Seconds of rank 0 in its backward passes, reductions beside them included."""
+    """Seconds of rank 0 in this step's backward passes, including the reductions beside them."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights.
-    On a device that of the step before, for this one's still runs there."""
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights. On a
+    device the value of the step before, because this step's update is still running."""
     memory_allocated: int | None = None
     """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
-    """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
+    """Largest number of bytes that torch reserved on the accelerator since the record before: tensors and torch's
+    cache. Empty on a processor."""
     resumed_from: int | None = None
-    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all others."""
+    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all other rows."""
 
     @property
     def validation(self) -> float | None:
-        """The loss over held-out data, on the steps that evaluate."""
+        """The loss over held-out data, on the steps that evaluate; else None."""
         return self.val_loss
 
 
 Record = StepRecord | ClickRecord | ImageRecord
 
 NO_SCALARS = frozenset({"step", "resumed_from"})
-"""Columns that say where a record stands, and are no measurement to be sent on."""
+"""Columns that identify a record and are not measurements, so they are not sent to monitors."""
 
 
 class Sink(Protocol):
-    """A place that takes every step's record."""
+    """An object that gets the record of every step."""
 
     def write(self, record: Record) -> None:
-        """Take one step."""
+        """Write the record of one step."""
 
     def close(self) -> None:
-        """Write what is still held back. Called once, also after an error."""
+        """Write buffered records and close the sink. Called once, also after an error."""
 
 
 _KINDS: tuple[type[Record], ...] = (StepRecord, ClickRecord, ImageRecord)
@@ -222,7 +226,7 @@ _INTEGERS = frozenset(
 )
 _ALWAYS = frozenset({"step", "loss"})
 _FEWEST = 10
-"""Columns that every version had, at least."""
+"""Smallest number of columns that any version wrote."""
 
 
 def _header(kind: type[Record]) -> str:
@@ -258,7 +262,18 @@ def _parse(path: Path, number: int, line: str, kind: type[Record], columns: int)
 
 
 def read(path: str | os.PathLike[str]) -> list[Record]:
-    """All whole rows of a metrics file; a last line that a kill cut short is left out."""
+    """Return all complete rows of a metrics file; a last line that a kill cut short is left out.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The records, of the class that the header identifies.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        DataError: if the file cannot be read, or is not a metrics file of this version.
+    """
     path = Path(path)
     try:
         lines = read_small_file(path, _LIMIT_BYTES).decode("utf-8", errors="replace").split("\n")
@@ -268,7 +283,7 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
         raise DataError(f"metrics {in_words(error)}; move it away") from None
     lines = [f"{line}\n" for line in lines[:-1]] + lines[
         -1:
-    ]  # and at no other sign that ends a line in Python
+    ]  # only at \n: str.splitlines() splits at other characters too
     lines.pop()
     if not lines:
         return []
@@ -287,7 +302,16 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
 
 
 class MetricsFile:
-    """Sink that keeps ``metrics.csv``, of records of one kind; ``resume_step`` 0 starts it anew."""
+    """Sink that writes ``metrics.csv`` with records of one class.
+
+    Args:
+        path: the file.
+        resume_step: step that the run continues from, whose later rows are dropped; 0 starts the file again.
+        kind: class of the records.
+
+    Raises:
+        DataError: if another process writes the file, or the file has other columns.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], resume_step: int = 0, kind: type[Record] = StepRecord
@@ -306,9 +330,9 @@ class MetricsFile:
                 "choose another folder with output_dir, or move the file away"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside and renamed: a kill at this moment leaves the old file or the new one, never half of either.
+        # The new file is written beside the old one and then renamed, so that a kill leaves a complete file.
         fresh = self.path.with_name(self.path.name + ".new")
-        fresh.unlink(missing_ok=True)  # a link would have the file behind it overwritten
+        fresh.unlink(missing_ok=True)  # removes a link too, so that its target is not written
         with fresh.open("x", encoding="utf-8", newline="") as file:
             file.write(_header(kind) + "\n")
             file.writelines(map(_row, kept))
@@ -319,7 +343,11 @@ class MetricsFile:
         self._claim(self._file)
 
     def _claim(self, file: IO[Any]) -> None:
-        """Two that write here would each lose what the other one wrote. Errors: DataError."""
+        """Lock the file, because two processes that write it would lose each other's rows.
+
+        Raises:
+            DataError: if another process holds the lock.
+        """
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -332,13 +360,13 @@ class MetricsFile:
                 ) from None
 
     def write(self, record: Record) -> None:
-        """Append one row and hand it to the operating system at once."""
+        """Append one row and flush it to the operating system at once."""
         self._file.write(_row(record))
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; every row is in it already."""
+        """Close the file, which contains every row already."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked data worker would go on holding it
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # else a forked data worker keeps the lock
         self._file.close()

@@ -1,10 +1,10 @@
-"""Where the records of a run go: ``metrics.csv``, TensorBoard events, pictures, Weights & Biases, Comet, printed lines.
+"""Sinks of a run's records: ``metrics.csv``, TensorBoard events, pictures, Weights & Biases, Comet, printed lines.
 
-Gradient norms of Units follow each record, if they are asked for: into ``unit_norms.csv`` beside ``metrics.csv``, and
-to all that take named numbers.
+With ``monitor.unit_norms`` the gradient norms of Units follow each record: into ``unit_norms.csv`` beside
+``metrics.csv``, and to all sinks of named numbers.
 
-A sink that fails must not end the training that it watches: one whose ``write`` raises is reported once and left out
-from then on. The exception is ``metrics.csv``, the run's own record.
+A sink that fails must not end the training: if its ``write`` raises, a warning is logged once and the sink is not used
+any more. The exception is ``metrics.csv``, the run's own record, whose errors are raised.
 """
 
 import contextlib
@@ -31,57 +31,63 @@ _log = logging.getLogger(__name__)
 
 
 class MonitorPolicy(Policy):
-    """Where a run's numbers go. ``shardwise train`` does what stands here, defaults included; an engine in a loop of
-    your own writes what you set, and nothing else."""
+    """Keys under ``monitor:``: the files, pictures and services that a run's numbers are sent to.
+
+    ``shardwise train`` uses all keys, defaults included. An engine in a loop of your own uses only the keys that are
+    set.
+    """
 
     csv: bool | str = True
     """Write ``metrics.csv`` into ``output_dir``, or into this folder."""
     tensorboard: bool | str = True
     """Write TensorBoard events into ``tensorboard/`` of ``output_dir``, or into this folder."""
     csv_per_tag: str | None = None
-    """Folder that gets a CSV file for each number that TensorBoard is sent, with two columns, ``step`` on the axis and
-    the number: what ``csv_monitor`` of DeepSpeed writes."""
+    """Folder that gets a CSV file for each number that TensorBoard gets, with two columns, ``step`` (steps or samples,
+    by ``axis``) and the number, as DeepSpeed's ``csv_monitor`` writes them."""
     picture: bool = True
-    """Draw ``loss.png`` into ``output_dir``, for a click-through model ``auc.png`` and ``lanes.png``, with a range test
-    ``lr_range.png``."""
+    """Draw ``loss.png`` into ``output_dir``; for a click-through model also ``auc.png`` and ``lanes.png``, with a range
+    test also ``lr_range.png``."""
     wandb: str | None = None
-    """Project at Weights & Biases to send to; needs the package wandb and an account that is logged in."""
+    """Project at Weights & Biases that gets the numbers; needs the package wandb and an account that is logged in."""
     wandb_group: str | None = None
-    """Group of the run there."""
+    """Group of the run at Weights & Biases."""
     wandb_team: str | None = None
-    """Team that owns the project."""
+    """Team at Weights & Biases that owns the project."""
     comet: str | None = None
-    """Project at Comet to send to; needs the package comet_ml, which finds its key itself (COMET_API_KEY)."""
+    """Project at Comet that gets the numbers; needs the package comet_ml, which reads its key itself
+    (COMET_API_KEY)."""
     comet_workspace: str | None = None
-    """Workspace that owns the project."""
+    """Workspace at Comet that owns the project."""
     comet_experiment: str | None = None
-    """Name of the experiment there."""
+    """Name of the experiment at Comet."""
     print_every: PositiveInt | None = None
-    """Steps between two lines that rank 0 prints; left out, ``shardwise train`` prints by the clock."""
+    """Steps between two lines that rank 0 prints; if left out, ``shardwise train`` prints at intervals of time."""
     progress: bool | PositiveInt = False
-    """Show how far a loop of your own is and how long the rest takes: a bar on a terminal, lines elsewhere. true: of
-    ``train.steps`` steps, which must then be given; a number: of so many steps. ``shardwise train`` always does."""
+    """Show the progress of a loop of your own and the time that is left: a bar on a terminal, lines elsewhere. true: of
+    ``train.steps`` steps, which must then be given; a number: of that many steps. ``shardwise train`` always shows
+    it."""
     breakdown: bool = False
-    """Say in the lines how long forward, backward and update took."""
+    """Print in each line how long forward, backward and update took."""
     unit_norms: bool = False
     """Report the norm of each Unit's gradient before clipping, every step: in ``unit_norms.csv`` beside
     ``metrics.csv``, as ``unit_norm/NAME`` in the other monitors that are on, and as ``unit_norms`` of the result of a
-    step. NAME is the name of the Unit in the printed Plan; embedding tables have one together, ``(tables)``."""
+    step. NAME is the name of the Unit in the printed Plan; all embedding tables together have one norm,
+    ``(tables)``."""
     tags: dict[str, str] = Field(default_factory=dict)
-    """Columns of ``metrics.csv`` and the names under which the other monitors get them; those without one are then not
-    sent. Left out, all are, as ``loss/train``, ``step/lr`` ..."""
+    """Columns of ``metrics.csv`` and the names under which the other monitors get them; columns without a name are then
+    not sent. If left out, all columns are sent, as ``loss/train``, ``step/lr`` ..."""
     axis: Literal["steps", "samples"] = "steps"
-    """What monitors other than ``metrics.csv`` count by: steps, or samples (steps times ``batch.global_size``, even
-    where the caller ends steps)."""
+    """Axis of the monitors other than ``metrics.csv``: steps, or samples (steps times ``batch.global_size``, also if
+    the caller ends steps)."""
 
     def asked(self) -> "MonitorPolicy":
-        """This without what nobody set: no default writes a file."""
+        """Return this policy without the files that are on by default and that nobody has set."""
         off = {key: False for key in ("csv", "tensorboard", "picture") if key not in self.model_fields_set}
         return self.model_copy(update=off)
 
     @property
     def is_silent(self) -> bool:
-        """True where no number goes anywhere."""
+        """True if no sink is on."""
         places = (
             self.csv,
             self.csv_per_tag,
@@ -109,15 +115,15 @@ _TAGS = {
 
 
 class Naming(NamedTuple):
-    """What monitors call the numbers, and where they put them."""
+    """The names of numbers in monitors, and the axis that they are plotted on."""
 
     tags: Mapping[str, str] = {}
-    """By column; empty: all columns, under names of ours."""
+    """Names by column; if empty, all columns are sent under default names."""
     samples_per_step: int | None = None
-    """Where samples are counted."""
+    """Samples of a step if the axis is samples; None for steps."""
 
     def scalars(self, record: Record) -> dict[str, float]:
-        """What is known of a step, except its number."""
+        """Return the numbers of a step that are known, by name, without the step itself."""
         known = {name: value for name, value in record._asdict().items() if name not in NO_SCALARS}
         if self.tags:
             known = {name: known.get(name) for name in self.tags}
@@ -125,7 +131,7 @@ class Naming(NamedTuple):
         return {names.get(name, f"step/{name}"): float(v) for name, v in known.items() if v is not None}
 
     def place(self, step: int) -> int:
-        """Where a step stands on the axis."""
+        """Return the position of a step on the axis."""
         return step * (self.samples_per_step or 1)
 
 
@@ -133,30 +139,39 @@ OURS = Naming()
 
 
 class ScalarSink(ABC):
-    """Sink of named numbers. Subclasses send them."""
+    """Base class of sinks that send named numbers.
+
+    Args:
+        naming: the names of the numbers, and the axis.
+    """
 
     def __init__(self, naming: Naming) -> None:
         self.naming = naming
 
     def write(self, record: Record) -> None:
-        """Send one step."""
+        """Send the numbers of one step."""
         if found := self.naming.scalars(record):
             self.send(found, self.naming.place(record.step))
 
     @abstractmethod
     def send(self, scalars: Mapping[str, float], place: int) -> None:
-        """Numbers at a place of the axis."""
+        """Send named numbers to the monitor.
+
+        Args:
+            scalars: numbers by name.
+            place: position on the axis.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is still held back."""
+        """Send buffered numbers and close the sink."""
 
 
 class TensorBoardEvents(ScalarSink):
-    """Sink that writes scalars through TensorBoard's own writer, in a thread of its own."""
+    """Sink that writes scalars through TensorBoard's own writer, in a separate thread."""
 
     def __init__(self, folder: str | os.PathLike[str], resume_step: int = 0, naming: Naming = OURS) -> None:
-        # tensorboard itself and not torch.utils.tensorboard, which needs most of a second to import.
+        # torch.utils.tensorboard takes most of a second to import, so tensorboard is used directly.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
@@ -164,25 +179,28 @@ class TensorBoardEvents(ScalarSink):
         super().__init__(naming)
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(os.fspath(folder), flush_secs=10)
-        # Readers drop what an earlier life of the run wrote for the steps that are now computed again.
+        # With this event, readers drop the numbers that the run wrote before a resume for steps computed again now.
         start = SessionLog(status=SessionLog.START)
         first = naming.place(resume_step + 1)
         self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
 
     def send(self, scalars: Mapping[str, float], place: int) -> None:
-        """Queue them."""
+        """Queue numbers for the writer's thread."""
         values = [self._summary.Value(tag=t, simple_value=v) for t, v in scalars.items()]
         summary = self._summary(value=values)
         self._writer.add_event(self._event(wall_time=time.time(), step=place, summary=summary))
 
     def close(self) -> None:
-        """Write the queue out."""
+        """Write the queued numbers and close the file."""
         self._writer.close()
 
 
 class TagFiles(ScalarSink):
-    """Sink that adds a line to a file for each number: ``Train/Samples/lr`` to ``Train_Samples_lr.csv``, whose header
-    is ``step,lr``. Lines of steps that are computed again are dropped."""
+    """Sink that adds a line to one CSV file for each number.
+
+    ``Train/Samples/lr`` is written to ``Train_Samples_lr.csv``, whose header is ``step,lr``. Lines of steps that are
+    computed again after a resume are dropped.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], resume_step: int = 0, naming: Naming = OURS) -> None:
         super().__init__(naming)
@@ -192,7 +210,7 @@ class TagFiles(ScalarSink):
         self._begun: set[Path] = set()
 
     def send(self, scalars: Mapping[str, float], place: int) -> None:
-        """Write them."""
+        """Append one line to the file of each number."""
         for tag, value in scalars.items():
             path = self._folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
             if path not in self._begun:
@@ -207,11 +225,14 @@ class TagFiles(ScalarSink):
         self._begun.add(path)
 
     def close(self) -> None:
-        """Nothing: each line is written when it comes."""
+        """Do nothing, because each line is written at once."""
 
 
 class WandbRun(ScalarSink):
-    """Sink that sends to Weights & Biases. A resumed run continues the same page: its id is kept in the folder."""
+    """Sink that sends numbers to Weights & Biases.
+
+    A resumed run continues the same page; the id of the page is stored in the run's folder.
+    """
 
     def __init__(
         self, policy: MonitorPolicy, folder: Path, settings: dict[str, Any], naming: Naming = OURS
@@ -230,16 +251,19 @@ class WandbRun(ScalarSink):
         _keep_id(folder / "wandb_run.txt", self._run.id)
 
     def send(self, scalars: Mapping[str, float], place: int) -> None:
-        """Send them."""
+        """Send numbers to the run's page."""
         self._run.log(dict(scalars), step=place)
 
     def close(self) -> None:
-        """Finish the page."""
+        """Finish the run's page."""
         self._run.finish()
 
 
 class CometExperiment(ScalarSink):
-    """Sink that sends to Comet. A resumed run continues the same experiment: its key is kept in the folder."""
+    """Sink that sends numbers to Comet.
+
+    A resumed run continues the same experiment; the key of the experiment is stored in the run's folder.
+    """
 
     def __init__(
         self, policy: MonitorPolicy, folder: Path, settings: dict[str, Any], naming: Naming = OURS
@@ -256,11 +280,11 @@ class CometExperiment(ScalarSink):
         self._experiment.log_parameters(settings)
 
     def send(self, scalars: Mapping[str, float], place: int) -> None:
-        """Send them."""
+        """Send numbers to the experiment."""
         self._experiment.log_metrics(dict(scalars), step=place)
 
     def close(self) -> None:
-        """Finish the experiment."""
+        """End the experiment."""
         self._experiment.end()
 
 
@@ -284,7 +308,13 @@ def _keep_id(note: Path, text: str) -> None:
 
 
 class Sinks:
-    """All sinks of a run behind one."""
+    """All sinks of a run, written to together.
+
+    Args:
+        certain: sinks whose errors are raised.
+        optional: sinks that are left out after an error.
+        unit_norms: file of the gradient norms of Units, or None.
+    """
 
     def __init__(
         self, certain: Sequence[Sink], optional: Sequence[Sink], unit_norms: UnitNormsFile | None = None
@@ -293,11 +323,11 @@ class Sinks:
         self._unit_norms = unit_norms
 
     def add(self, sink: Sink) -> None:
-        """Join an optional sink."""
+        """Add an optional sink."""
         self._optional.append(sink)
 
     def write(self, record: Record) -> None:
-        """Hand one step to every sink; an optional one that fails is reported and left out from now on."""
+        """Write one record to every sink; an optional sink that fails is logged and left out from then on."""
         for sink in self._certain:
             sink.write(record)
         for sink in tuple(self._optional):
@@ -307,7 +337,12 @@ class Sinks:
                 self._leave_out(sink)
 
     def send(self, scalars: Mapping[str, float], place: int) -> None:
-        """Hand numbers of the user's own to those that take them."""
+        """Send the user's own numbers to all sinks of named numbers.
+
+        Args:
+            scalars: numbers by name.
+            place: position on the axis.
+        """
         for sink in tuple(self._optional):
             if isinstance(sink, ScalarSink):
                 try:
@@ -316,7 +351,7 @@ class Sinks:
                     self._leave_out(sink)
 
     def write_unit_norms(self, step: int, norms: Mapping[str, float]) -> None:
-        """Write the gradient norms of one step, by Unit, to all that take them."""
+        """Write the gradient norms of one step, by Unit, to their file and to all sinks of named numbers."""
         named = {f"unit_norm/{name}": norm for name, norm in norms.items()}
         for sink in tuple(self._optional):
             if isinstance(sink, ScalarSink):
@@ -344,7 +379,7 @@ class Sinks:
         self._optional.remove(sink)
 
     def close(self) -> None:
-        """Close every sink, also after one of them failed; a second time is nothing."""
+        """Close every sink, also if one of them fails; a second call does nothing."""
         optional, self._optional = self._optional, []
         certain, self._certain = self._certain, []
         for sink in optional:
@@ -367,10 +402,21 @@ def open_sinks(
     naming: Naming = OURS,
     tests_range: bool = False,
 ) -> Sinks:
-    """The sinks of a run folder for records of one kind, continued from ``resume_step``.
+    """Open the sinks of a run folder for records of one kind.
 
-    ``settings``: the resolved configuration; ``best_auc``: that of the best possible model, where it is known;
-    ``tests_range``: the learning rate grows until training fails.
+    Args:
+        folder: folder of the run.
+        policy: the sinks to open.
+        resume_step: step that the run continues from; 0 for a new run.
+        settings: the resolved configuration, which services store.
+        kind: class of the records.
+        best_auc: AUC of the best possible model, or None if it is not known.
+        naming: names of the numbers, and the axis.
+        tests_range: True in a range test, where the learning rate grows until training fails.
+
+    Raises:
+        ConfigError: if the package of a service is not installed.
+        DataError: if a file of the folder cannot be continued.
     """
     folder = Path(folder)
     sinks = Sinks([], [])
@@ -384,7 +430,7 @@ def open_sinks(
             if policy.unit_norms:
                 sinks = Sinks([metrics], [], UnitNormsFile(norms, resume_step))
             elif norms.exists():
-                # An earlier life of the run may have written rows of steps that are computed again now.
+                # Opening the file drops its rows of steps that are computed again now.
                 with contextlib.suppress(DataError):
                     UnitNormsFile(norms, resume_step)
             earlier = read(metrics.path)
