@@ -141,7 +141,7 @@ class Accumulation:
         if loss is not None:
             counted = loss.detach().double() * weight
             if isinstance(weight, Tensor):
-                counted = counted.masked_fill_(weight == 0, 0.0)  # a mean over nothing may be NaN
+                counted = counted.masked_fill_(weight == 0, 0.0)  # the mean of an empty set may be NaN
             self.loss = self.loss + counted if isinstance(weight, Tensor) or weight else self.loss
         self.backwards += 1
         self.passes += 1

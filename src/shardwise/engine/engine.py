@@ -7,7 +7,7 @@
         engine.step()                # ends a microbatch; updates after the last one of a step
     engine.save("checkpoints")
 
-``train_step(batches)`` runs all microbatches of one optimizer step and is the only way on meshes with a pipeline.
+``train_step(batches)`` runs all microbatches of one optimizer step. Meshes with a pipeline require it.
 """
 
 import logging
@@ -295,19 +295,20 @@ class Engine(StateAccess):
     def evaluate(self, batches: Iterable[tuple[Any, float | None]] | DataLoader[Any] | Dataset[Any]) -> float:
         """Return the mean loss over all ranks' batches, without gradients and in ``eval`` mode.
 
-        Every rank brings the same number of pairs; a rank that ran out of data repeats any batch with weight 0.
+        Every rank passes the same number of pairs; a rank that has run out of data repeats any batch with weight 0.
 
         Args:
-            batches: (batch, weight) pairs, or data, of which each rank takes a share as by ``evaluation_loader``. A
-                weight of None stands for the labels of the batch that are counted, as in training, or 1 where it has
-                none. Batches of ``evaluation_loader`` count by their labels too, and by samples where they have none.
+            batches: (batch, weight) pairs, or data, of which each rank takes a share as by ``evaluation_loader``. If
+                a weight is None, the batch's labels are counted, as in training, and a batch without labels has
+                weight 1. Batches of ``evaluation_loader`` are also weighted by their labels, and by samples if they
+                have no labels.
 
         Returns:
-            The mean loss, equal on all ranks; NaN where nothing counts.
+            The mean loss, equal on all ranks; NaN if all weights are 0.
 
         Raises:
-            UsageError: if an item is no pair of a batch and a number or None, and for ``engine.loader``, whose position
-                belongs to training.
+            UsageError: if an item is no pair of a batch and a number or None, and for ``engine.loader``, whose
+                position belongs to training.
         """
         self._held.away.check("evaluate", reads_weights_alone=True)
         self._held.known.follow("evaluate")
@@ -432,7 +433,7 @@ class Engine(StateAccess):
         """Set the model to evaluation mode, and return the engine."""
         return self.train(False)
 
-    # Another model's turn ---------------------------------------------------------------------------------------
+    # Offloading between two steps ------------------------------------------------------------------------------
 
     @named
     def offload_states(

@@ -3,7 +3,7 @@
 The thread finds the features of a step, agrees with the other ranks on the exchange, and runs the step's ASKs.
 
     the step's list     F(0,0) FETCH(t,0) ... F(0,1) FETCH(t,1) ...        the Plan's
-    what goes ahead     ASK(t,0) ASK(t,1)                                  plan/lists.py: keys_ahead
+    run ahead           ASK(t,0) ASK(t,1)                                  plan/lists.py: keys_ahead
 
 The list follows the order in force when the caller requested the step, with as many microbatches as the step has. A
 separate walker runs it through the handlers of the step's own walker. The Actions that ran are recorded in the trace of
