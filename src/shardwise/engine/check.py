@@ -109,7 +109,7 @@ class _Pass:
     outputs: dict[str, _Output] = field(default_factory=dict)
     """The tensors that the pass returned, by their paths in the output."""
     nodes: set[Any] = field(default_factory=set)
-    """Graph nodes of the outputs, if the caller computes the loss from them."""
+    """Graph nodes of the outputs, at which the search for other paths to weights stops."""
     losses: list[Tensor] = field(default_factory=list)
     """The loss that the pass returned; empty if it returned none."""
     weight: float = 0.0

@@ -274,8 +274,8 @@ class Engine(StateAccess):
     ) -> Prefetcher:
         """Return an iterator over ``steps`` that exchanges the keys of embedding tables ahead of time, in a thread.
 
-        Results are bitwise equal to those without prefetching. Every rank passes the same number of steps. Between
-        accelerators (NCCL) nothing is exchanged ahead.
+        Results are bitwise equal to those without prefetching. Every rank passes the same number of steps. Keys are
+        host tensors on every device; beside NCCL, gloo exchanges them.
 
         Args:
             steps: an iterable of steps, each a list of microbatches; or a ``Loader``, whose position is that of the

@@ -179,21 +179,26 @@ def fits(
     loss: Loss | None = None,
     rates: Rates | None = None,
 ) -> Fit:
-    """Return whether a step of the job fits ``memory``, and the changes that make it fit.
+    """Check whether a step of the job fits ``memory``, and find the changes that make it fit.
 
     Args:
         make: function that builds the model anew each time, on meta or not.
         config: the configuration, as ``initialize`` takes it.
         memory: bytes of one rank by tier: ``{"device": "16 GiB", "host": "64 GiB", "disk": "1 TB"}``. The device is
-            required; other tiers that are left out are not used. CPU ranks have no host memory beside the device's.
+            required. A tier that is left out is not checked, and no change moves state to it. CPU ranks have no host
+            memory beside the device's.
         example: a microbatch, or tensors of its shapes.
         ranks: number of ranks of the job.
         device: device of the ranks; None: CPU.
         loss: the loss function, as ``initialize`` takes it.
-        rates: rates of the hardware; None: measured on this machine within a second.
+        rates: rates of the hardware; None: measured in this process, in about a second.
+
+    Returns:
+        The needs of the job, and the changes that make it fit.
 
     Raises:
-        ConfigError: if ``memory`` is not valid; also as ``foresee``, like its other errors.
+        ShardwiseError: as ``foresee``.
+        ConfigError: if ``memory`` is not valid.
         UsageError: if ``example`` is missing.
     """
     device = device or torch.device("cpu")
@@ -387,7 +392,8 @@ def longest(
         most: the largest number of tokens that is tried.
 
     Raises:
-        ConfigError: if ``memory`` is not valid; also as ``foresee``, like its other errors.
+        ShardwiseError: as ``foresee``.
+        ConfigError: if ``memory`` is not valid.
     """
     device, given, have = device or torch.device("cpu"), load(config), budget(memory)
     process_bytes: int | None = None

@@ -383,7 +383,7 @@ def _passes(
             cast_at_the_root(module, precision, device, loss is not None and is_last)
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _OneStage(module.train(), run, replay, batch, loss, text, arriving)
-            is_cut = run is not None  # if so, the first pass of each kind of Unit is measured
+            is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
             passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
             received = sum(tensor.nbytes for tensor in arriving)
             answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)

@@ -121,7 +121,7 @@ class _Owner:
 
 
 def _nobodys(module: nn.Module, arguments: Any) -> None:
-    """Replace the hook in a copy of the model, which belongs to no engine."""
+    """Do nothing. This hook replaces ``_Owner`` in a copy of the model, which belongs to no engine."""
 
 
 def take_back(model: nn.Module) -> None:
