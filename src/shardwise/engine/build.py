@@ -101,20 +101,30 @@ def initialize(
     on_step: Sequence[OnStep] = (),
     example: Any = None,
 ) -> Engine:
-    """Make an engine of ``model``, whose parameters it takes over.
+    """Build the engine that trains ``model``, and take over the model's parameters. Collective.
 
-    config     a path (YAML, JSON), a dictionary, or a RunConfig
-    loss       function of (model, batch) that returns the loss; left out, the model returns it
-    optimizer  a torch optimizer on the model's parameters, or a callable that makes one; its class is rebuilt on the
-               shards, and lr, betas, momentum, weight decay are read from its ``param_groups`` before every step, so
-               that any scheduler of torch or transformers on it works. Left out, ``config.optimizer``
-    elementwise  says of an unknown optimizer class that it treats each element alone
-    initial    start rule per parameter name, for a model on ``meta``
-    world      from ``comm.world.join``; left out, found in the environment
-    example    a small batch: with mesh.pp above 1 it shows in which order the model uses its parts, and the chain of
-               stages is first compared on it with the uncut model
+    Args:
+        model: The model; with a mesh of several stages, layers or experts it may be larger than one rank.
+        config: A path (YAML, JSON), a dictionary, or a RunConfig; the same on every rank.
+        loss: A function of (model, batch) that returns the loss. None: the model returns the loss.
+        optimizer: A torch optimizer on the model's parameters, or a callable that makes one. Its class is built again
+            on the shards; lr, betas, momentum and weight decay are read from its ``param_groups`` before every step, so
+            that any scheduler of torch or transformers on it works. None: ``config.optimizer``.
+        elementwise: True if an unknown optimizer class treats each element independently of the others.
+        initial: The initializer of each parameter of a model on ``meta``, by parameter name.
+        world: The ranks, from ``comm.world.join``. None: the ranks that the environment describes.
+        on_step: Functions that are called with the result of every step.
+        example: A small batch. With mesh.pp above 1 it shows in which order the model uses its parts, and the chain of
+            stages is compared with the uncut model on it before training.
 
-    Errors: ConfigError, MeshError, PlanError, UsageError.
+    Returns:
+        The engine; ``engine.close()`` returns the parameters to the model.
+
+    Raises:
+        ConfigError: if a key is wrong, does not fit the others, or differs between the ranks.
+        MeshError: if the axes of the mesh do not cover the ranks.
+        PlanError: if the model cannot be cut as the configuration says, or differs between the ranks.
+        UsageError: if an argument is wrong, or another thread of this rank builds an engine.
     """
     _check_arguments(model, config)
     policies = load({} if config is None else config)
@@ -145,10 +155,10 @@ def _built(
     example: Any,
     refused: ExitStack,
 ) -> Engine:
-    """Build the engine; see ``initialize``.
+    """Build the engine; ``initialize`` documents the arguments.
 
-    ``refused`` collects what an engine that cannot be made gives back at once: files, reserved space, locks. They
-    would otherwise stay as long as somebody holds the error, whose traceback refers to them.
+    ``refused`` collects the callbacks that release files, reserved space and locks at once if the engine cannot be
+    made. Otherwise they would stay as long as the program holds the error, whose traceback refers to them.
     """
     stated = stated_settings(
         policies,
@@ -268,8 +278,11 @@ def _kind(value: object) -> str:
 
 
 def _start_from_step(engine: Engine) -> None:
-    """Load the weights of ``init_from`` where that is a checkpoint; all else is as in a fresh run. Collective. Where it
-    is refused, the model is the user's again."""
+    """Load only the weights of the checkpoint at ``init_from``. Collective.
+
+    Nothing is loaded if ``init_from`` names no checkpoint. If the checkpoint is refused, the engine is closed, and the
+    model belongs to the user again.
+    """
     wanted = engine.config.init_from
     folder = None if wanted is None else steps_at(Path(wanted.path))
     if wanted is None or folder is None:
@@ -290,7 +303,7 @@ def _start_from_step(engine: Engine) -> None:
 
 
 def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) -> Stages:
-    """This rank's stages."""
+    """Cut the model to the Plan and return the stages of this rank."""
     settings, device = site.settings, site.world.device
 
     def give_start() -> None:
@@ -332,12 +345,12 @@ def _tables(model: nn.Module, stages: Stages, site: Site, outline: Outline) -> T
 
 
 def _cuts_the_model(mesh: Mesh) -> bool:
-    """Whether a rank computes with less than the whole model: with a slice, some stages or some experts."""
+    """Return True if a rank computes with a slice, some stages or some experts of the model."""
     return mesh.size("model") * mesh.ep * mesh.etp > 1
 
 
 def _uncut(model: nn.Module, site: Site) -> Uncut | None:
-    """The model as it is before it is cut, where this rank is to compare its first step with it."""
+    """Return a copy of the uncut model if this rank compares its first step with the copy, else None."""
     tp, pp = site.groups["tp"], site.groups["pp"]
     compares = _cuts_the_model(site.mesh) and tp.index == 0 and pp.index == pp.size - 1
     return keep_uncut(model) if compares and site.settings.check_first_step == "auto" else None
@@ -347,7 +360,7 @@ def _uncut(model: nn.Module, site: Site) -> Uncut | None:
 
 
 def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Weights of other stages, which the whole model still holds here, take no memory any more and read as NaN."""
+    """Free the weights of other stages, which the whole model still holds on this rank; they read as NaN."""
     held = {id(parameter) for stage in stages for parameter in stage.module.parameters()}
     foreign: list[nn.Parameter] = []
     names: dict[int, str] = {}
@@ -367,7 +380,10 @@ def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def _own_use(owners: Mapping[str, str], stages: Sequence[Stage], compiled: bool) -> OwnUse:
-    """What looks for uses of slices by others than their owners. A compiled block is looked at from outside."""
+    """Return the object that finds uses of slices by modules that do not own them.
+
+    The owner of every slice inside a compiled block is the block.
+    """
     owned: list[tuple[str, nn.Parameter, nn.Module]] = []
     names: dict[nn.Module, str] = {}
     for stage in stages if owners else ():

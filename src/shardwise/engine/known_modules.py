@@ -23,7 +23,7 @@ from shardwise.plan.errors import UsageError
 
 
 class _Members(NamedTuple):
-    """Members of one module, and what they were."""
+    """The members of one module now, and the members that it had when the engine was made."""
 
     now: Mapping[str, Any]
     known: tuple[Any, ...]
@@ -35,7 +35,7 @@ class _Members(NamedTuple):
 
 
 class _Copied:
-    """A module of the model, in whose place stages have copies."""
+    """A module of the model that the stages of a pipeline run copies of."""
 
     def __init__(self, name: str, module: nn.Module, copies: Sequence[nn.Module]) -> None:
         self.name, self._module, self._copies = name, module, copies

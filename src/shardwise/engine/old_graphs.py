@@ -28,10 +28,14 @@ def cut_under_a_graph(model: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def refuse_old_graphs(names: list[str], is_alike: bool) -> None:
-    """Refuse the parameters ``names``, which graphs hold. ``is_alike``: the other ranks found the same.
+    """Refuse parameters that a living graph holds.
+
+    Args:
+        names: The parameters that were found on this rank.
+        is_alike: True if every rank found the same number of parameters.
 
     Raises:
-        UsageError: if there are any, on this rank or on another one.
+        UsageError: if a parameter was found, on this rank or on another rank.
     """
     if not names and is_alike:
         return
@@ -46,8 +50,11 @@ def refuse_old_graphs(names: list[str], is_alike: bool) -> None:
 
 
 def _has_node(parameter: nn.Parameter) -> bool:
-    """Return True if autograd's node of the parameter is alive: a new one would note the shape of now, which is
-    another one for a moment."""
+    """Return True if autograd's node of the parameter exists already.
+
+    A node notes the shape that the parameter has when the node is made. The parameter is given an empty shape for a
+    moment: only a node that existed before has another shape.
+    """
     if parameter.is_meta or not parameter.requires_grad or not parameter.numel():
         return False
     own = parameter.data

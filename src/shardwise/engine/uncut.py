@@ -59,14 +59,18 @@ def keep_uncut(model: nn.Module) -> Uncut:
 
 
 class Exchanged:
-    """Functions for the copy of a model: what they close over is exchanged by ``memo``, identity -> what is there."""
+    """Builds functions for the copy of a model: modules and containers that they close over are replaced by copies.
+
+    Args:
+        memo: The replacement of each object, by the identity of the object.
+    """
 
     def __init__(self, memo: dict[int, Any]):
         self._memo = memo
         self._open: set[int] = set()
         """Functions that are being rebuilt."""
         self._held: list[Any] = []
-        """What identities in the memo are of."""
+        """Objects whose identities are keys of the memo; an object that is collected would free its identity."""
 
     def stands_for(self, module: nn.Module, twin: nn.Module) -> None:
         """Exchange ``module``, another one of the engine's, for ``twin`` from now on."""
@@ -74,7 +78,12 @@ class Exchanged:
         self._held.append(module)
 
     def function(self, function: Any, takes_containers: bool = True) -> Any:
-        """Return ``function`` for the copy. ``takes_containers``: with copies of lists and such, or those of hooks."""
+        """Return ``function`` for the copy of the model.
+
+        Args:
+            function: A function, method, partial or callable object.
+            takes_containers: True to give the function copies of the lists, dictionaries and sets that it closes over.
+        """
         if id(function) in self._memo and self._memo[id(function)] is not function:
             return self._memo[id(function)]
         if isinstance(function, functools.partial):
@@ -157,7 +166,7 @@ class Exchanged:
         return made
 
     def _object(self, value: Any) -> Any:
-        """A shallow copy of an object of a user's, with containers of its own."""
+        """Return a shallow copy of a user's object, with containers of its own."""
         try:
             made = copy.copy(value)
         except Exception:
@@ -173,7 +182,7 @@ class Exchanged:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that a function and those inside look up in its globals."""
+    """Return the names that a function, and the functions inside it, look up in its globals."""
     found = set(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -182,8 +191,12 @@ def _names(code: CodeType) -> set[str]:
 
 
 def give_hooks(uncut: Uncut, roots: Mapping[str, nn.Module]) -> None:
-    """Give the copy the hooks of a user's that the modules of the engine have now. ``roots``: by name, of which later
-    ones count for the modules that they have."""
+    """Give the copy of the model the user's hooks that the modules of the engine have now.
+
+    Args:
+        uncut: The copy.
+        roots: The model and its stages by name; if two roots have a module of one name, hooks of both are given.
+    """
     assert uncut.model is not None and uncut.exchanged is not None, "there is a copy"
     twins = dict(uncut.model.named_modules())
     for root in roots.values():
