@@ -1,4 +1,4 @@
-"""Parts: what ``build`` made and the engine runs."""
+"""Parts: the objects that ``build`` makes and the engine runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,24 +34,26 @@ from shardwise.precision.loss_scale import LossScale
 
 
 class Site(NamedTuple):
-    """The ranks, and what the configuration comes to on them."""
+    """The ranks of a job, and the configuration resolved for them."""
 
     world: World
     settings: RunConfig
     mesh: Mesh
     groups: Mapping[str, Group]
-    """By axis: "dp", "dp_shard", "dp_replicate", "tp", "pp", "model" and "world"; where experts lie on other ranks
-    than the rest, "expert_dp", "edp", "ep" and "etp"."""
+    """Process groups by name: the axes "dp", "dp_shard", "dp_replicate", "tp", "pp", and "model" and "world". If
+    experts lie on other ranks than the rest, also "expert_dp", "edp", "ep" and "etp".
+    """
     clock: Clock
     traffic: Traffic
     ledger: Ledger
-    """Who holds how many bytes."""
+    """Record of the bytes that each holder of memory took."""
     levels: tuple[Group, ...] = ()
-    """Of "ep" where it spans hosts: its ranks in this one's place on each, and those of this host."""
+    """Two groups of "ep" if it spans hosts: the ranks in this rank's position on each host, and the ranks of this host.
+    """
     notes: tuple[str, ...] = ()
-    """For the Plan."""
+    """Notes that the printed Plan shows."""
     tiers: Tiers | None = None
-    """Where state lies off the device."""
+    """Host memory and disks on which state lies off the device; None if all state lies on the device."""
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Stage:
     hooks: UnitHooks
     run: RunStage | None = None
     handles: list[Any] = field(default_factory=list)
-    """Of hooks beside those on Units."""
+    """Handles of the hooks that do not belong to Units."""
 
 
 class Trained(NamedTuple):
@@ -75,19 +77,19 @@ class Trained(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a run has come, the same on all ranks. Saved with a step, and put back when it is loaded."""
+    """The progress of a run, the same on all ranks. Saved with a step, and restored when the step is loaded."""
 
     step_count: int = 0
     """Optimizer steps done."""
     applied_steps: int = 0
-    """Of them those that were not skipped: what the schedule counts."""
+    """Optimizer steps that were not skipped; the learning rate schedule counts these steps."""
     skipped_in_a_row: int = 0
-    """Steps skipped since the last one that was not."""
+    """Steps skipped since the last applied step."""
     best: tuple[int, float] | None = None
     """(step, score) of the best step that was saved with a score."""
 
     def count(self, applied: bool) -> None:
-        """One more step, whose update was made or skipped."""
+        """Count one more step, whose update was applied or skipped."""
         self.step_count += 1
         self.applied_steps += applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
@@ -100,11 +102,11 @@ class Parts:
     model: nn.Module
     site: Site
     program: ActionLists
-    """The Plan in the order that is followed now, and what walks it."""
+    """The Plan in the order that is followed now, and its walker."""
     slices: Slices
-    """What this rank holds of the tensors in the registry."""
+    """This rank's pieces of the tensors in the registry."""
     stages: list[Stage]
-    """In order of their index."""
+    """Stages of this rank in order of their index."""
     trained: list[Trained]
     """Trained buckets in order of Units."""
     shared: SharedGradients
@@ -113,65 +115,65 @@ class Parts:
     accumulation: Accumulation
     """The microbatches of the running step."""
     optimizer_groups: OptimizerGroups
-    """Where lr, betas, momentum and their like come from, step by step."""
+    """The source of lr, betas, momentum and the like, step by step."""
     passes: PassContext
-    """What stands around every pass."""
+    """The contexts in which every pass of the model runs."""
     folders: Folders
-    """Of saved steps."""
+    """Folders of saved steps."""
     unit_squares: UnitSquares = field(default_factory=UnitSquares)
-    """Places of the Units' squares among the numbers of NORM, where their norms are asked for."""
+    """Positions of the Units' squares among the numbers of NORM; empty without ``monitor.unit_norms``."""
     stage_peers: Group | None = None
-    """The ranks that hold the same stage, where matrices are dealt among them."""
+    """The ranks that hold the same stage, if matrices are dealt among them."""
     progress: Progress = field(default_factory=Progress)
 
     @property
     def walker(self) -> Walker:
-        """Walks the Plan's list."""
+        """The walker of the Plan's list."""
         return self.program.walker
 
     @property
     def config(self) -> RunConfig:
-        """Resolved configuration."""
+        """The resolved configuration."""
         return self.site.settings
 
     @property
     def world(self) -> World:
-        """The ranks."""
+        """The ranks of the job."""
         return self.site.world
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return self.site.world.device
 
     @property
     def mesh(self) -> Mesh:
-        """How the ranks stand."""
+        """The mesh of the ranks."""
         return self.site.mesh
 
     @property
     def groups(self) -> Mapping[str, Group]:
-        """By axis, as in ``Site``."""
+        """Process groups by name, as in ``Site``."""
         return self.site.groups
 
     @property
     def clock(self) -> Clock:
-        """The step that collectives are in."""
+        """The step in which collectives run."""
         return self.site.clock
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent so far."""
+        """The bytes that this rank has sent so far."""
         return self.site.traffic
 
     @property
     def registry(self) -> Registry:
-        """Every persistent tensor with its place on every axis."""
+        """Every persistent tensor with its placement on every axis."""
         return self.slices.registry
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Only under fp16."""
+        """The loss scale under fp16; None otherwise."""
         return self.accumulation.loss_scale
 
     @property
@@ -181,11 +183,11 @@ class Parts:
 
     @property
     def stage_group(self) -> Group:
-        """The ranks that hold the stages of one model, this rank's place on all other axes being theirs."""
+        """The ranks that hold the stages of one model and have this rank's position on all other axes."""
         return self.groups["pp"]
 
     def owner(self, info: TensorInfo) -> int:
-        """Index in ``stage_group`` of the rank whose stage stands for a tensor that several may hold."""
+        """Return the index in ``stage_group`` of the rank whose stage owns a tensor that several stages may hold."""
         return info.stages[0] % self.stage_group.size
 
     @property
@@ -195,16 +197,16 @@ class Parts:
 
     @property
     def hooks(self) -> list[UnitHooks]:
-        """By stage."""
+        """Hooks on the Units of each stage, in order of stages."""
         return [stage.hooks for stage in self.stages]
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank knows the loss."""
+        """True if this rank has the last stage, which computes the loss."""
         pp = self.groups["pp"]
         return pp.index == pp.size - 1
 
     @property
     def brings_loss(self) -> bool:
-        """Whether this rank, of those that share a model, brings the loss."""
+        """True if this rank, of the ranks that share a model, contributes the loss to sums over them."""
         return self.has_last_stage and self.groups["tp"].index == 0

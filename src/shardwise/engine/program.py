@@ -1,12 +1,12 @@
 """The lists of Actions that this rank walks, and the walker.
 
     a step         the Plan's list, in the order of Units that all ranks follow now
-    an evaluation  forward passes alone, in the same order
-    keys ahead     of either, what a thread may do before it
+    an evaluation  only forward passes, in the same order
+    keys ahead     the ASKs of either list, which a thread may run ahead of the rest
 
-The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step of another number
-of passes. A user's own loop tells that number as it goes: lists of more and of fewer passes begin alike, so the rest of
-one takes the place of the rest of another.
+The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step with another number
+of passes. In a user's own loop that number is only known when the step ends. Lists of more and of fewer passes begin
+alike, so the rest of one list can replace the rest of another.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,18 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.walker import Walker
 
 _KEPT = 8
-"""Plans, and lists of keys ahead, of unlike numbers of passes."""
+"""Most Plans, and lists of keys ahead, that are cached for different numbers of passes."""
 
 
 class ActionLists:
-    """See the module's docstring. ``orders``: by stage of this rank."""
+    """The lists of Actions of one rank, in the order of Units that all ranks follow now.
+
+    Args:
+        planned: The model's description and its Plan.
+        orders: The observed order of Units, by stage of this rank.
+        tables: Collections of embedding tables in the list.
+        walker: The walker of this rank's list.
+    """
 
     def __init__(self, planned: Planned, orders: Mapping[int, Order], tables: TableUnits, walker: Walker):
         self.planned = planned
@@ -35,7 +42,7 @@ class ActionLists:
         self.tables = tables
         """Collections of embedding tables in the list."""
         self.microbatches = planned.policies.microbatches
-        """Of the list under way: pairs of a forward and a backward pass."""
+        """Pairs of a forward and a backward pass in the list that is walked now."""
         self._orders = orders
         self._plans: dict[int, Plan] = {self.microbatches: planned.plan}
         self._asks: Callable[[int], list[Action]] | None = None
@@ -53,28 +60,36 @@ class ActionLists:
         return self._plans[microbatches]
 
     def step(self) -> tuple[Action, ...]:
-        """One optimizer step."""
+        """Return the Actions of one optimizer step."""
         return self.plan.own.actions
 
     def begin(self, microbatches: int) -> None:
-        """The walker stands at the start of a step. Errors: PlanError where there is no list for it."""
+        """Set the walker to the start of a step.
+
+        Raises:
+            PlanError: if no list can be made for this number of microbatches.
+        """
         self._of(microbatches)
         self.microbatches = microbatches
         self.walker.begin(self.step())
 
     def follow(self, microbatches: int) -> None:
-        """The step under way has this many pairs of passes."""
+        """Continue the running step with the list of this many pairs of passes."""
         if microbatches != self.microbatches:
             self.microbatches = microbatches
             self.walker.follow(self.step())
 
     def forward(self, batches: int) -> list[Action]:
-        """As many forward passes of a pipeline."""
+        """Return the list of ``batches`` forward passes of a pipeline."""
         return self.planned.forward_list(self._in_force(), batches)
 
     def asks(self) -> Callable[[int], list[Action]]:
-        """By a number of microbatches the ASKs for them, in the order that is followed now. A thread may call it while
-        this one adopts another order: ranks that took it after the same step get the same."""
+        """Return a function from a number of microbatches to the ASKs for them, in the order that is followed now.
+
+        A thread may call the function while another thread adopts another order. Ranks that took the function after the
+        same
+        step get the same ASKs.
+        """
         if self._asks is None:
             planned, orders = self.planned, self._in_force()
             usual = planned.policies.microbatches
@@ -91,20 +106,20 @@ class ActionLists:
 
     @property
     def passes(self) -> Lists:
-        """Passes of stages and messages of a step, by place on "pp"."""
+        """Passes of stages and messages of a step, by index on "pp"."""
         rows = enumerate(self.plan.actions.values())
         return {
             place: [each for each in row if each.unit < 0 and not each.kind.ends_step] for place, row in rows
         }
 
     def adopt_order(self) -> None:
-        """All ranks have seen one order of Units: the next list follows it."""
+        """Follow the new order of Units in the next list, after all ranks have seen one order."""
         if any([*(order.adopt() for order in self._orders.values()), self.tables.adopt()]):
             self._plans.clear()
             self._asks = None
 
     def _in_force(self) -> Orders:
-        """By their numbers on the rank."""
+        """Return the orders that are followed now, with Units by their numbers on the rank."""
         found = {}
         for stage, order in self._orders.items():
             units = self.planned.plan.own.units_of(stage)

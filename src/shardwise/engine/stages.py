@@ -1,4 +1,4 @@
-"""Stages of this rank: their parameters in flat buffers, as the Plan says, under hooks that walk the list."""
+"""Stages of this rank: their parameters in flat buffers, as the Plan describes them, under hooks that walk the list."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ from shardwise.plan.walker import Walker
 from shardwise.precision.policy import PrecisionPolicy
 
 _NEVER_SHARES = 1 << 60
-"""More bytes than all Units have."""
+"""A limit of more bytes than all Units have, under which no Units share a slot."""
 
 
 def make_stage(
@@ -56,8 +56,27 @@ def make_stage(
     walker: Walker,
     filled: Callable[[BucketState], object],
 ) -> Stage:
-    """The stage with its buckets filled and its hooks in place. ``filled`` is called for each bucket that is trained as
-    soon as it has its start weights, while its state is in memory."""
+    """Build a stage with its buckets filled and its hooks in place.
+
+    Args:
+        index: Index of the stage in the model.
+        module: The stage's part of the model.
+        run: Calls the stage in a pipeline; None without a pipeline.
+        site: The ranks and their configuration.
+        outline: The model as data, and the Plan.
+        start: The source of the start weights.
+        casts_output: True if the outputs of the last stage are cast.
+        walker: The walker of this rank's list.
+        filled: Callback with each trained bucket as soon as the bucket has its start weights, while its state is in
+            memory.
+
+    Returns:
+        The stage.
+
+    Raises:
+        ConfigError: if a policy does not fit the device or the model.
+        PlanError: if ``module`` is not the module that the Plan describes.
+    """
     settings, device, mesh = site.settings, site.world.device, site.mesh
     is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
 
@@ -86,7 +105,7 @@ def make_stage(
         return made
 
     def recompute(module: nn.Module) -> None:
-        outline.operations.apply_to(module)  # inside of what runs again
+        outline.operations.apply_to(module)  # first, so that recomputation repeats the operations' dtypes
         recompute_blocks(module, outline.to_recompute, settings.recompute, outline.replay)
 
     saved: list[Activations] = []
@@ -120,7 +139,11 @@ def make_stage(
 def _compiler(
     policy: CompilePolicy, device: torch.device
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """What compiles a block's forward; None where nothing is. Errors: ConfigError for CUDA graphs elsewhere."""
+    """Return the function that compiles a block's forward; None if blocks are not compiled.
+
+    Raises:
+        ConfigError: for CUDA graphs on another device.
+    """
     if policy.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"compile.cuda_graphs: this rank computes on {device.type}; leave it out there")
     if policy.scope == "none":
@@ -130,12 +153,16 @@ def _compiler(
 
 
 def _gathers_once(site: Site) -> bool:
-    """Whether weights stay gathered through a step."""
+    """Return whether weights stay gathered through a step."""
     return not site.settings.zero.reshard_after_forward and site.mesh.pp > 1
 
 
 def _gather_around_methods(hooks: UnitHooks, settings: RunConfig, mesh: Mesh) -> None:
-    """Errors: ConfigError where a pattern names no method of a Unit."""
+    """Gather the weights of Units around the methods that ``zero.forward_methods`` names.
+
+    Raises:
+        ConfigError: if a pattern names no method of a Unit.
+    """
     units = {state.unit.name: index for index, state in enumerate(hooks.states)}
     modules = {name: hooks.states[index].module for name, index in units.items()}
     for name, method in methods_of(modules, settings, mesh):
@@ -144,7 +171,7 @@ def _gather_around_methods(hooks: UnitHooks, settings: RunConfig, mesh: Mesh) ->
 
 
 def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
-    """Those of the Units of a stage, by how their state lies."""
+    """Return a function from a Unit's strategy to the context of its buckets."""
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     shares = zero.reuse_buffers and not _gathers_once(site)
     ahead_bytes = int(zero.prefetch_bytes) if shares else _NEVER_SHARES
@@ -179,9 +206,12 @@ def _unit_states(
     start: StartWeights,
     filled: Callable[[BucketState], object],
 ) -> list[UnitState]:
-    """A model that comes initialised is taken over bucket by bucket, and its own memory let go.
+    """Build the state of every Unit of a stage.
 
-    Errors: PlanError where ``module`` is not what the Plan says.
+    The weights of an initialised model are copied bucket by bucket, and the model's own memory is released.
+
+    Raises:
+        PlanError: if ``module`` is not the module that the Plan describes.
     """
     spec, precision = outline.planned.spec, outline.planned.policies.precision
     own = outline.plan.own
@@ -226,7 +256,7 @@ def _unit_states(
 
 
 def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """The Parameter object that the engine will point at the buffers; one on meta is replaced in every module."""
+    """Return the Parameter that will point into the buffers; a Parameter on meta is replaced in every module."""
     if not holding.parameter.is_meta:
         return holding.parameter
     real = nn.Parameter(
@@ -239,13 +269,22 @@ def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.
 
 
 def modules_of(stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:
-    """Modules of all stages here, each once."""
+    """Return (name, module) of all modules of this rank's stages, each module once."""
     found = {id(m): (name, m) for stage in stages for name, m in stage.module.named_modules()}
     return list(found.values())
 
 
 def move_buffers(model: nn.Module, device: torch.device, precision: PrecisionPolicy | None = None) -> None:
-    """Onto the device; with ``precision`` in its dtypes."""
+    """Move a model's buffers onto the device.
+
+    Args:
+        model: The model or stage; its buffers are replaced.
+        device: The device to move to.
+        precision: The policy that chooses the buffers' dtypes; None keeps them.
+
+    Raises:
+        UsageError: if a buffer is on meta, so that its values are lost.
+    """
     moved: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in list(module._buffers.items()):

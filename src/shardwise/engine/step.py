@@ -1,21 +1,21 @@
 """The optimizer step: the end of a rank's list.
 
-    SUM      every gradient has arrived where its master lies (REDUCE, started in the backward pass), and what
-             model-parallel ranks hold in common is summed                    (engine/shared.py)
+    SUM      wait until every gradient lies with its master (REDUCE, started in the backward pass), and sum the
+             gradients that model-parallel ranks hold in common               (engine/shared.py)
     NORM     one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units,
              a hash of the collectives so far                                 (ranks that differ in it stop here),
              one of learning rates and their like, of the batches in the first step; what went to which expert;
              which passes through tables had a backward pass, and the rows of those tables;
              a second one over the ranks that share a model, who also compare the losses that they report;
              then all ranks decide alike: scale, clip, or skip
-    DIRECT   of each Unit whose updates look beyond their own element: moments and directions; then
+    DIRECT   of each Unit whose optimizer looks at whole tensors: moments and directions; then
     TRUST    the norms of whole tensors                                      (engine/whole_norms.py)
     DEAL     whole matrices to their owners, and back                        (engine/whole_matrices.py)
-    ADOPT    of each Unit, where updates count one step late: its weights become those of the update before; also where
-             this step is skipped
+    ADOPT    of each Unit, if updates count one step late: its weights become those of the update before; also if this
+             step is skipped
     STEP     of each Unit: update masters and moments, round into the weights; on another tier than the device, with
              LOAD and STORE, on a thread of its own                          (memory/tier.py)
-    UNSHARD  what is kept whole but updated in pieces                         (stages 1 and 2)
+    UNSHARD  gather weights that are kept whole but updated in pieces         (stages 1 and 2)
 
 Gradients are sums over ranks and microbatches; they are scaled once, by the global weight of the batch:
 
@@ -48,36 +48,41 @@ from shardwise.plan.action import Action
 from shardwise.plan.errors import CommError
 
 _BITS = 32
-"""Of the hashes that ranks compare."""
+"""Bits of the hashes that ranks compare."""
 _COMPARED = ("sequence", "order", "rates")
-"""What data-parallel ranks must have in common."""
+"""Names of the numbers in which all data-parallel ranks must agree."""
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did; equal on all ranks."""
+    """The outcome of one optimizer step; equal on all ranks."""
 
     step: int
-    """Optimizer steps done, this one included."""
+    """Optimizer steps done, this step included."""
     loss: float
     """Mean loss of the global batch, weighted as the gradients are."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global norm of the gradients before clipping."""
     lr: float
     """Learning rate that this step used (of the first parameter group)."""
     weight: float
     """Summed weights of the microbatches: tokens, samples, or their number."""
     skipped: bool
-    """True where the weights stayed as they were: an overflow of fp16, ``precision.nonfinite: skip``, or a step in
-    which nothing counted (weight 0, loss NaN)."""
+    """True if the weights stayed as they were: after an overflow of fp16, under ``precision.nonfinite: skip``, or in a
+    step in which nothing counted (weight 0, loss NaN).
+    """
     divergences: tuple[str, ...] = ()
-    """What this rank did otherwise than the Plan had it, and had not done in the step before: a Unit that its data
-    skipped, another order, a second use. What every step does (a block that is never used, the further forward pass of
-    a GAN) is told in the first one and when it changes; all of a step stands in ``engine.trace.divergences``."""
+    """Departures of this rank from the Plan that the step before did not have: a Unit that the data skipped, another
+    order, a second use. A departure that every step has (a block that is never used, the further forward pass of a GAN)
+    is reported in the first step and when it changes. ``engine.trace.divergences`` has all departures of a step.
+    """
     skipped_steps: int = 0
-    """Steps skipped since the run began, this one included."""
+    """Steps skipped since the run began, this step included."""
     unit_norms: Mapping[str, float] = {}
-    """With ``monitor.unit_norms`` the norm of each Unit's gradient before clipping, by the Unit's name in the printed
-    Plan, and under ``(tables)`` that of all rows of embedding tables. Their squares sum to that of ``grad_norm``."""
+    """Norm of each Unit's gradient before clipping, by the Unit's name in the printed Plan; empty without
+    ``monitor.unit_norms``. The key ``(tables)`` has the norm of all rows of embedding tables. The squares of all norms
+    sum
+    to the square of ``grad_norm``.
+    """
 
     def __str__(self) -> str:
         """Return the step in one line, as a run prints it."""
@@ -93,25 +98,25 @@ class StepResult(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What this rank brings to the end of a step."""
+    """The numbers that this rank contributes at the end of a step."""
 
     weight: Number
-    """Σ w_i of its microbatches."""
+    """Σ w_i of this rank's microbatches."""
     loss: Number
     """Σ w_i loss_i."""
     flags: float
     rates: int
-    """A 32-bit mark of the numbers that its optimizer groups work with (``optim.groups.mark_of``)."""
+    """32-bit mark of the numbers that this rank's optimizer groups work with (``optim.groups.mark_of``)."""
     batches: int | None
-    """In a process's first step the fingerprint of its batches (0: none); later None."""
+    """Fingerprint of this rank's batches in a process's first step (0: no batches); None in later steps."""
     draws: bool = False
-    """Whether passes have drawn from random generators of torch, Python or numpy."""
+    """True if passes have drawn from random generators of torch, Python or numpy."""
     guesses: Sequence[float] = (0.0,) * 5
     """Sums over microbatches whose weights are guessed (``engine.weighing.Guesses``)."""
 
 
 class Totals(NamedTuple):
-    """What the one small all-reduce brings."""
+    """The numbers of a step over all ranks, as the small all-reduces return them."""
 
     weight: float
     loss: float
@@ -123,37 +128,48 @@ class Totals(NamedTuple):
     batches: tuple[int, ...] = ()
     """Fingerprints of the first step's batches, by data-parallel rank."""
     batches_agree: bool = True
-    """Whether the ranks that share a model were given the same batches."""
+    """True if the ranks that share a model were given the same batches."""
     loss_spread: float = 0.0
     """Standard deviation of the mean loss over the ranks of one model that report it."""
     experts: Sequence[float] = ()
-    """What went to which expert (parallel/expert/loads.py)."""
+    """Token counts of every expert (parallel/expert/loads.py)."""
     draws: bool = False
-    """Whether passes on the ranks of this model have drawn from random generators."""
+    """True if passes on the ranks of this model have drawn from random generators."""
     guesses: Sequence[float] = (0.0,) * 5
     """Sums over all ranks' microbatches whose weights are guessed."""
     units: Sequence[float] = ()
-    """Σ g² by Unit of the whole model, where they are asked for (engine/unit_norms.py)."""
+    """Σ g² by Unit of the whole model; empty without ``monitor.unit_norms`` (engine/unit_norms.py)."""
 
 
 def finish_reductions(trained: Sequence[Trained]) -> None:
-    """What REDUCE began in the backward pass is over; a second call does nothing."""
+    """Wait for the reductions that REDUCE began in the backward pass; a second call does nothing."""
     for bucket, _ in trained:
         bucket.gradient.finish_reduce()
 
 
 def _squares_of(parts: Parts, bucket: BucketState) -> list[Tensor]:
-    """Σ g² of what this rank counts of a bucket."""
+    """Return Σ g² of each range of a bucket that this rank counts."""
     ranges = parts.shared.counted(bucket)
-    # Each of the ranks that hold the same sums a part.
+    # Ranks that hold copies of the same elements each sum one part, or the elements would count several times.
     return [square_sum(share(bucket.gradient.owned[start:stop], *bucket.copy)) for start, stop in ranges]
 
 
 def exchange(
     parts: Parts, local: Local, known: Mapping[BucketState, Sequence[Tensor]] = MappingProxyType({})
 ) -> Totals:
-    """Sum over the data-parallel ranks, then over those that share a model. ``known``: squares of gradients that have
-    left."""
+    """Sum the numbers of a step over the data-parallel ranks, then over the ranks that share a model.
+
+    Args:
+        parts: The running parts of the engine.
+        local: The numbers that this rank contributes.
+        known: Σ g² of the gradients that have left the device, by bucket.
+
+    Returns:
+        The sums over all ranks, and whether the ranks agree.
+
+    Raises:
+        CommError: if the ranks did not run the same collectives in the same order.
+    """
     trained, dp = parts.trained, parts.dp
     finish_reductions(trained)
     parts.tables.compare()
@@ -161,7 +177,7 @@ def exchange(
     of_buckets: dict[BucketState, Sequence[Tensor]] = {}
     used: list[Number] = []
     for bucket, _ in trained:
-        # Of what left before anybody knew that nothing would be added they are not known.
+        # The squares are unknown if a gradient left the device before it was certain that nothing would be added.
         is_known = bucket.gradient.has_left and bucket in known
         of_buckets[bucket] = known[bucket] if is_known else _squares_of(parts, bucket)
         for part in of_buckets[bucket]:
@@ -195,7 +211,7 @@ def exchange(
         found, above = read(total, over_model)
         faults = above["faults"]
     clock.anchor(mark)
-    dp.clock.check_intact()  # else what was read may be what an ended communicator left behind
+    dp.clock.check_intact()  # without this, the numbers may be leftovers of a communicator that has ended
     if faults[0]:
         divergences = parts.walker.trace.divergences[-3:]
         raise CommError(
@@ -231,9 +247,14 @@ def exchange(
 
 
 def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What differs between the ranks that share a model: each holds some of the gradients, the last stage's the loss.
+    """Sum the numbers that differ between the ranks that share a model.
 
-    ``total``: what ``summed`` found over the data-parallel ranks.
+    Each of these ranks holds a part of the gradients, and the last stage the loss.
+
+    Args:
+        parts: The running parts of the engine.
+        local: The numbers that this rank contributes.
+        total: The sums over the data-parallel ranks, as ``summed`` returned them.
     """
     brings_loss, knows = parts.brings_loss, parts.has_last_stage
     squares, weight, loss, flags = total["sums"].unbind()
@@ -253,32 +274,32 @@ def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict
 
 
 def gradient_norm(totals: Totals, divisor: float) -> float:
-    """Norm of the mean gradient, NaN or infinite where gradients are; their sums are divided by ``divisor``."""
+    """Return the norm of the mean gradient, whose sums are divided by ``divisor``; NaN or infinite if a gradient is."""
     return mean_norm(totals.squares, totals.weight, divisor)
 
 
 class Update(NamedTuple):
-    """What all ranks decided: how STEP changes the masters."""
+    """The decision of all ranks about how STEP changes the masters."""
 
     divisor: float
-    """Of the summed gradients: the global weight, over the clip factor."""
+    """Number by which summed gradients are divided: the global weight over the clip factor."""
     rates: Sequence[Mapping[str, Any]]
-    """By optimizer group."""
+    """Learning rate, betas and the like by optimizer group."""
     tables_factor: float = 1.0
-    """The schedule's, of embedding tables."""
+    """Factor of the schedule for the learning rates of embedding tables."""
     steps: int = 0
-    """Updates before this one."""
+    """Number of updates before this update."""
 
 
 class StepEnd:
-    """What SUM, NORM, DIRECT, TRUST, DEAL and STEP do."""
+    """The handlers of the Actions that end a step: SUM, NORM, DIRECT, TRUST, DEAL, ADOPT, LOAD, STEP and STORE."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
         states = [state for hooks in parts.hooks for state in hooks.states]
         unit_of = {bucket: unit for unit, state in enumerate(states) for bucket in state.buckets}
         self._units: dict[int, list[tuple[Trained, int]]] = {}
-        """Trained buckets by Unit of the rank's list, each with the place of its first parameter among all."""
+        """Trained buckets by Unit of the rank's list, each with the index of its first parameter among all."""
         place = 0
         for trained in parts.trained:
             self._units.setdefault(unit_of[trained.bucket], []).append((trained, place))
@@ -288,29 +309,35 @@ class StepEnd:
         )
         self._matrices = WholeMatrices(parts.trained, parts.slices, parts.stage_peers, parts.device)
         self.local: Local | None = None
-        """What this rank brings to NORM."""
+        """Numbers that this rank contributes to NORM."""
         self.totals: Totals | None = None
-        """What NORM found."""
+        """Numbers over all ranks, which NORM has found."""
         self.update: Update | None = None
-        """What STEP does with it."""
+        """Factors and rates that STEP applies."""
         self._squares: dict[BucketState, list[Tensor]] = {}
-        """Of gradients that have left the device."""
+        """Σ g² of gradients that have left the device."""
         for hooks in parts.hooks:
             hooks.windows.on_reduced = self.let_go
 
     def sum(self, action: Action) -> None:
-        """SUM: what model-parallel ranks hold in common."""
+        """Run SUM: add up the gradients that model-parallel ranks hold in common."""
         finish_reductions(self._parts.trained)
         self._parts.shared.sum()
 
     def norm(self, action: Action) -> None:
-        """[step 10] NORM: what all ranks must know of each other to decide alike."""
+        """[step 10] Run NORM: exchange the numbers from which all ranks decide alike."""
         assert self.local is not None, "the engine says what its rank brings"
         self.totals = exchange(self._parts, self.local, self._squares)
 
     def let_go(self, bucket: BucketState, last: bool) -> None:
-        """A gradient goes where its master lies. ``last``: nothing more comes to it in this step."""
-        # Where data went round the Unit nobody has waited: its last update still reads what is written here.
+        """Move a bucket's gradient to the tier of its master.
+
+        Args:
+            bucket: The bucket whose gradient has been reduced.
+            last: True if nothing more is added to the gradient in this step.
+        """
+        # If the data skipped the Unit, nothing has waited for its last update, which still reads the memory that is
+        # overwritten below.
         bucket.weight.finish_update()
         if bucket.state is not None:
             bucket.state.finish_update()
@@ -321,21 +348,21 @@ class StepEnd:
         bucket.gradient.leave()
 
     def direct(self, action: Action) -> None:
-        """DIRECT: the first half of the updates of one Unit that look at whole tensors."""
+        """Run DIRECT: the first half of one Unit's updates, for optimizers that look at whole tensors."""
         for (bucket, optimizer), place in self._units[action.unit]:
             if optimizer.needs != "elements":
                 optimizer.direct(bucket.gradient.owned, *self._told(bucket, place))
 
     def trust(self, action: Action) -> None:
-        """TRUST: the norms of whole tensors."""
+        """Run TRUST: compute the norms of whole tensors."""
         self._norms.trust()
 
     def deal(self, action: Action) -> None:
-        """DEAL: whole matrices to their owners, and back."""
+        """Run DEAL: send whole matrices to their owners, and the updates back."""
         self._matrices.deal()
 
     def step(self, action: Action) -> None:
-        """[step 11] STEP: update one Unit where its masters lie."""
+        """[step 11] Run STEP: update one Unit on the tier where its masters lie."""
         assert self.update is not None, "NORM comes before STEP"
         if action.unit not in self._units:
             self._parts.program.tables.step(action, self.update.tables_factor, self.update.divisor)
@@ -344,7 +371,7 @@ class StepEnd:
             if bucket.state is not None:
                 self._step_beside(bucket, optimizer, place)
                 continue
-            bucket.weight.finish_update()  # of the last step, where this rank's data went round the Unit
+            bucket.weight.finish_update()  # the last step's, if this rank's data skipped the Unit
             is_rounded = False
             if optimizer.needs == "elements":
                 told = self._told(bucket, place)
@@ -356,7 +383,7 @@ class StepEnd:
             bucket.weight.copy_from_master(is_rounded)
 
     def _step_beside(self, bucket: BucketState, optimizer: FlatOptimizer, place: int) -> None:
-        """The thread of the tiers does it, with what is known now."""
+        """Begin the update of a bucket on the thread of the tiers, with the numbers known now."""
         state = bucket.state
         assert state is not None, "what lies on the device is updated there and then"
         assert self.update is not None, "NORM comes before STEP"
@@ -365,7 +392,7 @@ class StepEnd:
 
         def begin(rounded: Tensor | None) -> "Future[None]":
             write = None if rounded is None else to_be_written(rounded)
-            # What is written over may still be on its way into the weight that has adopted it.
+            # The buffer may still be the source of a copy into the weight that adopted it; wait for that copy first.
             is_free = reached(self._parts.device) if state.next is not None else None
 
             def step_into(weight: Tensor) -> None:
@@ -390,18 +417,18 @@ class StepEnd:
         bucket.weight.begin_update(begin)
 
     def adopt(self, action: Action) -> None:
-        """ADOPT: a Unit's weights become those of the update before."""
+        """Run ADOPT: let a Unit's weights become the result of the previous step's update."""
         for (bucket, _), _ in self._units[action.unit]:
             bucket.weight.adopt()
 
     def load(self, action: Action) -> None:
-        """LOAD: begin to bring a Unit's masters and moments from a disk."""
+        """Run LOAD: begin to bring a Unit's masters and moments from a disk."""
         for state in self._states(action):
             state.tiers.all_down()
             state.tiers.begin(partial(state.load, state.updated))
 
     def store(self, action: Action) -> None:
-        """STORE: begin to write them, as soon as they are updated."""
+        """Run STORE: begin to write a Unit's masters and moments to a disk after their update."""
         for state in self._states(action):
             state.tiers.begin(state.store)
 
@@ -411,7 +438,10 @@ class StepEnd:
     def _told(
         self, bucket: BucketState, place: int
     ) -> tuple[float, Sequence[Mapping[str, Any]], list[tuple[int, int]]]:
-        """What an update of a bucket is told; its first parameter has that place among all."""
+        """Return (divisor, rates by group, unused ranges) for the update of a bucket.
+
+        ``place`` is the index of the bucket's first parameter among all.
+        """
         assert self.totals is not None and self.update is not None, "NORM comes before STEP"
         used = self.totals.used[place : place + len(bucket.parameters)]
         return self.update.divisor, self.update.rates, unused_ranges(bucket, used)
@@ -426,14 +456,14 @@ class StepEnd:
             yield Factor(local, local + stop - start, optimizer.factor(whole))
 
     def forget(self) -> None:
-        """Between two steps."""
+        """Drop the numbers of the step that has ended."""
         self._norms.forget()
         self._squares.clear()
         self.local = self.totals = self.update = None
 
 
 def unused_ranges(bucket: BucketState, used: Sequence[bool]) -> list[tuple[int, int]]:
-    """Owned ranges of the parameters that no rank used, in elements of the master."""
+    """Return the owned ranges of the parameters that no rank used, in elements of the master."""
     if all(used):
         return []
     names = {slot.name for slot, is_used in zip(bucket.layout.slots, used, strict=True) if not is_used}

@@ -1,10 +1,10 @@
-"""The training step as a caller drives it: backward passes, where a step ends, and what follows its update.
+"""The training step as a caller drives it: backward passes, the end of a step, and the work after its update.
 
-    backward ... step()      a microbatch; the last one of a step runs the end of the Plan's list (engine/step.py)
-    train_step(batches)      all of them; with a pipeline the only way
-    accumulation             how many there are, or a boundary that the caller sets
+    backward ... step()      one microbatch; a step's last microbatch runs the end of the Plan's list (engine/step.py)
+    train_step(batches)      all microbatches of a step; the only way with a pipeline
+    accumulation             the number of microbatches of a step, or a boundary that the caller sets
 
-After an exception inside, the engine stands between two steps again (``StepDiscard``).
+After an exception in one of these calls the engine stands between two steps again (``StepDiscard``).
 """
 
 import logging
@@ -48,20 +48,20 @@ def _is_update(action: Action) -> bool:
 
 
 def _leaves_out(action: Action) -> bool:
-    """Whether a step that is skipped ends here."""
+    """Return whether a skipped step leaves out ``action``."""
     return action.kind not in (Kind.ADOPT, Kind.UNSHARD)
 
 
 @dataclass
 class Stop:
-    """A request to stop: this rank's, and what all ranks knew after the last step."""
+    """A request to stop the run: this rank's own, and the result of all ranks' requests after the last step."""
 
     wanted: bool = False
     seen: bool = False
 
 
 class StepDiscard:
-    """Drops the running step of one engine."""
+    """The discarding of one engine's running step."""
 
     def __init__(self, parts: Parts, end: StepEnd, record: StepInputs, weighing: Weighing) -> None:
         self._parts = parts
@@ -70,9 +70,9 @@ class StepDiscard:
         self._weighing = weighing
 
     def __call__(self) -> None:
-        """See ``Engine.discard``."""
+        """Drop the microbatches of the running step and their gradients. Implements ``Engine.discard``."""
         self._parts.passes.own_use.end()
-        self._parts.passes.replay.scale = 1.0  # a plain backward pass that failed has left its own
+        self._parts.passes.replay.scale = 1.0  # a plain backward pass that failed leaves its scale behind
         for hooks in self._parts.hooks:
             hooks.abandon()
         self._parts.program.begin(self._parts.program.microbatches)
@@ -85,7 +85,11 @@ class StepDiscard:
 
     @contextmanager
     def on_error(self) -> Iterator[None]:
-        """After an exception inside, the engine stands between two steps again."""
+        """Discard the running step if the body raises, so that the engine stands between two steps again.
+
+        Raises:
+            OutOfMemoryError: in place of an allocator's error.
+        """
         try:
             yield
         except CommError:
@@ -99,7 +103,18 @@ class StepDiscard:
 
 
 class TrainingStep:
-    """Of one engine, again and again. ``ended`` is called with the result of each."""
+    """The training step of one engine: backward passes, the end of a step, and the update.
+
+    Args:
+        parts: The running parts of the engine.
+        end: The handlers of the Actions that end a step.
+        pipeline: The pipeline, or None if ``mesh.pp`` is 1.
+        forward: Forward passes of the model.
+        record: The record of the running step's inputs.
+        weighing: Weights of microbatches for which the caller gives none.
+        discard: Discards the running step.
+        ended: Callback with the result of each step.
+    """
 
     def __init__(
         self,
@@ -125,7 +140,7 @@ class TrainingStep:
         self._has_told_of_nothing = False
         self._unstepped = UnsteppedWarning(parts.accumulation, parts.world.rank == 0)
         self.stop = Stop()
-        """Asked for and agreed on with the numbers of a step."""
+        """Requests to stop, which the ranks exchange with the numbers of a step."""
 
     @property
     def _accumulation(self) -> Accumulation:
@@ -133,13 +148,13 @@ class TrainingStep:
 
     @property
     def _number(self) -> int:
-        """Of the running step."""
+        """The number of the running step."""
         return self._parts.progress.step_count + 1
 
     # Backward passes -------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
-        """See ``Engine.backward``."""
+        """Run the backward pass of a loss. Implements ``Engine.backward``."""
         step, parts = self._accumulation, self._parts
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -157,7 +172,7 @@ class TrainingStep:
         )
         if self._record.check is not None:
             self._record.check.begins(loss)
-        # After an error half of the gradients may have landed; the next step may not start from them.
+        # After an error some gradients may have been added already; the next step must not start from them.
         scaled = parts.passes.replay.scaled(scale)
         with (
             self._discard.on_error(),
@@ -171,7 +186,7 @@ class TrainingStep:
         self._leave_backward(loss, counted, scale)
 
     def adopt_backward(self) -> None:
-        """See ``Engine.adopt_backward``."""
+        """Count the script's own calls of ``loss.backward()``. Implements ``Engine.adopt_backward``."""
         if self._pipeline is not None:
             raise UsageError(
                 "adopt_backward: with mesh.pp above 1 train_step(batches) runs the backward passes"
@@ -196,7 +211,15 @@ class TrainingStep:
         self._leave_backward(None, 1.0, 1.0)
 
     def _enter_backward(self, weight: float | None, found: Callable[[], Number]) -> tuple[Number, Number]:
-        """A backward pass begins: (what it counts, what its loss is multiplied by)."""
+        """Prepare the engine for a backward pass.
+
+        Args:
+            weight: The caller's weight of the microbatch, if any.
+            found: Computes the weight if the caller gave none.
+
+        Returns:
+            (weight of the pass, factor by which its loss is multiplied).
+        """
         step, parts = self._accumulation, self._parts
         if step.is_summed:
             raise UsageError(
@@ -219,7 +242,7 @@ class TrainingStep:
         return counted, scale
 
     def _leave_backward(self, loss: Tensor | None, weight: Number, scale: Number) -> None:
-        """It has run."""
+        """Count a backward pass that has run."""
         self._parts.hooks[0].marks.set()
         self._record.counts(weight)
         if self._record.check is not None:
@@ -232,7 +255,7 @@ class TrainingStep:
     # The update ------------------------------------------------------------------------------------------------
 
     def step(self, weight: float | None = None) -> StepResult | None:
-        """See ``Engine.step``."""
+        """Count a microbatch, and update the weights if the step ends. Implements ``Engine.step``."""
         parts, end, step = self._parts, self._end, self._accumulation
         if step.backwards == 0:
             raise UsageError(
@@ -266,7 +289,7 @@ class TrainingStep:
             if parts.config.offload.step == "at_end":
                 state.finish_updates(parts)
         else:
-            parts.walker.run(until=_leaves_out)  # an update that counts one step late does so all the same
+            parts.walker.run(until=_leaves_out)  # ADOPT still runs: it belongs to the step before
             self._finish_gathers()
             parts.walker.skip_rest()
             parts.tables.drop()
@@ -288,7 +311,11 @@ class TrainingStep:
             hooks.windows.finish_updates()
 
     def _summed(self, weight: Number, rates: Sequence[Mapping[str, Any]]) -> tuple[Totals, float, float]:
-        """The list up to its first update: (what all ranks brought, what sums are divided by, the norm)."""
+        """Run the list up to its first update.
+
+        Returns:
+            (sums over all ranks, divisor of summed gradients, norm of the mean gradient).
+        """
         parts, end = self._parts, self._end
         views.end_passes(parts)
         state.take_up_edits(parts)
@@ -319,7 +346,7 @@ class TrainingStep:
         return totals, divisor, norm
 
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
-        """See ``Engine.train_step``."""
+        """Run all microbatches of a step and its update. Implements ``Engine.train_step``."""
         batches, wanted = list(batches), self._accumulation.microbatches
         if len(batches) != wanted:
             raise UsageError(
@@ -333,7 +360,7 @@ class TrainingStep:
         if self._pipeline is not None:
             with self._discard.on_error():
                 is_whole = self._pipeline.accumulate(batches, weights, self._weighing, self._record.check)
-            # Ranks that bring parts of batches cannot be compared by them.
+            # If ranks bring parts of batches, fingerprints of the batches cannot be compared.
             for i, batch in enumerate(batches if is_whole else ()):
                 self._record.counts(None if weights is None else weights[i], [batch])
             self._record.passes = {i: ((batch,), {}) for i, batch in enumerate(batches)}
@@ -385,9 +412,18 @@ class TrainingStep:
         )
 
     def _allow_skip(self, is_loss_alone: bool) -> None:
-        """A step that is not finite is skipped while the loss scale can fall or the configuration says so; else it is
-        the end. No scale helps a NaN loss of finite gradients (``is_loss_alone``), which would not move the weights in
-        whatever is NaN, step after step."""
+        """Return if a step that is not finite may be skipped, or raise.
+
+        A step may be skipped while the loss scale can fall or the configuration allows it. No loss scale helps a NaN
+        loss of
+        finite gradients: the NaN does not come from a weight that trains, so it would recur step after step.
+
+        Args:
+            is_loss_alone: True if the loss is NaN but every gradient is finite.
+
+        Raises:
+            NonFiniteError: if the step may not be skipped; the running step is discarded first.
+        """
         scale, policy = self._parts.loss_scale, self._parts.config.precision
         in_a_row = self._parts.progress.skipped_in_a_row
         can_fall = scale is not None and not scale.is_spent and not is_loss_alone
@@ -415,7 +451,7 @@ class TrainingStep:
     # Where a step ends -----------------------------------------------------------------------------------------
 
     def set_accumulation(self, microbatches: int, loaders: Loaders) -> None:
-        """See ``Engine.set_accumulation``."""
+        """Set the number of microbatches of a step. Implements ``Engine.set_accumulation``."""
         self._check_between_steps("set_accumulation")
         try:
             microbatches = operator.index(microbatches)
@@ -436,7 +472,7 @@ class TrainingStep:
         self._accumulation.per_microbatch = 1
 
     def set_boundary(self, is_boundary: bool | None) -> None:
-        """See ``Engine.set_boundary``."""
+        """Set whether the running microbatch ends the step. Implements ``Engine.set_boundary``."""
         if self._pipeline is not None and is_boundary is not None:
             raise UsageError(
                 "set_boundary: with mesh.pp above 1 train_step(batches) runs all microbatches of a step; say how many "
@@ -446,7 +482,7 @@ class TrainingStep:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See ``Engine.no_sync``."""
+        """Hold back the end of the step for backward passes inside. Implements ``Engine.no_sync``."""
         before, self._accumulation.holds_back = self._accumulation.holds_back, True
         try:
             yield
@@ -454,7 +490,7 @@ class TrainingStep:
             self._accumulation.holds_back = before
 
     def tell_of_unstepped(self, is_calm: bool) -> None:
-        """Warn of microbatches that were never stepped; the engine closes."""
+        """Warn of microbatches that were never stepped, when the engine closes."""
         self._unstepped.close(is_calm)
 
     def _check_between_steps(self, call: str) -> None:
@@ -473,6 +509,6 @@ class TrainingStep:
             )
 
     def close(self) -> None:
-        """End the adoption of plain backward passes."""
+        """Stop counting backward passes that the script runs itself."""
         if self._plain is not None:
             self._plain.remove()
