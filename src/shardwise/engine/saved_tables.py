@@ -1,17 +1,17 @@
-"""Embedding tables in checkpoints, beside the dense state and by the same pieces, checksums and commit.
+"""Embedding tables in checkpoints, beside the dense state and with the same pieces, checksums and commit.
 
     table           weights, [M, width]                     every table; rows ordered by (bucket, key)
     table_<state>   optimizer state, [M, width] or [M, 1]   as the row optimizer keeps it
     table_key       int64 [M]                               dynamic tables
-    table_score     int64 [M]                               dynamic tables: what eviction goes by
+    table_score     int64 [M]                               dynamic tables: the numbers by which eviction chooses
     table_waiting   int64 [m, 2]                            keys that wait for admission, and their counts
 
-``trainer.json`` has for each dynamic table how many rows each bucket has, from which a rank knows what to read, by what
-it evicted, and for each collection its steps.
+``trainer.json`` has for each dynamic table the number of rows of each bucket, from which a rank computes what to read,
+and the table's type of eviction; for each collection it has the number of steps.
 
-A checksum does not say that a file was written well. So before any row is touched the notes are held against a schema
-and against the tensors, and every key against its bucket, each by one of the ranks; where one is refused, all turn to
-the next older step.
+A checksum does not prove that a file was written correctly. So before any row is touched the notes are checked against
+a schema and against the tensors, and every key against its bucket, each key by one of the ranks. If a rank refuses a
+step, all ranks turn to the next older step.
 
 Loading goes table by table in chunks, so that beside the tables themselves no more than one chunk is held.
 """
@@ -56,40 +56,40 @@ _log = logging.getLogger(__name__)
 KIND = "table"
 _KEY, _SCORE, _WAITING = f"{KIND}_key", f"{KIND}_score", f"{KIND}_waiting"
 _CHUNK_BYTES = 256 * 2**20
-"""Rows read at once."""
+"""Bytes of rows that are read at once."""
 
 
 _Buckets = Annotated[list[Count], Field(min_length=BUCKETS, max_length=BUCKETS)]
 
 
 class CollectionNote(StrictModel):
-    """What is no row of one collection."""
+    """The state of one collection that is not in its rows."""
 
     steps: Count
     lr_factors: list[Annotated[float, Field(ge=0)]]
 
 
 class TableNote(StrictModel):
-    """What ``trainer.json`` says of one table."""
+    """The entry of one table in ``trainer.json``."""
 
     rows: Count
     buckets: _Buckets | None = None
-    """Of dynamic tables: rows of each bucket."""
+    """Rows of each bucket, for dynamic tables."""
     waiting: _Buckets | None = None
     """Keys of each bucket that wait for admission."""
     eviction: Literal["none", "lru", "lfu", "age"] | None = None
-    """What the scores mean; steps written before there was this word do not say."""
+    """Type of eviction, which gives the scores their meaning; None in steps of versions that did not write the type."""
 
 
 class Notes(StrictModel):
-    """What ``trainer.json`` says of all tables."""
+    """The entries of all tables in ``trainer.json``."""
 
     collections: dict[str, CollectionNote]
     tables: dict[str, TableNote]
 
 
 def is_of_tables(kind: str) -> bool:
-    """True for the kinds of this module."""
+    """Return True for the kinds of tensors that this module saves."""
     return kind == KIND or kind.startswith(f"{KIND}_")
 
 
@@ -101,14 +101,16 @@ class TablesToSave(NamedTuple):
 
     items: list[Item]
     notes: dict[str, Any]
-    """What ``trainer.json`` is to say of them."""
+    """Entries for ``trainer.json``."""
     fault: str
-    """Why no load would take them; empty if one would."""
+    """The reason why no load would accept the rows; empty if a load would."""
 
 
 def items_to_save(tables: Tables) -> TablesToSave:
-    """Return what this rank writes of the tables here, as the last step left them: of what neighbours along "tp" hold
-    too, the first of them. Collective."""
+    """Return the rows that this rank writes, as the last step left them. Collective.
+
+    Of ranks along "tp" that hold the same rows only the first writes them.
+    """
     items: list[Item] = []
     notes: dict[str, Any] = {"collections": {}, "tables": {}}
     fault = ""
@@ -154,7 +156,7 @@ def _items_of(name: str, table: TablePolicy, stretch: Stretch) -> list[Item]:
 
 
 def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor) -> Item:
-    """One tensor, of which this rank has ``rows`` from row ``first`` on."""
+    """Return one tensor, of which this rank has ``rows`` from row ``first`` on."""
     flat = rows.cpu().contiguous().view(-1)
     start = first * prod(shape[1:])
     pieces = [FlatSlice(start, start + flat.numel(), flat)] if flat.numel() else []
@@ -165,9 +167,11 @@ def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor
 
 
 def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Differences) -> None:
-    """Tell ``found`` where the tables of a step are not those of the model, before anything is touched.
+    """Report to ``found`` the differences between the tables of a step and those of the model, before any row is touched.
 
-    Of a table that may be missing the first rows load where only its last ones are new; else it begins as it starts.
+    If a table may be missing and the step has fewer rows, the first rows are loaded and the last rows start fresh. With
+    any
+    other difference the whole table starts fresh.
     """
     _check_tensors(manifest)
     stored = {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == KIND}
@@ -211,10 +215,19 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
 
 
 def examine(reader: StepReader, part: tuple[int, int] = (0, 1)) -> Notes:
-    """What ``trainer.json`` says of the tables, held against the stored tensors, and the i-th n-th of all keys against
-    their buckets. Reads keys and scores alone.
+    """Check the entries of ``trainer.json`` against the stored tensors, and keys against their buckets.
 
-    Errors: DamagedError for what no save wrote.
+    Only keys and scores are read.
+
+    Args:
+        reader: Reader of the step.
+        part: (i, n): check only the i-th of n parts of all keys.
+
+    Returns:
+        The entries of all tables.
+
+    Raises:
+        DamagedError: if the step is not as a save writes it.
     """
     where, manifest = f"{reader.path / TRAINER}", reader.manifest
     notes = notes_of(read_object(reader.text(TRAINER), where), where)
@@ -242,14 +255,14 @@ def examine(reader: StepReader, part: tuple[int, int] = (0, 1)) -> Notes:
 
 
 def notes_of(trainer: Mapping[str, Any], where: str) -> Notes:
-    """The part of ``trainer.json`` that tells of tables; of none, where there is none."""
+    """Return the entries of tables in ``trainer.json``; empty ones if the file has none."""
     engine = trainer.get("engine")
     found = engine.get("tables") if isinstance(engine, Mapping) else None
     return validated(Notes, {"collections": {}, "tables": {}} if found is None else found, f"{where}: tables")
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Shapes and types of all that is stored of tables are those that a save writes."""
+    """Check that shapes and dtypes of all stored tensors of tables are those that a save writes."""
     stored = {tensor.name: tensor for tensor in manifest.tensors if tensor.kind == KIND}
     for tensor in manifest.tensors:
         if not is_of_tables(tensor.kind):
@@ -291,7 +304,7 @@ def _check_note(reader: StepReader, name: str, note: TableNote) -> None:
 
 
 def _check_keys(reader: StepReader, name: str, note: TableNote, part: tuple[int, int], steps: int) -> None:
-    """The keys and scores of this rank's part of the chunks."""
+    """Check the keys and scores of this rank's part of the chunks."""
     counts = torch.tensor(note.buckets)
     for number, (start, stop) in enumerate(chunks(counts, _CHUNK_BYTES // 16)):
         if number % part[1] != part[0]:
@@ -327,8 +340,10 @@ def _refuse_rows(reader: StepReader, name: str, fault: str) -> None:
 def _fault_of_rows(
     keys: Tensor, scores: Tensor, counts: Tensor, start: int, steps: int, eviction: str | None
 ) -> str:
-    """Return why rows of a dynamic table, from row ``start`` on, are none that ``steps`` steps leave; empty if they
-    are. A save asks as a load does."""
+    """Return why rows of a dynamic table cannot be the rows after ``steps`` steps; empty if they can.
+
+    ``start`` is the number of the first row. A save makes the same check as a load.
+    """
     most = torch.iinfo(torch.int64).max if eviction in ("lfu", None) else steps
     if keys.numel() and not 0 <= int(scores.min()) <= int(scores.max()) <= most:
         return f"scores from {int(scores.min())} to {int(scores.max())} after {steps} steps"
@@ -336,7 +351,10 @@ def _fault_of_rows(
 
 
 def _fault_of_waiting(pairs: Tensor, counts: Tensor, start: int, steps: int) -> str:
-    """As ``_fault_of_rows`` for keys that wait for admission and their scores [m, 2]."""
+    """Return why keys that wait for admission cannot be those after ``steps`` steps; empty if they can.
+
+    ``pairs`` holds keys and scores, [m, 2].
+    """
     keys, scores = pairs.unbind(1)
     last, count = step_of(scores), count_of(scores)
     if bool(((last > steps) | (count < 1) | (count > last)).any()):
@@ -345,7 +363,7 @@ def _fault_of_waiting(pairs: Tensor, counts: Tensor, start: int, steps: int) -> 
 
 
 def _fault_of_buckets(keys: Tensor, counts: Tensor, start: int) -> str:
-    """Return why keys do not lie in their buckets, each behind the one before; empty if they do."""
+    """Return why keys do not lie in their buckets in rising order; empty if they do."""
     ends = counts.cumsum(0)
     place = torch.arange(start, start + keys.numel())
     buckets = torch.searchsorted(ends, place, right=True)
@@ -366,11 +384,12 @@ def load(
     weights_only: bool,
     left: Container[str] = (),
 ) -> None:
-    """Fill every table but those ``left`` from a step that :func:`compare` and :func:`examine` passed. Collective."""
+    """Fill every table except ``left`` from a step that :func:`compare` and :func:`examine` have accepted. Collective.
+    """
     for (
         name,
         collection,
-    ) in tables.collections.items():  # those elsewhere are read elsewhere, in as many steps
+    ) in tables.collections.items():  # other ranks read the other collections, in as many steps
         collection.saved.clear()
         if not weights_only and name in notes.collections:
             collection.saved.load_progress(notes.collections[name].model_dump())
@@ -406,7 +425,10 @@ def load(
 
 
 def _keeps_scores(name: str, table: TablePolicy, note: TableNote, weights_only: bool) -> bool:
-    """Scores of another eviction type mean something else, and steps count anew where weights alone are loaded."""
+    """Return whether the stored scores of a table's rows are loaded.
+
+    Scores of another eviction type have another meaning, and steps are counted anew if only weights are loaded.
+    """
     if table.dynamic is None:
         return False
     ours = table.dynamic.eviction.type
@@ -422,7 +444,8 @@ def _keeps_scores(name: str, table: TablePolicy, note: TableNote, weights_only: 
 
 
 class _Wish:
-    """Some rows of one table that this rank is to hold, before and after they are read; none without a collection."""
+    """A request for some rows of one table, before and after they are read; without a collection no rows are requested.
+    """
 
     def __init__(
         self,
@@ -469,7 +492,7 @@ class _Wish:
         self._read[kind] = flat.view(rows, *shape[1:])
 
     def take(self) -> None:
-        """Hand over what was read."""
+        """Write the rows that were read into the collection."""
         if self._collection is None:
             return
         keys = self._read[_KEY] if self._keys is None else self._keys
@@ -484,7 +507,7 @@ class _Wish:
 
 
 class _Waiting(_Wish):
-    """Keys that wait for admission."""
+    """A request for keys that wait for admission."""
 
     def _kinds(self, table: TablePolicy, labels: Iterable[str]) -> list[str]:
         return [_WAITING]
@@ -498,7 +521,7 @@ class _Waiting(_Wish):
 
 
 def tables_in(step: Path) -> tuple[int, list[StoredTable]]:
-    """(step, tables) of a checkpoint, read in chunks: what is exported for serving."""
+    """Return (step, tables) of a checkpoint, read in chunks, for an export to serving."""
     reader = StepReader(step, open_step(step, Files()), Files())
     _check_tensors(reader.manifest)
     notes = examine(reader)
@@ -530,7 +553,10 @@ def _stored(step: Path, manifest: Manifest, name: str, note: TableNote) -> Store
 
 
 def _read(wishes: list[_Wish], checkpoints: Checkpoints, step: Path) -> None:
-    """Every block was checked when the step was chosen, and what is read is checked once more."""
+    """Read the requested rows and write them into their collections.
+
+    Every block was checked when the step was chosen, and is checked once more as it is read.
+    """
     items: dict[tuple[str, str], Item] = {}
     for wish in wishes:
         for item in wish.items:
@@ -544,7 +570,7 @@ def _read(wishes: list[_Wish], checkpoints: Checkpoints, step: Path) -> None:
 
 
 def _labels(manifest: Manifest, name: str) -> list[str]:
-    """Kinds of the optimizer state that the step has for a table."""
+    """Return the kinds of optimizer state that the step has for a table."""
     kinds = {tensor.kind for tensor in manifest.tensors if tensor.name == name}
     return sorted(kind for kind in kinds if is_of_tables(kind) and kind not in (KIND, _KEY, _SCORE, _WAITING))
 

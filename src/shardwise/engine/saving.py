@@ -1,17 +1,18 @@
 """Saving and loading: the engine's flat buffers as pieces of whole tensors.
 
-    weight   whole tensors in the compute dtype                     every rank writes the range of its shard index, of
-                                                                    those that hold the same elements the first one
-    buffer   the first rank's of those that hold it                 (batch statistics are per rank by default)
-    master   only where it is not the weight itself
+    weight   whole tensors in the compute dtype                     every rank writes the range of its shard index; of
+                                                                    ranks with the same elements only the first writes
+    buffer   values of the first rank that holds it                 (batch statistics are per rank by default)
+    master   only if the master is not the weight itself
     moments  ``exp_avg`` ...; left out for parameters that never got a gradient
     table    rows of embedding tables: saved_tables.py
 
-On loading each rank asks for the elements it owns. Weights are rounded from the masters again, so nothing is read twice
-and a change of precision needs no conversion: a step without masters gives its weights, one with masters gives those.
+On loading each rank requests the elements that it owns. Weights are rounded from the masters again, so nothing is read
+twice and a change of precision needs no conversion: from a step without masters the weights fill the masters, from a
+step with masters the masters do.
 
 Single numbers of the optimizer (step counts) are the same for almost every parameter; ``trainer.json`` holds the common
-ones and the exceptions by name.
+numbers once, and the exceptions by name.
 """
 
 import json
@@ -52,16 +53,16 @@ _OURS = ("weight", "buffer", "master")
 
 
 class LoadedStep(NamedTuple):
-    """What a load found beside the state."""
+    """The results of a load beside the restored state."""
 
     user: dict[str, Any]
-    """What ``save`` was given as ``trainer``."""
+    """The mapping that ``save`` was given as ``trainer``."""
     not_loaded: list[str]
-    """Names that stay as they start."""
+    """Names of tensors that keep their start values."""
 
 
 def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], **options: Any) -> None:
-    """See ``Engine.save``."""
+    """Save the engine's state as a step. Implements ``Engine.save``."""
     progress = parts.progress
     settle(parts, "save")
     finish_updates(parts)
@@ -83,7 +84,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         "layout": {"mesh": str(parts.mesh), "zero_stage": parts.config.zero.stage},
     }
     if tables is not None:
-        # Rank 0 writes them, and may have none itself.
+        # Rank 0 writes the notes of all stages, and its own stage may have no tables.
         notes = tables.notes
         state["tables"] = notes if parts.stage_group.size == 1 else _of_all_stages(parts, notes)
     aliases = {
@@ -96,7 +97,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
             item._replace(name=plain_name(item.name))
             for item in _items_to_save(parts, labels, stateless, opened)
         ]
-        if _is_on_disk(parts):  # a copy of it would fill the memory that it is to leave free
+        if _is_on_disk(parts):  # an asynchronous save copies the state into the memory that the disk is to spare
             options["asynchronous"] = False
         parts.folders.at(folder).save(
             progress.step_count,
@@ -110,7 +111,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
 
 
 def _is_on_disk(parts: Parts) -> bool:
-    """Whether state of any rank is on a disk."""
+    """Return whether state of any rank is on a disk."""
     return any(
         row.tier == "disk"
         for ranks in parts.program.plan.classes.values()
@@ -120,18 +121,22 @@ def _is_on_disk(parts: Parts) -> bool:
 
 
 class OpenState:
-    """Masters and moments for a checkpoint. Of those on a disk one kind of one bucket is in memory at a time; moments
-    in another form than the masters' are decoded and encoded as they are asked for."""
+    """Access to masters and moments for a checkpoint.
+
+    Of state on a disk, one kind of one bucket is in memory at a time. Moments in another form than the masters' are
+    decoded
+    when they are read and encoded when they are written.
+    """
 
     def __init__(self, parts: Parts, changes: bool):
         self._optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
         self._changes = changes
         self._open_now: tuple[BucketState, str | None] | None = None
-        """Which kind of a bucket is in memory; None: all."""
+        """The bucket and the kind of its state that are in memory; kind None stands for all kinds."""
         self._stack = ExitStack()
 
     def of(self, bucket: BucketState, kind: str) -> Flat:
-        """The master, or one of the moments, flat."""
+        """Return the master, or one of the moments, flat."""
         state, optimizer = bucket.state, self._optimizers.get(id(bucket))
         if optimizer is not None and optimizer.state.coded is not None and kind in optimizer.state.labels:
 
@@ -164,13 +169,13 @@ class OpenState:
             self._open_now = bucket, kind
 
     def close(self) -> None:
-        """What was changed is on its way to the disk."""
+        """Release the state that is in memory; changed state is written back to the disk in the background."""
         self._open_now = None
         self._stack.close()
 
 
 def _of_all_stages(parts: Parts, notes: dict[str, Any]) -> dict[str, Any]:
-    """The notes of the tables on every stage."""
+    """Return the notes of the tables on every stage."""
     found: dict[str, Any] = {}
     for text in parts.folders.exchange("tables", json.dumps(notes)):
         for what, by_name in json.loads(text).items():
@@ -187,7 +192,11 @@ def load(
     unexpected: Sequence[str] = (),
     required: bool | None = None,
 ) -> LoadedStep | None:
-    """See ``Engine.load``. None if the folder holds no step."""
+    """Load a step. Implements ``Engine.load``.
+
+    Returns:
+        What the step holds beside the state; None if the folder holds no step.
+    """
     is_step = (folder / "manifest.json").is_file()
     settle(parts, "load")
     finish_updates(parts)
@@ -207,7 +216,7 @@ def load(
     saved = SavedState()
 
     def examine(reader: StepReader) -> None:
-        """Before anything is filled."""
+        """Check the notes of a step before any tensor is filled."""
         nonlocal saved
         trainer = read_object(reader.text(TRAINER), f"{reader.path / TRAINER}")
         saved = SavedState.of(trainer, reader.path)
@@ -251,9 +260,13 @@ def load(
 def compare(
     spec: ModelSpec, tables: Tables, manifest: Manifest, weights_only: bool, found: Differences
 ) -> Differences:
-    """What the step and the model do not have in common, the same on every rank.
+    """Compare the tensors of a step with the model's, with the same result on every rank.
 
-    Errors: MismatchError names what is not allowed, or a pattern that matches nothing.
+    Returns:
+        The differences.
+
+    Raises:
+        MismatchError: if a difference is not allowed, or if a pattern matches nothing.
     """
     ours = {entry.name: (entry.shape, entry.aliases) for entry in spec.parameters.values()}
     buffers = {name: (shape, ()) for name, (shape, _, is_saved) in spec.buffers.items() if is_saved}
@@ -279,10 +292,13 @@ def compare(
 
 
 def moments_of(manifest: Manifest, registry: Registry) -> tuple[list[str], str]:
-    """Return (the optimizer state that the step holds, a sentence if it is dropped or starts fresh).
+    """Return the kinds of optimizer state that a step holds and this optimizer can take.
+
+    Returns:
+        (labels of the moments, a sentence if optimizer state is dropped or starts fresh).
 
     Raises:
-        MismatchError: if another optimizer made it.
+        MismatchError: if another optimizer made the state.
     """
     kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
     labels = sorted(kinds - {*_OURS, EMA})
@@ -311,13 +327,13 @@ def moments_of(manifest: Manifest, registry: Registry) -> tuple[list[str], str]:
 
 
 Pieces = dict[tuple[str, str], list[FlatSlice]]
-"""By (kind, name)."""
+"""Pieces of tensors by (kind, name)."""
 
 
 def _items_to_save(
     parts: Parts, labels: Mapping[str, Sequence[str]], stateless: frozenset[str], opened: OpenState
 ) -> list[Item]:
-    """Every tensor of the whole model's state, with the pieces that this rank writes."""
+    """Return every tensor of the whole model's state, with the pieces that this rank writes."""
     held: Pieces = {}
     optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
     for stage in parts.stages:
@@ -365,7 +381,10 @@ def _items_to_save(
 
 
 def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
-    """Buffers are whole where they are: the first rank that holds one writes it, every rank reads its own."""
+    """Return every saved buffer of the model, with this rank's pieces.
+
+    A buffer is whole on each rank that holds it: the first of them writes it, and every rank reads its own.
+    """
     items = []
     held = own_buffers(parts)
     for info in parts.registry.of_kind("buffer"):
@@ -391,9 +410,10 @@ def _pieces(
     flat: Flat,
     window: tuple[int, int] | None,
 ) -> None:
-    """Add what of ``slots`` lies in ``flat``, whose first element is element ``first`` of the bucket.
+    """Add the parts of ``slots`` that lie in ``flat``, whose first element is element ``first`` of the bucket.
 
-    With a ``window`` of the bucket: to write, of what several ranks hold alike on the first alone. Without: to fill.
+    With a ``window`` of the bucket the pieces are to be written: elements that several ranks hold are added only on the
+    first of them. Without a window the pieces are to be filled.
     """
     for slot in slots:
         info = parts.registry.get("parameter", slot.name)
@@ -415,14 +435,17 @@ def _pieces(
 def _agree_on_scalars(
     parts: Parts, fault: str = ""
 ) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], dict[str, list[str]]]:
-    """Return ((common scalars, exceptions by name), parameters without state, labels of moments by name) over all
-    ranks.
+    """Exchange the optimizer's single numbers between all ranks.
 
     Args:
-        fault: why no load would take what this rank is about to save; empty if one would.
+        parts: The running parts of the engine.
+        fault: The reason why no load would accept the rows that this rank is about to save; empty if a load would.
+
+    Returns:
+        ((common scalars, exceptions by name), parameters without state, labels of moments by name), over all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if a rank has a ``fault`` or ranks count unlike; nothing is written.
+        CheckpointError: on all ranks, if a rank has a ``fault`` or if ranks count differently; nothing is written.
     """
     own: dict[str, dict[str, float] | None] = {}
     labels: dict[str, list[str]] = {}
@@ -465,9 +488,10 @@ def _items_to_load(
     found: Differences,
     opened: OpenState,
 ) -> list[Item]:
-    """Every tensor of the whole model, with the pieces to fill: masters where there are any, else weights.
+    """Return every tensor of the whole model, with the pieces to fill: masters if the model has them, else weights.
 
-    What stays as it is, and what is passed over, is asked for as the step has it, and nothing of it is read.
+    Tensors that keep their values, or that are passed over, are requested in the step's own shape without pieces, so
+    nothing of them is read.
     """
     held: Pieces = {}
     for bucket in buckets(parts):
@@ -505,13 +529,17 @@ def _items_to_load(
 
 
 def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
-    """What the optimizer updates: the master's dtype, or that of a frozen weight."""
+    """Return the dtype that the optimizer updates: the master's, or that of a frozen weight."""
     trained = parts.spec.parameters[info.name].trained
     return parts.registry.get("master", info.name).dtype if trained else info.dtype
 
 
 def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[int, dict[str, Flat]]:
-    """Flat buffers for the moments in the step, by bucket. Errors: MismatchError where another optimizer made them."""
+    """Return flat buffers for the moments in the step, by bucket.
+
+    Raises:
+        MismatchError: if another optimizer made the moments.
+    """
     labels, note = moments_of(manifest, parts.registry)
     if note and parts.world.rank == 0:
         _log.warning("%s", note)

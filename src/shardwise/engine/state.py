@@ -1,8 +1,8 @@
-"""Looking at model state from outside: bytes, gradients, whole parameters. Every function is collective.
+"""Reading and writing model state from outside: bytes, gradients, whole parameters. Every function is collective.
 
-A whole tensor is put together along the axes that cut it: the flat ranges of its bucket, its slices axis by axis, and
-from the stage that holds it. One Unit at a time, so that a rank never holds more than one Unit beyond its own
-state (``full_parameters`` and ``gradients`` hold all).
+A whole tensor is put together along the axes that cut it: first the flat ranges of its bucket, then its slices axis by
+axis, and then the stage that holds it broadcasts it. Units are gathered one at a time, so that a rank never holds more
+than one Unit beyond its own state (``full_parameters`` and ``gradients`` hold all).
 """
 
 import zlib
@@ -28,22 +28,29 @@ from shardwise.plan.unit import Slot
 from shardwise.plan.words import plain_name
 
 _CHUNK_BYTES = 1 << 26
-"""Of weights that are read at a time to compare them between ranks."""
+"""Bytes of weights that are read at a time to compare them between ranks."""
 
 
 _WORTH_ASKING_BYTES = 1 << 30
-"""Of a model: smaller ones are gathered without a look at what is free."""
+"""Bytes of a model below which it is gathered without a check of the free memory."""
 
 
 def lacks_room(parts: Parts, on: torch.device | None = None) -> str:
-    """Why the whole model does not fit beside what is held; empty where it does. ``on``: where it is to lie (default:
-    where this rank computes), if not as its parameters do. The same on all ranks. Collective for large models."""
+    """Return the reason why the whole model does not fit into free memory, the same on all ranks. Collective if large.
+
+    Args:
+        parts: The running parts of the engine.
+        on: The device for whole copies; None if the model's own parameters become whole on this rank's device.
+
+    Returns:
+        A sentence; empty if the model fits.
+    """
     everything = sum(info.elements * info.dtype.itemsize for info in parts.registry.of_kind("parameter"))
     if everything < _WORTH_ASKING_BYTES:
         return ""
     device, world = on or parts.device, parts.world
     size = everything
-    if on is None:  # what is whole already takes nothing more
+    if on is None:  # weights that are whole already take no further memory
         size = sum(
             bucket.layout.elements * bucket.dtypes.compute.itemsize
             for bucket in buckets(parts)
@@ -61,21 +68,32 @@ def lacks_room(parts: Parts, on: torch.device | None = None) -> str:
 
 
 def buckets(parts: Parts) -> list[BucketState]:
-    """All buckets, frozen ones too, in order of Units."""
+    """Return all buckets, including frozen ones, in order of Units."""
     return [bucket for hooks in parts.hooks for state in hooks.states for bucket in state.buckets]
 
 
 def finish_updates(parts: Parts) -> None:
-    """What STEP left on its way, between ranks or on another tier, is there. Errors: TierError, DamagedError."""
+    """Wait until the updates that STEP began, between ranks or on another tier, have reached the weights.
+
+    Raises:
+        TierError, DamagedError: if an update on another tier has failed.
+    """
     for bucket in buckets(parts):
         bucket.weight.finish_update()
 
 
 def settle(parts: Parts, call: str = "") -> None:
-    """An update that counts one step late (``offload.step: delayed``) counts now. Collective, between two steps; in the
-    middle of one the weights that it runs on stay.
+    """Adopt an update that counts one step late (``offload.step: delayed``). Collective, between two steps.
 
-    Errors: UsageError there of a ``call`` that needs more than these weights; TierError, DamagedError.
+    In the middle of a step the weights with which the step runs stay.
+
+    Args:
+        parts: The running parts of the engine.
+        call: Name of the calling method if it needs the updated weights.
+
+    Raises:
+        UsageError: in the middle of a step, if ``call`` is given and an update is late.
+        TierError, DamagedError: if the update on another tier has failed.
     """
     take_up_edits(parts)
     late = [bucket for bucket, _ in parts.trained if bucket.weight.is_late]
@@ -93,11 +111,14 @@ def settle(parts: Parts, call: str = "") -> None:
 
 
 def take_up_edits(parts: Parts) -> None:
-    """Let parameters that were edited in place since the last update (``p.data.clamp_()``, ``p.copy_()``) be their
-    masters, which would overwrite the edits else. Every rank takes up its own part, edited alike on all.
+    """Copy parameters that were edited in place since the last update into their masters.
+
+    Edits such as ``p.data.clamp_()`` or ``p.copy_()`` would otherwise be overwritten from the masters. Every rank
+    copies
+    its own part; all ranks must have edited alike.
 
     Raises:
-        TierError, DamagedError: of a disk with masters.
+        TierError, DamagedError: if masters on a disk cannot be read or written.
     """
     for bucket, _ in parts.trained:
         places = bucket.weight.edited_places()
@@ -113,7 +134,7 @@ def take_up_edits(parts: Parts) -> None:
 
 
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
-    """What was summed over ranks and microbatches, by ``divisor``, by name."""
+    """Return the gradients summed over ranks and microbatches and divided by ``divisor``, by name."""
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.gradient.used]
     vector = torch.tensor(votes, dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(vector, "which parameters were used", purpose="control").wait()
@@ -131,7 +152,7 @@ def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
 
 @contextmanager
 def summoned_parameters(parts: Parts) -> Iterator[None]:
-    """See ``Engine.gathered``."""
+    """Keep all weights of this rank gathered inside. Implements ``Engine.gathered``."""
     if why := lacks_room(parts):
         raise UsageError(f"gathered: {why}; without it each pass gathers Unit by Unit")
     settle(parts)
@@ -145,14 +166,14 @@ def summoned_parameters(parts: Parts) -> Iterator[None]:
 
 
 Which = str | nn.Parameter | nn.Module | Iterable[str | nn.Parameter | nn.Module] | None
-"""Some of a model's parameters; None: all."""
+"""Names, parameters or modules that select some of a model's parameters; None for all."""
 
 
 @contextmanager
 def full_parameters(
     parts: Parts, which: Which, write: bool, from_rank: int | None
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """See ``Engine.full_parameters``."""
+    """Yield whole parameters by name, and take back their edits. Implements ``Engine.full_parameters``."""
     if which is None and (why := lacks_room(parts, parts.device if _is_cut(parts) else None)):
         raise UsageError(f"full_parameters: {why}; it hands all of them over, so name some at a time")
     names = None if which is None else _names_of(parts, which)
@@ -211,7 +232,11 @@ def full_parameters(
 
 
 def _names_of(parts: Parts, which: Which) -> set[str]:
-    """First names of the parameters that a user means. Errors: UsageError."""
+    """Return the first names of the parameters that a user has selected.
+
+    Raises:
+        UsageError: for an unknown name, parameter or module.
+    """
     canonical, found = parts.spec.canonical, set()
     held = {
         id(parameter): slot.name
@@ -251,8 +276,11 @@ def _places(bucket: BucketState, names: Collection[str] | None) -> list[int]:
 
 
 def _summon(parts: Parts, names: Collection[str] | None = None) -> list[tuple[BucketState, list[int]]]:
-    """The buckets of ``names`` (default: all), and the places of their parameters that show whole weights until
-    ``restore``."""
+    """Gather the buckets of ``names`` (default: all).
+
+    Returns:
+        The buckets, each with the indices of its parameters that show whole weights until ``restore``.
+    """
     wanted = [(bucket, _places(bucket, names)) for bucket in buckets(parts)]
     found = []
     for bucket, places in wanted:
@@ -263,7 +291,7 @@ def _summon(parts: Parts, names: Collection[str] | None = None) -> list[tuple[Bu
 
 
 def _send(group: Group, tensor: Tensor, root: int, what: str) -> None:
-    """``tensor`` becomes that of one rank."""
+    """Overwrite ``tensor`` with that of rank ``root``."""
     flat = tensor.detach().contiguous().view(-1)
     group.broadcast(flat, root, what).wait()
     if flat.data_ptr() != tensor.data_ptr():
@@ -271,7 +299,7 @@ def _send(group: Group, tensor: Tensor, root: int, what: str) -> None:
 
 
 def are_alike(parts: Parts, tensors: Sequence[Tensor]) -> bool:
-    """Whether all ranks hold the same bits. Collective."""
+    """Return whether all ranks hold the same bits. Collective."""
     world = parts.groups["world"]
     if world.size == 1:
         return True
@@ -286,8 +314,12 @@ def are_alike(parts: Parts, tensors: Sequence[Tensor]) -> bool:
 
 
 def give_back(parts: Parts) -> None:
-    """The model's parameters hold the weights from here on, whole over the data-parallel ranks and each in the dtype
-    that it came in, as do buffers; a second call does nothing."""
+    """Give the model's parameters their weights back, when the engine closes.
+
+    The parameters are whole over the data-parallel ranks, each in the dtype that it had before, as are buffers. A
+    second
+    call does nothing.
+    """
     settle(parts)
     for name, buffer in own_buffers(parts).items():
         buffer.data = buffer.data.to(parts.spec.buffers[name].dtype)
@@ -297,7 +329,7 @@ def give_back(parts: Parts) -> None:
 
 
 def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
-    """See ``Engine.state_dict``. Parameters are copies; buffers too."""
+    """Return copies of the whole parameters and buffers on the CPU. Implements ``Engine.state_dict``."""
     if not trained_only and (why := lacks_room(parts, torch.device("cpu"))):
         raise UsageError(
             f"state_dict: {why}; take mapped_state_dict(folder), full_tensor(name), or save(directory)"
@@ -310,7 +342,7 @@ def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
 
 
 def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
-    """Copies on the CPU, tied ones under each of their names."""
+    """Return copies of the whole parameters on the CPU, tied parameters under each of their names."""
     whole = {
         info.name: tensor.detach().to("cpu", copy=True)
         for info, tensor in each_parameter(parts, trained_only)
@@ -319,8 +351,10 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
 
 
 def each_parameter(parts: Parts, trained_only: bool = False) -> Iterator[tuple[TensorInfo, Tensor]]:
-    """Parameters whole, one after the other, with the buckets of one Unit gathered at a time: what is done with one is
-    done before the next. The same order on all ranks. Collective."""
+    """Yield whole parameters one after the other, in the same order on all ranks. Collective.
+
+    The buckets of one Unit are gathered at a time, so use a tensor before the next is requested.
+    """
     places: dict[str, tuple[int, int, int]] = {}
     for number, ranks in enumerate(parts.program.plan.classes.values()):
         for unit in ranks.units:
@@ -344,7 +378,7 @@ def each_parameter(parts: Parts, trained_only: bool = False) -> Iterator[tuple[T
 
 
 def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU of the persistent buffers, which stages of the model hold as ``held``."""
+    """Return copies on the CPU of the persistent buffers of all stages; ``held`` has the buffers of this rank."""
     whole: dict[str, Tensor] = {}
     stages = parts.stage_group
     for name, (shape, _, is_persistent) in parts.spec.buffers.items():
@@ -361,10 +395,10 @@ def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
-    """See ``Engine.load_state_dict``: each rank writes the elements that it owns, so that nothing is put together."""
+    """Load whole tensors; each rank writes only the elements that it owns. Implements ``Engine.load_state_dict``."""
     whole = parts.spec
     settle(parts, "load_state_dict")
-    names = {plain_name(name): name for name in whole.order}  # torch.compile puts words into them
+    names = {plain_name(name): name for name in whole.order}  # torch.compile adds words to the names
     given = {names.get(plain_name(name), name): value for name, value in given.items()}
     _check_names(parts, given, strict)
     if any(bucket.weight.is_summoned for bucket in buckets(parts)):
@@ -409,7 +443,7 @@ def _check_names(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> Non
 
 
 def own_buffers(parts: Parts) -> dict[str, Tensor]:
-    """The model's buffers on this rank by name."""
+    """Return the model's buffers on this rank by name."""
     return {name: buffer for stage in parts.stages for name, buffer in stage.module.named_buffers()}
 
 
@@ -417,7 +451,13 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 
 
 def assembled(parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo]) -> dict[str, Tensor]:
-    """Whole tensors on every rank, from pieces that are whole over the ranks that share their state already."""
+    """Return whole tensors on every rank, put together over slices and stages.
+
+    Args:
+        parts: The running parts of the engine.
+        own: This rank's pieces by name, already whole over the ranks that share their state.
+        infos: The registry's entries of all wanted tensors, the same on all ranks.
+    """
     model, stages = parts.groups["model"], parts.stage_group
     if not _is_cut(parts, infos):
         return dict(own)
@@ -437,7 +477,7 @@ def assembled(parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInf
 
 
 def _is_cut(parts: Parts, infos: Sequence[TensorInfo] | None = None) -> bool:
-    """Whether stages or slices of these tensors (default: of all parameters) lie on other ranks."""
+    """Return whether other ranks hold stages or slices of these tensors (default: of all parameters)."""
     wanted = parts.registry.of_kind("parameter") if infos is None else infos
     return parts.groups["model"].size > 1 or any(map(parts.slices.cut_axes, wanted))
 
@@ -450,7 +490,7 @@ def _put_together(parts: Parts, info: TensorInfo, piece: Tensor, full: Tensor) -
         group = parts.groups[axis]
         wider = torch.empty(group.size * gathered.numel(), dtype=info.dtype, device=parts.device)
         group.all_gather(wider, gathered, info.name, purpose="control").wait()
-        # Slowest first: all that this rank had of rank 0 of the axis, then all of rank 1.
+        # The gathered axis is the slowest: all elements of rank 0 of the axis, then all of rank 1.
         gathered, ranks = wider, slices.mesh.along(axis, ranks)
     for rank, held in zip(ranks, gathered.view(len(ranks), -1), strict=True):
         for whole, theirs in slices.of(rank).views(info, full, held):

@@ -1,13 +1,13 @@
-"""The state of an engine as a user may look at it and, for tensors, write it.
+"""The state of an engine as a user may read it and, for tensors, write it.
 
-    plan, trace, timeline            what is to run, what ran, and when
-    lr, loss_scale                   what the next step works with
-    state_bytes, held_bytes          what lies on this rank
-    gradients, full_tensor           tensors whole, on every rank, and their pieces (``local_tensor``)
+    plan, trace, timeline            the Actions to run, the Actions that ran, and their times
+    lr, loss_scale                   numbers of the next step
+    state_bytes, held_bytes          memory on this rank
+    gradients, full_tensor           whole tensors on every rank, and their pieces (``local_tensor``)
     full_parameters, gathered        contexts in which parameters are whole
     state_dict, save_pretrained      the whole model
 
-It stands below ``Engine``, which trains, and knows nothing of that.
+``StateAccess`` is a base class of ``Engine``, which trains; nothing in this module depends on training.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ from shardwise.plan.trace import Trace
 
 
 class StateAccess:
-    """See the module's docstring."""
+    """Read and write access to the state of an engine; a base class of ``Engine``."""
 
     def __init__(self, parts: Parts, pipeline: Pipeline | None, record: StepInputs, held: Held) -> None:
         self._parts = parts
@@ -59,12 +59,12 @@ class StateAccess:
 
     @property
     def config(self) -> RunConfig:
-        """Resolved configuration."""
+        """The resolved configuration."""
         return self._parts.config
 
     @property
     def check(self) -> Check | None:
-        """Of the first step of a cut model; None after it."""
+        """The comparison of a cut model's first step with the uncut model; None after that step."""
         return self._record.check
 
     @property
@@ -74,12 +74,12 @@ class StateAccess:
 
     @property
     def applied_steps(self) -> int:
-        """Of them those that were not skipped: what the schedule counts."""
+        """Optimizer steps that were not skipped; the learning rate schedule counts these steps."""
         return self._parts.progress.applied_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Of them those that were skipped."""
+        """Optimizer steps that were skipped."""
         return self.step_count - self.applied_steps
 
     @property
@@ -89,28 +89,30 @@ class StateAccess:
 
     @property
     def is_closed(self) -> bool:
-        """After ``close``."""
+        """True after ``close``."""
         return self._held.is_over
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return self._parts.device
 
     @property
     def dp_index(self) -> int:
-        """Which share of the data this rank computes: its place among the ``dp_size`` data-parallel ranks; the ranks of
-        one model share it."""
+        """The index of this rank's share of the data among the ``dp_size`` data-parallel ranks.
+
+        The ranks of one model have the same index.
+        """
         return self._parts.dp.index
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks: models that train side by side."""
+        """The number of data-parallel ranks: of models that train side by side."""
         return self._parts.dp.size
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0 alone."""
+        """True on rank 0 only."""
         return self.world.rank == 0
 
     @property
@@ -120,24 +122,27 @@ class StateAccess:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent so far."""
+        """The bytes that this rank has sent so far."""
         return self._parts.traffic
 
     @property
     def clock(self) -> Clock:
-        """The step that collectives are in."""
+        """The step in which collectives run."""
         return self._parts.clock
 
     def timeline(self) -> tuple[Timeline, Timeline] | None:
-        """(predicted, measured) of the pipeline's last step, by index on "pp"; None without a pipeline. Collective.
+        """Return the predicted and the measured timeline of the pipeline's last step. Collective.
 
-        Predicted: the schedule with the median seconds of each stage's passes, as if messages took no time.
+        The prediction is the schedule with the median seconds of each stage's passes, as if messages took no time.
+
+        Returns:
+            (predicted, measured), each by index on "pp"; None without a pipeline.
         """
         return views.timeline(self._pipeline)
 
     @property
     def trace(self) -> Trace:
-        """What this rank did in its last step, Action by Action, and where that differed from the Plan."""
+        """The Actions that this rank ran in its last step, and their departures from the Plan."""
         return self._parts.walker.last
 
     @property
@@ -147,72 +152,94 @@ class StateAccess:
 
     @property
     def graph_breaks(self) -> dict[str, int]:
-        """With ``compile: blocks``: graph breaks in this process so far, by reason. None is what to aim at."""
+        """The graph breaks of ``compile: blocks`` in this process so far, by reason; the aim is an empty dict."""
         return views.graph_breaks(self.config)
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
+        """The learning rate of the next step."""
         return float(self._parts.optimizer_groups.rates(self.applied_steps)[0]["lr"])
 
     @property
     def weight_reference(self) -> float:
-        """What all weights are divided by: the first microbatch's, times a power of two, near that of the first global
-        batch."""
+        """The number by which all weights of microbatches are divided.
+
+        The number is the first microbatch's weight times a power of two, near the weight of the first global batch.
+        """
         return self._parts.accumulation.reference
 
     @property
     def loss_scale(self) -> float | None:
-        """What losses are multiplied by under fp16; None otherwise."""
+        """The factor by which losses are multiplied under fp16; None otherwise."""
         scale = self._parts.loss_scale
         return None if scale is None else scale.scale
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of model state on this rank by row of the ledger (memory/ledger.py): ``weights``, ``gradients``,
-        ``master``, ``moments``, ``tables``, ``dynamic tables``. Gradients as they are at the end of a step's backward
-        pass."""
+        """Return the bytes of model state on this rank, by row of the ledger (memory/ledger.py).
+
+        The rows are ``weights``, ``gradients``, ``master``, ``moments``, ``tables`` and ``dynamic tables``. Gradients
+        count as
+        at the end of a step's backward pass.
+        """
         return views.state_bytes(self._parts)
 
     def held_bytes(self) -> dict[str, int]:
-        """All memory of the engine that outlives one operation, by row: model state and what it moves through."""
+        """Return the bytes of all memory of the engine that outlives one operation, by row of the ledger.
+
+        Beside model state this counts the buffers through which the state moves.
+        """
         return {str(row): size for row, size in self._parts.site.ledger.bytes_by_row().items()}
 
     @property
     def tables(self) -> dict[str, EmbeddingCollection]:
-        """The model's embedding collections, by their names in it."""
+        """The model's embedding collections, by their names in the model."""
         return dict(self._parts.tables.collections)
 
     @named
     def table_tallies(self) -> dict[str, Tally]:
-        """Rows in use, inserted and evicted of each embedding table, over all ranks. Collective."""
+        """Return the rows in use, inserted and evicted of each embedding table, over all ranks. Collective."""
         return self._parts.tables.tallies()
 
     def expert_tallies(self) -> dict[str, ExpertTally]:
-        """By name of each mixture of experts: where the tokens of the last step went, over all ranks and microbatches;
-        empty before the first one. Pairs kept and dropped are tokens times k."""
+        """Return the token counts of the last step by name of each mixture of experts, over all ranks and microbatches.
+
+        Pairs kept and dropped are counted as tokens times k. The dict is empty before the first step.
+        """
         return dict(self._parts.passes.loads.last)
 
     @named
     def gradients(self) -> dict[str, Tensor]:
-        """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer
-        sees them before clipping. Collective; parameters that no rank used are left out."""
+        """Return the full gradients by name, as the optimizer sees them before clipping. Collective.
+
+        Call this after the last backward pass of a step and before ``step()``. The gradients are means. Parameters that
+        no rank
+        used are left out.
+        """
         self._held.away.check("gradients")
         return views.gradients(self._parts)
 
     def full_parameters(
         self, which: state.Which = None, write: bool = False, from_rank: int | None = None
     ) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """A context in which parameters are whole on every rank, by name: all, or of ``which`` and no others (names,
-        parameters, modules, or several of them). Collective: every rank enters, and says the same.
+        """Return a context in which parameters are whole on every rank, by name. Collective.
 
-        With ``write`` they may be edited, alike on all ranks; with ``from_rank`` that rank's edits are everybody's, and
-        other ranks' are dropped. Edits reach weights and masters, so that the next step goes on from them; an element
-        that stays as it was keeps its master. Where nothing but data is cut they are the model's own parameters; under
-        tp, pp and ep whole copies of them on every rank, also of what other stages hold, which are named (pp: by names
-        alone).
-        Contexts may lie one in another.
-        Errors: UsageError where all do not fit the memory that is free, with their bytes; for names that the model has
-        not, for edits without ``write``, and for edits that differ between ranks without ``from_rank``.
+        Every rank enters the context with the same arguments. Edits reach weights and masters, so the next step
+        continues from
+        them; an element that is not changed keeps its master. If only data is cut, the parameters are the model's own.
+        Under
+        tp, pp and ep they are whole copies on every rank, also of the parameters that other stages hold. Contexts may
+        be nested.
+
+        Args:
+            which: Names, parameters, modules, or several of them; None for all. Under pp only names.
+            write: True if the parameters may be edited, alike on all ranks.
+            from_rank: Rank whose edits reach all ranks; the edits of other ranks are dropped.
+
+        Raises:
+            UsageError: if the parameters do not fit the free memory (the error names their bytes), for names that the
+                model
+                does not have, for edits without ``write``, and for edits that differ between ranks without
+                ``from_rank``.
         """
         self._held.check("full_parameters", reads_weights_alone=not write and from_rank is None)
         opened = state.full_parameters(self._parts, which, write, from_rank)
@@ -220,63 +247,114 @@ class StateAccess:
 
     @named
     def full_tensor(self, name: str, of: str = "master") -> Tensor | None:
-        """What belongs to one parameter, whole, a copy on every rank; nothing else is gathered. Collective.
+        """Return a whole tensor of one parameter, as a copy on every rank. Collective.
 
-        ``of``: ``parameter`` (in the compute dtype), ``master`` (what the optimizer updates), ``gradient`` (the mean
-        before clipping, after the last backward of a step and before ``step()``), or a moment of the optimizer by
-        torch's name (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``). None where there is none: of a frozen
-        parameter, or a gradient of one that no rank used.
-        Errors: UsageError for an unknown name or moment; as ``gradients`` for gradients.
+        No other tensor is gathered.
+
+        Args:
+            name: Name of the parameter.
+            of: ``parameter`` (in the compute dtype), ``master`` (the tensor that the optimizer updates), ``gradient``
+                (the mean
+                before clipping, after the last backward pass of a step and before ``step()``), or a moment of the
+                optimizer by
+                torch's name (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``).
+
+        Returns:
+            The tensor; None for state of a frozen parameter, and for the gradient of a parameter that no rank used.
+
+        Raises:
+            UsageError: for an unknown name or moment, and for gradients if ``gradients`` would raise.
         """
         self._held.away.check("full_tensor")
         return single_tensors.full_tensor(self._parts, name, of)
 
     @named
     def set_full_tensor(self, name: str, value: Tensor, of: str = "master") -> None:
-        """Write what ``full_tensor`` reads, from the same whole ``value`` on all ranks. Collective.
+        """Write the tensor that ``full_tensor`` returns, from the same whole ``value`` on all ranks. Collective.
 
         A master is rounded into its weight; a parameter is written as its master is. A gradient counts in this step's
-        norm, and as used.
-        Errors: UsageError for another shape, for values that differ between ranks, and for a frozen parameter's
-        gradient or moments.
+        norm, and
+        its parameter counts as used.
+
+        Args:
+            name: Name of the parameter.
+            value: The whole tensor, equal on all ranks.
+            of: The tensor to write, as in ``full_tensor``.
+
+        Raises:
+            UsageError: for another shape, for values that differ between ranks, and for a frozen parameter's gradient
+                or
+                moments.
         """
         self._held.away.check("set_full_tensor")
         single_tensors.set_full_tensor(self._parts, name, value, of)
         self._forget_check(of)
 
     def local_tensor(self, name: str, of: str = "master") -> Tensor | None:
-        """This rank's own elements of what ``full_tensor`` gives, flat, a copy; they may be none. None where this rank
-        holds no part of the parameter, on another stage of a pipeline, and as there. Of a master and of moments it is
-        what an update under way makes of them (``offload.step: delayed``), which ``full_tensor`` lets count first."""
+        """Return this rank's own elements of the tensor that ``full_tensor`` returns, as a flat copy; possibly empty.
+
+        With ``offload.step: delayed`` the elements of a master or a moment are the result of the update that is in
+        flight,
+        while ``full_tensor`` first makes that update count.
+
+        Args:
+            name: Name of the parameter.
+            of: The tensor to read, as in ``full_tensor``.
+
+        Returns:
+            The elements; None if this rank holds no part of the parameter because another stage of a pipeline does, and
+            if
+            ``full_tensor`` returns None.
+        """
         self._held.away.check("local_tensor")
         return single_tensors.local_tensor(self._parts, name, of)
 
     def set_local_tensor(self, name: str, value: Tensor, of: str = "master") -> None:
-        """Write what ``local_tensor`` reads: each rank its own elements. Collective. Ranks that own the same elements
-        (stage 0, replicas) bring the same values."""
+        """Write this rank's own elements of the tensor that ``local_tensor`` reads. Collective.
+
+        Ranks that own the same elements (stage 0, replicas) must pass the same values.
+
+        Args:
+            name: Name of the parameter.
+            value: This rank's elements, flat.
+            of: The tensor to write, as in ``full_tensor``.
+        """
         self._held.away.check("set_local_tensor")
         single_tensors.set_local_tensor(self._parts, name, value, of)
         self._forget_check(of)
 
     def _forget_check(self, of: str) -> None:
-        """Gradients are not those of the uncut model any more, nor are weights in the middle of a step."""
+        """Drop the comparison with the uncut model if the user edits state in the middle of a step.
+
+        Gradients, and weights in the middle of a step, are then no longer those of the uncut model.
+        """
         if self._parts.accumulation.passes and of in ("gradient", "master", "parameter"):
             self._record.check = None
 
     def gathered(self) -> AbstractContextManager[None]:
-        """A context for many passes without gradients: the weights that this rank computes with are gathered once.
-        Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes.
-        Errors: UsageError where they do not fit, with their bytes."""
+        """Return a context that gathers the weights of this rank once for many passes without gradients. Collective.
+
+        Slices and stages stay cut, so the context takes 1/(tp·pp) of the memory of ``full_parameters``.
+
+        Raises:
+            UsageError: if the weights do not fit the free memory; the error names their bytes.
+        """
         self._held.check("gathered", reads_weights_alone=True)
         return within(self.clock, "engine.gathered()", state.summoned_parameters(self._parts))
 
     @together
     def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
-        """The whole model on the CPU of every rank, under the model's own names (tied names both); one Unit's memory
-        beside. Where it does not fit: ``mapped_state_dict``, ``full_tensor``, ``save``. Collective.
+        """Return the whole model on the CPU of every rank, under the model's own names. Collective.
 
-        ``trained_only``: of the parameters that train and nothing else, such as the adapters of a frozen base.
-        Errors: UsageError where the model does not fit the host's free memory, with its bytes.
+        Tied parameters stand under each of their names. The memory of one Unit is needed beside the result. For a model
+        that
+        does not fit use ``mapped_state_dict``, ``full_tensor`` or ``save``.
+
+        Args:
+            trained_only: True for only the parameters that train, such as the adapters of a frozen base.
+
+        Raises:
+            UsageError: if the model does not fit the host's free memory; the error names its bytes.
         """
         self._held.away.check("state_dict", reads_weights_alone=True)
         self._held.known.check("state_dict")
@@ -286,12 +364,18 @@ class StateAccess:
     def mapped_state_dict(
         self, folder: str | Path, trained_only: bool = False, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """As ``state_dict``, for a model that no memory holds: rank 0 gets tensors in a map of a file, which may be
-        read and not written, and other ranks nothing. Collective.
+        """Return the whole model as tensors that map a file, for a model larger than memory. Collective.
 
-        ``folder``: where the file has room; its name is gone at once, and its bytes with the last tensor. ``dtype``: of
-        those that hold fractions (default: their own).
-        Errors: CheckpointError where it cannot be written.
+        Args:
+            folder: A folder with room for the file. The file's name is removed at once, its bytes with the last tensor.
+            trained_only: True for only the parameters that train.
+            dtype: The dtype of tensors that hold fractions (default: their own).
+
+        Returns:
+            On rank 0 the tensors by name, which may be read but not written; an empty dict on other ranks.
+
+        Raises:
+            CheckpointError: if the file cannot be written.
         """
         self._held.away.check("mapped_state_dict", reads_weights_alone=True)
         self._held.known.check("mapped_state_dict")
@@ -299,26 +383,36 @@ class StateAccess:
 
     @together
     def load_state_dict(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Weights and buffers from whole tensors under the model's own names, the same on all ranks. Collective.
+        """Load weights and buffers from whole tensors under the model's own names. Collective.
 
-        Masters take them in their own dtype; the optimizer's moments stay. Parameters that are not among the names
-        stay too where ``strict`` is false.
-        Errors: MismatchError where names or shapes are those of another model.
+        Masters take the values in their own dtype; the optimizer's moments stay.
+
+        Args:
+            tensors: Whole tensors by name, the same on all ranks.
+            strict: If False, parameters that are not among the names stay as they are.
+
+        Raises:
+            MismatchError: if names or shapes are those of another model.
         """
         self._held.away.check("load_state_dict")
         state.load_state_dict(self._parts, tensors, strict)
 
     @together
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """The whole model as a folder that transformers opens, from any mesh and stage. Collective.
+        """Save the whole model as a folder that transformers opens, from any mesh and stage. Collective.
 
-        For models with a ``save_pretrained`` of their own, which the first rank calls with the whole state, mapped and
-        not in memory; ``options`` go to it (``max_shard_size``: what is in memory at a time).
+        The model must have its own ``save_pretrained``. Rank 0 calls that method with the whole state, which is mapped
+        from a
+        file instead of held in memory.
+
+        Args:
+            folder: The folder to write.
+            **options: Passed to the model's method (``max_shard_size``: the most bytes in memory at a time).
         """
         self._held.away.check("save_pretrained", reads_weights_alone=True)
         self._held.known.check("save_pretrained")
         views.save_pretrained(self._parts, folder, options)
 
     def __repr__(self) -> str:
-        """The mesh and the model in a few lines; ``print(engine.plan)`` shows the whole Plan."""
+        """Return the mesh and the model in a few lines; ``print(engine.plan)`` shows the whole Plan."""
         return views.in_words(self._parts)

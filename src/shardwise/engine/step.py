@@ -80,8 +80,7 @@ class StepResult(NamedTuple):
     unit_norms: Mapping[str, float] = {}
     """Norm of each Unit's gradient before clipping, by the Unit's name in the printed Plan; empty without
     ``monitor.unit_norms``. The key ``(tables)`` has the norm of all rows of embedding tables. The squares of all norms
-    sum
-    to the square of ``grad_norm``.
+    sum to the square of ``grad_norm``.
     """
 
     def __str__(self) -> str:
