@@ -1,12 +1,12 @@
-"""Patterns in a configuration that are to name something of the model, held against it before any work is done.
+"""Patterns in a configuration that must name something of the model, checked before any work is done.
 
     optimizer.groups         parameters; the first group that matches has one, and one that gets none changes nothing
     precision.keep_fp32      parameters and buffers, or classes of modules that hold some
-    precision.narrow_reduce  the same of parameters; a list of kinds of layers, of which a model may lack some
+    precision.narrow_reduce  parameters, or classes of modules that hold some; one pattern that matches is enough
     zero.forward_methods     methods of Units
 
 A pattern without effect is a typing error, or was written for another model: the run would not be what its
-configuration says. A group that only keeps parameters from Muon's matrices may find that the model has none of them.
+configuration states. A group that only keeps parameters from Muon's matrices may match none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,11 @@ from shardwise.precision.resolve import names_of
 
 
 def check_named(model: nn.Module, settings: RunConfig) -> None:
-    """Errors: ConfigError for a pattern that names no parameter."""
+    """Check that every pattern of the configuration names a parameter or buffer of the model.
+
+    Raises:
+        ConfigError: for a pattern that names none.
+    """
     names = [name for name, _ in model.named_parameters()]
     known = f"the model's are {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
     owners = {settings.optimizer.group_of(name) for name in names}
@@ -46,10 +50,17 @@ def _names_some(pattern: str, model: nn.Module, held: Sequence[str]) -> bool:
 
 
 def methods_of(units: Mapping[str, nn.Module], settings: RunConfig, mesh: Mesh) -> list[tuple[str, str]]:
-    """(Unit, method) for every method that ``zero.forward_methods`` names, Units by name; none if weights are whole
-    and here.
+    """Return (Unit, method) for every method that ``zero.forward_methods`` names.
 
-    Errors: ConfigError where a pattern names none.
+    The list is empty if weights are whole and on the device anyway.
+
+    Args:
+        units: The modules of the Units, by name.
+        settings: The resolved configuration.
+        mesh: The mesh of the ranks.
+
+    Raises:
+        ConfigError: if a pattern names no method, or with mesh.pp above 1.
     """
     zero = settings.zero
     is_cut = zero.stage == 3 and (mesh.pp == 1 or mesh.size("dp") > 1)

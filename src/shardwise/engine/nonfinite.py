@@ -1,13 +1,14 @@
-"""Where a NaN came from: the first module whose output is not finite, on whichever rank, by one more forward pass.
+"""The origin of a NaN: the first module whose output is not finite, on any rank, found by one more forward pass.
 
-Every rank looks at its own batches; then they compare, and all tell the same story: of what was found, the earliest
-stage, microbatch and call, and the lowest rank where these are equal. A rank without a NaN of its own so learns which
-one it got it from.
+Every rank checks its own batches; then the ranks compare, and all report the same finding: the earliest by stage,
+microbatch and call, and of the lowest rank if these are equal. So a rank without a NaN of its own learns which rank the
+NaN came from.
 
-What has no numbers here (a value of another stage, a weight that ZeRO 3 has released) is NaN too, and comes before all:
-the passes of the second look are watched, whatever was watched before, and the error that they end with is the answer.
+A value that is absent on a rank (a value of another stage, a weight that ZeRO 3 has released) is NaN too, and would be
+found before all others. So accesses of absent values are checked in the second passes, even if they were not before,
+and an error that ends these passes is the finding.
 
-Cost: after a failed step alone: one forward pass of its microbatches, and two small all-reduces.
+Cost: only after a failed step: one forward pass of its microbatches, and two small all-reduces.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,17 +37,17 @@ class _Found(NamedTuple):
 
 
 class Look:
-    """Notes what is not finite in the passes that run while it looks."""
+    """A record of the values that are not finite in the passes that run while its hooks are in place."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
         self._calls = 0
         self.found: list[_Found] = []
         self.microbatch = 0
-        """The one that runs; in a pipeline the stage knows."""
+        """The running microbatch; in a pipeline the stage's hooks have it."""
 
     def batch(self, microbatch: int, batch: Any) -> None:
-        """A microbatch begins."""
+        """Begin a microbatch, and note its batch if it is not finite."""
         self.microbatch = microbatch
         if not _is_finite(batch):
             self.found.append(_Found(_BEFORE, microbatch, 0, "its batch holds NaN or infinity"))
@@ -67,7 +68,7 @@ class Look:
             self.found.append(_Found(_AFTER, microbatch, 0, text))
 
     def hook(self, stage: Stage, name: str) -> Callable[..., None]:
-        """A forward hook for one module."""
+        """Return a forward hook that notes an output of module ``name`` if it is not finite."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._calls += 1
@@ -81,8 +82,12 @@ class Look:
 
 
 def origin(parts: Parts, run: Callable[[Look], None]) -> str:
-    """A sentence that says where the first value that is not finite stands, the same on all ranks. ``run`` repeats the
-    forward passes of the step. Collective."""
+    """Return a sentence about the first value that is not finite, the same on all ranks. Collective.
+
+    Args:
+        parts: The running parts of the engine.
+        run: Repeats the forward passes of the step.
+    """
     look = Look(parts)
     handles = [
         module.register_forward_hook(look.hook(stage, name), with_kwargs=True)
@@ -105,8 +110,12 @@ def origin(parts: Parts, run: Callable[[Look], None]) -> str:
 
 
 def _computed_here(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose output says something: in a pipeline those that own weights of this stage, for the others may be
-    handed values that another stage has."""
+    """Yield the modules whose output is checked, by name.
+
+    In a pipeline these are the modules that own weights of this stage, because other modules may be given values that
+    only
+    another stage has.
+    """
     owners = {
         slot.name.rpartition(".")[0]
         for state in stage.hooks.states
@@ -119,7 +128,7 @@ def _computed_here(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _agreed(parts: Parts, mine: _Found | None) -> str:
-    """The earliest of all ranks' findings."""
+    """Return the sentence of the earliest of all ranks' findings."""
     world = parts.groups["world"]
     rows = torch.zeros(world.size, 4, dtype=torch.float64, device=parts.device)
     if mine is not None:

@@ -1,13 +1,14 @@
-"""Original: what the modules of a model held before ``initialize``, put back when the engine closes.
+"""Original: the attributes of a model's modules before ``initialize``, restored when the engine closes.
 
-    what                       who replaces it                               put back
-    attribute ``forward``      recompute, compile, synchronized batch norm   as it was, or none
-    attribute ``attention``    selective recompute                           as it was, or none
-    a method                   zero.methods                                  as it was, or none
+    what                       who replaces it                               restored
+    attribute ``forward``      recompute, compile, synchronized batch norm   as it was, or removed
+    attribute ``attention``    selective recompute                           as it was, or removed
+    a method                   zero.methods                                  as it was, or removed
     child ``nn.Dropout``       keyed dropout                                 the same module, with share and mode
                                                                              of its replacement
 
-Whoever hangs a hook on a module removes it. What the user's own code has changed since stays as it is.
+Code that registers a hook on a module removes the hook itself. Attributes that the user's own code has changed since
+stay as they are.
 
 Cost: one look at the attributes of every module, twice, when the engine is built.
 """
@@ -23,22 +24,25 @@ _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 class _Replaced(NamedTuple):
     held: dict[str, Any]
-    """Attributes or children of a module, where the replacement stands."""
+    """Attributes or children of a module, which contain the replacement."""
     key: str
     ours: Any
     own: Any
-    """``_NOTHING`` where there was none."""
+    """The original value; ``_NOTHING`` if the module had none."""
 
 
 class Original:
-    """Of one model. Made before anything of it is replaced; ``compare`` follows when all is."""
+    """The original attributes of one model.
+
+    Make it before any attribute is replaced, and call ``compare`` after all are.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
         self._replaced: list[_Replaced] = []
 
     def compare(self) -> None:
-        """Note what has been replaced since."""
+        """Record the attributes and children that have been replaced since the start."""
         self._replaced = [
             _Replaced(held, key, held.get(key, _NOTHING), before.get(key, _NOTHING))
             for held, before in self._before
@@ -48,7 +52,7 @@ class Original:
         self._before = []
 
     def put_back(self) -> None:
-        """Every module holds what it held, but where something else than ours stands by now."""
+        """Restore every attribute and child that still is the engine's replacement."""
         for held, key, ours, own in self._replaced:
             if held.get(key, ours) is not ours:
                 continue

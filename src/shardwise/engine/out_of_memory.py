@@ -4,8 +4,8 @@
     torch on a device    torch.OutOfMemoryError: ... Tried to allocate 2.00 GiB
     Python, numpy        MemoryError
 
-``initialize`` and the calls of an engine that compute raise ``OutOfMemoryError`` in their place. What a rank holds is
-the ledger's; the advice follows from the configuration alone, because there is no memory left to foresee anything in.
+``initialize`` and the calls of an engine that compute raise ``OutOfMemoryError`` in place of these errors. The bytes
+held come from the ledger. The advice follows only from the configuration, because no memory is left for an estimate.
 """
 
 import functools
@@ -55,7 +55,7 @@ class HasParts(Protocol):
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error of an allocator of torch, numpy or Python."""
     if isinstance(error, OutOfMemoryError):
-        return False  # it has been told already
+        return False  # raised by this module already
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
@@ -78,7 +78,7 @@ def tells_out_of_memory(method: _Method) -> _Method:
 
 @contextmanager
 def making(what: str) -> Iterator[None]:
-    """Add a note to an allocator's error inside: what was being made. The innermost note counts."""
+    """Add ``what`` was being made as a note to an allocator's error that the body raises; the innermost note counts."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -131,7 +131,6 @@ def _told(
     *,
     in_a_pass: bool,
 ) -> OutOfMemoryError:
-    """Return the error to raise."""
     words = str(error).strip().splitlines()
     asked = bytes_asked(str(error))
     wanted = "more memory" if asked is None else f"{bytes_text(asked)} more"
@@ -163,7 +162,7 @@ def bytes_asked(text: str) -> int | None:
 
 
 def _room(device: torch.device) -> str:
-    """Return what the process has and what is free, for the first line."""
+    """Return the memory that the process holds and the memory that is free, for the first line."""
     said = []
     resident, free = resident_bytes(), available_bytes(device)
     if resident is not None and device.type == "cpu":

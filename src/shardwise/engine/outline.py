@@ -1,4 +1,4 @@
-"""Outline: the model as data, this rank's Plan of it, and what is done to its blocks beside the Plan."""
+"""Outline: the model as data, this rank's Plan of the model, and the changes to its blocks beside the Plan."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,31 +24,42 @@ from shardwise.precision.operations import Operations
 
 
 class Outline(NamedTuple):
-    """The model as data, and what is done to it beside the Plan."""
+    """The model as data, its Plan, and the changes to its blocks beside the Plan."""
 
     described: Described
     planned: Planned
     to_recompute: list[str]
-    """Names of blocks, of the whole model."""
+    """Names of the recomputed blocks, of the whole model."""
     to_offload: list[str]
-    """Of blocks whose activations wait in host memory."""
+    """Names of the blocks whose activations wait in host memory."""
     replay: Replay
     loads: ExpertLoads
     operations: Operations
-    """Their dtypes."""
+    """Dtypes of operations."""
     alike: Alike | None
-    """What ranks along "tp" have in common of what blocks save; None where nobody asks."""
+    """Activations that ranks along "tp" have in common; None if no activations are offloaded or tp is 1."""
 
     @property
     def plan(self) -> Plan:
-        """Of all ranks."""
+        """The Plan of all ranks."""
         return self.planned.plan
 
 
 def outline_of(
     model: nn.Module, site: Site, recipe: Recipe, call: Callable[[nn.Module], Any] | None = None
 ) -> Outline:
-    """``call`` shows in which order the model uses its parts. Nothing is changed. Errors: ConfigError, PlanError."""
+    """Describe a model and make its Plan; the model is not changed.
+
+    Args:
+        model: The model, before it is cut.
+        site: The ranks and their configuration.
+        recipe: The recipe of the optimizers.
+        call: Calls the model, to show the order in which the model uses its parts.
+
+    Raises:
+        ConfigError: if a policy does not fit the model.
+        PlanError: if no valid Plan can be made.
+    """
     settings, mesh = site.settings, site.mesh
     check_renormalized(model, mesh.size("dp") * mesh.tp)
     check_mesh(model, mesh, settings)
@@ -71,7 +82,7 @@ def outline_of(
 def policies_of(
     settings: RunConfig, group_of: Callable[[str], int], updates: Sequence[UpdateRule], blocks: Sequence[str]
 ) -> Policies:
-    """Those of a Plan, out of a resolved configuration."""
+    """Return the policies of a Plan from a resolved configuration."""
     microbatches = settings.batch.accumulation or 1
     return Policies(
         settings.zero,

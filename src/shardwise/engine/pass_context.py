@@ -1,12 +1,12 @@
-"""What stands around every pass of a model: where its random numbers are drawn, and what is looked at on the way.
+"""The contexts around every pass of a model: where its random numbers are drawn, and what is checked and counted.
 
-replay        random numbers belong to the samples' place in the run                           memory/replay.py
-draws         those of the model's own are alike on the ranks of one model                     memory/draws.py
-vocabulary    tokens outside the model's are named before a device works on them               vocabulary.py
-loads         what goes to which expert is counted by microbatch                               parallel/expert
-own_use       slices are used by their owners alone, in the first passes                       parallel/tensor
-profile       modules are counted in one step, if wished                                       module_profile.py
-shapes        a first pass over slices that ends in shapes which do not fit is told as a table that does not fit
+replay        random numbers belong to the samples' position in the run                        memory/replay.py
+draws         the model's own random numbers are alike on the ranks of one model               memory/draws.py
+vocabulary    tokens outside the model's are named before a device computes with them          vocabulary.py
+loads         tokens of every expert are counted by microbatch                                 parallel/expert
+own_use       slices are only used by their owners; checked in the first passes                parallel/tensor
+profile       modules are measured in one step, if configured                                  module_profile.py
+shapes        if shapes do not fit in a first pass over slices, the error names the table of styles
 """
 
 from collections.abc import Iterator
@@ -29,26 +29,37 @@ from shardwise.plan.pytree import tensors_in
 
 @dataclass(frozen=True)
 class PassContext:
-    """Of one engine."""
+    """The contexts around the passes of one engine."""
 
     dp: Group
     tp: Group
     clock: Clock
     replay: Replay
-    """The microbatch that random numbers are drawn for."""
+    """The position in the run for which random numbers are drawn."""
     vocabulary: Vocabulary
-    """What the tokens of a batch may be."""
+    """The values that the tokens of a batch may have."""
     own_use: OwnUse
-    """Who uses which slice."""
+    """The modules that use each slice."""
     profile: ModuleProfile
-    """What modules cost, in the step that is counted."""
+    """The costs of modules, in the step that is measured."""
     loads: ExpertLoads
-    """What went to which expert."""
+    """The token counts of every expert."""
 
     @contextmanager
     def at(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> Iterator[None]:
-        """Around a pass: random numbers are drawn at its place. ``rows``: of the batch, where this rank has none of it.
-        Errors: DataError where tokens are outside the model's vocabulary."""
+        """Run the body as the pass of a microbatch: with its random numbers, checks and counts.
+
+        Args:
+            step: Number of the step.
+            microbatch: Number of the microbatch in the step.
+            batch: The batch, or (args, kwargs) of the call.
+            rows: Samples of the batch; None counts them in ``batch``, of which this rank may have no part in a
+                pipeline.
+
+        Raises:
+            DataError: if tokens are outside the model's vocabulary.
+            PlanError: if shapes do not fit in a first pass over slices.
+        """
         self.loads.microbatch = microbatch
         place, looked_at = self.place(step, microbatch, batch, rows), self.own_use.looked_at()
         counted = self.profile.forward()
@@ -65,13 +76,16 @@ class PassContext:
             yield
 
     def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:
-        """Where the samples of ``batch`` stand in the global batch of ``step``."""
+        """Return the position of the samples of ``batch`` in the global batch of ``step``."""
         rows = rows_of(batch) if rows is None else rows
         return BatchPosition(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
 
     @contextmanager
     def _told_as_cut(self) -> Iterator[None]:
-        """A first pass over slices that ends in shapes which do not fit is most often a table that does not fit."""
+        """Raise PlanError in place of an error of shapes in the first pass over slices.
+
+        Such an error most often means that the table of styles does not fit the model.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -88,7 +102,7 @@ class PassContext:
 
 
 def _as_given(batch: Any) -> Any:
-    """Return the batch as the user has it, of (args, kwargs) of a call too."""
+    """Return the batch as the user passed it, also if ``batch`` is (args, kwargs) of a call."""
     is_call = isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple)
     if not is_call or not isinstance(batch[1], dict):
         return batch
@@ -97,5 +111,5 @@ def _as_given(batch: Any) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor."""
+    """Return the number of samples in a batch: the length of its first tensor."""
     return next((len(each) for each in tensors_in(batch) if each.dim()), 0)

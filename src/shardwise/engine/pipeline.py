@@ -3,9 +3,9 @@
     schedule -> SEND and RECV -> validated -> what Units do in each pass -> walked (plan/walker.py)
 
 Every rank that shares a model is given the same batches: the first stage reads tokens, the last one targets, and those
-between make masks and positions of their own. The stages of a list (``Layers``) make nothing of a batch, so there a
-rank may bring None for what it does not read; one small all-reduce a step tells all how many samples a microbatch has,
-by which dropout is keyed, and what it counts.
+between make masks and positions of their own. The stages of a list (``Layers``) compute nothing from a batch, so a rank
+may pass None for the parts that its stages do not read. Then one small all-reduce a step tells all ranks the number of
+samples of each microbatch, by which dropout is keyed, and its weight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,11 +41,11 @@ from shardwise.plan.timeline import Span, Timeline
 
 _KINDS = tuple(Kind)
 _CHUNK = 8
-"""Batches of an evaluation in one walk, per rank: while it fills and drains at most 1/9 of its time is idle."""
+"""Batches of an evaluation in one walk, per rank: at most 1/9 of the walk is idle while it fills and drains."""
 
 
 class Pipeline:
-    """Runs the stages of one engine's rank."""
+    """The walks of one rank through the stages of a pipeline: training steps, evaluations and predictions."""
 
     def __init__(self, parts: Parts, policy: PipelinePolicy, loss: Loss | None, peers: Peers):
         self._parts = parts
@@ -55,19 +55,33 @@ class Pipeline:
         self._group = parts.groups["pp"]
         self.stages = self._group.size * policy.virtual_stages
         self.schedule = ScheduleExecutor(peers, self.stages)
-        """What F, B, SEND and RECV do."""
+        """Handlers of F, B, SEND and RECV."""
         self._stages = {stage.index: stage for stage in parts.stages}
         self._is_list = isinstance(parts.model, Layers) and loss is None
-        """Whether ranks may bring parts of batches."""
+        """True if ranks may pass parts of batches."""
         self._rows: list[int] | None = None
-        """Of the running step's microbatches, where ranks bring parts."""
+        """Samples of the running step's microbatches, if ranks pass parts of batches."""
 
     # A step ----------------------------------------------------------------------------------------------------
 
     def accumulate(
         self, batches: Sequence[Any], weights: Sequence[float] | None, weighing: Weighing, check: Check | None
     ) -> bool:
-        """Forward and backward passes of all microbatches of a step; whether every rank brought whole batches."""
+        """Run the forward and backward passes of all microbatches of a step.
+
+        Args:
+            batches: The microbatches.
+            weights: Their weights; None if the labels are to be counted.
+            weighing: Counts the labels of microbatches without weights.
+            check: The comparison with the uncut model in the first step, if any.
+
+        Returns:
+            True if every rank was given whole batches.
+
+        Raises:
+            UsageError: if the step before was interrupted in its middle, or if a rank lacks a part that its stages
+                read.
+        """
         if self._parts.walker.has_begun:
             raise UsageError(
                 "train_step: the step before was interrupted in its middle (by Ctrl-C?); its gradients are "
@@ -75,7 +89,8 @@ class Pipeline:
             )
         step = self._parts.clock.step = self._parts.progress.step_count + 1
         accumulation = self._parts.accumulation
-        # Only the last stage has a loss that says what it is the mean of; r must be the same on all.
+        # Only the last stage has the loss, whose graph shows its divisor; but r must be the same on all stages, so it
+        # comes from the batches, which all stages have.
         each: list[Number] = (
             [weighing.of_batch(batch) or 1.0 for batch in batches]
             if weights is None
@@ -108,9 +123,13 @@ class Pipeline:
         return is_whole
 
     def _meet(self, batches: Sequence[Any], each: list[Number]) -> bool:
-        """Tell what the first stage reads and the last one counts; whether every rank has all of every batch.
+        """Exchange the samples that the first stage reads and the weights that the last stage counts.
 
-        Errors, on all ranks alike: UsageError where one that reads something was given None.
+        Returns:
+            True if every rank has all of every batch.
+
+        Raises:
+            UsageError: on all ranks alike, if a rank was given None for a part that its stage reads.
         """
         group, last = self._group, self._group.size - 1
         brought = [brought_in(batch) for batch in batches]
@@ -140,10 +159,10 @@ class Pipeline:
         return bool(everything == group.size * len(batches))
 
     def look_again(self, batches: Sequence[Any], look: Look) -> None:
-        """The forward passes of the running step once more, for ``look``."""
+        """Run the forward passes of the running step once more for ``look``, which notes values that are not finite."""
         for i, batch in enumerate(batches):
             look.batch(i, batch)
-        # Of a kind that was not seen before: absent values are marked in it.
+        # A new kind of batch: in its first pass the values that a stage does not have are marked as absent.
         kind = f"step {self._parts.progress.step_count} again"
         for i, loss in self._forward_only(batches, self._loss_of, kind, self._rows).items():
             look.loss(i, loss, batches[i])
@@ -151,7 +170,10 @@ class Pipeline:
     # Without gradients -----------------------------------------------------------------------------------------
 
     def losses(self, batches: Iterable[tuple[Any, float]]) -> Iterator[tuple[Tensor | None, float]]:
-        """The loss of each batch where this rank knows it; several are under way at a time."""
+        """Yield (loss, weight) of each batch; the loss is None on ranks that do not compute it.
+
+        Several batches are in the pipeline at a time.
+        """
         pairs = iter(batches)
         while chunk := list(islice(pairs, _CHUNK * self._group.size)):
             found = self._forward_only([batch for batch, _ in chunk], self._loss_of)
@@ -161,8 +183,15 @@ class Pipeline:
     def predict(
         self, batches: Sequence[Any], call: Callable[[nn.Module, Any], Any], everywhere: bool
     ) -> list[Any]:
-        """What ``call`` of the model returns, on every rank of the pipeline or on the last stage's; mappings of a class
-        of its own as dictionaries, where they travel."""
+        """Return the results of ``call`` for each batch.
+
+        Args:
+            batches: The batches.
+            call: Calls the model with a batch.
+            everywhere: True for the results on every rank of the pipeline, False for the last stage's rank only.
+                Mappings of
+                their own class become dictionaries on the way to other ranks.
+        """
         if not batches:
             return []
         device = self._parts.device
@@ -179,7 +208,11 @@ class Pipeline:
         return find_loss(call_model(root, self._loss, self._read(batch), self._parts.device))
 
     def _read(self, batch: Any) -> Any:
-        """``batch``. Errors, in a walk and so on all ranks: UsageError where the first stage lacks its inputs."""
+        """Check that the first stage has its inputs, and return ``batch``.
+
+        Raises:
+            UsageError: in a walk, and so on all ranks, if the first stage lacks its inputs.
+        """
         if self._is_list and self._group.index == 0 and brought_in(batch).inputs is None:
             raise UsageError(
                 f"the first stage, rank {self._group.ranks[0]}, was given no inputs; of (inputs, targets) a rank may "
@@ -188,7 +221,11 @@ class Pipeline:
         return batch
 
     def _told(self, output: Any, what: str) -> Any:
-        """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all."""
+        """Return the last stage's ``output`` on every rank; the ranks pass it on in a ring.
+
+        Raises:
+            PlanError: on all ranks, if the output cannot be sent.
+        """
         index, last = self._group.index, self._group.size - 1
         output, text = _plain(output), ""
         tensors: list[Tensor] = []
@@ -217,12 +254,16 @@ class Pipeline:
         runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants, rows)
         draws = self._parts.passes.replay.draws.walk(self._parts.progress.step_count + 1, trains=False)
         with torch.no_grad(), draws, walker.aside(actions):
-            # A user's own call may make other activations of the same batch; so may parts of batches, which differ.
+            # A user's own call may make activations of other shapes from the same batch, and so may parts of batches:
+            # then messages carry their shapes.
             likes = self._likes(batches, wants) if wants == "loss" and not self._is_list else ()
             return self.schedule.run(walker, runner, trains=False, likes=likes)
 
     def _likes(self, batches: Sequence[Any], walk: str) -> Sequence[int | None]:
-        """By microbatch what tells its messages' shapes, where messages may go without them."""
+        """Return for each microbatch the value that determines the shapes of its messages.
+
+        The list is empty if messages always carry their shapes.
+        """
         if not self._peers.agrees or self._policy.shapes == "described":
             return ()
         return [likeness(batch, walk) for batch in batches]
@@ -230,14 +271,14 @@ class Pipeline:
     # Looking at it ---------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """The Plan, with the schedule drawn."""
+        """Return the Plan, with a drawing of the schedule in its notes."""
         plan = self._parts.program.plan
         table = draw_text(timeline_of(self._parts.program.passes, nominal_s))
         drawn = f"{self._policy.schedule}, a backward drawn as two forwards:\n" + indent(table, "    ")
         return replace(plan, notes=(*plan.notes, drawn))
 
     def timeline(self) -> Timeline:
-        """When each pass and message of the last step ran, by index on "pp". Collective."""
+        """Return the times of each pass and message of the last step, by index on "pp". Collective."""
         rows = [
             [_KINDS.index(span.action.kind), *span.action[1:], span.start_s, span.stop_s]
             for span in self._parts.walker.last.spans(self._group.index)
@@ -258,7 +299,10 @@ class Pipeline:
         )
 
     def predicted(self, measured: Timeline) -> Timeline:
-        """The schedule with the median seconds of each kind of pass on each stage in ``measured``, messages free."""
+        """Return the schedule with the median seconds of each kind of pass on each stage in ``measured``.
+
+        Messages take no time.
+        """
         seconds: dict[tuple[Kind, int], list[float]] = {}
         for row in measured.spans.values():
             for span in row:
@@ -273,7 +317,7 @@ class Pipeline:
 
 
 class _Forward:
-    """Computes stages: ``call`` is what a user would call on the whole model with one batch."""
+    """The forward passes of this rank's stages; ``call`` calls the whole model with one batch."""
 
     def __init__(
         self,
@@ -293,7 +337,7 @@ class _Forward:
         self._stages = {stage.index: stage for stage in parts.stages}
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """See ``Runner``."""
+        """Compute a stage's forward pass. See ``Runner``."""
         here, batch = self._stages[stage], self._batches[microbatch]
         here.hooks.microbatch = microbatch
         assert here.run is not None, "a stage of a pipeline knows how to run"
@@ -304,12 +348,12 @@ class _Forward:
     def backward(
         self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
     ) -> Tensor | None:
-        """Never called: a list without gradients has no B."""
+        """Raise an error, because a list without gradients has no B."""
         raise NotImplementedError
 
 
 class _Training(_Forward):
-    """Computes stages in both directions: ``call`` returns the loss, which is multiplied by its microbatch's scale."""
+    """The passes of this rank's stages in both directions; ``call`` returns the loss, which is scaled."""
 
     def __init__(
         self,
@@ -330,7 +374,7 @@ class _Training(_Forward):
         self._losses: dict[int, Tensor] = {}
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """See ``Runner``."""
+        """Compute a stage's forward pass, and keep the loss on the last stage. See ``Runner``."""
         output = super().forward(stage, microbatch, received)
         if stage == self._last_stage:
             if not output.requires_grad:
@@ -347,7 +391,11 @@ class _Training(_Forward):
     def backward(
         self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
     ) -> Tensor | None:
-        """See ``Runner``. What is said is the microbatch's scale, where a stage may have experts."""
+        """Compute a stage's backward pass. See ``Runner``.
+
+        If the model has experts, ``said`` is the microbatch's scale, which the stages pass on from the last to the
+        first.
+        """
         hooks, passes = self._stages[stage].hooks, self._parts.passes
         hooks.microbatch = microbatch
         loss = self._losses.pop(microbatch) if stage == self._last_stage else None
@@ -365,7 +413,7 @@ class _Training(_Forward):
 
 
 def _plain(output: Any) -> Any:
-    """Such as can travel: mappings of any class become dictionaries."""
+    """Return ``output`` with mappings of any class as dictionaries, so that it can be sent."""
     if isinstance(output, Mapping):
         return {key: _plain(value) for key, value in output.items()}
     return output

@@ -1,12 +1,13 @@
-"""``loss.backward()`` by the script itself, counted as ``engine.backward(loss, weight=1)``.
+"""``loss.backward()`` called by the script itself, counted as ``engine.backward(loss, weight=1)``.
 
     engine.adopt_backward()
     loss = engine(batch); (2 * loss).backward(); engine.step()
 
-A hook on the tensors that the model returns meets the first gradient of a backward pass: it begins the engine's pass,
-and multiplies what comes by what the engine would have begun with (accumulation, loss scale), which is the same, for
-gradients are linear. The pass ends with a callback of autograd's. What does not land in this model's weights, as
-``autograd.grad`` to the inputs, is left alone; losses are not known here, so ``StepResult.loss`` is 0.
+A hook on the tensors that the model returns runs at the first gradient of a backward pass. The hook begins the engine's
+pass, and multiplies the gradient by the factor with which the engine would have begun (accumulation, loss scale). The
+result is the same, because gradients are linear. The pass ends with a callback of autograd's. Passes that do not reach
+this model's weights, as ``autograd.grad`` to the inputs, are left alone. The loss of such a pass is unknown to the
+engine, so ``StepResult.loss`` is 0.
 
 Cost: a few microseconds a pass.
 """
@@ -22,7 +23,14 @@ from shardwise.plan.pytree import tensors_in
 
 
 class PlainBackward:
-    """Of one engine. ``begin`` enters a pass and returns what its loss is multiplied by; ``end`` leaves it."""
+    """The backward passes that a script runs itself on one engine's model.
+
+    Args:
+        model: The model.
+        hooks: The hooks on the model's Units.
+        begin: Begins a pass, and returns the factor by which its loss is multiplied.
+        end: Ends a pass.
+    """
 
     def __init__(
         self, model: nn.Module, hooks: UnitHooks, begin: Callable[[], float], end: Callable[[], None]
@@ -31,13 +39,13 @@ class PlainBackward:
         self._begin = begin
         self._end = end
         self._scale: float | None = None
-        """While such a pass runs."""
+        """Factor of the gradients while such a pass runs; None otherwise."""
         self._weights = list(model.parameters())
         self._handle = model.register_forward_hook(ModuleHook(self._watch))
         hooks.adopts = self.adopt
 
     def remove(self) -> None:
-        """A plain ``loss.backward()`` is refused again."""
+        """Remove the hooks; a plain ``loss.backward()`` is an error again."""
         self._handle.remove()
         self._hooks.adopts = None
 
@@ -53,7 +61,11 @@ class PlainBackward:
         return None if self._scale is None else gradient * self._scale
 
     def adopt(self) -> bool:
-        """Begin a pass, where the one of autograd's that runs lands in the weights; whether it did."""
+        """Begin a pass if the running pass of autograd reaches the weights.
+
+        Returns:
+            True if a pass has begun.
+        """
         if not any(map(_gets_gradient, self._weights)):
             return False
         self._scale = self._begin()
@@ -66,10 +78,10 @@ class PlainBackward:
 
 
 def _gets_gradient(parameter: nn.Parameter) -> bool:
-    """Whether the pass of autograd's that runs accumulates in ``parameter``."""
+    """Return whether the running pass of autograd accumulates a gradient in ``parameter``."""
     if not parameter.requires_grad:
         return False
-    # Its values are not read: a released weight will do.
+    # ``view_as`` does not read the values, so the weight may be released.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         made = parameter.view_as(parameter).grad_fn
     if made is None:  # inside torch.func.grad and its kin, whose passes accumulate in no weight

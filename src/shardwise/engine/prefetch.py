@@ -8,17 +8,17 @@
     for batches in engine.prefetch(loader):
         engine.train_step(batches)
 
-Only keys go ahead. Whatever depends on weights or changes a table (vectors, new keys' rows, evictions) waits for the
-step before, so that every result has the bits of a run that prepares nothing ahead, at any depth and any speed of the
-three.
+Only keys go ahead. Everything that depends on weights or changes a table (vectors, new keys' rows, evictions) waits for
+the step before, so that every result has the bits of a run that prepares nothing ahead, at any depth and any speed of
+the three.
 
-[Note: the order of keys] Ranks must send keys in one order. So the caller's thread gives the jobs, at points that
-follow from its own steps alone: handing out step t, it asks for all up to t + depth, each with the list of the order
-that is in force then. One thread runs them in that order, those of an evaluation between two steps included. None is
-withdrawn, for where one rank leaves early another may be in the middle of the same job; a rank that has left says that
-it has no step. Keys travel over a transport of their own; a forward pass that finds nothing prepared uses that of the
-vectors, and so cannot come between. Keys are host tensors on every device, so gloo carries them beside NCCL, which sees
-the order of the caller's thread alone.
+[Note: the order of keys] Ranks must send keys in one order. So the caller's thread submits the jobs, at points that
+follow only from its own steps: when it hands out step t, it submits all jobs up to t + depth, each with the list of the
+order that is in force then. One thread runs the jobs in that order, including those of an evaluation between two steps.
+No job is withdrawn, because another rank may be in the middle of the same job; a rank that has ended reports that it
+has no step. Keys travel over their own transport. A forward pass without prepared keys uses the transport of the
+vectors, and so cannot mix with the jobs. Keys are host tensors on every device, so gloo carries them beside NCCL, which
+only sees the order of the caller's thread.
 
 Memory: ``depth`` steps with their keys.
 """
@@ -44,11 +44,11 @@ from shardwise.plan.errors import DataError, UsageError
 from shardwise.plan.pytree import tensors_in
 
 _PATIENCE_S = 10.0
-"""For work in hand, at the end; it is longer only where another rank does not answer."""
+"""Seconds to wait for running jobs at the end; they only take longer if another rank does not answer."""
 
 
 class _PrefetchState(Enum):
-    """It ends once; by whom is told to who goes on with it."""
+    """The states of a prefetcher, which ends once; after ``TAKEN_BACK`` a request of a step is an error."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -56,10 +56,23 @@ class _PrefetchState(Enum):
 
 
 class Prefetcher(Iterator[Any]):
-    """Iterator over steps, each with its keys exchanged; see the module's docstring. Made by ``engine.prefetch``.
+    """An iterator over steps, each with its keys exchanged. ``engine.prefetch`` makes it.
 
-    ``close`` (or the end of a ``with`` block) ends it early, and so does whoever else asks the same ``Loader`` for
-    steps: its position is that of the step handed out last, as it is all along, and the steps behind are read again.
+    ``close`` (or the end of a ``with`` block) ends the iterator early, and so does another caller that requests steps
+    of
+    the same ``Loader``. The loader's position is always that of the step handed out last; steps that were read ahead
+    are
+    read again.
+
+    Args:
+        parts: The running parts of the engine.
+        on_step: Callbacks after each step of the engine.
+        steps: The loader, or an iterable of steps.
+        depth: Number of steps to prepare ahead; 0 for none.
+        lanes: Records the seconds of each stage, if given.
+
+    Raises:
+        UsageError: if ``depth`` is negative.
     """
 
     def __init__(
@@ -87,9 +100,9 @@ class Prefetcher(Iterator[Any]):
         self._state = _PrefetchState.OPEN
         self._clock = parts.walker.trace.clock
         self._computing: tuple[int, Any, Any] | None = None
-        """Step, when it was asked for, when it was handed out: marks of ``_clock``."""
+        """(step, request time, hand-out time) of the step that is computed now; the times are marks of ``_clock``."""
         self._computed_last: tuple[int, list[Any]] | None = None
-        """The step before, whose end a device may not have come to when the host has: recorded one step later."""
+        """The step before with its marks, recorded one step later because a device may finish after the host does."""
         if lanes is not None:
             lanes.depth = depth
             on_step.insert(0, self._computed)
@@ -113,7 +126,7 @@ class Prefetcher(Iterator[Any]):
         except Exception:
             self.close()
             raise
-        except BaseException:  # Ctrl-C: other ranks may have stopped elsewhere, and no job here may ever end
+        except BaseException:  # Ctrl-C: other ranks may have stopped elsewhere, so a job may never end
             self._end(_PrefetchState.CLOSED, 0.0)
             raise
         if step is None:
@@ -128,7 +141,7 @@ class Prefetcher(Iterator[Any]):
         return step.batches
 
     def close(self) -> None:
-        """End it; what was asked for is done first. See [Note: the order of keys]."""
+        """End the iterator after the submitted jobs are done. See [Note: the order of keys]."""
         self._end(_PrefetchState.CLOSED, _PATIENCE_S)
 
     def _end(self, state: _PrefetchState, patience_s: float) -> None:
@@ -148,7 +161,7 @@ class Prefetcher(Iterator[Any]):
         self._source.close(end - time.monotonic())
 
     def _taken_back(self) -> None:
-        """The loader's: nothing is read any more."""
+        """End the iterator because another caller requests steps of the loader; nothing is read afterwards."""
         self._end(_PrefetchState.TAKEN_BACK, _PATIENCE_S)
         if not self._source.wait(_PATIENCE_S):
             raise DataError(
@@ -164,7 +177,10 @@ class Prefetcher(Iterator[Any]):
         self._end(_PrefetchState.CLOSED, 0.0 if is_hasty else _PATIENCE_S)
 
     def _computed(self, *_: object) -> None:
-        """The step handed out last is over: called after an optimizer step, else when the next one is asked for."""
+        """Record the end of the step handed out last.
+
+        Called after an optimizer step, or when the next step is requested.
+        """
         if self._computing is not None and self._lanes is not None:
             number, asked, started = self._computing
             self._computing = None
@@ -183,7 +199,7 @@ class Prefetcher(Iterator[Any]):
     # Jobs ------------------------------------------------------------------------------------------------------
 
     def _ask(self) -> "Future[Step | None]":
-        """Give the job for the next step."""
+        """Submit the job for the next step."""
         number, source = next(self._numbers), self._source
         if self.depth and source.reads_apart:
             asks = self._program.asks()
@@ -199,7 +215,10 @@ class Prefetcher(Iterator[Any]):
         return self._thread.submit(lambda: self._prepared(read.result, asks))
 
     def _prepared(self, read: Callable[[], Step | None], asks: Asks) -> Step | None:
-        """In the thread. Behind the last step, and after an error, nothing is read any more."""
+        """Read a step and exchange its keys, in the thread of keys.
+
+        After the last step, and after an error, nothing is read any more.
+        """
         step = None
         try:
             step = self._keys.prepared(read, asks)
@@ -210,13 +229,13 @@ class Prefetcher(Iterator[Any]):
 
 
 class PrefetcherMaker:
-    """Makes the ``Prefetcher`` of one engine."""
+    """A factory of the ``Prefetcher`` of one engine."""
 
     def __init__(self, parts: Parts, on_step: list[Callable[..., None]]) -> None:
         self._parts = parts
         self._on_step = on_step
 
     def over(self, steps: Iterable[Any] | Loader, depth: int | None, lanes: Lanes | None) -> Prefetcher:
-        """See ``Engine.ahead``."""
+        """Return an iterator over steps that are prepared ahead. Implements ``Engine.prefetch``."""
         depth = self._parts.config.tables.prefetch_steps if depth is None else depth
         return Prefetcher(self._parts, self._on_step, steps, depth, lanes)

@@ -1,8 +1,8 @@
-"""The recipe of the optimizers: which rule updates a parameter, and how that of a bucket is made.
+"""The recipe of the optimizers: the update rule of each parameter, and the optimizer of each bucket.
 
-optimizer group     the configuration's entries of ``optimizer.groups``, or the groups of a user's optimizer; Muon's
-                    twice: for matrices, and for the rest
-update rule         of a group: what is kept for every element, and what an update looks at
+optimizer group     an entry of ``optimizer.groups`` in the configuration, or a group of a user's optimizer; Muon has
+                    each twice: for matrices, and for the rest
+update rule         of a group: the state that is kept for every element, and the tensors that an update looks at
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,21 +34,21 @@ GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Opti
 
 
 class Recipe(NamedTuple):
-    """See the module's docstring."""
+    """The optimizers of a model: how they are made, and their update rules by optimizer group."""
 
     make: Make
     updates: tuple[UpdateRule, ...]
-    """By optimizer group."""
+    """Update rules by optimizer group."""
     groups: OptimizerGroups
-    """Where the numbers of its groups come from, step by step."""
+    """The source of the numbers of optimizer groups, step by step."""
     policy: OptimizerPolicy
     given: Mapping[str, int] | None = None
-    """Optimizer group by name of the parameter, where the user's optimizer says it."""
+    """Optimizer group by name of the parameter, if the user's optimizer sets the groups."""
     decay: float | None = None
-    """Of the average of the weights; None without one."""
+    """Decay of the average of the weights; None without an average."""
 
     def optimizer_of(self, bucket: BucketState, slices: Slices, form: StateForm) -> FlatOptimizer:
-        """That of one bucket, whose moments have that form."""
+        """Return the optimizer of one bucket, with moments in the given form."""
         with bucket.opened(changes=True):
             assert bucket.weight.master is not None, "a trained bucket has a master"
             group, rounding = bucket.layout.key.optimizer_group, _rounding(bucket, slices)
@@ -62,7 +62,11 @@ class Recipe(NamedTuple):
         return made
 
     def group_of(self, model: nn.Module, spec: ModelSpec) -> Callable[[str], int]:
-        """Optimizer group of a parameter by its first name. Errors: ConfigError where Muon would update nothing."""
+        """Return a function from a parameter's first name to its optimizer group.
+
+        Raises:
+            ConfigError: if Muon would update no parameter.
+        """
         if self.given is not None:
             return self.given.__getitem__
         by_name = groups_by_name(self.policy, model, spec)
@@ -70,7 +74,11 @@ class Recipe(NamedTuple):
 
 
 def _check_moves(optimizer: optim.Optimizer, tier: Tier, what: str) -> None:
-    """Errors: ConfigError where its state cannot move."""
+    """Check that an optimizer's state can lie on another tier.
+
+    Raises:
+        ConfigError: if the state cannot move.
+    """
     why = ""
     if needs_of(optimizer) != "elements":
         why = "looks at whole tensors, which are not in memory together"
@@ -84,7 +92,7 @@ def _check_moves(optimizer: optim.Optimizer, tier: Tier, what: str) -> None:
 
 
 def _rounding(bucket: BucketState, slices: Slices) -> Rounding:
-    """Random numbers of the elements that this rank owns."""
+    """Return the random numbers for the rounding of moments, for the elements that this rank owns."""
     rounded = []
     for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
         info = slices.registry.get("parameter", slot.name)
@@ -98,7 +106,11 @@ def _rounding(bucket: BucketState, slices: Slices) -> Rounding:
 
 
 def check_form(form: StateForm, make: Make, updates: Sequence[UpdateRule]) -> None:
-    """Errors: ConfigError where moments of some optimizer group cannot have that form."""
+    """Check that the moments of all optimizer groups can have a form.
+
+    Raises:
+        ConfigError: if the moments of a group cannot.
+    """
     for group, rule in enumerate(updates) if form != "fp32" else ():
         optimizer = make([torch.zeros(1)], group)
         why = refused(form, rule.moments)
@@ -114,9 +126,10 @@ def check_form(form: StateForm, make: Make, updates: Sequence[UpdateRule]) -> No
 
 
 def groups_by_name(policy: OptimizerPolicy, model: nn.Module, spec: ModelSpec) -> dict[str, int]:
-    """Optimizer group of each parameter of ``model`` by its first name.
+    """Return the optimizer group of each parameter of ``model`` by its first name.
 
-    Errors: ConfigError where the type is for matrices, and it gets none.
+    Raises:
+        ConfigError: if the type is for matrices and the model has none that it would update.
     """
     blocks = (repeated_blocks(model) or spec.units) if policy.type == "muon" else ()
     lookups = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -139,7 +152,18 @@ def groups_by_name(policy: OptimizerPolicy, model: nn.Module, spec: ModelSpec) -
 def recipe_of(
     model: nn.Module, settings: RunConfig, given: GivenOptimizer = None, elementwise: bool = False
 ) -> Recipe:
-    """Errors: ConfigError, UsageError."""
+    """Return the recipe of the optimizers from the configuration or from the user's optimizer.
+
+    Args:
+        model: The model, before it is cut.
+        settings: The resolved configuration.
+        given: A torch optimizer, or a function from parameters to one; None takes the configuration's.
+        elementwise: True if the user's optimizer treats each element by itself.
+
+    Raises:
+        ConfigError: if the configuration does not fit the model or the argument.
+        UsageError: if parameters that train are not in the user's optimizer.
+    """
     if callable(given) and not isinstance(given, optim.Optimizer):
         given = given(model.parameters())
     policy = settings.optimizer
@@ -175,7 +199,7 @@ def recipe_of(
 
 
 def _with_average(updates: Sequence[UpdateRule], policy: EmaPolicy | None) -> tuple[UpdateRule, ...]:
-    """Return the rules with the average of the weights among what is kept for every element."""
+    """Return the rules with the average of the weights added to the state of every element."""
     if policy is None:
         return tuple(updates)
     return tuple(rule._replace(moments=(*rule.moments, EMA)) for rule in updates)

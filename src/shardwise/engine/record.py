@@ -1,6 +1,6 @@
-"""The record of the running step: what went into it, for errors, for a second look, and for comparing ranks.
+"""The record of the running step's inputs, for errors, for a repeated pass, and to compare ranks.
 
-passes        arguments of each microbatch's pass: what a loss counts, where a NaN came from
+passes        arguments of each microbatch's pass, to weigh its loss and to find the origin of a NaN
 fingerprint   of the first step's batches: ranks along dp must differ, those of one model must not   (alike.py)
 check         of a cut model's first step, beside the uncut model                                    (check.py)
 """
@@ -19,25 +19,30 @@ _log = logging.getLogger(__name__)
 
 
 class StepInputs:
-    """Of one engine. ``compares``: whether there are other ranks to compare batches with."""
+    """The inputs of one engine's running step.
+
+    Args:
+        check: The comparison with the uncut model in the first step, if any.
+        compares: True if there are other ranks with which batches are compared.
+    """
 
     def __init__(self, check: Check | None, compares: bool) -> None:
         self.passes: dict[int, tuple[Any, Any]] = {}
         """(args, kwargs) of the running step's passes, by microbatch."""
         self.check = check
-        """None after the first step."""
+        """The comparison with the uncut model; None after the first step."""
         self.loss_node: Any = None
         """The graph node of the loss that the last pass returned, in the first step."""
         self._compares = compares
         self._fingerprint: Fingerprint | None = Fingerprint()
-        """None after the first step."""
+        """The fingerprint of this rank's batches; None after the first step."""
         self._since: list[Any] = []
         """Passes since the last backward, in the first step: several may make a loss."""
         self._own_passes = 0
         """Backward passes of the running microbatch that had a forward pass of their own, in the first step."""
 
     def sees(self, microbatch: int, args: Any, kwargs: Any) -> None:
-        """A forward pass with gradients begins."""
+        """Record the arguments of a forward pass with gradients that begins."""
         self.passes[microbatch] = (args, kwargs)
         if self._fingerprint is not None:
             self._since.append((args, kwargs))
@@ -45,24 +50,33 @@ class StepInputs:
             self.check.sees(args, kwargs)
 
     def before_pass(self) -> None:
-        """The engine's own model is called."""
+        """Notify the check that the engine's own model is called."""
         if self.check is not None:
             self.check.meets_the_cut_model()
 
     def batch(self, microbatch: int) -> Any:
-        """What the microbatch's forward pass was given, as the user has it: arguments by name, or one, or several."""
+        """Return the input of a microbatch's forward pass, as the user has passed it.
+
+        Returns:
+            The keyword arguments, or else the only positional argument, or all of them.
+        """
         args, kwargs = self.passes.get(microbatch, ((), {}))
         return kwargs or (args[0] if len(args) == 1 else args)
 
     def counts(self, weight: float | Tensor | None, batches: Sequence[Any] | None = None) -> None:
-        """A microbatch has gone into the step: of ``batches`` (default: the passes since the last one)."""
+        """Record that a microbatch counts in the step.
+
+        Args:
+            weight: Weight of the microbatch; one with weight 0 does not enter the fingerprint.
+            batches: Inputs of the microbatch (default: those of the passes since the last microbatch).
+        """
         if self._fingerprint is not None and weight != 0 and self._compares:
             self._fingerprint.add(self._since if batches is None else batches)
         self._own_passes += bool(self._since)
         self._since, self.loss_node = [], None
 
     def end_microbatch(self, accumulation: int) -> None:
-        """``step()`` was called, and more microbatches come. A plain loop calls it once a step, which is told here."""
+        """Warn, at a ``step()`` that does not end the step, of a script that calls it once for several microbatches."""
         if self._own_passes >= accumulation > 1 and self._fingerprint is not None:
             _log.warning(
                 "step: %d forward and backward passes since the last step(), and batch.accumulation is %d. step() "
@@ -74,7 +88,7 @@ class StepInputs:
         self._own_passes = 0
 
     def returned(self, output: Any) -> None:
-        """The forward pass with gradients has returned ``output``."""
+        """Record the loss in the ``output`` of a forward pass with gradients, in the first step."""
         if self.is_first_step:
             loss = part_named(output, "loss")
             is_loss = isinstance(loss, Tensor) and loss.numel() == 1
@@ -87,33 +101,33 @@ class StepInputs:
 
     @property
     def fingerprint(self) -> int | None:
-        """Of the first step's batches; None later."""
+        """The fingerprint of the first step's batches; None later."""
         return None if self._fingerprint is None else self._fingerprint.value
 
     def compared(self) -> None:
-        """The ranks have compared their first batches."""
+        """Drop the fingerprint after the ranks have compared their first batches."""
         self._fingerprint = None
 
     def end_check(self) -> None:
-        """The first step was compared."""
+        """Drop the check after the first step was compared."""
         if self.check is not None:
             self.check.forget()
         self.check = None
 
     def end_step(self) -> None:
-        """The step is over; the check of one that was skipped begins anew."""
+        """Drop the inputs of the step that has ended; the check starts again if the step was skipped."""
         self._own_passes = 0
         self.passes.clear()
         if self.check is not None:
             self.check.forget()
 
     def close(self) -> None:
-        """No step comes any more."""
+        """Drop all inputs when the engine closes."""
         self.passes.clear()
         self.end_check()
 
     def discard(self) -> None:
-        """The step begins anew."""
+        """Drop the inputs of a step that starts again."""
         self.end_step()
         if self._fingerprint is not None:
             self._fingerprint, self._since = Fingerprint(), []

@@ -167,7 +167,7 @@ def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor
 
 
 def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Differences) -> None:
-    """Report to ``found`` the differences between the tables of a step and those of the model, before any row is touched.
+    """Report the differences between the tables of a step and of the model to ``found``, before any row is touched.
 
     If a table may be missing and the step has fewer rows, the first rows are loaded and the last rows start fresh. With
     any
@@ -384,8 +384,7 @@ def load(
     weights_only: bool,
     left: Container[str] = (),
 ) -> None:
-    """Fill every table except ``left`` from a step that :func:`compare` and :func:`examine` have accepted. Collective.
-    """
+    """Fill every table except ``left`` from a step that ``compare`` and ``examine`` have accepted. Collective."""
     for (
         name,
         collection,
@@ -444,8 +443,7 @@ def _keeps_scores(name: str, table: TablePolicy, note: TableNote, weights_only: 
 
 
 class _Wish:
-    """A request for some rows of one table, before and after they are read; without a collection no rows are requested.
-    """
+    """A request for some rows of one table; without a collection no rows are requested."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
             item._replace(name=plain_name(item.name))
             for item in _items_to_save(parts, labels, stateless, opened)
         ]
-        if _is_on_disk(parts):  # an asynchronous save copies the state into the memory that the disk is to spare
+        if _is_on_disk(parts):  # an asynchronous save would copy the disk's state into memory
             options["asynchronous"] = False
         parts.folders.at(folder).save(
             progress.step_count,

@@ -1,12 +1,12 @@
-"""Gradients of parameters that several model-parallel ranks hold, summed as the registry says.
+"""Gradients of parameters that several model-parallel ranks hold, summed according to the registry.
 
     held alike on an axis, gradient Partial    norm weights under sequence parallelism     sum over the axis
-    rows that neighbours hold alike            KV heads, where there are more ranks        sum over the neighbours
+    rows that neighbours hold alike            KV heads, if there are more ranks           sum over the neighbours
     tied across pipeline stages                embedding and head                          sum over the stages' ranks
 
-It happens once a step, after the data-parallel reduction, on the range that this rank owns: the addends of one group
-travel in one all-reduce. Nothing here knows a layer: which elements are summed, and which rank counts them in the
-gradient norm, follows from placements alone (plan/slices.py), on however many axes.
+The sum runs once a step, after the data-parallel reduction, on the range that this rank owns: the addends of one group
+travel in one all-reduce. This module depends on no layer: the elements that are summed, and the rank that counts them
+in the gradient norm, follow from placements only (plan/slices.py), on any number of axes.
 
 Cost: 2 P (N-1)/N elements for P shared elements of the owned range.
 """
@@ -25,7 +25,13 @@ Range = tuple[int, int]
 
 
 class SharedGradients:
-    """See the module's docstring. ``buckets`` come with the pipeline stage that they belong to."""
+    """The gradients on this rank that other model-parallel ranks hold too.
+
+    Args:
+        buckets: Trained buckets, each with the index of its pipeline stage.
+        slices: This rank's pieces of the tensors in the registry.
+        groups_of: Makes the process groups of given tuples of ranks. All ranks call it with the same tuples.
+    """
 
     def __init__(
         self,
@@ -34,7 +40,7 @@ class SharedGradients:
         groups_of: Callable[[list[tuple[int, ...]]], Mapping[tuple[int, ...], Group]],
     ):
         self._held: dict[tuple[int, ...], dict[BucketState, list[Range]]] = {}
-        """By the ranks that hold addends of the same elements."""
+        """Ranges of buckets, by the ranks that hold addends of the same elements."""
         self._ties: dict[str, list[BucketState]] = {}
         self._tied_ranks: dict[str, tuple[int, ...]] = {}
         self._counted: dict[BucketState, list[Range]] = {}
@@ -58,22 +64,25 @@ class SharedGradients:
                 stages = slices.registry.get("parameter", name).stages
                 self._ties.setdefault(name, []).append(bucket)
                 self._tied_ranks[name] = slices.mesh.stage_ranks(slices.rank, stages)
-            # One range where there is nothing to leave out: the padding between parameters is zero.
+            # If nothing is left out, one range covers the bucket: the padding between parameters is zero.
             self._counted[bucket] = [(0, bucket.owned_elements)] if counts_all else counted
-        # All ranks make all groups, those that they are not in as well. [Note: one function makes all groups]
+        # All ranks make all groups, including groups of other ranks. [Note: one function makes all groups]
         self._groups = groups_of(slices.groups_of_addends())
 
     def counted(self, bucket: BucketState) -> list[Range]:
-        """The ranges whose squares this rank brings to the gradient norm, for all ranks that hold them."""
+        """Return the ranges whose squares this rank adds to the gradient norm, for all ranks that hold them."""
         return self._counted[bucket]
 
     @property
     def tied(self) -> dict[str, list[BucketState]]:
-        """Buckets here of parameters that other stages hold too, by name in one order on all ranks that share them."""
+        """Buckets on this rank of parameters that other stages hold too, by name.
+
+        The order is the same on all ranks that share them.
+        """
         return dict(sorted(self._ties.items()))
 
     def sum(self) -> None:
-        """SUM: add up what other ranks hold."""
+        """Run SUM: add up the gradients that other ranks hold too."""
         for ranks, held in sorted(self._held.items(), key=lambda item: item[0]):
             addends = [bucket.gradient.owned[start:stop] for bucket in held for start, stop in held[bucket]]
             flat = torch.cat(addends)
@@ -100,7 +109,7 @@ class SharedGradients:
 
 
 def _extend(ranges: list[Range], found: Range) -> None:
-    """One more range, or the last one longer where ``found`` goes on from there."""
+    """Add a range, or extend the last range if ``found`` continues it."""
     if ranges and ranges[-1][1] == found[0]:
         ranges[-1] = (ranges[-1][0], found[1])
     else:

@@ -1,9 +1,9 @@
-"""What belongs to one parameter, by its name: whole on every rank, or this rank's own elements.
+"""Tensors of one parameter, by its name: whole on every rank, or this rank's own elements.
 
     parameter   the weight, in the compute dtype
-    master      what the optimizer updates; of a frozen parameter its weight
+    master      the tensor that the optimizer updates; for a frozen parameter its weight
     gradient    the mean over ranks and microbatches before clipping, between a step's last backward and ``step()``
-    any other   a moment of the optimizer, as torch calls it: exp_avg, exp_avg_sq, momentum_buffer, ...
+    any other   a moment of the optimizer by torch's name: exp_avg, exp_avg_sq, momentum_buffer, ...
 
 A rank's own elements are flat: its range of the (slice of the) parameter, which may be empty.
 Cost: P elements of the parameter to all ranks, in broadcasts; nothing else is gathered.
@@ -28,7 +28,7 @@ _KINDS = ("parameter", "master", "gradient")
 
 
 def full_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
-    """See ``Engine.full_tensor``."""
+    """Return a whole tensor of one parameter. Implements ``Engine.full_tensor``."""
     info = _info(parts, name, of)
     if info is None:
         return None
@@ -44,7 +44,7 @@ def full_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
 
 
 def set_full_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
-    """See ``Engine.set_full_tensor``."""
+    """Write a whole tensor of one parameter. Implements ``Engine.set_full_tensor``."""
     info = _trained_info(parts, name, of)
     _check_tensor("set_full_tensor", name, value)
     if tuple(value.shape) != info.shape:
@@ -69,7 +69,7 @@ def set_full_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
 
 
 def local_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
-    """See ``Engine.local_tensor``."""
+    """Return this rank's own elements of a tensor. Implements ``Engine.local_tensor``."""
     info = _info(parts, name, of)
     if info is None:
         return None
@@ -88,7 +88,7 @@ def local_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
 
 
 def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
-    """See ``Engine.set_local_tensor``."""
+    """Write this rank's own elements of a tensor. Implements ``Engine.set_local_tensor``."""
     info = _trained_info(parts, name, of)
     _check_tensor("set_local_tensor", name, value)
     divisor = _divisor(parts, of, "set_local_tensor")
@@ -103,7 +103,10 @@ def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
 
 
 def _divisor(parts: Parts, of: str, call: str) -> float:
-    """What is held is that many times what it stands for; nothing is under way there. Collective."""
+    """Return the factor of the stored gradient over the mean gradient; 1 for other tensors. Collective.
+
+    An update that counts one step late is adopted first.
+    """
     if of == "gradient":
         return views.settled_divisor(parts)
     settle(parts, f"{call}({of})")
@@ -118,7 +121,11 @@ def _check_tensor(call: str, name: str, value: Any) -> None:
 
 
 def _info(parts: Parts, name: str, of: str) -> TensorInfo | None:
-    """How it lies; None where a frozen parameter has no such thing. Errors: UsageError for an unknown name."""
+    """Return the registry's entry of a tensor; None if a frozen parameter has no such tensor.
+
+    Raises:
+        UsageError: for an unknown name or moment.
+    """
     canonical = parts.spec.canonical
     if name not in canonical:
         raise UsageError(f"no parameter is called {name!r}{nearest(name, [*canonical])}")
@@ -142,7 +149,10 @@ def _trained_info(parts: Parts, name: str, of: str) -> TensorInfo:
 
 
 def _held(parts: Parts, info: TensorInfo) -> Iterator[tuple[BucketState, int]]:
-    """Buckets on this rank that hold the parameter, several where stages of it are tied, and its place in each."""
+    """Yield (bucket, index in the bucket) for every bucket on this rank that holds the parameter.
+
+    Several buckets hold it if stages of this rank are tied.
+    """
     for bucket in buckets(parts):
         for place, slot in enumerate(bucket.layout.slots):
             if slot.name == info.name:
@@ -150,14 +160,14 @@ def _held(parts: Parts, info: TensorInfo) -> Iterator[tuple[BucketState, int]]:
 
 
 def _overlap(bucket: BucketState, place: int) -> Overlap | None:
-    """What this rank owns of the parameter; None where nothing."""
+    """Return the range that this rank owns of a parameter; None if it owns no elements."""
     slot = bucket.layout.slots[place]
     owned = bucket.layout.overlaps(*bucket.owned_range)
     return next((overlap for overlap in owned if overlap.slot is slot), None)
 
 
 def _source(parts: Parts, bucket: BucketState, of: str) -> Tensor:
-    """Flat, all of the bucket or this rank's range of it."""
+    """Return the wanted tensor of a bucket, flat: all of the bucket, or this rank's range of it."""
     if of == "gradient":
         return bucket.gradient.owned
     if of == "parameter" or bucket.weight.master is None:
@@ -168,7 +178,7 @@ def _source(parts: Parts, bucket: BucketState, of: str) -> Tensor:
 
 
 def _owned(bucket: BucketState, source: Tensor) -> Tensor:
-    """This rank's range, also of what it holds whole."""
+    """Return this rank's range of ``source``, which is either the whole bucket or that range."""
     index, count = bucket.owned_range
     return source if source.numel() < bucket.layout.elements else source.chunk(count)[index]
 
@@ -184,7 +194,7 @@ def _is_used(parts: Parts, bucket: BucketState, place: int) -> bool:
 
 
 def _write(parts: Parts, bucket: BucketState, place: int, of: str, mine: Tensor, divisor: float) -> None:
-    """``mine``: the elements that this rank owns."""
+    """Write ``mine``, the elements that this rank owns of a parameter."""
     held, slot = _overlap(bucket, place), bucket.layout.slots[place]
     if of == "gradient":
         bucket.gradient.used[place] = True

@@ -1,13 +1,13 @@
-"""Start weights: where the first value of every element comes from.
+"""Start weights: the source of the first value of every element.
 
-    init_from          a folder or file of weights, read in ranges; a checkpoint is loaded when the engine stands
-                       (saving.py), over what the next two give
+    init_from          a folder or file of weights, read in ranges; a checkpoint is loaded after the engine is built
+                       (saving.py), over the values of the next two sources
     initial rules      drawn, for a model on ``meta``: from the caller, or the model's own ``initial_rules()``
-    the model itself   what it brings, weights and buffers, is rank 0's everywhere; made in pieces (sharded_init.py),
-                       each parameter is dealt out when the engine stands
+    the model itself   rank 0's weights and buffers, on all ranks; in a model made in pieces (sharded_init.py) each
+                       parameter is dealt out after the engine is built
 
-The first two make any elements of any whole parameter, so that a rank asks for those that it owns and no rank ever
-holds a whole model.
+The first two make any elements of any whole parameter, so that a rank requests the elements that it owns and no rank
+ever holds a whole model.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,18 +35,18 @@ from shardwise.plan.unit import Slot
 
 
 class StartWeights(NamedTuple):
-    """How to get any elements of the parameters ``names``; all others are the model's own."""
+    """The source of any elements of the parameters ``names``; all other parameters keep the model's own values."""
 
     fill: Fill | None = None
-    """Elements of a whole parameter; None where the model holds all already."""
+    """Returns elements of a whole parameter; None if the model holds all values already."""
     names: Collection[str] = ()
     notes: tuple[str, ...] = ()
-    """What the user is to hear of them."""
+    """Lines about the weights for the user."""
     later: frozenset[str] = frozenset()
-    """Of ``names`` those whose values are written when all stages stand."""
+    """Names of ``names`` whose values are written after all stages are built."""
 
     def of_pieces(self, slices: Slices) -> "StartWeights":
-        """The same for elements of this rank's slice; padding starts at zero."""
+        """Return the start weights for elements of this rank's slices; padding starts at zero."""
         fill = self.fill
         if fill is None:
             return self
@@ -64,7 +64,7 @@ class StartWeights(NamedTuple):
         return self._replace(fill=fill_piece)
 
     def or_later(self, names: Collection[str]) -> "StartWeights":
-        """The same, where the values of ``names`` are written when the engine stands (sharded_init.py)."""
+        """Return the start weights with the values of ``names`` written after the engine is built (sharded_init.py)."""
         if not names:
             return self
         fill, later = self.fill, frozenset(names)
@@ -77,7 +77,7 @@ class StartWeights(NamedTuple):
         return self._replace(fill=fill_others, names=frozenset(self.names) | later, later=later)
 
     def or_own(self, holdings: Mapping[str, Holding]) -> Fill:
-        """Elements of any parameter: what is not made anew is read from the model as it is now."""
+        """Return a function for elements of any parameter; values that are not made anew are read from the model."""
 
         def read(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
             if self.fill is not None and slot.name in self.names:
@@ -90,7 +90,17 @@ class StartWeights(NamedTuple):
 def start_weights(
     model: nn.Module, settings: RunConfig, initial: Mapping[str, Initializer] | None, spec: ModelSpec
 ) -> StartWeights:
-    """Errors: UsageError where parameters are on meta and nobody says how they start."""
+    """Return the source of the model's start weights.
+
+    Args:
+        model: The model.
+        settings: The resolved configuration.
+        initial: Rules to draw parameters by name; None takes the model's own.
+        spec: The model as data.
+
+    Raises:
+        UsageError: if parameters are on meta and have no source of values.
+    """
     wanted = settings.init_from
     if wanted is None or steps_at(Path(wanted.path)) is not None:
         return _drawn(model, settings.train.seed, initial, ())
@@ -116,7 +126,7 @@ def start_weights(
 
 
 def _is_left(source: WeightSource, entry: ParameterSpec, found: Differences) -> bool:
-    """The source lacks it, or has it in another shape, and may."""
+    """Return whether the source lacks a parameter, or has it in another shape, and is allowed to."""
     if entry.name not in source.names():
         how = "is not there"
     elif source.shape(entry.name) != entry.shape:
@@ -127,8 +137,10 @@ def _is_left(source: WeightSource, entry: ParameterSpec, found: Differences) -> 
 
 
 def _buffers_in(source: WeightSource, spec: ModelSpec, found: Differences) -> dict[str, tuple[int, ...]]:
-    """Shapes of the saved buffers (statistics and the like) that the source has, but for those that may be of another
-    shape there and are."""
+    """Return the shapes of the saved buffers (statistics and the like) to read from the source.
+
+    Buffers that are allowed to have another shape in the source, and have one, are left out.
+    """
     names, shapes = set(source.names()), {}
     for name, (shape, _, is_saved) in spec.buffers.items():
         if not is_saved or name not in names:
@@ -149,7 +161,11 @@ def _read_buffers(source: WeightSource, model: nn.Module, names: Collection[str]
 def _drawn(
     model: nn.Module, seed: int, initial: Mapping[str, Initializer] | None, known: Collection[str]
 ) -> StartWeights:
-    """By rules, those whose values are not ``known``. Errors: UsageError where some are on meta and have no rule."""
+    """Return start weights that draw, by rules, the parameters whose values are not ``known``.
+
+    Raises:
+        UsageError: if parameters are on meta and have no rule.
+    """
     if isinstance(model, Layers) and initial is None:
         return StartWeights()  # a LayerSpec's layer comes with its start weights
     on_meta = [name for name, each in model.named_parameters() if each.is_meta and name not in known]
@@ -169,7 +185,7 @@ def _drawn(
 
 
 def take_rank_0(model: nn.Module, device: torch.device, world: Group, made_anew: Collection[str]) -> None:
-    """What the model brings, weights and buffers, is the first rank's everywhere; not what is ``made_anew``."""
+    """Overwrite the model's weights and buffers with rank 0's, except those that are ``made_anew``. Collective."""
     if world.size == 1:
         return
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""StepSource: steps, one after another, out of a loader or any iterable; a thread may read what the caller hands out.
+"""StepSource: steps, one after another, from a loader or any iterable; a thread may read them ahead of the caller.
 
-A ``Loader`` is lent: its position is that of the step handed out last; whoever else asks it for steps takes it back.
+A ``Loader`` is lent to the source: its position is that of the step handed out last. Any other caller that requests
+steps of the loader takes it back.
 
 Cost: none beside reading.
 """
@@ -16,16 +17,22 @@ from shardwise.observe.lanes_picture import Lanes
 
 
 class Step(NamedTuple):
-    """A step on its way to the caller."""
+    """A step that was read for the caller."""
 
     batches: Any
     number: int
     fetched: Fetched | None
-    """Where a ``Loader`` counts it."""
+    """The step as its ``Loader`` counts it; None without a ``Loader``."""
 
 
 class StepSource:
-    """See the module's docstring. ``taken_back``: called where somebody else asks the loader for steps."""
+    """The steps of a loader or an iterable, read one after another.
+
+    Args:
+        steps: The loader, or an iterable of steps.
+        lanes: Records the seconds of reading, if given.
+        taken_back: Called if another caller requests steps of the loader.
+    """
 
     def __init__(self, steps: Iterable[Any] | Loader, lanes: Lanes | None, taken_back: Callable[[], None]):
         self._loader = steps if isinstance(steps, Loader) else None
@@ -40,11 +47,18 @@ class StepSource:
 
     @property
     def reads_apart(self) -> bool:
-        """Whether another thread may read: what a user's data draws and holds open belongs to the caller's."""
+        """True if another thread may read. The data of an iterable may only be read by the caller's thread."""
         return self._loader is not None and self._loader.reads_apart
 
     def read(self, number: int) -> Step | None:
-        """The next step, None behind the last. ``number``: its own, where the loader knows no better."""
+        """Read the next step.
+
+        Args:
+            number: The step's number, unless the loader has a position that gives it.
+
+        Returns:
+            The step; None after the last one.
+        """
         with self._reading:
             if self._has_ended:
                 return None
@@ -69,29 +83,36 @@ class StepSource:
                 return None
             self._left -= 1
         fetched = self._loader.fetch()
-        # By position, as readers know the step.
+        # Readers of the loader number steps by position; use the same number.
         position = fetched.after.get("position")
         if position is not None:
             number = position // self._loader.share.global_batch
         return Step(fetched.batches, number, fetched)
 
     def count(self, step: Step) -> None:
-        """It is handed out."""
+        """Count a step as handed out in the loader's position."""
         if self._loader is not None and step.fetched is not None:
             self._loader.count(step.fetched)
 
     def end(self) -> None:
-        """Nothing is read any more."""
+        """Stop reading: every later ``read`` returns None."""
         self._has_ended = True
 
     def wait(self, seconds: float) -> bool:
-        """Until no step is being read; False where one still is."""
+        """Wait until no step is being read.
+
+        Args:
+            seconds: The longest time to wait.
+
+        Returns:
+            False if a step is still being read.
+        """
         is_free = self._reading.acquire(timeout=max(0.0, seconds))
         if is_free:
             self._reading.release()
         return is_free
 
     def close(self, seconds: float) -> None:
-        """Close the loader; one whose reader is in the middle of a step even then is closed by the next to ask it."""
+        """Close the loader if its reader ends within ``seconds``; otherwise the loader's next caller closes it."""
         if self._loader is not None and self.wait(seconds):
             self._loader.close()

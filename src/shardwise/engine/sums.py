@@ -1,10 +1,10 @@
-"""Sums of a few numbers over ranks: one all-reduce for all of them, and one look from the host.
+"""Sums of a few numbers over ranks: one all-reduce for all of them, and one copy to the host.
 
-    summed    numbers by name, from the host or still on the device, summed over a group   nothing is waited for
-    read      the sums, on the host                                                        the one wait
+    summed    numbers by name, from the host or on the device, summed over a group      does not wait
+    read      the sums, on the host                                                     waits once
 
-On a device a number is there when its kernel has run, and a host that asks for it stands still until then. So what a
-device computes (squares, losses) is summed there, unread.
+A number on a device exists when its kernel has run, and a host that reads the number waits until then. So numbers that
+a device computes (squares, losses) are summed on the device, and the host does not read them.
 
 Cost: 8 bytes a number.
 """
@@ -18,13 +18,20 @@ from shardwise.comm.collectives import Group
 from shardwise.memory.streams import to_device
 
 Number = float | Tensor
-"""One that the host knows, or one on the device: []."""
+"""A number on the host, or a tensor [] on the device."""
 
 
 def summed(
     group: Group, own: Mapping[str, Sequence[Number] | Tensor], what: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """The sums over the ranks of every number of ``own``, by name: fp64 [n] on ``device``."""
+    """Return the sums over the ranks of every number of ``own``, by name: fp64 [n] on ``device``.
+
+    Args:
+        group: The ranks to sum over.
+        own: This rank's numbers, with the same names and counts on all ranks.
+        what: Description of the sum, for the trace and for errors.
+        device: Device of the all-reduce.
+    """
     pieces: list[Tensor] = []
     known: list[float] = []
     for numbers in own.values():
@@ -44,20 +51,20 @@ def summed(
 
 
 def read(*sums: Mapping[str, Tensor]) -> list[dict[str, list[float]]]:
-    """What ``summed`` gave, on the host, in one copy."""
+    """Copy results of ``summed`` to the host, all in one copy."""
     numbers = iter(torch.cat([part for each in sums for part in each.values()]).tolist())
     return [{name: [next(numbers) for _ in part] for name, part in each.items()} for each in sums]
 
 
 def number_of(value: Tensor | float) -> Number:
-    """As the host knows it; unread where it is on a device."""
+    """Return a value as a number on the host, or unread as a tensor [] if it is on a device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.detach().double().reshape(())
     return float(value)
 
 
 def filled_like(tensor: Tensor, number: Number) -> Tensor:
-    """``number`` in the shape, dtype and place of ``tensor``."""
+    """Return a tensor filled with ``number`` in the shape, dtype and device of ``tensor``."""
     if isinstance(number, Tensor):
         return number.to(tensor.device, tensor.dtype).expand_as(tensor).contiguous()
     return torch.full_like(tensor, number)

@@ -1,12 +1,12 @@
-"""Collections of embedding tables while the list runs: where the model asks for vectors, and what the walker does.
+"""Collections of embedding tables while the list runs: the model's requests for vectors, and the walker's Actions.
 
-    ASK(t)        the keys of a batch to come, to the owners of the rows; in a thread of its own (engine/keys_ahead.py)
-    FETCH(t)      the model asks for vectors; the walker is told, and remembers behind which Unit it was
-    DELIVER(t)    row gradients to the owners of the rows
-    STEP(t)       the rows that got gradients
+    ASK(t)        send the keys of a later batch to the owners of the rows; in a thread (engine/keys_ahead.py)
+    FETCH(t)      the model requests vectors; the walker runs the Action, and the Unit in front of it is recorded
+    DELIVER(t)    send row gradients to the owners of the rows
+    STEP(t)       update the rows that got gradients
 
-Where they stand in the list the Plan says (``compose/plan.py``): FETCH at first by the module's name, from the second
-step on where the last one had it. ASK is derived from it: the half of FETCH that reads no weights.
+The Plan sets the positions in the list (``compose/plan.py``): at first FETCH is placed by the module's name, from the
+second step on at its position in the last step. ASK is derived from FETCH: it is the half that reads no weights.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,14 @@ from shardwise.plan.walker import Walker
 
 
 class TableUnits:
-    """See the module's docstring. ``own``: what this rank holds; ``orders``: by stage of this rank."""
+    """The handlers of ASK, FETCH, DELIVER and STEP for embedding tables.
+
+    Args:
+        tables: The collections of the model.
+        own: The part of the Plan for this rank.
+        orders: The observed order of Units, by stage of this rank.
+        walker: The walker of this rank's list.
+    """
 
     def __init__(self, tables: Tables, own: RankClass, orders: Mapping[int, Order], walker: Walker):
         names = [unit.name for unit in own.tables]
@@ -39,7 +46,7 @@ class TableUnits:
         for stage, order in orders.items():
             order.follow_fetches(registered(own, stage).fetches)
         self._seen: dict[int, dict[int, int]] = {stage: {} for stage in own.stages}
-        """By stage and Unit of tables: the Unit in front of its FETCH when the model last asked."""
+        """By stage and Unit of tables: the Unit in front of the model's last request for vectors."""
         self.at_hand: Found | None = None
         """The batches of the step whose ASKs run now."""
         for unit in own.tables:
@@ -48,7 +55,11 @@ class TableUnits:
     # Where the model asks --------------------------------------------------------------------------------------
 
     def adopt(self) -> bool:
-        """Follow what the last step did. True where that is something new."""
+        """Follow the order of requests in the last step.
+
+        Returns:
+            True if the order has changed.
+        """
         is_new = False
         for stage, seen in self._seen.items():
             before = self._orders[stage].fetches
@@ -59,13 +70,20 @@ class TableUnits:
         return is_new
 
     def _asked(self, unit: Unit, prepared: Prepared, learns: bool) -> None:
-        """The model asks for vectors now."""
+        """Run FETCH, because the model requests vectors of a collection.
+
+        Args:
+            unit: The Unit of the collection.
+            prepared: The batch's keys.
+            learns: True in a pass with gradients, whose order of requests is recorded.
+        """
         if torch._C._current_graph_task_id() >= 0:  # a block that is computed again
             return
         if learns:
             stage = self._own.unit_stages[unit.index]
             behind = self._own.units_of(stage)[self._orders[stage].last_opened].index
-            self._seen[stage].pop(unit.index, None)  # the last one to ask stands last
+            # Insert it again at the end, because the dict is in order of requests.
+            self._seen[stage].pop(unit.index, None)
             self._seen[stage][unit.index] = behind
         if self._walker.run_to(Kind.FETCH, unit.index):
             if prepared.ahead is not None:
@@ -76,24 +94,24 @@ class TableUnits:
     # Handlers --------------------------------------------------------------------------------------------------
 
     def ask(self, action: Action) -> None:
-        """ASK: the keys of one microbatch of the step at hand. In the thread of keys."""
+        """Run ASK: send the keys of one microbatch to the owners of their rows. Called in the thread of keys."""
         assert self.at_hand is not None, "keys are asked for of a step's batches"
         self.at_hand.ask(self.collection(action), action.microbatch)
 
     def passed_by(self, action: Action) -> None:
-        """FETCH: the model did not ask before what follows in the list."""
+        """Record that the walker passes a FETCH for which the model has not requested vectors."""
         self._walker.diverge(f"{action}: {self._name(action)} was not asked for vectors there")
 
     def deliver(self, action: Action) -> None:
-        """DELIVER: see ``Tables.deliver``."""
+        """Run DELIVER: send row gradients to the owners of the rows. See ``Tables.deliver``."""
         self._tables.deliver(self._name(action))
 
     def step(self, action: Action, lr_factor: float, divisor: float) -> None:
-        """STEP: see ``Tables.step``."""
+        """Run STEP: update the rows that got gradients. See ``Tables.step``."""
         self._tables.step(self._name(action), lr_factor, divisor)
 
     def collection(self, action: Action) -> EmbeddingCollection:
-        """That an Action is of."""
+        """Return the collection that an Action concerns."""
         return self._tables.collections[self._name(action)]
 
     def _name(self, action: Action) -> str:

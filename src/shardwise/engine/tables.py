@@ -1,17 +1,18 @@
 """The embedding tables of a model beside its parameters.
 
-Rows are no parameters: ZeRO does not cut them, and no gradient of a whole table exists. So the engine takes the
-collections of a model over one by one and calls them where a step needs them:
+Rows are no parameters: ZeRO does not cut them, and no gradient of a whole table exists. So the engine places the
+collections of a model one by one and calls them at these points of a step:
 
     build       place           rows go to the data-parallel ranks, each table by its own placement
     step        deliver         row gradients go to the owners of the rows
                 square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
-                settle          by numbers of the same all-reduce: passes without a backward pass go, a full table stops
-                step or drop    with the schedule's factor and the divisor that makes means of sums
+                settle          with numbers of the same all-reduce: drops passes without a backward pass, and refuses
+                                the step if a table is full
+                step or drop    with the schedule's factor and the divisor that turns sums into means
 
-Beside "pp" a collection lives on the stage that uses it, spread over that stage's data-parallel ranks. Beside "tp" each
-rank along "tp" holds the same part of the tables as its neighbours: a vector's gradient is whole on each of them, so
-that all come to the same rows, and the first of them counts in the norm and writes into checkpoints.
+Beside "pp" a collection lies on the stage that uses it, spread over that stage's data-parallel ranks. Beside "tp" all
+ranks along "tp" hold the same part of the tables: a vector's gradient is whole on each of them, so all compute the same
+rows, and the first of them counts in the norm and writes into checkpoints.
 
 Cost: parallel/embedding/cost.py; with several ranks to a model one small all-reduce over them in each step.
 """
@@ -43,17 +44,18 @@ from shardwise.plan.validate import validate_plan
 
 _CPU = torch.device("cpu")
 _ALIKE = 1e-3
-"""Relative difference of Σ g² between ranks that should have the same gradients."""
+"""Largest relative difference of Σ g² between ranks that should have the same gradients."""
 
 
 class Tables:
-    """The collections of one model, by the module's name in it; a model may have none.
+    """The collections of embedding tables of one model, by the module's name in the model; possibly none.
 
-    everywhere   of the whole model, on all ranks alike
-    collections  those placed on this rank
-    stages       pipeline stage of each
-    groups       "dp", over which rows are spread, "tp", "model" and "world"
-    device       of the vectors, here and on stages without tables
+    Args:
+        everywhere: All collections of the whole model, the same on all ranks.
+        collections: The collections that are placed on this rank.
+        stages: Pipeline stage of each collection.
+        groups: "dp", over which rows are spread, "tp", "model" and "world".
+        device: Device of the vectors, and of the numbers that are exchanged; set on stages without tables too.
     """
 
     def __init__(
@@ -77,62 +79,62 @@ class Tables:
         return bool(self.everywhere)
 
     def each(self) -> Iterator[tuple[str, EmbeddingCollection, TablePolicy]]:
-        """(full name, collection, table) of every table of the model; the collection may live on another stage."""
+        """Yield (full name, collection, table) of every table of the model; the collection may lie on another stage."""
         for prefix, collection in self.everywhere.items():
             for table in collection.tables:
                 yield full_name(prefix, table.name), collection, table
 
     def is_here(self, collection: EmbeddingCollection) -> bool:
-        """Whether this rank has a part in it."""
+        """Return whether this rank holds a part of a collection."""
         return any(each is collection for each in self.collections.values())
 
     @property
     def nbytes(self) -> int:
-        """Weights and optimizer state of static tables on this rank."""
+        """Bytes of weights and optimizer state of static tables on this rank."""
         return sum(collection.placed.static_bytes for collection in self.collections.values())
 
     @property
     def dynamic_bytes(self) -> int:
-        """Those of dynamic tables with their indices, as far as rows are in use."""
+        """Bytes of the used rows of dynamic tables on this rank, with optimizer state and indices."""
         return sum(collection.placed.nbytes for collection in self.collections.values()) - self.nbytes
 
     @property
     def step_bytes(self) -> int:
-        """What the host keeps of rows on a device: the step at which each stands, for an exact Adam."""
+        """Bytes in host memory for rows on a device: the step of each row's last update, for an exact Adam."""
         parts = (part for collection in self.collections.values() for part in collection.placed.parts)
         return sum(part.store.step_bytes for part in parts)
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the model has a dynamic table."""
+        """True if the model has a dynamic table."""
         return any(table.dynamic is not None for _, _, table in self.each())
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the first of those along "tp" that hold the same rows: it counts, and writes."""
+        """True if this rank is the first of the ranks along "tp" with the same rows, and so counts and writes them."""
         return self._groups["tp"].index == 0
 
     def deliver(self, name: str) -> None:
-        """Row gradients of a collection to the owners of the rows. Collective over "dp"."""
+        """Send the row gradients of a collection to the owners of the rows. Collective over "dp"."""
         self.collections[name].placed.deliver()
 
     def compare(self) -> None:
-        """Compare the gradients of the ranks along "tp" when all has been delivered.
+        """Compare the gradients of the ranks along "tp" after all have been delivered.
 
-        Collective over the ranks that share a model, on ranks without a table too.
+        Collective over the ranks that share a model, including ranks without a table.
 
         Raises:
-            PlanError: on all ranks alike, if ranks along "tp" come to different gradients.
+            PlanError: on all ranks alike, if ranks along "tp" have different gradients.
         """
         if self and self._groups["model"].size > 1:
             self._compare()
 
     def numbers(self) -> list[float]:
-        """Return what the ranks along "dp" must sum before ``settle``."""
+        """Return the numbers that the ranks along "dp" must sum before ``settle``."""
         return [number for collection in self.collections.values() for number in collection.placed.numbers()]
 
     def verdict(self, sums: Tensor) -> Tensor:
-        """Return whether a pass will be let go and whether a table is too full, unread where ``sums`` lie: fp64 [2].
+        """Return whether a pass will be dropped and whether a table is too full, without a copy to the host: fp64 [2].
 
         Args:
             sums: ``numbers`` summed over "dp".
@@ -144,14 +146,14 @@ class Tables:
         return torch.stack([(sums < least).any(), (sums > most).any()]).double()
 
     def settle(self, sums: Sequence[float], over_model: Sequence[float]) -> None:
-        """Let go of passes without a backward pass, and refuse the step where a table is too full.
+        """Drop passes without a backward pass, and refuse the step if a table is too full.
 
         Args:
             sums: ``numbers`` summed over "dp".
-            over_model: ``verdict`` summed over the ranks that share a model, of one rank where none do.
+            over_model: ``verdict`` summed over the ranks that share a model; zeros if no ranks share one.
 
         Raises:
-            TableFullError: on all ranks alike.
+            TableFullError: on all ranks alike, if a table is too full.
         """
         full: TableFullError | None = None
         start = 0
@@ -175,7 +177,6 @@ class Tables:
             )
 
     def _compare(self) -> None:
-        """Compare the gradients along "tp"."""
         model = self._groups["model"]
         vector = torch.zeros(3 * len(self.everywhere), dtype=torch.float64)
         vector[0::3] = torch.tensor([float(name in self.collections) for name in self.everywhere])
@@ -201,28 +202,31 @@ class Tables:
                 )
 
     def square_sum(self) -> Tensor:
-        """Σ g² over the delivered gradients of the rows that this rank counts: fp64."""
+        """Return Σ g² over the delivered gradients of the rows that this rank counts: fp64."""
         total = torch.zeros((), dtype=torch.float64)
         for collection in self.collections.values() if self.is_first_copy else ():
             total = total + collection.placed.square_sum()
         return total
 
     def step(self, name: str, lr_factor: float, divisor: float) -> None:
-        """Update the rows of a collection that got gradients; placements row and column evict, or average, together."""
+        """Update the rows of a collection that got gradients.
+
+        With the placements row and column all ranks evict, or average, together.
+        """
         self.collections[name].placed.step(lr_factor, divisor)
 
     def drop(self) -> None:
-        """Forget the gradients of this step."""
+        """Drop the gradients of this step."""
         for collection in self.collections.values():
             collection.placed.drop()
 
     @property
     def choices(self) -> list[str]:
-        """A line for each table: where it lies and why."""
+        """One line for each table: its placement and the reason."""
         return [str(choice) for each in self.everywhere.values() for choice in each.choices]
 
     def tallies(self) -> dict[str, Tally]:
-        """Rows in use, inserted and evicted of each table, over all ranks. Collective."""
+        """Return the rows in use, inserted and evicted of each table, over all ranks. Collective."""
         rows = []
         for prefix, collection in self.everywhere.items():
             here = collection.placed.tallies if prefix in self.collections and self.is_first_copy else {}
@@ -236,12 +240,16 @@ class Tables:
 
 
 def full_name(prefix: str, table: str) -> str:
-    """A table's name in the model: that of its collection before its own."""
+    """Return a table's name in the model: the name of its collection, a dot, and its own name."""
     return f"{prefix}.{table}" if prefix else table
 
 
 def check_mesh(model: nn.Module, mesh: Mesh, settings: RunConfig) -> None:
-    """Refuse what tables cannot be beside. Errors: ConfigError."""
+    """Check that the model's tables work with the mesh and the settings.
+
+    Raises:
+        ConfigError: for sequence parallelism, or for ``offload.step: delayed``, beside tables.
+    """
     if mesh.tp > 1 and settings.tensor.sequence_parallel and collections_of(model):
         raise ConfigError(
             f"mesh tp={mesh.tp} with tensor.sequence_parallel: the vectors of embedding tables hold whole samples and "
@@ -266,11 +274,23 @@ def take_over(
     clock: Clock,
     dense_bytes: int,
 ) -> Tables:
-    """Place the collections of this rank's ``stages`` over its data-parallel ranks, and choose places for all of
-    ``model``. ``stage_of``: by a collection's name; ``dense_bytes``: model state beside tables. Collective.
+    """Place the collections of this rank's stages, and choose the placements of all tables of the model. Collective.
 
-    Errors: ConfigError where the configuration does not fit the model's tables, PlanError for a table that fits
-    nowhere.
+    Args:
+        model: The whole model.
+        stages: This rank's stages, by index.
+        stage_of: Index of the stage of each collection, by name.
+        settings: The resolved configuration.
+        world: The ranks of the job.
+        mesh: The mesh of the ranks.
+        groups: Process groups by name.
+        clock: The step in which collectives run.
+        dense_bytes: Bytes of model state beside tables on this rank.
+
+    Raises:
+        ConfigError: if the configuration does not fit the model's tables.
+        PlanError: if a table fits on no rank.
+        UsageError: if a collection has been used or placed already.
     """
     everywhere = collections_of(model)
     found = {name: each for module in stages.values() for name, each in collections_of(module).items()}
@@ -285,7 +305,8 @@ def take_over(
     if not tables:
         return tables
     dp = groups["dp"]
-    # Keys may travel in a thread of their own: over a transport of their own, and untold in the order of collectives.
+    # A thread may send keys at any time: so keys have their own transport, and do not count in the order of collectives
+    # that ranks compare.
     keys_group = world.group_among(
         dp.ranks, "keys", settings.comm, clock, Traffic(), lane="keys", kin=mesh.groups("dp")
     )
@@ -317,10 +338,20 @@ def take_over(
 def chosen_for(
     model: nn.Module, stage_of: Mapping[str, int], settings: RunConfig, ranks: int, device: torch.device
 ) -> Tables:
-    """The tables of ``model`` with places chosen on ``ranks`` data-parallel ranks on devices like ``device``; nothing
-    is placed.
+    """Return the tables of ``model`` with placements chosen for ``ranks`` data-parallel ranks; no table is placed.
 
-    Errors: as ``take_over``'s; memory is asked of the configuration alone, not of hosts that may not be these.
+    The free memory of this host is not considered, because the run may use other hosts; only the configuration counts.
+
+    Args:
+        model: The whole model.
+        stage_of: Index of the stage of each collection, by name.
+        settings: The resolved configuration.
+        ranks: Number of data-parallel ranks.
+        device: A device of the kind on which the ranks compute.
+
+    Raises:
+        ConfigError: if the configuration does not fit the model's tables.
+        PlanError: if a table fits on no rank.
     """
     tables = tables_of(model, stage_of)
     _check(tables, settings)
@@ -333,14 +364,14 @@ def chosen_for(
 
 
 def tables_of(model: nn.Module, stage_of: Mapping[str, int] | None = None) -> Tables:
-    """What can be asked of a model's tables before any of them is placed."""
+    """Return the tables of a model before any of them is placed."""
     everywhere = collections_of(model)
     stages = dict.fromkeys(everywhere, 0) if stage_of is None else stage_of
     return Tables(everywhere, {}, stages, dict.fromkeys(("dp", "tp", "model", "world"), Group.alone("dp")))
 
 
 def register_tables(plan: Plan, tables: Tables, microbatches: int) -> None:
-    """Every table, and the state of its rows, with its place on the data-parallel ranks; the Plan is proved anew."""
+    """Add every table and the state of its rows to the Plan's registry, and validate the Plan again."""
     ranks = plan.mesh.size("dp")
     for prefix, collection in tables.everywhere.items():
         places = {choice.table: choice.place for choice in collection.choices}
@@ -374,7 +405,7 @@ def _given(
     memory_bytes: float | None,
     host_memory_bytes: float | None,
 ) -> dict[str, Any]:
-    """What the choice of places goes by; what the configuration says of memory goes before what was found."""
+    """Return the arguments for the choice of placements; memory in the configuration overrides the memory found."""
     master = settings.precision.dtypes("", collection.dtype).master
     return {
         "batch": settings.batch.micro_size or 1024,
@@ -385,7 +416,7 @@ def _given(
 
 
 def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
-    """What the configuration says of tables goes before what the model's code says."""
+    """Apply the configuration's settings of tables, which override the model's own."""
     policy = settings.tables
     if policy.optimizer is not None:
         collection.optimizer = policy.optimizer
@@ -394,7 +425,7 @@ def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
         for pattern, placement in policy.placement.items():
             if fnmatchcase(table.name, pattern):
                 given = table.model_dump(exclude_unset=True) | {"placement": placement}
-                table = TablePolicy.model_validate(given)  # checked anew: sends may not suit the placement
+                table = TablePolicy.model_validate(given)  # the table's other keys may not suit the placement
         tables.append(table)
     collection.tables = tuple(tables)
 
@@ -403,13 +434,16 @@ class _Memory(NamedTuple):
     """Bytes of a rank that tables may take."""
 
     device: int
-    """Of static tables; on a CPU of all."""
+    """Bytes for static tables; on a CPU for all tables."""
     host: int | None
-    """Of dynamic ones beside an accelerator."""
+    """Bytes for dynamic tables beside an accelerator."""
 
 
 def _least(mine: _Memory, group: Group) -> _Memory:
-    """The least of all ranks of the job: every rank plans for all, and must come to the same plan."""
+    """Return the least memory of all ranks of the job.
+
+    Every rank chooses placements for all ranks, and all must choose the same.
+    """
     if group.size == 1:
         return mine
     told = torch.tensor([mine.device, mine.host or 0])
@@ -418,10 +452,15 @@ def _least(mine: _Memory, group: Group) -> _Memory:
 
 
 def _memory_of_a_rank(world: World, model: nn.Module, dense_bytes: int) -> _Memory:
-    """The host's memory, shared by its ranks; of an accelerator what is free of its own when the rest has its place."""
+    """Return the memory that tables may take on this rank.
+
+    That is this rank's share of the host's memory and, on an accelerator, the device memory that model state leaves
+    free.
+    """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
     if world.device.type == "cpu":
         return _Memory(host, None)
     free = int(torch.accelerator.get_memory_info(world.device)[0])
-    moved = sum(each.nbytes for each in model.parameters() if each.device == world.device)  # counts in both
+    # The weights on the device count twice otherwise: they are not free, and they are a part of ``dense_bytes``.
+    moved = sum(each.nbytes for each in model.parameters() if each.device == world.device)
     return _Memory(max(free + min(moved, dense_bytes) - dense_bytes, 0), host)

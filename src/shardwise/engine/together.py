@@ -1,13 +1,13 @@
-"""Calls of the engine's that all ranks make: errors name the call, and say that it is collective.
+"""Collective calls of the engine: errors name the call, and state that the call is collective.
 
-    @together                     a method that is collective: the ranks meet before the first thing that it exchanges
-    @named                        a method that is, and may be called in every step: its name alone
-    within(clock, call, context)  a context whose entry and exit are, and whose body is the caller's
+    @together                     for a collective method: the ranks meet before its first exchange
+    @named                        for a collective method that may be called in every step: only its name in errors
+    within(clock, call, context)  for a context whose entry and exit are collective, and whose body is the caller's
 
-Calls that exchange nothing, as ``state_dict`` without cut weights, need no other rank, and none is waited for.
+Calls that exchange nothing, as ``state_dict`` without cut weights, need no other rank and wait for none.
 
-A rank that alone calls one of them (``if engine.is_main: engine.save(...)``) waits for the others, which wait for it
-elsewhere: the watch compares what they are in, and ends both within seconds (comm/watch.py).
+If only one rank makes such a call (``if engine.is_main: engine.save(...)``), it waits for the other ranks, which wait
+for it in another call: the watch compares the calls of the ranks, and ends both within seconds (comm/watch.py).
 
 Cost: a few microseconds a call; ``together`` some milliseconds, for one meeting over the store per group of ranks.
 """
@@ -32,12 +32,12 @@ _E = TypeVar("_E", bound=_HasClock)
 
 
 def together(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
-    """Return ``method`` with its name in errors and a meeting of the ranks before what it exchanges."""
+    """Decorate a collective method: add its name to errors, and let the ranks meet before its first exchange."""
     return _within_call(method, meets=True)
 
 
 def named(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
-    """Return ``method`` with its name in the errors of what it exchanges."""
+    """Decorate a collective method: add its name to the errors of its exchanges."""
     return _within_call(method, meets=False)
 
 
@@ -52,7 +52,7 @@ def _within_call(method: Callable[Concatenate[_E, _P], _T], meets: bool) -> Call
 
 @contextmanager
 def within(clock: Clock, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
-    """Enter and leave ``context`` within ``call``; its body is not."""
+    """Enter and leave ``context`` as a part of the collective call ``call``; the body is not a part of it."""
     with clock.within(call, meets=True):
         entered = context.__enter__()
     error: tuple[Any, Any, Any] = (None, None, None)

@@ -2,14 +2,14 @@
 
     norm(u) = sqrt(Σ over ranks Σ over the owned elements of u of g²) / divisor        Σ over u of norm(u)² = grad_norm²
 
-NORM adds the squares of every bucket up for the norm of all gradients. The same squares are added up by Unit here, and
-travel in the same all-reduce. Every rank brings a number for every Unit of the whole model, 0 for a Unit that lies on
-other stages, so that the ranks agree on the places without a word.
+NORM adds the squares of every bucket up for the norm of all gradients. This module adds the same squares up by Unit,
+and they travel in the same all-reduce. Every rank contributes a number for every Unit of the whole model, 0 for a Unit
+on another stage, so that the ranks agree on the positions without an exchange.
 
 A parameter counts for the Unit that it has in the whole model, on any number of stages. The rows of all embedding
-tables have one place together, behind the Units.
+tables have one position together, behind the Units.
 
-Cost: 8 bytes a Unit in an all-reduce that is there anyway.
+Cost: 8 bytes a Unit in an all-reduce that runs anyway.
 """
 
 import math
@@ -22,11 +22,16 @@ from shardwise.engine.sums import Number, number_of
 from shardwise.parallel.zero.bucket import BucketState
 
 TABLES = "(tables)"
-"""Name of the place of all embedding tables; no module has parentheses in its name."""
+"""Name for the rows of all embedding tables; no module has parentheses in its name."""
 
 
 class UnitSquares:
-    """The places of the Units among the numbers that the ranks sum; without a name where nobody asks for them."""
+    """The positions of the Units among the numbers that the ranks sum; empty without ``monitor.unit_norms``.
+
+    Args:
+        names: Titles of the trained Units of the whole model, in the order of registration.
+        place_of: Position of the Unit of each of this rank's trained buckets.
+    """
 
     def __init__(self, names: Sequence[str] = (), place_of: Mapping[BucketState, int] | None = None):
         self.names = tuple(names)
@@ -35,7 +40,7 @@ class UnitSquares:
 
     @classmethod
     def of(cls, planned: Planned, buckets: Sequence[BucketState]) -> "UnitSquares":
-        """Return the places of all Units of a Plan, and those of this rank's trained buckets among them."""
+        """Return the positions of all Units of a Plan, and the positions for this rank's trained buckets."""
         titles = titles_of_units(planned)
         trained = (title for name, title in titles.items() if planned.spec.parameters[name].trained)
         names = [*dict.fromkeys(trained), *([TABLES] if planned.spec.tables else [])]
@@ -44,7 +49,7 @@ class UnitSquares:
         return cls(names, place_of)
 
     def add_up(self, squares: Mapping[BucketState, Sequence[Tensor]], tables: Tensor) -> list[Number]:
-        """Return what this rank brings: one sum of squares for each name.
+        """Return the numbers that this rank contributes: one sum of squares for each name.
 
         Args:
             squares: Σ g² of the parts of each bucket that this rank counts.
@@ -74,11 +79,11 @@ def mean_norm(squares: float, weight: float, divisor: float) -> float:
 
     Args:
         squares: Σ g² of the sum of gradients.
-        weight: Summed weight of the step; where it is 0 nothing counts, and the norm is 0.
+        weight: Summed weight of the step; if it is 0 nothing counts, and the norm is 0.
         divisor: Number that turns the sum into the mean.
 
     Returns:
-        The norm; ``squares`` itself where it is infinite or NaN.
+        The norm; ``squares`` itself if it is infinite or NaN.
     """
     if not math.isfinite(squares) or weight == 0:
         return squares if weight else 0.0

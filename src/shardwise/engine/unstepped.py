@@ -1,4 +1,4 @@
-"""A warning for backward passes that no ``engine.step()`` followed, where an engine closes or the program ends.
+"""A warning for backward passes that no ``engine.step()`` followed, when an engine closes or the program ends.
 
 Cost: one callback at exit for each engine that is not closed, registered by its first backward pass.
 """
@@ -14,7 +14,12 @@ _log = logging.getLogger(__name__)
 
 
 class UnsteppedWarning:
-    """Warns once of the open microbatches of one engine. ``speaks``: True on the rank that logs."""
+    """A warning, given once, of the open microbatches of one engine.
+
+    Args:
+        accumulation: The microbatches of the running step.
+        speaks: True on the rank that logs.
+    """
 
     def __init__(self, accumulation: Accumulation, speaks: bool) -> None:
         self._accumulation = weakref.ref(accumulation)
@@ -28,14 +33,14 @@ class UnsteppedWarning:
             atexit.register(self._at_exit)
 
     def close(self, is_calm: bool) -> None:
-        """Unregister the callback, and warn unless an exception is on its way."""
+        """Unregister the callback, and warn if ``is_calm``: if no exception is being raised."""
         if self._is_watching:
             atexit.unregister(self._at_exit)
         if is_calm:
             self._warn("close")
 
     def _at_exit(self) -> None:
-        if getattr(sys, "last_value", None) is None:  # a program that failed says what is wrong by itself
+        if getattr(sys, "last_value", None) is None:  # an uncaught exception matters more
             self._warn("exit")
 
     def _warn(self, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Looking at an engine from outside: its Plan, a pipeline's timeline, gradients, one line for a terminal."""
+"""Functions that read an engine from outside: its Plan, a pipeline's timeline, gradients, one line for a terminal."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +22,12 @@ from shardwise.plan.timeline import Timeline
 
 
 def plan(parts: Parts, pipeline: Pipeline | None) -> Plan:
-    """See ``Engine.plan``."""
+    """Return the Plan in the order that the ranks follow now. Implements ``Engine.plan``."""
     return parts.program.plan if pipeline is None else pipeline.plan()
 
 
 def timeline(pipeline: Pipeline | None) -> tuple[Timeline, Timeline] | None:
-    """See ``Engine.timeline``."""
+    """Return (predicted, measured) of the last step. Implements ``Engine.timeline``."""
     if pipeline is None:
         return None
     measured = pipeline.timeline()
@@ -35,17 +35,20 @@ def timeline(pipeline: Pipeline | None) -> tuple[Timeline, Timeline] | None:
 
 
 def graph_breaks(config: RunConfig) -> dict[str, int]:
-    """See ``Engine.graph_breaks``."""
+    """Return the graph breaks of this process so far, by reason. Implements ``Engine.graph_breaks``."""
     if config.compile.scope == "none":
         return {}
-    from torch._dynamo.utils import counters  # heavy, and needed by runs that compile alone
+    from torch._dynamo.utils import counters  # slow to import, and only needed by runs that compile
 
     return dict(counters["graph_break"])
 
 
 def end_passes(parts: Parts) -> None:
-    """No further backward pass comes in this step: its list ends with the last one, and what that one, not known to be
-    the last, has left whole is reduced. A second call does nothing."""
+    """End the backward passes of this step: nothing more is added to its gradients.
+
+    The step's list ends with the last pass. If that pass was not known to be the last one, its Units are reduced now. A
+    second call does nothing.
+    """
     step, walker = parts.accumulation, parts.walker
     for hooks in parts.hooks:
         hooks.recover()
@@ -62,12 +65,16 @@ def end_passes(parts: Parts) -> None:
 
 
 def gradients(parts: Parts) -> dict[str, Tensor]:
-    """See ``Engine.gradients``."""
+    """Return the full mean gradients by name. Implements ``Engine.gradients``."""
     return state.gradients(parts, settled_divisor(parts))
 
 
 def settled_divisor(parts: Parts) -> float:
-    """No gradient comes any more, and all lie summed where their masters do; what those sums are divided by."""
+    """Sum all gradients where their masters lie, and return the divisor that turns the sums into means. Collective.
+
+    Raises:
+        UsageError: if microbatches of the step have still to run.
+    """
     step = parts.accumulation
     if not step.is_complete:
         raise UsageError(
@@ -83,7 +90,7 @@ def settled_divisor(parts: Parts) -> float:
 
 
 def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -> None:
-    """See ``Engine.save_pretrained``."""
+    """Save the whole model through its own ``save_pretrained``. Implements ``Engine.save_pretrained``."""
     save: Callable[..., Any] | None = getattr(parts.model, "save_pretrained", None)
     if save is None:
         raise UsageError(
@@ -104,13 +111,13 @@ def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -
 
 
 def state_bytes(parts: Parts) -> dict[str, int]:
-    """See ``Engine.state_bytes``."""
+    """Return the bytes of model state on this rank by row. Implements ``Engine.state_bytes``."""
     held = parts.site.ledger.bytes_by_row()
     return {row: held[row] for row in PREDICTED if row in held}
 
 
 def in_words(parts: Parts) -> str:
-    """The mesh and the model in a few lines."""
+    """Return the mesh and the model in a few lines."""
     trained = sum(info.elements for info in parts.registry.of_kind("master"))
     every = sum(info.elements for info in parts.registry.of_kind("parameter"))
     held = sum(state_bytes(parts).values())

@@ -1,14 +1,14 @@
-"""DEAL: every matrix of directions whole to one rank, which makes the update of it, and back in pieces (Muon).
+"""DEAL: whole matrices of directions to one rank each, which computes their updates, and pieces back (Muon).
 
     pieces [S] on the stage's ranks  ──all-to-all──►  whole on its owner  ──NS──►  ──all-to-all──►  pieces
 
-All ranks that hold a stage, data-parallel ones and slices along "tp", share the work: each owns some of the matrices
-(optim/dealing.py). What several ranks hold alike comes from the one that stands where the owner stands on that axis,
-often the owner itself. On the way a direction has the dtype in which Newton-Schulz computes: it would be rounded to it
-on arrival.
+All ranks that hold a stage, data-parallel ranks and slices along "tp", share the work: each owns some of the matrices
+(optim/dealing.py). Of ranks that hold the same elements one sends them: the rank with the owner's index on that axis,
+often the owner itself. A direction travels in the dtype in which Newton-Schulz computes, because the owner would round
+it to that dtype anyway.
 
-Cost: of P elements of matrices a rank sends at most P/N there, and the owners P - P/N of cut state, up to P (N-1)/N
-      each of state that all N ranks hold, back; 2 bytes an element in bf16. The whole matrices of one round beside it.
+Cost: of P elements of matrices a rank sends at most P/N to owners, and the owners send back P - P/N of cut state, up to
+      P (N-1)/N each of state that all N ranks hold; 2 bytes an element in bf16. The whole matrices of one round beside.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,21 +27,21 @@ from shardwise.plan.slices import Slices
 from shardwise.plan.unit import Slot
 
 Counts = list[list[int]]
-"""Elements that go from one rank to another, by both."""
+"""Elements that travel from one rank to another, as [sender][receiver]."""
 
 
 class _Held(NamedTuple):
-    """What a rank holds of a matrix."""
+    """The elements of a matrix that a rank holds."""
 
     start: int
     stop: int
-    """Elements of its slice."""
+    """End of the elements [start, stop) of the rank's slice."""
     local: int
-    """Where they begin in its part of the bucket."""
+    """Index of the first element in the rank's part of the bucket."""
     place: tuple[int, ...]
-    """On the axes that cut the matrix into slices."""
+    """Indices of the rank on the axes that cut the matrix into slices."""
     brings: bool
-    """Whether the owner takes these elements, or has them from another rank."""
+    """True if the rank sends these elements to the owner, False if another rank sends the same elements."""
 
     @property
     def elements(self) -> int:
@@ -55,9 +55,9 @@ class _Matrix(NamedTuple):
     slot: Slot
     optimizer: FlatOptimizer
     owner: int
-    """Index in the group."""
+    """Index of the owner in the group."""
     held: list[_Held]
-    """By index in the group."""
+    """Elements that each rank holds, by index in the group."""
 
 
 class _Round(NamedTuple):
@@ -70,7 +70,14 @@ class _Round(NamedTuple):
 
 
 class WholeMatrices:
-    """See the module's docstring. ``stage``: the ranks that hold the same stage; None where nothing is dealt."""
+    """The matrices of a stage that are dealt to owners, in rounds.
+
+    Args:
+        trained: Trained buckets with their optimizers.
+        slices: This rank's pieces of the tensors in the registry.
+        stage: The ranks that hold the same stage; None if nothing is dealt.
+        device: Device of the exchanges.
+    """
 
     def __init__(self, trained: Sequence[Trained], slices: Slices, stage: Group | None, device: torch.device):
         self._slices = slices
@@ -95,7 +102,11 @@ class WholeMatrices:
                 self._rounds.append(self._round_of(dtype, [placed[place] for place in places]))
 
     def _ranges(self, trained: Trained, slot: Slot) -> list[tuple[int, int, int]]:
-        """By index in the group: elements [start, stop) of its slice; where they begin in its part of the bucket."""
+        """Return (start, stop, local) by index in the group.
+
+        Elements [start, stop) are those of the rank's slice; ``local`` is the index of the first in its part of the
+        bucket.
+        """
         mesh, layout, count = self._slices.mesh, trained.bucket.layout, trained.bucket.owned_range[1]
         size = layout.elements // count
         found = []
@@ -133,7 +144,7 @@ class WholeMatrices:
         return _Round(dtype, by_owner, there, back)
 
     def deal(self) -> None:
-        """Turn all directions into updates, between the two halves."""
+        """Turn all directions into updates, between the two halves of the optimizer's step. Collective."""
         me = self._group.index
         for dtype, by_owner, there, back in self._rounds:
             own, every = by_owner[me], [each for some in by_owner for each in some]
@@ -164,7 +175,7 @@ class WholeMatrices:
                 self._direction(each).copy_(piece)
 
     def _direction(self, matrix: _Matrix) -> Tensor:
-        """This rank's elements of it."""
+        """Return this rank's elements of a matrix's direction."""
         start, stop, local, *_ = matrix.held[self._group.index]
         return matrix.optimizer.halves[1][local : local + stop - start]
 
@@ -179,7 +190,7 @@ class WholeMatrices:
         return output.split(list(sizes))
 
     def _whole(self, matrix: _Matrix, pieces: Sequence[tuple[_Held, Tensor]]) -> Tensor:
-        """The matrix, from the pieces of those that bring them."""
+        """Return the whole matrix, put together from the pieces that ranks have sent."""
         info, dtype = matrix.info, pieces[0][1].dtype
         slices: dict[tuple[int, ...], Tensor] = {}
         for held, piece in pieces:
@@ -195,7 +206,7 @@ class WholeMatrices:
         return full
 
     def _parts_of(self, matrix: _Matrix, full: Tensor) -> Callable[[_Held], Tensor]:
-        """What goes back to a rank."""
+        """Return a function for the elements of ``full`` that go back to a rank."""
         full = full.contiguous()
         slices: dict[tuple[int, ...], Tensor] = {}
 
@@ -212,6 +223,6 @@ class WholeMatrices:
         return part
 
     def _seen_from(self, matrix: _Matrix, place: tuple[int, ...]) -> Slices:
-        """The slices of a rank in that place."""
+        """Return the slices of a rank at the indices ``place``."""
         rank = next(r for r, held in zip(self._group.ranks, matrix.held, strict=True) if held.place == place)
         return self._slices.of(rank)

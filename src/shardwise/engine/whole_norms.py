@@ -1,8 +1,8 @@
 """TRUST: the norms of whole tensors, for updates whose step is in proportion to them (LAMB, LARS).
 
-A rank sums the squares of what it counts of each tensor, as in the gradient norm: of what several ranks hold alike each
-sums a share, of tied weights the first stage (engine/shared.py). One all-reduce over all ranks brings the sums of all
-tensors to all of them, the same bits to each, so that copies stay copies.
+A rank sums the squares of the elements that it counts of each tensor, as in the gradient norm: ranks that hold the same
+elements each sum a share, and the first stage sums tied weights (engine/shared.py). One all-reduce over all ranks gives
+the sums of all tensors to every rank, with the same bits, so that copies of weights stay equal.
 
     [‖w‖² of each tensor, ‖direction‖² of each tensor]         fp64
 
@@ -24,7 +24,15 @@ from shardwise.plan.registry import Registry
 
 
 class WholeNorms:
-    """See the module's docstring. ``world``: all ranks."""
+    """The norms of the whole tensors that optimizers need.
+
+    Args:
+        trained: Trained buckets with their optimizers.
+        shared: The ranges that this rank counts.
+        registry: Every persistent tensor.
+        world: All ranks.
+        device: Device of the all-reduce.
+    """
 
     def __init__(
         self,
@@ -39,7 +47,7 @@ class WholeNorms:
         self._shapes = {info.name: info.shape for info in registry.needs("norm")}
         self._place = {name: place for place, name in enumerate(self._shapes)}
         self._counted: list[tuple[Trained, list[tuple[int, Range]]]] = []
-        """By bucket: what this rank counts of tensors, by their place."""
+        """By bucket: the ranges that this rank counts, each with the index of its tensor."""
         for each in trained:
             if each.optimizer.needs == "norm":
                 self._counted.append((each, list(self._ranges(each.bucket, shared.counted(each.bucket)))))
@@ -53,7 +61,7 @@ class WholeNorms:
                     yield self._place[slot.name], found
 
     def trust(self) -> None:
-        """Find the norms, between the two halves of the updates."""
+        """Compute the norms, between the two halves of the updates. Collective."""
         places: list[int] = []
         squares: list[Tensor] = []
         for (bucket, optimizer), ranges in self._counted:
@@ -68,10 +76,10 @@ class WholeNorms:
         self._norms = sums.sqrt_().tolist()
 
     def of(self, name: str) -> Whole:
-        """What is known of the whole tensor ``name``."""
+        """Return the shape and the norms of the whole tensor ``name``."""
         place = self._place[name]
         return Whole(self._shapes[name], self._norms[place], self._norms[len(self._shapes) + place])
 
     def forget(self) -> None:
-        """Between two steps."""
+        """Drop the norms of the step that has ended."""
         self._norms = []
