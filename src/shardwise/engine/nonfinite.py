@@ -24,7 +24,7 @@ from shardwise.plan.pytree import tensors_in
 
 _TEXT_BYTES = 2000
 _ABSENT, _BEFORE, _AFTER = -2, -1, 1 << 40
-"""Stage of what is absent, of a batch and of a loss: before and after all others."""
+"""Stages of an absent value, of a batch and of a loss: before and after all others."""
 
 
 class _Found(NamedTuple):

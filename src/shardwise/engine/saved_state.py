@@ -1,9 +1,9 @@
-"""What ``trainer.json`` of a step holds, as a schema: it comes from a file, and may come from a stranger.
+"""The schema of a step's ``trainer.json``, which comes from a file and may come from a stranger.
 
     {"engine": {"step", "reference", "loss_scale", "optimizer": {"common", "exceptions"}, "layout", ...},
-     "user":   what ``Engine.save`` was given as ``trainer``}
+     "user":   the mapping that ``Engine.save`` was given as ``trainer``}
 
-Keys that this version does not know are kept as they are.
+Keys that this version does not define are kept as they are.
 """
 
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from pydantic import ConfigDict, Field
 from shardwise.plan.strict_json import Count, StrictModel, validated
 
 Scalars = dict[str, float]
-"""Numbers of an optimizer that are the same for a whole parameter."""
+"""Numbers of an optimizer that are the same for all elements of a parameter."""
 
 
 class OptimizerState(StrictModel):
-    """Step counts and the like."""
+    """Step counts and other single numbers of the optimizer."""
 
     common: Scalars = {}
-    """Of almost every parameter."""
+    """Numbers of all parameters that are not in ``exceptions``."""
     exceptions: dict[str, Scalars] = {}
-    """By name of the parameter."""
+    """Numbers of other parameters, by name."""
 
 
 class LossScaleState(StrictModel):
-    """Of fp16."""
+    """State of the loss scale under fp16."""
 
     scale: Annotated[float, Field(gt=0)]
     clean_steps: int
@@ -35,20 +35,20 @@ class LossScaleState(StrictModel):
 
 
 class Layout(StrictModel):
-    """How the ranks that saved were arranged; for people."""
+    """The arrangement of the ranks that saved the step; information for people only."""
 
     mesh: Annotated[str, Field(max_length=200)] = ""
     zero_stage: int = 0
 
 
 class EngineState(StrictModel):
-    """The engine's own part."""
+    """The engine's part of the file."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
     step: Count | None = None
     groups: list[dict[str, Any]] | None = None
-    """Numbers of a given optimizer's groups."""
+    """Numbers of the groups of a user's optimizer."""
     reference: float = 0.0
     loss_scale: LossScaleState | None = None
     optimizer: OptimizerState = OptimizerState()
@@ -56,12 +56,20 @@ class EngineState(StrictModel):
 
 
 class SavedState(StrictModel):
-    """The whole file."""
+    """The contents of the whole file."""
 
     engine: EngineState = EngineState()
     user: dict[str, Any] = {}
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any] | None, where: object) -> "SavedState":
-        """Check what was read. Errors: DamagedError names the key."""
+        """Check the contents of a file.
+
+        Args:
+            trainer: The contents as read; None for an empty file.
+            where: The folder of the step, for errors.
+
+        Raises:
+            DamagedError: if a key or value does not fit the schema; the error names the key.
+        """
         return validated(cls, dict(trainer or {}), f"{where}/trainer.json")

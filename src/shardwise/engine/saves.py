@@ -1,4 +1,4 @@
-"""Saves: the steps that one engine saves and loads, and which of them was the best."""
+"""Saves: the steps that one engine saves and loads, and the best of them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +10,13 @@ from shardwise.engine.parts import Parts
 
 
 class Saves:
-    """Of one engine."""
+    """The saving and loading of one engine's steps."""
 
     def __init__(self, parts: Parts, loaders: Loaders) -> None:
         self._parts = parts
         self._loaders = loaders
         self.not_loaded: list[str] = []
-        """See ``Engine.not_loaded``."""
+        """Names of tensors that the last load left at their start values; see ``Engine.not_loaded``."""
 
     def save(
         self,
@@ -26,13 +26,13 @@ class Saves:
         higher_is_better: bool,
         **options: Any,
     ) -> None:
-        """See ``Engine.save``."""
+        """Save a step, and record it as the best if its score is. Implements ``Engine.save``."""
         if score is not None and self.is_best(score, higher_is_better):
             self._parts.progress.best = (self._parts.progress.step_count, float(score))
         saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
 
     def is_best(self, score: float, higher_is_better: bool) -> bool:
-        """See ``Engine.is_best``."""
+        """Return whether a score is better than all scores before. Implements ``Engine.is_best``."""
         best = self._parts.progress.best
         if best is None:
             return score == score
@@ -46,7 +46,7 @@ class Saves:
         unexpected: Sequence[str],
         required: bool | None,
     ) -> dict[str, Any] | None:
-        """See ``Engine.load``."""
+        """Load a step, and return its user state. Implements ``Engine.load``."""
         loaded = saving.load(
             self._parts, self._loaders, Path(directory), weights_only, missing, unexpected, required
         )

@@ -1,14 +1,14 @@
-"""Scaled losses: factors that belong to a plain loop, between the loss of ``engine(batch)`` and ``engine.backward``.
+"""Scaled losses: factors of a plain loop between the loss of ``engine(batch)`` and ``engine.backward``.
 
     factor                                    habit                              first step
     a power of two, 2^10 or more              ``scaler.scale(loss)``             UsageError
-    1 / accumulation                          ``loss / accumulation``            UsageError where the loss is the
+    1 / accumulation                          ``loss / accumulation``            UsageError if the loss is the
                                                                                  engine's, else a warning
 
 The engine averages over microbatches and scales fp16 losses itself, so either factor would reach gradients, losses and
-the norm that is clipped. Other factors are a user's weights of losses, and pass.
+the norm that is clipped. Other factors are a user's weights of losses, and are allowed.
 
-Cost: a look at the outermost nodes of the loss's graph, in the first step alone.
+Cost: a look at the outermost nodes of the loss's graph, in the first step only.
 """
 
 import logging
@@ -23,7 +23,7 @@ from shardwise.plan.errors import UsageError
 _log = logging.getLogger(__name__)
 _NODES = 8
 _LEAST = 2.0**10
-"""Powers of two from here on are taken for a GradScaler's; it begins with 2^16."""
+"""Least power of two that is taken for a GradScaler's factor; a GradScaler begins with 2^16."""
 _PASSED = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "NegBackward0")
 
 
@@ -32,7 +32,7 @@ def check_unscaled(loss: Tensor, own: Any, accumulation: int) -> None:
 
     Args:
         loss: The tensor that ``backward`` was given.
-        own: The graph node of the loss that the engine's call returned; None where it returned none.
+        own: The graph node of the loss that the engine's call returned; None if the call returned none.
         accumulation: The number of microbatches in a step.
 
     Raises:
@@ -69,7 +69,7 @@ def check_unscaled(loss: Tensor, own: Any, accumulation: int) -> None:
 
 
 def _factor(node: Any) -> float | None:
-    """Return the number that a node multiplies by; None where it multiplies by none that is constant."""
+    """Return the constant number that a node multiplies by; None if there is none."""
     kind = type(node).__name__
     if kind not in ("MulBackward0", "DivBackward0"):
         return None

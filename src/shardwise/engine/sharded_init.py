@@ -4,17 +4,17 @@
         model = Transformer(...)              # values are rank 0's; of each parameter this rank keeps a piece
     engine = shardwise.initialize(model, {"zero": {"stage": 3}})      # the pieces become its shards
 
-A parameter is cut when its module is done: when it becomes a child of another one, or at the end of the context. From
-then on the Parameter is a ``PieceTensor`` of the full shape that has its piece alone. Any operation on it gathers it,
-runs on the whole values, and cuts it again when the next one is gathered, so that ``model.apply(init_weights)`` does
-what it says; what changed is rank 0's then. All ranks make the same model by the same calls.
+A parameter is cut when its module is done: when the module becomes a child of another one, or at the end of the
+context. From then on the Parameter is a ``PieceTensor`` of the full shape that only holds its piece. Any operation on
+the Parameter gathers it and runs on the whole values; the Parameter is cut again when later ones are gathered. So
+``model.apply(init_weights)`` works as usual, with rank 0's values. All ranks make the same model by the same calls.
 
     shapes, dtypes, zeros_like      no gather
     p.normal_(), p.data.copy_(x)    gathers p, acts on the whole; rank 0's values count
-    a view that is still held when two others have been gathered      an error: what is written there would be lost
+    a view that is still held when two others have been gathered      an error: writes to it would be lost
 
-torch stays as it is: its own hooks on the registration of modules tell when a module is done, and the mark is the
-Parameter's own class. Without other ranks a model is made as always.
+No part of torch is patched: torch's own hooks on the registration of modules show when a module is done, and a cut
+Parameter is recognised by its class. With one rank a model is made as usual.
 
 Paper: Rajbhandari et al. 2020, arXiv:1910.02054 (the state that is cut); Ren et al. 2021, arXiv:2104.07857 (at making).
 Cost:  rank 0 sends each parameter once; a rank holds 1/N and up to three whole parameters more.
@@ -43,9 +43,12 @@ from shardwise.plan.unit import Slot
 _OPEN = 2
 """Parameters that may be whole at a time, between operations."""
 _CHUNK_BYTES = 64 << 20
-"""Pieces lie together, in memory that the system hands out apart from the heap, and not between whole parameters that
-come and go. After as many bytes of those the heap gives back what is free in it: an aligned block does not fit into the
-hole that one of its own size has left, so that it would grow to the whole model."""
+"""Bytes of a chunk of memory in which pieces lie together.
+
+The system returns a chunk of this size apart from the heap. Pieces between whole parameters would fragment the heap: an
+aligned block does not fit into the hole that a block of its own size has left, so the heap would grow to the size of
+the whole model.
+"""
 _ALIGN_BYTES = 64
 _ATEN = torch.ops.aten
 _SHAPE_ONLY = {
@@ -60,11 +63,11 @@ _SHAPE_ONLY = {
     _ATEN.new_empty.default,
     _ATEN.new_full.default,
 }
-"""Operations whose result has nothing of the numbers."""
+"""Operations whose result does not depend on the values of their input."""
 
 
 class Construction:
-    """The ranks that make a model together, and which parameters are whole just now."""
+    """The ranks that make a model together, and the parameters that are whole at the moment."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -76,10 +79,10 @@ class Construction:
         self._open: list[KeptPiece] = []
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self.freed = Freed()
-        """Whole parameters that are not needed any more."""
+        """Bytes of whole parameters that have been released."""
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros for one piece."""
+        """Return zeros for one piece."""
         if device.type != "cpu":
             return torch.zeros(elements, dtype=dtype, device=device)
         size = -(-elements * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -89,7 +92,7 @@ class Construction:
         return taken[: elements * dtype.itemsize].view(dtype).zero_()
 
     def cut_module(self, module: nn.Module) -> None:
-        """Cut the parameters of ``module`` and of all inside it. Collective."""
+        """Cut the parameters of ``module`` and of all modules inside. Collective."""
         for inner in module.modules():
             if inner in self.done:
                 continue
@@ -100,7 +103,7 @@ class Construction:
                     self.freed.note(parameter.nbytes)
 
     def note_open(self, piece: "KeptPiece") -> None:
-        """``piece`` is whole; of the others those that were longest so are cut again."""
+        """Record that ``piece`` is whole, and cut the others that have been whole for longest."""
         if piece in self._open:
             return
         self._open.append(piece)
@@ -109,19 +112,21 @@ class Construction:
             each.cut()
 
     def note_cut(self, piece: "KeptPiece") -> None:
-        """``piece`` is cut again."""
+        """Record that ``piece`` is cut again."""
         if piece in self._open:
             self._open.remove(piece)
 
     def cut_all(self) -> None:
-        """Nothing is whole any more."""
+        """Cut every parameter that is whole."""
         for piece in list(self._open):
             piece.cut()
 
 
 class KeptPiece:
-    """This rank's part of one tensor: elements [rank · s, (rank + 1) · s) of the flattened values, s = ⌈elements / N⌉,
-    padded. Several PieceTensors may show it."""
+    """The part of one tensor that this rank keeps; several PieceTensors may show it.
+
+    The part has the elements [rank · s, (rank + 1) · s) of the flattened values, s = ⌈elements / N⌉, padded.
+    """
 
     def __init__(self, whole: Tensor, construction: Construction) -> None:
         self.shape, self.dtype, self.device = whole.shape, whole.dtype, whole.device
@@ -131,7 +136,7 @@ class KeptPiece:
         self._kept = construction.memory(self._size, self.dtype, self.device)
         self._keep_part_of(whole.detach().contiguous(), 0)
         self.is_held = False
-        """Whether somebody keeps it whole."""
+        """True while the context ``whole`` keeps the values whole."""
 
     @property
     def world(self) -> World:
@@ -143,7 +148,11 @@ class KeptPiece:
         return -(-prod(self.shape) // self._construction.group.size)
 
     def open(self, is_changed: bool) -> Tensor:
-        """The whole values; ``is_changed``: they may be written. Collective where they are not whole already."""
+        """Return the whole values. Collective if they are not whole already.
+
+        Args:
+            is_changed: True if the caller may write the values.
+        """
         if self._whole is None:
             group = self._construction.group
             gathered = torch.empty(self._size * group.size, dtype=self.dtype, device=self.device)
@@ -156,9 +165,13 @@ class KeptPiece:
         return self._whole
 
     def cut(self, root: int = 0) -> None:
-        """Keep this rank's part alone, of rank ``root``'s values where they may have changed. Collective.
+        """Release the whole values and keep only this rank's part. Collective.
 
-        Errors: UsageError where somebody still holds a view of the whole values.
+        Args:
+            root: Rank whose values count if the values may have changed.
+
+        Raises:
+            UsageError: if a view of the whole values is still held.
         """
         whole = self._whole
         if whole is None:
@@ -175,8 +188,11 @@ class KeptPiece:
 
     @contextlib.contextmanager
     def whole(self, root: int | None) -> Iterator[None]:
-        """A context in which the values are whole on every rank; afterwards they are rank ``root``'s, or, with None,
-        what they were. Collective."""
+        """Keep the values whole on every rank inside. Collective.
+
+        Args:
+            root: Rank whose values count afterwards; None restores the values from before.
+        """
         self.open(False)
         self.is_held = True
         try:
@@ -187,7 +203,7 @@ class KeptPiece:
             self.cut(root or 0)
 
     def _keep_part_of(self, whole: Tensor, root: int) -> None:
-        """Of rank ``root``'s values, where they may have changed."""
+        """Store this rank's part of rank ``root``'s values, if they may have changed."""
         if not self._is_changed:
             return
         group = self._construction.group
@@ -197,20 +213,20 @@ class KeptPiece:
         self._kept[: mine.numel()].copy_(mine)
 
     def cast(self, dtype: torch.dtype) -> "KeptPiece":
-        """The same values in another dtype."""
+        """Return the same values in another dtype."""
         self.cut()
         made = object.__new__(KeptPiece)
         made.__dict__.update(self.__dict__, dtype=dtype, _kept=self._kept.to(dtype))
         return made
 
     def drop(self) -> None:
-        """The values have gone where they belong."""
+        """Release all memory, after the values have been written to the buckets."""
         self._construction.note_cut(self)
         self._whole, self._kept = None, self._kept.new_empty(0)
 
 
 def _holders(whole: Tensor) -> int:
-    """How many tensors show this memory, ``whole`` among them."""
+    """Return the number of tensors that share this memory, including ``whole``."""
     storage = whole.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
@@ -222,6 +238,7 @@ class PieceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, piece: KeptPiece) -> "PieceTensor":
+        """Make a tensor without memory that shows ``piece``."""
         made: PieceTensor = Tensor._make_wrapper_subclass(
             cls, piece.shape, dtype=piece.dtype, device=piece.device
         )
@@ -232,7 +249,7 @@ class PieceTensor(Tensor):
         return f"PieceTensor({list(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Whole, until the copied module becomes a child of another and is cut. Collective."""
+        """Return a whole copy, which is cut when the copied module becomes a child of another module. Collective."""
         if id(self) not in memo:
             copied = self.piece.open(False).clone()
             is_parameter = isinstance(self, nn.Parameter)
@@ -270,15 +287,18 @@ class PieceTensor(Tensor):
 
 
 def _stand_in(shown: Tensor) -> Tensor:
-    """Of the same shape, without memory."""
+    """Return a tensor of the same shape, without memory."""
     return torch.empty(1, dtype=shown.dtype, device=shown.device).expand(shown.shape)
 
 
 @contextlib.contextmanager
 def sharded_init(world: World | None = None) -> Iterator[None]:
-    """A context in which modules are made in pieces; see the module's docstring.
+    """Make modules in pieces inside this context: each rank keeps 1/N of every parameter.
 
-    ``world``: as ``initialize``'s. All ranks enter it together and make the same modules in the same order.
+    All ranks enter the context together and make the same modules in the same order. The values are rank 0's.
+
+    Args:
+        world: The ranks, as for ``initialize``; None joins the job.
     """
     if world is None:
         world = join()
@@ -312,7 +332,12 @@ def sharded_init(world: World | None = None) -> Iterator[None]:
 
 
 def cut_made(model: nn.Module, world: World | None = None) -> None:
-    """Keep 1/N of every parameter of a model that is made already; values are rank 0's. Collective."""
+    """Keep 1/N of every parameter of a model that is made already; values are rank 0's. Collective.
+
+    Args:
+        model: The model; its Parameters stay the same objects.
+        world: The ranks, as for ``initialize``; None joins the job.
+    """
     if world is None:
         world = join()
         world.ends_with_engine = True
@@ -325,7 +350,7 @@ def _is_to_cut(parameter: Tensor) -> bool:
 
 
 def _show_piece(parameter: nn.Parameter, piece: KeptPiece) -> None:
-    """``parameter`` stays the same object and shows ``piece``."""
+    """Let ``parameter``, which stays the same object, show ``piece``."""
     shown = nn.Parameter(PieceTensor(piece), requires_grad=parameter.requires_grad)
     shown.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, shown)
@@ -335,14 +360,20 @@ def _show_piece(parameter: nn.Parameter, piece: KeptPiece) -> None:
 
 
 def world_of(model: nn.Module) -> World | None:
-    """The ranks that made ``model`` in pieces; None where it was made as always."""
+    """Return the ranks that made ``model`` in pieces; None if the model was made whole."""
     made = (p.piece.world for p in model.parameters() if isinstance(p, PieceTensor))
     return next(made, None)
 
 
 def take_pieces(model: nn.Module, is_cut: bool) -> dict[str, KeptPiece]:
-    """The pieces of ``model`` by name. Its parameters are ordinary ones afterwards: without memory until their values
-    are dealt out, or, where slices or stages are cut out of them (``is_cut``), whole with their values. Collective."""
+    """Return the pieces of ``model`` by name, and make its parameters ordinary ones. Collective.
+
+    Args:
+        model: A model that was made in pieces.
+        is_cut: True if slices or stages are cut out of the parameters. Then the parameters become whole with their
+            values,
+            and no pieces are returned. Otherwise they have no memory until ``deal``.
+    """
     found: dict[str, KeptPiece] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, PieceTensor):
@@ -362,7 +393,7 @@ def take_pieces(model: nn.Module, is_cut: bool) -> dict[str, KeptPiece]:
 
 
 def deal(pieces: Mapping[str, KeptPiece], buckets: Sequence[BucketState]) -> None:
-    """Every rank gets the elements that it owns, one parameter after the other. Collective."""
+    """Write to every rank's buckets the elements that the rank owns, one parameter after the other. Collective."""
     homes = {slot.name: bucket for bucket in buckets for slot in bucket.layout.slots}
     with contextlib.ExitStack() as state:
         last: BucketState | None = None
@@ -372,7 +403,7 @@ def deal(pieces: Mapping[str, KeptPiece], buckets: Sequence[BucketState]) -> Non
             def read(slot: Slot, start: int, stop: int, dtype: torch.dtype, whole: Tensor = whole) -> Tensor:
                 return whole[start:stop]
 
-            if homes[name] is not last:  # what of it lies on a disk is in memory for all of its parameters
+            if homes[name] is not last:  # state on a disk is read once for all parameters of a bucket
                 state.close()
                 last = homes[name]
                 state.enter_context(last.opened(changes=True))

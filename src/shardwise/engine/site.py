@@ -1,4 +1,4 @@
-"""Site: which rank this is, with the groups, the files and the thread that the Plan's state needs here."""
+"""Site: this rank, with the groups, files and threads that the Plan's state needs."""
 
 import logging
 from math import floor
@@ -24,7 +24,12 @@ _EXPERT_AXES = ("expert_dp", "edp", "ep", "etp")
 
 
 def site_of(world: World, config: RunConfig) -> Site:
-    """With open numbers of the configuration resolved. Errors: ConfigError, MeshError."""
+    """Return the site of this rank, with the open numbers of the configuration resolved.
+
+    Raises:
+        ConfigError: if the configuration does not fit the ranks or the device.
+        MeshError: if the mesh does not fit the number of ranks.
+    """
     settings, mesh, _ = resolve(config, world.size, world.device.type)
     if config.translated and world.rank == 0:
         _log.info("config: %s", config.translated)
@@ -36,7 +41,12 @@ def site_of(world: World, config: RunConfig) -> Site:
 
 
 def with_tiers(site: Site, plan: Plan) -> Site:
-    """With files and a thread, where the Plan has state off the device. Errors: ConfigError, TierError."""
+    """Return the site with files and a thread for state off the device; unchanged if all state lies on the device.
+
+    Raises:
+        ConfigError: if the disk has no room for the files.
+        TierError: if the files cannot be made.
+    """
     wanted: dict[str, dict[str, int]] = {}
     own, policy = plan.own, site.settings.offload
     for (unit, place), rows in own.buffers.items():
@@ -61,8 +71,10 @@ def with_tiers(site: Site, plan: Plan) -> Site:
 
 
 def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
-    """Bytes of this rank's files by values of ``offload.fraction`` below this one: of the Units that move, the first
-    ones stay (``parallel/zero/layout.py:moved``)."""
+    """Return the bytes of this rank's files, by smaller values of ``offload.fraction``.
+
+    With a smaller fraction the first of the Units that move now stay (``parallel/zero/layout.py:moved``).
+    """
     sizes: dict[int, int] = {}
     for (unit, place), rows in plan.own.buffers.items():
         for row in rows:
@@ -77,7 +89,7 @@ def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
 
 
 def with_groups_of_experts(site: Site, plan: Plan) -> Site:
-    """With those that state of experts lies on, where a rank has any."""
+    """Return the site with the process groups of expert state; unchanged if no Unit has its own axes."""
     units = (unit for each in plan.classes.values() for unit in each.units)
     if all(unit.axes == DENSE for unit in units):
         return site

@@ -1,8 +1,8 @@
-"""Whether the tokens of a batch are in the model's vocabulary, seen on the host before any device works on them.
+"""Checks on the host that the tokens of a batch are in the model's vocabulary, before a device computes with them.
 
 On a device a token outside is an assertion that costs the context and shows up later, elsewhere; on the CPU an index
-error without a name. Known are the models of transformers and ours; for others an index error of the pass is told with
-what the batch holds and how many rows the embeddings have.
+error without a name. The vocabulary is known of the models of transformers and of Shardwise. For other models an index
+error of the pass is reported with the range of the batch's values and the rows of the model's embeddings.
 
 Cost: the smallest and the largest of the tokens, a pass over a few kilobytes.
 """
@@ -22,7 +22,7 @@ _INPUTS, _TARGETS = ("input_ids", "tokens"), ("labels", "targets")
 
 
 class Bound(NamedTuple):
-    """What the values of one key may be: [0, rows), and ``IGNORE`` for a target."""
+    """The allowed values of one key of a batch: [0, rows), and ``IGNORE`` for a target."""
 
     rows: int
     ignores: bool
@@ -30,7 +30,7 @@ class Bound(NamedTuple):
 
 
 class Vocabulary:
-    """Bounds by key of a batch, and the embeddings of a model; made before the model is cut."""
+    """Bounds of the keys of a batch, and the embeddings of a model; made before the model is cut."""
 
     def __init__(self, model: nn.Module):
         self._bounds = dict(_bounds(model))
@@ -43,7 +43,11 @@ class Vocabulary:
 
     @contextmanager
     def checked(self, batch: Any) -> Iterator[None]:
-        """Around a pass. Errors: DataError names key, value and vocabulary."""
+        """Check a batch before a pass, and explain index errors of the pass.
+
+        Raises:
+            DataError: if a value is out of range; the error names key, value and vocabulary.
+        """
         values = dict(_integers(batch, self._positions))
         for key, bound in self._bounds.items():
             if key in values and values[key].device.type == "cpu":
@@ -109,17 +113,17 @@ def _bounds(model: nn.Module) -> Iterator[tuple[str, Bound]]:
 
 
 def _ends(model: nn.Module) -> tuple[Any, Any]:
-    """Where tokens go in and come out, of models that say so."""
+    """Return the modules that read and write tokens; None for models without methods that return them."""
     if isinstance(model, Gpt):
         return model.embed, model.head
     try:
         return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    except Exception:  # a model of transformers that knows neither, or of somebody else
+    except Exception:  # the model does not have, or does not implement, these methods
         return None, None
 
 
 def _integers(batch: Any, positions: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Integer tensors of a batch, or of (args, kwargs), by name."""
+    """Yield the integer tensors of a batch, or of (args, kwargs), by name."""
     if (
         isinstance(batch, tuple)
         and len(batch) == 2

@@ -1,11 +1,11 @@
-"""Weights of microbatches where the user gives none: the number of labels that a loss is the mean of.
+"""Weights of microbatches for which the user gives none: the number of labels over which a loss is a mean.
 
-    g = Σ w_i ∇loss_i / Σ w_i        equals the gradient of one batch where w_i is the divisor of loss_i
+    g = Σ w_i ∇loss_i / Σ w_i        equals the gradient of one batch if w_i is the divisor of loss_i
 
-Ranks and microbatches hold unlike numbers of labels (padding, prompts of -100), so means may not be averaged alike. The
-graph of the loss shows the divisor, shifted labels or not:
+Ranks and microbatches hold different numbers of labels (padding, prompts of -100), so means must not be averaged with
+equal weights. The graph of the loss shows the divisor, shifted labels or not:
 
-    cross entropy, mean                 the labels that were not ignored (their class weights, where it has some)
+    cross entropy, mean                 the labels that were not ignored (their class weights, if it has some)
     sum of cross entropies / d          d: the labels, or ``num_items_in_batch``, which is the same for all and so alike
     sum of cross entropies              1: nothing was divided, microbatches count alike
     cross entropy, none; mean           all its rows
@@ -17,13 +17,13 @@ graph of the loss shows the divisor, shifted labels or not:
 A batch has whole-number labels in ``labels``, ``targets``, or the last of a tuple. Some graphs show nothing: a compiled
 model, a custom function (Liger, Unsloth), a reentrant checkpoint around the loss. Then the labels of the batch are
 counted by the rules that every loss before agreed with (all that are not -100, or all but the first of each row, rows,
-elements). Where the rules that are left give unlike numbers, the count is a guess, and a step whose guesses are uneven
-over microbatches or ranks is refused (``uneven``). A compiled model runs its first pass without the compiler, so that
+elements). If the remaining rules give different numbers, the count is a guess, and a step whose guesses are uneven over
+microbatches or ranks is refused (``are_uneven``). A compiled model runs its first pass without the compiler, so that
 the graph of that pass shows the rule. ``batch.weigh_by`` names the rule instead.
 
 Without gradients there is no graph, so an evaluation counts labels by the same rules.
-On a device these numbers are there when the pass has run; the first microbatches are waited for, those after them go
-on unread, as tensors, to where the gradients are scaled.
+On a device these numbers exist when the pass has run. The host waits for those of the first microbatches; later numbers
+stay on the device, as tensors, up to the scaling of the gradients.
 
 Cost: a walk over the numbers that a loss adds up, and over at most 64 nodes behind each of them.
 """
@@ -47,21 +47,21 @@ _log = logging.getLogger(__name__)
 IGNORE = -100
 _NODES = 64
 _SCALARS = 10_000
-"""Nodes of one number that a walk follows: a loss may add up a penalty for each of many weights."""
+"""Nodes of single numbers that a walk follows: a loss may add up a penalty for each of many weights."""
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _NONE, _MEAN, _SUM = 0, 1, 2
-"""torch's numbers of reductions."""
+"""Numbers of torch for the reductions of losses."""
 _CAUSAL_LOSS = "ForCausalLMLoss"
 _RULES = ("plain", "shifted", "rows", "elements", "alike")
-"""Ways to count a batch whose loss shows nothing, the likeliest first."""
+"""Rules to count a batch whose loss shows no divisor, the likeliest first."""
 _LOOKS = 8
-"""Passes of a compiled model that run without the compiler at most, for a look at their graphs."""
+"""Most passes of a compiled model that run without the compiler so that their graphs can be read."""
 
 WeighBy = Literal["auto", "tokens", "shifted_tokens", "batches"]
 
 
 class Guesses(NamedTuple):
-    """Sums over the microbatches of a step whose weights are guessed: the numbers by which ranks find uneven ones."""
+    """Sums over the microbatches of a step whose weights are guessed; ranks find uneven microbatches from them."""
 
     number: float = 0.0
     plain: float = 0.0
@@ -76,7 +76,7 @@ class Guesses(NamedTuple):
 
 
 def are_uneven(sums: Sequence[float]) -> bool:
-    """Return True if guessed microbatches hold unlike numbers of labels, by sums of ``Guesses`` over all ranks."""
+    """Return whether guessed microbatches hold different numbers of labels, from sums of ``Guesses`` over all ranks."""
     number, plain, plain_squares, shifted, shifted_squares = sums
     return number * plain_squares - plain**2 > 0.5 or number * shifted_squares - shifted**2 > 0.5
 
@@ -91,7 +91,12 @@ UNEVEN = (
 
 
 class Weighing:
-    """The weights of one engine's microbatches. See the module's docstring."""
+    """The weights of one engine's microbatches.
+
+    Args:
+        by: The rule of ``batch.weigh_by``.
+        model: The model, of which it matters whether it is a causal language model and whether it is compiled.
+    """
 
     def __init__(self, by: WeighBy, model: nn.Module) -> None:
         self._by = by
@@ -104,17 +109,17 @@ class Weighing:
         self._told = False
         self._warned = False
         self._has_learned = False
-        """Whether looking at a further microbatch could say no more about shifted labels."""
+        """True if a further microbatch could not show more about shifted labels."""
         self._looks_left = _LOOKS if any(_is_compiled(module) for module in model.modules()) else 0
         """Passes of a compiled model that may still run without the compiler."""
         self._divides: bool | None = None
-        """Whether losses of batches without labels are divided by a count."""
+        """True if losses of batches without labels are divided by a count; None before the first such loss."""
         self._guesses = Guesses()
 
     # A pass ----------------------------------------------------------------------------------------------------
 
     def seen_through(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context of a training pass: without the compiler where the graph of the pass has to be read."""
+        """Return the context of a training pass: without the compiler if the graph of the pass has to be read."""
         if not self._looks_left or self._by != "auto" or "torch._dynamo" not in sys.modules:
             return nullcontext()
         labels = labels_in(kwargs or (args[0] if len(args) == 1 else args))
@@ -125,7 +130,11 @@ class Weighing:
         return stance
 
     def of_loss(self, loss: Tensor, batch: Any) -> Number:
-        """Return the weight of the microbatch ``batch`` with the loss ``loss``."""
+        """Return the weight of the microbatch ``batch`` with the loss ``loss``.
+
+        Raises:
+            UsageError: if ``batch.weigh_by`` names a rule and neither the loss nor the batch shows a number of labels.
+        """
         if self._by == "batches":
             return 1.0
         found = divisors_of(loss)
@@ -180,13 +189,13 @@ class Weighing:
         if len(counts) > 1:
             self._warn("means", list(counts), count)
         if count == 1 and divisors and not _count(labels, False):
-            return 0.0  # kept from 0, by clamp_min(1), say
+            return 0.0  # no label, and a divisor kept from 0, for example by clamp_min(1)
         if count > 0:
             self._learn(batch, count)
         return max(count, 0.0)
 
     def _guessed(self, batch: Any, labels: Tensor) -> float:
-        """Return the count of a microbatch whose loss shows nothing."""
+        """Return the count of a microbatch whose loss shows no divisor."""
         given = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
         if given is not None:
             return float(given)
@@ -197,7 +206,7 @@ class Weighing:
         return _counted(labels, self._rules[0])
 
     def _divided(self, reduced: Sequence["_Reduction"], loss: Tensor) -> float | None:
-        """Return the count that the loss of a batch without labels is divided by; None where it shows none."""
+        """Return the number by which the loss of a batch without labels is divided; None if the loss shows none."""
         divisors = {each.divisor for each in reduced if each.divisor is not None}
         if len(divisors) != 1:
             return None
@@ -211,14 +220,14 @@ class Weighing:
     # A step ----------------------------------------------------------------------------------------------------
 
     def take_guesses(self) -> Guesses:
-        """Return the sums over the guessed microbatches since the last call, and begin anew."""
+        """Return the sums over the guessed microbatches since the last call, and reset them."""
         taken, self._guesses = self._guesses, Guesses()
         return taken
 
     # Rules -----------------------------------------------------------------------------------------------------
 
     def of_batch(self, batch: Any) -> float | None:
-        """Return the count of a batch by the likeliest rule that is left; None where it has no labels."""
+        """Return the count of a batch by the likeliest remaining rule; None if the batch has no labels."""
         labels = None if self._by == "batches" else labels_in(batch)
         return None if labels is None else _counted(labels, self._rules[0])
 
@@ -234,12 +243,12 @@ class Weighing:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return True for what ``torch.compile`` or ``module.compile()`` has made."""
+    """Return whether ``torch.compile`` or ``module.compile()`` has made a module."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def labels_in(batch: Any) -> Tensor | None:
-    """``labels`` or ``targets`` of a mapping, the last of a tuple or list; None where they are no whole numbers."""
+    """Return ``labels`` or ``targets`` of a mapping, or the last of a tuple or list; None if not whole numbers."""
     found = None
     if isinstance(batch, Mapping):
         found = batch.get("labels", batch.get("targets"))
@@ -274,16 +283,18 @@ def _counted(labels: Tensor, rule: str) -> float:
 class _Place(NamedTuple):
     node: Any
     quotients: tuple[Any, ...]
-    """The divisions on the way here, the last first; what they divided by is read where a cross entropy is found, for
-    in a block that runs again reading it runs the block."""
+    """The divisions on the way to this node, the last first.
+
+    Their divisors are only read if a cross entropy is found, because in a recomputed block reading them runs the block.
+    """
     rows: float | None
-    """How many a mean on the way was taken over."""
+    """Number of values over which a mean on the way was taken; None without a mean."""
 
 
 def divisor_of(loss: Tensor) -> float | None:
-    """Return the divisor of a loss of cross entropies, 1 for a sum; None where its graph shows no cross entropy.
+    """Return the divisor of a loss of cross entropies, 1 for a sum; None if the graph shows no cross entropy.
 
-    Several of them with unlike counts cannot be weighed by one number: the largest is taken.
+    For several cross entropies with different counts, which one number cannot weigh, the largest is returned.
     """
     return max(map(float, divisors_of(loss)), default=None)
 
@@ -291,7 +302,7 @@ def divisor_of(loss: Tensor) -> float | None:
 def divisors_of(loss: Tensor) -> list[Number]:
     """Return the divisor of each cross entropy in the graph of ``loss``, the nearest first; unread on a device.
 
-    A walk follows all nodes that hold one number, and 64 nodes behind each sum or mean that such a number is made by.
+    A walk follows all nodes that hold one number, and 64 nodes behind each sum or mean that makes such a number.
     """
     found: list[Number] = []
     numbers = deque([_Place(loss.grad_fn, (), None)] if loss.grad_fn is not None else [])
@@ -315,7 +326,7 @@ def divisors_of(loss: Tensor) -> list[Number]:
 
 
 def _behind(place: _Place, found: list[Number]) -> list[_Place]:
-    """Return the places behind ``place``, none behind a cross entropy, whose divisor goes to ``found``."""
+    """Return the places behind ``place``; none behind a cross entropy, whose divisor is added to ``found``."""
     node, quotients, rows = place
     own = getattr(node, "counted_labels", None)  # our cross entropies
     if own is not None:
@@ -336,7 +347,7 @@ def _behind(place: _Place, found: list[Number]) -> list[_Place]:
 
 
 def _largest(numbers: Sequence[Number]) -> Number:
-    """Return the largest of numbers some of which are on a device."""
+    """Return the largest of numbers, some of which are on a device."""
     if len(numbers) == 1:
         return numbers[0]
     device = next(each.device for each in numbers if isinstance(each, Tensor))
@@ -344,7 +355,7 @@ def _largest(numbers: Sequence[Number]) -> Number:
 
 
 def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> Number:
-    """Return the mean's rows, the divisor, or 1 for a sum, of cross entropies without a mean of their own.
+    """Return the weight of cross entropies without a mean of their own: a later mean's rows, a divisor, or 1 for a sum.
 
     Divisors are kept from 0 (``clamp_min(1)``): a microbatch without any label, divided by 1, weighs nothing.
     """
@@ -357,7 +368,7 @@ def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> Nu
         return divisor
     labels = number_of(_labels(node))
     if isinstance(divisor, Tensor) or isinstance(labels, Tensor):
-        return divisor * ((labels > 0) | (divisor > 1))  # both unread, or a number of the host beside one
+        return divisor * ((labels > 0) | (divisor > 1))  # at least one is a tensor that the host has not read
     return divisor if labels else 0.0
 
 
@@ -371,7 +382,7 @@ def _labels(node: Any) -> Tensor:
 
 
 def _divisor(quotient: Any) -> Number | None:
-    """None where it is no single number."""
+    """Return the divisor of a division; None if it is no single number."""
     value = quotient._saved_other
     if not isinstance(value, Tensor) or value.numel() != 1:
         return None
@@ -382,18 +393,18 @@ def _divisor(quotient: Any) -> Number | None:
 
 
 class _Reduction(NamedTuple):
-    """A sum or a mean of many numbers that a loss is made of."""
+    """A sum or a mean of many numbers in the graph of a loss."""
 
     divisor: float | None
-    """The number that a sum is divided by; None where nothing divides it, or for a mean."""
+    """The number by which a sum is divided; None without a division, and for a mean."""
     rows: float | None
-    """The numbers that a mean is taken over; None for a sum."""
+    """The number of values over which a mean is taken; None for a sum."""
     is_known: bool = True
-    """False where the graph does not show what was reduced."""
+    """False if the graph does not show how many numbers became one."""
 
 
 def _reduced(loss: Tensor) -> list[_Reduction]:
-    """Return the reductions that ``loss`` is made of, by a walk over the nodes of its graph that hold one number."""
+    """Return the reductions in the graph of ``loss``, found by a walk over the nodes that hold one number."""
     found: list[_Reduction] = []
     waiting: deque[tuple[Any, tuple[Any, ...]]] = deque([(loss.grad_fn, ())])
     for _ in range(_SCALARS):
@@ -431,13 +442,13 @@ def _reduction(node: Any) -> int | None:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Return True if many numbers become one in a way that the graph does not show."""
+    """Return whether many numbers become one in a way that the graph does not show."""
     return any(_numel(parent) != 1 for parent, _ in node.next_functions if parent is not None) or not any(
         parent is not None for parent, _ in node.next_functions
     )
 
 
 def _numel(node: Any) -> int:
-    """Return the number of elements that a node of a graph gives."""
+    """Return the number of elements of the output of a graph's node."""
     made = node._input_metadata
     return prod(made[0].shape) if made else 0
