@@ -3,7 +3,7 @@
     what                       who replaces it                               restored
     attribute ``forward``      recompute, compile, synchronized batch norm   as it was, or removed
     attribute ``attention``    selective recompute                           as it was, or removed
-    a method                   zero.methods                                  as it was, or removed
+    a method                   zero.forward_methods                          as it was, or removed
     child ``nn.Dropout``       keyed dropout                                 the same module, with share and mode
                                                                              of its replacement
 

@@ -78,7 +78,7 @@ def tells_out_of_memory(method: _Method) -> _Method:
 
 @contextmanager
 def making(what: str) -> Iterator[None]:
-    """Add ``what`` was being made as a note to an allocator's error that the body raises; the innermost note counts."""
+    """Add a note that names ``what`` is being made to an allocator's error inside; the innermost note counts."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -156,7 +156,7 @@ def _told(
 
 
 def bytes_asked(text: str) -> int | None:
-    """Return the bytes that an allocator's error says were asked for; None if the text has no number."""
+    """Return the bytes that an allocator's error names; None if the text has no number."""
     found = _ASKED.search(text)
     return None if found is None else int(float(found[1]) * _FACTORS[found[2].lower()])
 
@@ -183,7 +183,7 @@ def advice(config: RunConfig, device: torch.device, dp: int, in_a_pass: bool) ->
         config: The resolved configuration of the run.
         device: The device that this rank computes on.
         dp: The number of data-parallel ranks.
-        in_a_pass: True if memory ended in a forward or backward pass, where activations are what grows.
+        in_a_pass: True if memory ended in a forward or backward pass, in which activations grow.
     """
     offload, tier = config.offload, _next_tier(config.offload.optimizer, device)
     state: list[tuple[str, str]] = []
@@ -211,7 +211,7 @@ def advice(config: RunConfig, device: torch.device, dp: int, in_a_pass: bool) ->
         passes.append(("offload.activations=host", "what blocks keep waits in host memory"))
     if not in_a_pass:
         return [*state, *passes]
-    # Activations grow in a pass; state is what a rank can most surely do without.
+    # Activations grow in a pass, so the first two keys for passes come first; moving state is the surest help after.
     return [*passes[:2], *state, *passes[2:]]
 
 

@@ -5,7 +5,7 @@
     keys ahead     the ASKs of either list, which a thread may run ahead of the rest
 
 The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step with another number
-of passes. In a user's own loop that number is only known when the step ends. Lists of more and of fewer passes begin
+of passes. In a user's own loop that number becomes known as the step runs. Lists of more and of fewer passes begin
 alike, so the rest of one list can replace the rest of another.
 """
 

@@ -37,7 +37,7 @@ class StepInputs:
         self._fingerprint: Fingerprint | None = Fingerprint()
         """The fingerprint of this rank's batches; None after the first step."""
         self._since: list[Any] = []
-        """Passes since the last backward, in the first step: several may make a loss."""
+        """Inputs of the passes since the last backward pass, in the first step; several passes may make one loss."""
         self._own_passes = 0
         """Backward passes of the running microbatch that had a forward pass of their own, in the first step."""
 

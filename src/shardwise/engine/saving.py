@@ -195,7 +195,7 @@ def load(
     """Load a step. Implements ``Engine.load``.
 
     Returns:
-        What the step holds beside the state; None if the folder holds no step.
+        The step's user state and the names that were not loaded; None if the folder holds no step.
     """
     is_step = (folder / "manifest.json").is_file()
     settle(parts, "load")
@@ -600,7 +600,7 @@ def _restore(
             continue
         is_new = optimizer.state.coded is not None or any(scalars is None for _, scalars in pieces)
         is_new = is_new or (optimizer.state.average is not None and EMA not in flats)
-        with bucket.opened(changes=is_new, kinds=None if is_new else ()):  # else it only lies elsewhere
+        with bucket.opened(changes=is_new, kinds=None if is_new else ()):  # else all is loaded
             tensors = bucket.state.tensors
             labels = () if optimizer.state.coded is not None else optimizer.state.labels
             optimizer.state.restore({label: tensors[label] for label in labels}, pieces)

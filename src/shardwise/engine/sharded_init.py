@@ -157,7 +157,8 @@ class KeptPiece:
             group = self._construction.group
             gathered = torch.empty(self._size * group.size, dtype=self.dtype, device=self.device)
             group.all_gather(gathered, self._kept, "a parameter that is being made").wait()
-            self._whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)  # no view of another
+            # A storage of its own, because ``_holders`` counts the tensors that share it.
+            self._whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self._whole.view(-1).copy_(gathered[: prod(self.shape)])
             self._is_changed = False
         self._is_changed = self._is_changed or is_changed

@@ -98,7 +98,7 @@ class SharedGradients:
                 self._groups[ranks].all_reduce(total, f"the gradient of {name}, tied across stages").wait()
             is_used: bool | Tensor = any(any(bucket.gradient.used) for bucket in buckets)
             if len(ranks) > 1:
-                # It stays on the device: NORM reads it with everything else.
+                # The count stays on the device: NORM reads it together with all other numbers.
                 count = torch.full((1,), float(is_used), dtype=torch.float64, device=total.device)
                 self._groups[ranks].all_reduce(count, f"the use of {name}", purpose="control").wait()
                 is_used = count[0]

@@ -250,7 +250,7 @@ def _unit_states(
             made.append(bucket)
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)
-        numbered = replace(unit, index=len(states))  # hooks number the Units of its stage
+        numbered = replace(unit, index=len(states))  # hooks number a stage's Units from 0
         states.append(UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy))
     return states
 

@@ -3,10 +3,10 @@
     SUM      wait until every gradient lies with its master (REDUCE, started in the backward pass), and sum the
              gradients that model-parallel ranks hold in common               (engine/shared.py)
     NORM     one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units,
-             a hash of the collectives so far                                 (ranks that differ in it stop here),
-             one of learning rates and their like, of the batches in the first step; what went to which expert;
-             which passes through tables had a backward pass, and the rows of those tables;
-             a second one over the ranks that share a model, who also compare the losses that they report;
+             a hash of the collectives so far                                 (the step fails if it differs),
+             hashes of learning rates and the like, and of the first step's batches; token counts of experts;
+             the passes through tables that had a backward pass, and the rows of these tables;
+             a second all-reduce runs over the ranks that share a model, which also compare their losses;
              then all ranks decide alike: scale, clip, or skip
     DIRECT   of each Unit whose optimizer looks at whole tensors: moments and directions; then
     TRUST    the norms of whole tensors                                      (engine/whole_norms.py)
@@ -19,7 +19,7 @@
 
 Gradients are sums over ranks and microbatches; they are scaled once, by the global weight of the batch:
 
-    g = Σ w_i ∇loss_i / Σ w_i        w_i: tokens or samples of microbatch i (1 where none was given)
+    g = Σ w_i ∇loss_i / Σ w_i        w_i: tokens or samples of microbatch i (1 if none was given)
 """
 
 import math
@@ -104,6 +104,7 @@ class Local(NamedTuple):
     loss: Number
     """Σ w_i loss_i."""
     flags: float
+    """1.0 if this rank has requested a stop of the run, else 0.0."""
     rates: int
     """32-bit mark of the numbers that this rank's optimizer groups work with (``optim.groups.mark_of``)."""
     batches: int | None
@@ -129,7 +130,7 @@ class Totals(NamedTuple):
     batches_agree: bool = True
     """True if the ranks that share a model were given the same batches."""
     loss_spread: float = 0.0
-    """Standard deviation of the mean loss over the ranks of one model that report it."""
+    """Standard deviation of the mean loss over the ranks of one model that compute the loss."""
     experts: Sequence[float] = ()
     """Token counts of every expert (parallel/expert/loads.py)."""
     draws: bool = False

@@ -43,7 +43,7 @@ class StepSource:
         self._lanes = lanes
         self._has_ended = False
         self._reading = threading.Lock()
-        """Held while a step is read."""
+        """Lock that is held while a step is read."""
 
     @property
     def reads_apart(self) -> bool:

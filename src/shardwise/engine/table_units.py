@@ -77,7 +77,7 @@ class TableUnits:
             prepared: The batch's keys.
             learns: True in a pass with gradients, whose order of requests is recorded.
         """
-        if torch._C._current_graph_task_id() >= 0:  # a block that is computed again
+        if torch._C._current_graph_task_id() >= 0:  # a recomputed block: its FETCH has run
             return
         if learns:
             stage = self._own.unit_stages[unit.index]

@@ -165,7 +165,7 @@ class Tables:
                 full = full or error
             start = stop
         model, (lets_go, is_full) = self._groups["model"], over_model
-        if model.size > 1 and lets_go:  # rows have been counted anew on some rank
+        if model.size > 1 and lets_go:  # dropped passes have changed the row counts
             found = to_device(torch.tensor([float(full is not None)], dtype=torch.float64), self._device)
             model.all_reduce(found, "whether a table is full", "control").wait()
             is_full = float(found)
@@ -431,7 +431,7 @@ def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
 
 
 class _Memory(NamedTuple):
-    """Bytes of a rank that tables may take."""
+    """Memory of one rank for tables."""
 
     device: int
     """Bytes for static tables; on a CPU for all tables."""

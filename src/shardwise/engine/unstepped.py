@@ -33,7 +33,11 @@ class UnsteppedWarning:
             atexit.register(self._at_exit)
 
     def close(self, is_calm: bool) -> None:
-        """Unregister the callback, and warn if ``is_calm``: if no exception is being raised."""
+        """Unregister the callback, and warn of open microbatches.
+
+        Args:
+            is_calm: False if an exception is being raised; then no warning is given.
+        """
         if self._is_watching:
             atexit.unregister(self._at_exit)
         if is_calm:

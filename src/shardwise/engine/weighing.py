@@ -95,7 +95,7 @@ class Weighing:
 
     Args:
         by: The rule of ``batch.weigh_by``.
-        model: The model, of which it matters whether it is a causal language model and whether it is compiled.
+        model: The model; causal language models of transformers shift labels, and compiled models hide their graphs.
     """
 
     def __init__(self, by: WeighBy, model: nn.Module) -> None:
@@ -328,7 +328,7 @@ def divisors_of(loss: Tensor) -> list[Number]:
 def _behind(place: _Place, found: list[Number]) -> list[_Place]:
     """Return the places behind ``place``; none behind a cross entropy, whose divisor is added to ``found``."""
     node, quotients, rows = place
-    own = getattr(node, "counted_labels", None)  # our cross entropies
+    own = getattr(node, "counted_labels", None)  # Shardwise's own cross entropies
     if own is not None:
         found.append(number_of(own))
         return []

@@ -61,7 +61,7 @@ class _Matrix(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """Matrices that travel together."""
+    """Matrices that are exchanged together, so that the whole matrices of one round fit into memory."""
 
     dtype: torch.dtype
     by_owner: list[list[_Matrix]]
