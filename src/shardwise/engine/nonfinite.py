@@ -113,8 +113,7 @@ def _computed_here(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose output is checked, by name.
 
     In a pipeline these are the modules that own weights of this stage, because other modules may be given values that
-    only
-    another stage has.
+    only another stage has.
     """
     owners = {
         slot.name.rpartition(".")[0]

@@ -59,10 +59,8 @@ class Prefetcher(Iterator[Any]):
     """An iterator over steps, each with its keys exchanged. ``engine.prefetch`` makes it.
 
     ``close`` (or the end of a ``with`` block) ends the iterator early, and so does another caller that requests steps
-    of
-    the same ``Loader``. The loader's position is always that of the step handed out last; steps that were read ahead
-    are
-    read again.
+    of the same ``Loader``. The loader's position is always that of the step handed out last; steps that were read ahead
+    are read again.
 
     Args:
         parts: The running parts of the engine.

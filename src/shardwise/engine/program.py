@@ -87,8 +87,7 @@ class ActionLists:
         """Return a function from a number of microbatches to the ASKs for them, in the order that is followed now.
 
         A thread may call the function while another thread adopts another order. Ranks that took the function after the
-        same
-        step get the same ASKs.
+        same step get the same ASKs.
         """
         if self._asks is None:
             planned, orders = self.planned, self._in_force()

@@ -170,8 +170,7 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
     """Report the differences between the tables of a step and of the model to ``found``, before any row is touched.
 
     If a table may be missing and the step has fewer rows, the first rows are loaded and the last rows start fresh. With
-    any
-    other difference the whole table starts fresh.
+    any other difference the whole table starts fresh.
     """
     _check_tensors(manifest)
     stored = {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == KIND}

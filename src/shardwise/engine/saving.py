@@ -124,8 +124,7 @@ class OpenState:
     """Access to masters and moments for a checkpoint.
 
     Of state on a disk, one kind of one bucket is in memory at a time. Moments in another form than the masters' are
-    decoded
-    when they are read and encoded when they are written.
+    decoded when they are read and encoded when they are written.
     """
 
     def __init__(self, parts: Parts, changes: bool):

@@ -114,8 +114,7 @@ def take_up_edits(parts: Parts) -> None:
     """Copy parameters that were edited in place since the last update into their masters.
 
     Edits such as ``p.data.clamp_()`` or ``p.copy_()`` would otherwise be overwritten from the masters. Every rank
-    copies
-    its own part; all ranks must have edited alike.
+    copies its own part; all ranks must have edited alike.
 
     Raises:
         TierError, DamagedError: if masters on a disk cannot be read or written.
@@ -317,8 +316,7 @@ def give_back(parts: Parts) -> None:
     """Give the model's parameters their weights back, when the engine closes.
 
     The parameters are whole over the data-parallel ranks, each in the dtype that it had before, as are buffers. A
-    second
-    call does nothing.
+    second call does nothing.
     """
     settle(parts)
     for name, buffer in own_buffers(parts).items():

@@ -178,8 +178,7 @@ class StateAccess:
         """Return the bytes of model state on this rank, by row of the ledger (memory/ledger.py).
 
         The rows are ``weights``, ``gradients``, ``master``, ``moments``, ``tables`` and ``dynamic tables``. Gradients
-        count as
-        at the end of a step's backward pass.
+        count as at the end of a step's backward pass.
         """
         return views.state_bytes(self._parts)
 
@@ -212,8 +211,7 @@ class StateAccess:
         """Return the full gradients by name, as the optimizer sees them before clipping. Collective.
 
         Call this after the last backward pass of a step and before ``step()``. The gradients are means. Parameters that
-        no rank
-        used are left out.
+        no rank used are left out.
         """
         self._held.away.check("gradients")
         return views.gradients(self._parts)
@@ -224,11 +222,9 @@ class StateAccess:
         """Return a context in which parameters are whole on every rank, by name. Collective.
 
         Every rank enters the context with the same arguments. Edits reach weights and masters, so the next step
-        continues from
-        them; an element that is not changed keeps its master. If only data is cut, the parameters are the model's own.
-        Under
-        tp, pp and ep they are whole copies on every rank, also of the parameters that other stages hold. Contexts may
-        be nested.
+        continues from them; an element that is not changed keeps its master. If only data is cut, the parameters are
+        the model's own. Under tp, pp and ep they are whole copies on every rank, also of the parameters that other
+        stages hold. Contexts may be nested.
 
         Args:
             which: Names, parameters, modules, or several of them; None for all. Under pp only names.
@@ -254,10 +250,8 @@ class StateAccess:
         Args:
             name: Name of the parameter.
             of: ``parameter`` (in the compute dtype), ``master`` (the tensor that the optimizer updates), ``gradient``
-                (the mean
-                before clipping, after the last backward pass of a step and before ``step()``), or a moment of the
-                optimizer by
-                torch's name (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``).
+                (the mean before clipping, after the last backward pass of a step and before ``step()``), or a moment of
+                the optimizer by torch's name (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``).
 
         Returns:
             The tensor; None for state of a frozen parameter, and for the gradient of a parameter that no rank used.
@@ -273,8 +267,7 @@ class StateAccess:
         """Write the tensor that ``full_tensor`` returns, from the same whole ``value`` on all ranks. Collective.
 
         A master is rounded into its weight; a parameter is written as its master is. A gradient counts in this step's
-        norm, and
-        its parameter counts as used.
+        norm, and its parameter counts as used.
 
         Args:
             name: Name of the parameter.
@@ -294,8 +287,7 @@ class StateAccess:
         """Return this rank's own elements of the tensor that ``full_tensor`` returns, as a flat copy; possibly empty.
 
         With ``offload.step: delayed`` the elements of a master or a moment are the result of the update that is in
-        flight,
-        while ``full_tensor`` first makes that update count.
+        flight, while ``full_tensor`` first makes that update count.
 
         Args:
             name: Name of the parameter.
@@ -347,8 +339,7 @@ class StateAccess:
         """Return the whole model on the CPU of every rank, under the model's own names. Collective.
 
         Tied parameters stand under each of their names. The memory of one Unit is needed beside the result. For a model
-        that
-        does not fit use ``mapped_state_dict``, ``full_tensor`` or ``save``.
+        that does not fit use ``mapped_state_dict``, ``full_tensor`` or ``save``.
 
         Args:
             trained_only: True for only the parameters that train, such as the adapters of a frozen base.
@@ -402,8 +393,7 @@ class StateAccess:
         """Save the whole model as a folder that transformers opens, from any mesh and stage. Collective.
 
         The model must have its own ``save_pretrained``. Rank 0 calls that method with the whole state, which is mapped
-        from a
-        file instead of held in memory.
+        from a file instead of held in memory.
 
         Args:
             folder: The folder to write.

@@ -415,8 +415,7 @@ class TrainingStep:
         """Return if a step that is not finite may be skipped, or raise.
 
         A step may be skipped while the loss scale can fall or the configuration allows it. No loss scale helps a NaN
-        loss of
-        finite gradients: the NaN does not come from a weight that trains, so it would recur step after step.
+        loss of finite gradients: the NaN does not come from a weight that trains, so it would recur step after step.
 
         Args:
             is_loss_alone: True if the loss is NaN but every gradient is finite.
