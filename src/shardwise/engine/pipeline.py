@@ -89,8 +89,8 @@ class Pipeline:
             )
         step = self._parts.clock.step = self._parts.progress.step_count + 1
         accumulation = self._parts.accumulation
-        # Only the last stage has the loss, whose graph shows its divisor; but r must be the same on all stages, so it
-        # comes from the batches, which all stages have.
+        # Only the last stage has the loss, whose graph shows its divisor. But r must be the same on all stages, so it
+        # is taken from the labels of the batches.
         each: list[Number] = (
             [weighing.of_batch(batch) or 1.0 for batch in batches]
             if weights is None

@@ -130,7 +130,7 @@ def make_stage(
     for activations in saved:
         activations.microbatch = lambda: made.microbatch
         made.windows.on_recall = activations.recall
-    if settings.compile.cuda_graphs:  # a pass of all blocks is one round of their graphs
+    if settings.compile.cuda_graphs:  # a pass of the stage is one step of its blocks' graphs
         begins = module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
         handles = [*handles, begins]
     return Stage(index, module, made, run, handles)

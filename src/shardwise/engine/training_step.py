@@ -412,16 +412,17 @@ class TrainingStep:
         )
 
     def _allow_skip(self, is_loss_alone: bool) -> None:
-        """Return if a step that is not finite may be skipped, or raise.
+        """Allow a step that is not finite to be skipped, or discard the step and raise an error.
 
         A step may be skipped while the loss scale can fall or the configuration allows it. No loss scale helps a NaN
-        loss of finite gradients: the NaN does not come from a weight that trains, so it would recur step after step.
+        loss of
+        finite gradients: the NaN does not come from a weight that trains, so it would recur step after step.
 
         Args:
             is_loss_alone: True if the loss is NaN but every gradient is finite.
 
         Raises:
-            NonFiniteError: if the step may not be skipped; the running step is discarded first.
+            NonFiniteError: if the step may not be skipped.
         """
         scale, policy = self._parts.loss_scale, self._parts.config.precision
         in_a_row = self._parts.progress.skipped_in_a_row
