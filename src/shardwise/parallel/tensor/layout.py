@@ -173,8 +173,10 @@ def styles(model: nn.Module, table: Table) -> dict[str, Style]:
 
 
 def begins_cut_sequence(model: nn.Module, table: Table) -> bool:
-    """Return True if a row of the table begins a cut of the sequence: an ``enter``, or an embedding that gives cut
-    tokens. Where none does, column layers would gather whole sequences, and double their gradients."""
+    """Return True if a row of the table begins a cut of the sequence: ``enter``, or an embedding that gives cut tokens.
+
+    If no row does, column layers would gather equal copies of whole sequences, which doubles their gradients.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     return any(
         "enter" in style.flags
