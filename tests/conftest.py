@@ -64,6 +64,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter's exit collect everything; extension modules report what stays as leaked."""
+    gc.unfreeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--late``: collectives of the ranks end at the last moment, and are watched until then (tests/comm/late.py)."""
     parser.addoption("--late", action="store_true", help="collectives of the ranks end at the last moment")

@@ -1,6 +1,7 @@
 """``shardwise.launch(function, ranks=2)`` as a notebook uses it: what is called has no file."""
 
 import multiprocessing
+import signal
 import warnings
 
 import pytest
@@ -101,6 +102,7 @@ print("every cell ran")
 
 def _cells() -> None:
     warnings.resetwarnings()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever tests before this one have left
     exec(compile(CELLS, "<cell>", "exec"), {})
 
 

@@ -558,7 +558,10 @@ def _connect(seat: Seat, timeout_s: float) -> dist.Store:
             listening = {"master_listen_fd": int(descriptor)}
         elif listens and address == LOOPBACK:
             listening = {"master_listen_fd": _bound(seat.port)}
-        return dist.TCPStore(
+        place = (os.getpid(), address, seat.port)
+        if listens and place in _SERVED:
+            return _SERVED[place]
+        store = dist.TCPStore(
             address,
             seat.port,
             world_size=None,
@@ -567,6 +570,9 @@ def _connect(seat: Seat, timeout_s: float) -> dist.Store:
             wait_for_workers=False,
             **listening,
         )
+        if listens:
+            _SERVED[place] = store
+        return store
     except (RuntimeError, dist.DistNetworkError, OSError) as error:
         advice = (
             ""
@@ -576,6 +582,14 @@ def _connect(seat: Seat, timeout_s: float) -> dist.Store:
         raise CommError(
             f"rank {seat.rank}: cannot reach the store at {address}:{seat.port} (from {seat.source}){advice}: {error}"
         ) from error
+
+
+_SERVED: dict[tuple[int, str, int], dist.Store] = {}
+"""Stores that this process serves, by process, address and port.
+
+A program may destroy torch's default group and initialize again. Without this reference the server would end with the
+group, and ranks that come first would join the old one; the descriptor of the launcher's port exists once.
+"""
 
 
 def _has_loopback() -> bool:
