@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import shardwise
+from shardwise.base import errors
+from shardwise.base.policy import Policy
 from shardwise.cli import main as command_line
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config import keys
@@ -30,8 +32,6 @@ from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
 from shardwise.launch import failure
 from shardwise.launch.function import launch
 from shardwise.observe import metrics
-from shardwise.plan import errors
-from shardwise.plan.policy import Policy
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- Made from the code by `make reference`; edit the docstrings instead. -->\n\n"
@@ -217,7 +217,7 @@ def literal(text: str | None) -> str:
     return "\n".join([*made, "```"] if inside else made)
 
 
-SHOWN = ("shardwise.engine.step:StepResult",)
+SHOWN = ("shardwise.engine.step.end:StepResult",)
 """What calls return, and no name of the package itself."""
 
 
@@ -434,7 +434,7 @@ def exit_codes() -> Iterator[str]:
     yield from ["", "| code | what it means |", "|---|---|"]
     for code, sentence in failure.EXIT_CODES.items():
         yield f"| {code} | {cell(sentence)} |"
-    yield from ["", "## Errors", "", "All are `shardwise.ShardwiseError`, in `shardwise.plan.errors`:", ""]
+    yield from ["", "## Errors", "", "All are `shardwise.ShardwiseError`, in `shardwise.base.errors`:", ""]
     yield from ["| error | code | what is wrong |", "|---|---|---|"]
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, errors.ShardwiseError):

@@ -23,7 +23,7 @@ PRELOADED = [
     "torch",
     "torch.distributed",
     "torch._dynamo",
-    "shardwise.engine.build",
+    "shardwise.engine.construction.build",
     "shardwise.kernels.tables",
     "transformers.models.llama.modeling_llama",
 ]
@@ -128,7 +128,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    from shardwise.comm import handshake
+    from shardwise.comm.rendezvous import handshake
     from shardwise.comm.world import join
     from tests.accelerator import pretend
     from tests.comm import late, strict

@@ -193,7 +193,7 @@ def test_the_step_in_the_design_is_what_a_plan_says() -> None:
     drawn = set(re.findall(r"^\| \[(\d+)\] \|", page, re.M))
     cited = {
         number
-        for file in ("parallel/zero/hooks.py", "engine/step.py")
+        for file in ("parallel/zero/hooks.py", "engine/step/end.py")
         for number in re.findall(
             r"\[step (\d+)\]", (ROOT / "src/shardwise" / file).read_text(encoding="utf-8")
         )

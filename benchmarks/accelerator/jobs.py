@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.ragged import Ragged
 from shardwise.models import Gpt, GptPolicy
 from shardwise.observe.flops import mfu, needed_per_token, peak_of
 from shardwise.observe.memory import peak_resident_bytes
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from shardwise.plan.action import Kind
-from shardwise.plan.ragged import Ragged
 
 Batch = tuple[Tensor, Tensor]
 _SENDS = {Kind.UNSHARD, Kind.REDUCE, Kind.SUM, Kind.NORM, Kind.SEND, Kind.RECV, Kind.DEAL, Kind.TRUST}

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import shardwise
+from shardwise.base.ragged import Ragged
 from shardwise.models.ctr.dlrm import Dlrm
 from shardwise.models.ctr.policy import DlrmPolicy
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.plan.ragged import Ragged
 
 CONTEXT, VOCABULARY = 256, 256
 FEATURES, DENSE, SAMPLES, ROWS = 26, 13, 2048, 100_000

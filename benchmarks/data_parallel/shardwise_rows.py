@@ -16,7 +16,7 @@ from torch import Tensor
 from workload import policy
 
 import shardwise
-import shardwise.engine.build  # the package loads its parts on first use; memory is measured after that
+import shardwise.engine.construction.build  # the package loads its parts on first use; memory is measured after that
 from shardwise.comm.world import join
 from shardwise.models.gpt import Gpt
 

@@ -126,7 +126,7 @@ def ours(stage: int, dtype: str, folder: Path, converted: Path) -> None:
 
 def convert(step: Path, out: Path) -> None:
     """As the engine's facade does: at stage 0 with the names of the groups."""
-    from shardwise.deepspeed.their_checkpoint import convert as rewrite
+    from shardwise.deepspeed.files.their_checkpoint import convert as rewrite
 
     model = Net()
     names = {id(p): name for name, p in model.named_parameters()}

@@ -15,6 +15,7 @@ from contender import Case, Contender, Running
 from torch import Tensor
 from zipf import ranks
 
+from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
@@ -26,7 +27,6 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.plan.ragged import Ragged
 
 FEATURES, WIDTH, NEW = 26, 16, 0.05
 _SPREAD = -7_046_029_254_386_353_131

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from zipf import BOUND, fill, zipf
 
+from shardwise.base.ragged import Ragged
 from shardwise.models.ctr.dlrm import Dlrm
 from shardwise.models.ctr.policy import DlrmPolicy
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.plan.ragged import Ragged
 
 FEATURES, DENSE, WIDTH = 26, 13, 16
 LR, DENSE_LR, EPS = 0.02, 1e-3, 1e-8

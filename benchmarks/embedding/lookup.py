@@ -17,9 +17,9 @@ from contender import Case, Contender, Running
 from torch import Tensor, nn
 from zipf import BOUND, fill, zipf
 
+from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerName, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.ragged import Ragged
 
 FEATURES, SAMPLES, ROWS = 26, 4096, 10_000_000
 LR, EPS = 0.01, 1e-8

@@ -12,9 +12,9 @@ from lookup import EPS, LR, fbgemm_tables, torch_rule
 from torch import Tensor, nn
 from zipf import BOUND, fill, zipf
 
+from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.plan.ragged import Ragged
 
 HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 ROWS = (

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from zipf import BOUND, fill, ranks, spread
 
+from shardwise.base.ragged import Ragged
 from shardwise.models.ctr.policy import WideDeepPolicy
 from shardwise.models.ctr.wide_deep import WideDeep
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.plan.ragged import Ragged
 
 FEATURES, DENSE, WIDTH = 26, 13, 8
 LR, DENSE_LR, EPS = 0.01, 1e-3, 1e-8

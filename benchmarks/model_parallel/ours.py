@@ -15,8 +15,8 @@ from torch import Tensor
 from workload import Workload, policy
 
 import shardwise
-import shardwise.engine.build  # the package loads its parts on first use; memory is measured after that
-import shardwise.engine.pipeline
+import shardwise.engine.construction.build  # the package loads its parts on first use; memory is measured after that
+import shardwise.engine.step.pipeline
 import shardwise.parallel.tensor
 from shardwise.comm.world import join
 from shardwise.models.gpt import Gpt

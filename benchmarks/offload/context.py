@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import shardwise
-from shardwise.engine.fits import budget
+from shardwise.engine.fit.fits import budget
 from shardwise.models import Gpt, GptPolicy
 
 ROWS: dict[str, dict[str, Any]] = {

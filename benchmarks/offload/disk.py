@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.memory.direct_io import aligned_empty, bytes_of
-from shardwise.memory.scratch import BLOCK_BYTES, DiskScratch
+from shardwise.tiers.scratch import BLOCK_BYTES, DiskScratch
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 Move = Callable[[str, int, Tensor], list[Future[None]]]

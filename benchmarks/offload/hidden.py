@@ -136,7 +136,7 @@ class Bench:
             },
         }  # fmt: skip
         self._held = ClockedDisk(self.disk)
-        with patch("shardwise.engine.site.DiskScratch", lambda *given: self._held):
+        with patch("shardwise.engine.construction.site.DiskScratch", lambda *given: self._held):
             self.engine = shardwise.initialize(
                 model,
                 config,

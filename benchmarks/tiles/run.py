@@ -26,14 +26,14 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
 from shardwise.compose.apply import recompute_blocks
 from shardwise.kernels.head_loss import Tile
-from shardwise.memory.recompute import RecomputePolicy
-from shardwise.memory.replay import BatchPosition, Replay
-from shardwise.memory.tiles import TilesPolicy
 from shardwise.models import Gpt, GptPolicy
 from shardwise.models.layers import GeluMlp, Head, SwiGlu
 from shardwise.models.tiles import tile_model
 from shardwise.parallel.tensor.layers import VocabularyHead
 from shardwise.parallel.tensor.region import Region
+from shardwise.passes.recompute import RecomputePolicy
+from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.tiles import TilesPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.precision.policy import DTYPES
 

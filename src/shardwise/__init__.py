@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 if (
     TYPE_CHECKING
 ):  # for editors and type checkers; at run time __getattr__ imports a name when it is first used
+    from shardwise.base.errors import ShardwiseError as ShardwiseError
+    from shardwise.base.ragged import Ragged as Ragged
     from shardwise.config.run import RunConfig as RunConfig
-    from shardwise.engine.build import initialize as initialize
+    from shardwise.engine.construction.build import initialize as initialize
+    from shardwise.engine.construction.sharded_init import sharded_init as sharded_init
     from shardwise.engine.engine import Engine as Engine
-    from shardwise.engine.fits import fits as fits
-    from shardwise.engine.fits import longest as longest
-    from shardwise.engine.foresee import foresee as foresee
-    from shardwise.engine.sharded_init import sharded_init as sharded_init
-    from shardwise.engine.step import StepResult as StepResult
+    from shardwise.engine.fit.fits import fits as fits
+    from shardwise.engine.fit.fits import longest as longest
+    from shardwise.engine.fit.foresee import foresee as foresee
+    from shardwise.engine.step.end import StepResult as StepResult
     from shardwise.launch.function import launch as launch
     from shardwise.models.vectors import Vectors as Vectors
     from shardwise.parallel.embedding.collection import EmbeddingCollection as EmbeddingCollection
@@ -34,8 +36,6 @@ if (
     from shardwise.parallel.pipeline.layers import Layers as Layers
     from shardwise.parallel.pipeline.layers import LayerSpec as LayerSpec
     from shardwise.parallel.pipeline.layers import TiedSpec as TiedSpec
-    from shardwise.plan.errors import ShardwiseError as ShardwiseError
-    from shardwise.plan.ragged import Ragged as Ragged
 
 __version__ = "0.1.0"
 
@@ -46,20 +46,20 @@ _HOME = {
     "LayerSpec": "shardwise.parallel.pipeline.layers",
     "Layers": "shardwise.parallel.pipeline.layers",
     "MixtureOfExperts": "shardwise.parallel.expert.module",
-    "Ragged": "shardwise.plan.ragged",
+    "Ragged": "shardwise.base.ragged",
     "RouterPolicy": "shardwise.parallel.expert.policy",
     "RowOptimizerPolicy": "shardwise.parallel.embedding.policy",
     "RunConfig": "shardwise.config.run",
-    "ShardwiseError": "shardwise.plan.errors",
-    "StepResult": "shardwise.engine.step",
+    "ShardwiseError": "shardwise.base.errors",
+    "StepResult": "shardwise.engine.step.end",
     "TablePolicy": "shardwise.parallel.embedding.policy",
     "TiedSpec": "shardwise.parallel.pipeline.layers",
     "Vectors": "shardwise.models.vectors",
-    "fits": "shardwise.engine.fits",
-    "foresee": "shardwise.engine.foresee",
-    "initialize": "shardwise.engine.build",
-    "longest": "shardwise.engine.fits",
-    "sharded_init": "shardwise.engine.sharded_init",
+    "fits": "shardwise.engine.fit.fits",
+    "foresee": "shardwise.engine.fit.foresee",
+    "initialize": "shardwise.engine.construction.build",
+    "longest": "shardwise.engine.fit.fits",
+    "sharded_init": "shardwise.engine.construction.sharded_init",
 }
 __all__ = [
     "DynamicPolicy",

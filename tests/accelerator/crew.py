@@ -22,9 +22,9 @@ from torch import Tensor
 
 from shardwise.comm.board import Board
 from shardwise.comm.collectives import DONE, Group, Pending
-from shardwise.comm.jobs import JobThread
 from shardwise.comm.peers import Peers
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.world import World
 from tests.accelerator.pretend import Bench, is_on_device
 

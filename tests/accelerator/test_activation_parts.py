@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.collectives import Group
-from shardwise.engine.foresee import foresee
-from shardwise.memory import activations as module
-from shardwise.memory.activations import Activations, _BlockPass
-from shardwise.memory.alike import Alike
+from shardwise.engine.fit.foresee import foresee
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.action import Kind
+from shardwise.tiers import activations as module
+from shardwise.tiers.activations import Activations, _BlockPass
+from shardwise.tiers.alike import Alike
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.accelerator.test_activations import late_copies

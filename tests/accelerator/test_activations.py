@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.memory import activations as module
-from shardwise.memory.activations import Activations
+from shardwise.base.errors import ConfigError
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.errors import ConfigError
+from shardwise.tiers import activations as module
+from shardwise.tiers.activations import Activations
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.engine import test_offload

@@ -48,11 +48,13 @@ def test_a_table_reads_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_grew_is_named() -> None:
-    stands = Budget({("item", "engine/step.py:exchange"): 1}, 10)
+    stands = Budget({("item", "engine/step/end.py:exchange"): 1}, 10)
     assert not budget.grown("row", stands, stands)
     assert not budget.grown("row", Budget({}, 9), stands)
-    assert not budget.grown("row", Budget({("item", "engine/sums.py:read"): 1}, 9), stands), "it only moved"
-    assert budget.grown("row", Budget({("item", "engine/step.py:exchange"): 3}, 11), stands) == [
-        "row: 2 more of item in engine/step.py:exchange",
+    assert not budget.grown("row", Budget({("item", "engine/parts/sums.py:read"): 1}, 9), stands), (
+        "it only moved"
+    )
+    assert budget.grown("row", Budget({("item", "engine/step/end.py:exchange"): 3}, 11), stands) == [
+        "row: 2 more of item in engine/step/end.py:exchange",
         "row: 11 device operations, at most 10 stand in the table",
     ]

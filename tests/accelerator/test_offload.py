@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.engine.state import buckets
+from shardwise.base.errors import UsageError
+from shardwise.engine.state.state import buckets
 from shardwise.kernels.philox import key_of
 from shardwise.memory import pinned
 from shardwise.optim.classes import from_policy
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.errors import UsageError
 from shardwise.plan.placement import Run
 from shardwise.plan.state_form import StateForm
 from tests.accelerator.crew import Crew

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import PlanError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.parallel.embedding.batch import Sequences
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import PlanError
-from shardwise.plan.ragged import Ragged
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, is_on_device, on_host, register
 from tests.engine import tables_net, test_tables_model_parallel
-from tests.engine.test_ahead import MIXED
+from tests.engine.step.test_keys_ahead import MIXED
 from tests.ranks import RankPool
 
 POOLINGS = {"added": "sum", "mean": "mean", "largest": "max", "row": "concat", "sequence": "none"}

@@ -41,7 +41,7 @@ def times_of_a_step(_world: Any) -> None:
             waits += [where for what, where in bench.syncs if what == "synchronize" or "streams" in where]
             reads = {where: n for (what, where), n in bench.syncs.items() if what == "copy to the host"}
         assert not waits, "nobody waited for a time"
-        assert reads == {"engine/sums.py:read": 1}, "the norm's"
+        assert reads == {"engine/parts/sums.py:read": 1}, "the norm's"
         trace = engine.trace
         starts_s, stops_s = trace.starts_s, trace.stops_s
         marks = {start % 1 for start in starts_s} | {stop % 1 for stop in stops_s}

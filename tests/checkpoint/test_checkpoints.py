@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardwise.base.errors import CheckpointError, MismatchError
 from shardwise.checkpoint import Checkpoints, FlatSlice, Item, verify
 from shardwise.checkpoint.checkpoints import HostBuffer
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.world import World
-from shardwise.plan.errors import CheckpointError, MismatchError
 
 from .crew import (
     SHAPES,

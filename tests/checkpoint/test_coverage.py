@@ -6,10 +6,10 @@ import zlib
 import pytest
 import torch
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.coverage import Extent, cut_at_blocks, stored_tensors, sum_up
 from shardwise.checkpoint.layout import FileLayout, Sizes, arrange
 from shardwise.checkpoint.piece import Spec
-from shardwise.plan.errors import CheckpointError
 
 BLOCK = 64
 SPECS = [

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FolderSummary, StepSummary, describe
-from shardwise.plan.errors import CheckpointError
 
 from .crew import SHAPES, TINY, items_of, make_state
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.layout import PAGE_BYTES, Sizes, arrange, index_text
 from shardwise.checkpoint.piece import Spec
 from shardwise.formats.safetensors import CODES
-from shardwise.plan.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs = st.dictionaries(

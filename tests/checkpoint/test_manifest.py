@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base import strict_json
+from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Manifest, verify
-from shardwise.plan import strict_json
-from shardwise.plan.errors import CheckpointError, DamagedError
 
 from .crew import TINY, blank_items, items_of, make_state
 

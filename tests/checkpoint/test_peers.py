@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints
 from shardwise.checkpoint.peers import Coordinator, Solo
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 
 from .crew import TINY, Died, ThreadPeers, crew, items_of, make_state
 

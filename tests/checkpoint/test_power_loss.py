@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints
 from shardwise.checkpoint.files import Files
-from shardwise.plan.errors import CheckpointError
 
 from .crew import TINY, assemble, assert_same, blank_items, items_of, make_state
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, verify
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.steps import open_step
-from shardwise.plan.errors import CheckpointError
 
 from .crew import TINY, ThreadPeers, assemble, assert_same, blank_items, crew, items_of, make_state, succeed
 from .faults import CountingFiles, FailingFiles, ShortFiles

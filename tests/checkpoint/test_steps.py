@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Manifest
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.steps import LOCK, Folder
-from shardwise.plan.errors import CheckpointError, DamagedError
 
 from .crew import TINY, blank_items, items_of, make_state
 

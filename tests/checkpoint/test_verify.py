@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base.errors import DamagedError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item, verify
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import PAGE_BYTES
 from shardwise.checkpoint.steps import open_step
-from shardwise.plan.errors import DamagedError
 
 from .crew import (
     TINY,

@@ -15,8 +15,8 @@ import shardwise
 from shardwise.cli.main import main
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
-from shardwise.engine.foresee import foresee
-from shardwise.engine.step import StepResult
+from shardwise.engine.fit.foresee import foresee
+from shardwise.engine.step.end import StepResult
 from shardwise.models import GptPolicy
 from shardwise.models import build as build_model
 from shardwise.plan.action import Kind

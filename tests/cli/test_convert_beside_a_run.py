@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.test_mid_step import Click, click
+from tests.engine.step.test_mid_step import Click, click
 
 import shardwise.checkpoint
 from shardwise import Vectors
+from shardwise.base.errors import DamagedError, UsageError
 from shardwise.cli.convert import _export, _tokenise
 from shardwise.comm.world import join
-from shardwise.plan.errors import DamagedError, UsageError
 
 
 def test_a_step_that_is_removed_meanwhile_is_not_called_damaged(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import ConfigError, UsageError
 from shardwise.cli.convert import _translate
 from shardwise.cli.request import Request
 from shardwise.config.run import load
-from shardwise.plan.errors import ConfigError, UsageError
 
 TEXT = """
 # of a tutorial

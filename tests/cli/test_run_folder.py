@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import ConfigError, UsageError
 from shardwise.checkpoint.files import Files
 from shardwise.cli.run_folder import RunFolder, differences
-from shardwise.plan.errors import ConfigError, UsageError
 
 
 def with_step(root: Path) -> RunFolder:

@@ -17,6 +17,8 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
+from shardwise.base.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from shardwise.base.words import printable
 from shardwise.checkpoint.files import Files
 from shardwise.cli.check import check
 from shardwise.cli.rank import train
@@ -24,8 +26,6 @@ from shardwise.cli.request import Request
 from shardwise.comm.world import World
 from shardwise.observe import metrics
 from shardwise.observe.metrics import StepRecord
-from shardwise.plan.errors import CheckpointError, ConfigError, MismatchError, UsageError
-from shardwise.plan.words import printable
 
 COMPARED = ("step", "loss", "val_loss", "grad_norm", "lr", "tokens", "flops", "pf_days")
 

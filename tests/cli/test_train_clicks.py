@@ -17,6 +17,8 @@ from tests.models.ctr.batches import criteo_file
 from tests.ranks import RankPool
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError, MismatchError, UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.cli.click_trainer import ClickTrainer, described
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
@@ -31,8 +33,6 @@ from shardwise.observe.metrics import ClickRecord
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.planner import plan_tables
 from shardwise.parallel.embedding.policy import PLACEMENTS, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import ConfigError, MismatchError, UsageError
-from shardwise.plan.ragged import Ragged
 
 Ranks = Callable[[int], RankPool]
 COMPARED = ("step", "loss", "log_loss", "auc", "grad_norm", "lr", "samples", "rows", "inserted", "evicted")

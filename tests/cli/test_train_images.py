@@ -9,6 +9,7 @@ import yaml
 from tests.ranks import RankPool
 from torch import Tensor
 
+from shardwise.base.errors import ConfigError
 from shardwise.cli.image_trainer import ImageTrainer
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
@@ -18,7 +19,6 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import load
 from shardwise.observe import metrics
 from shardwise.observe.metrics import ImageRecord
-from shardwise.plan.errors import ConfigError
 
 Ranks = Callable[[int], RankPool]
 

@@ -10,12 +10,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from shardwise.base.words import printable
 from shardwise.checkpoint import Checkpoints
 from shardwise.cli.main import main
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
 from shardwise.cli.trained import open_trained
-from shardwise.plan.words import printable
 
 
 @pytest.fixture(scope="module")

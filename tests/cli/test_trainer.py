@@ -10,13 +10,13 @@ import pytest
 import torch
 from tests.ranks import RankPool
 
+from shardwise.base.errors import DataError
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.text_trainer import TextTrainer, tokens_in
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
 from shardwise.observe.metrics import StepRecord
-from shardwise.plan.errors import DataError
 
 Ranks = Callable[[int], RankPool]
 

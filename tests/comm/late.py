@@ -21,9 +21,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CommError
 from shardwise.comm.collectives import Group, Pending
 from shardwise.comm.peers import Peers
-from shardwise.plan.errors import CommError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

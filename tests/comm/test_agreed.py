@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import CommError, PlanError, ShardwiseError
 from shardwise.comm import peers, watch
 from shardwise.comm.agreed import Headers
 from shardwise.comm.collectives import Clock, Group
@@ -17,7 +18,6 @@ from shardwise.comm.world import World
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.pipeline.messages import is_lasting, likeness, pack
-from shardwise.plan.errors import CommError, PlanError, ShardwiseError
 from tests.ranks import RankPool
 
 INTERLEAVED = {

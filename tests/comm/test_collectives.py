@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import DeadlineError
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.plan.errors import DeadlineError
 from shardwise.plan.mesh import Mesh
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)

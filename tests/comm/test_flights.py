@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm import watch
 from shardwise.comm.collectives import Clock, Group, TorchTransport
 from shardwise.comm.faults import cause_of
-from shardwise.comm.handshake import Who
-from shardwise.comm.store import SealedStore
+from shardwise.comm.rendezvous.handshake import Who
+from shardwise.comm.rendezvous.store import SealedStore
 from shardwise.comm.trace import Traffic
 from shardwise.comm.watch import Watch
-from shardwise.plan.errors import CommError, DeadlineError
 
 META = torch.device("meta")
 

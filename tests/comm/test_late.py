@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CommError
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.peers import Peers
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.plan.errors import CommError
 from tests.comm import late
 
 KINDS = ("shared_memory", "torch")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.handshake import private_folder
+from shardwise.base.errors import SourceError
+from shardwise.base.regular_files import expanded
+from shardwise.comm.rendezvous.handshake import private_folder
 from shardwise.comm.world import _private_candidates
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.launch.as_deepspeed import read_env_file
-from shardwise.plan.errors import SourceError
-from shardwise.plan.regular_files import expanded
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import CommError, DeadlineError, UsageError
 from shardwise.comm.collectives import Clock
 from shardwise.comm.peers import RING, Peers
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Count, Traffic
 from shardwise.comm.world import World
-from shardwise.plan.errors import CommError, DeadlineError, UsageError
 from shardwise.plan.mesh import Mesh
 from tests.ranks import RankPool
 

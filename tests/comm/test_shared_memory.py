@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import CommError, DeadlineError, UsageError
 from shardwise.comm import shared_memory, shared_ring
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
-from shardwise.plan.errors import CommError, DeadlineError, UsageError
 from tests.ranks import PRELOADED
 
 PATIENCE_S = 60.0

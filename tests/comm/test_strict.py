@@ -25,7 +25,7 @@ from tests.engine import (
     test_tables_model_parallel,
 )
 from tests.engine.nets import PREFETCH_BYTES, Language, seeded
-from tests.engine.test_ahead import COPIES, MIXED
+from tests.engine.step.test_keys_ahead import COPIES, MIXED
 from tests.engine.test_experts import Layout as Experts
 from tests.engine.test_model_parallel import Layout as Model
 from tests.engine.test_parity import OPTIMIZERS, SEQUENCES, Case

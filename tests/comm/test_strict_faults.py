@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.base.errors import ShardwiseError
 from shardwise.comm.collectives import DONE, TorchTransport, _gather_call, _scatter_call
 from shardwise.comm.groups import make_group
 from shardwise.comm.world import World
 from shardwise.parallel.zero.weight import Weight
-from shardwise.plan.errors import ShardwiseError
 from tests.accelerator import pretend
 from tests.comm import strict
 from tests.comm.test_strict import DEVICE, trained

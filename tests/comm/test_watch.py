@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm import collectives, watch
 from shardwise.comm.faults import is_late
 from shardwise.comm.world import World, join
-from shardwise.plan.errors import CommError, DeadlineError
 from tests.ranks import RankPool
 
 

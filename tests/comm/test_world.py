@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base.errors import CommError, ConfigError, DeadlineError, UsageError
 from shardwise.comm import world as world_module
-from shardwise.comm.device import choose_device
-from shardwise.comm.seat import Seat, find_seat, first_host
+from shardwise.comm.rendezvous.device import choose_device
+from shardwise.comm.rendezvous.seat import Seat, find_seat, first_host
 from shardwise.comm.world import World, join
-from shardwise.plan.errors import CommError, ConfigError, DeadlineError, UsageError
 
 TORCHRUN = {
     "RANK": "3",

@@ -11,20 +11,20 @@ from tests.plan.described import model as described
 from tests.plan.described import plan as described_plan
 from torch import nn
 
+from shardwise.base.errors import PlanError
 from shardwise.compose.describe import describe
 from shardwise.compose.plan import Planned, Policies, StageOrder, make_plan, registered
-from shardwise.memory.offload import OffloadPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import Boundary
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
 from shardwise.plan.slices import Slices
 from shardwise.precision.policy import PrecisionPolicy
+from shardwise.tiers.offload import OffloadPolicy
 
 
 def planned(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: Any) -> Plan:

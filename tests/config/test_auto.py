@@ -2,9 +2,9 @@
 
 import pytest
 
+from shardwise.base.errors import ConfigError, MeshError
 from shardwise.config.auto import resolve
 from shardwise.config.run import load
-from shardwise.plan.errors import ConfigError, MeshError
 
 
 def test_prefetch_follows_the_device() -> None:

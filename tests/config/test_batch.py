@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.batch import BatchPolicy
-from shardwise.plan.errors import ConfigError
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))

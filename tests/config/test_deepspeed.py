@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.auto import resolve
 from shardwise.config.deepspeed import translate
 from shardwise.config.deepspeed_keys import KEYS, ONE_BIT_TYPES, WITH_BLOCK
 from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
 from shardwise.config.deepspeed_values import row_of
 from shardwise.config.run import RunConfig, load
-from shardwise.plan.errors import ConfigError
 
 NAMES = Path(__file__).parent / "deepspeed_names.txt"
 """What benchmarks/deepspeed/keys.py printed of deepspeed 0.19.8: paths and defaults."""
@@ -191,7 +191,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 ELSEWHERE = {
-    "dataloader_drop_last": "tests/deepspeed/test_loader.py",
+    "dataloader_drop_last": "tests/deepspeed/training/test_loader.py",
     "dump_state": "tests/deepspeed/test_neighbours.py",
 }
 """Keys that act in shardwise.deepspeed, and where that is tested."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.auto import resolve
 from shardwise.config.deepspeed import translate
 from shardwise.config.run import RunConfig
-from shardwise.plan.errors import ConfigError
 
 BATCH = dict.fromkeys(
     (

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.foreign_keys import FOREIGN_KEYS, FORMER_KEYS
 from shardwise.config.keys import find
 from shardwise.config.rules import check
 from shardwise.config.run import RunConfig, load, read_file
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.adopt import Mapped, Stream, adopt, samples_in
-from shardwise.plan.errors import ConfigError, DataError
 
 
 class Numbers(IterableDataset[int]):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.batched import BatchedDataset
 from shardwise.data.evaluation import evaluation_batches
 from shardwise.data.loader import Loader
 from shardwise.data.sampler import Sampler
-from shardwise.plan.errors import ConfigError, DataError
 
 
 class Numbers(BatchedDataset):

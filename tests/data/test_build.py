@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base.errors import DataError
 from shardwise.data import DataPolicy, Loader, build, convert, load_tokenizer
 from shardwise.data.windows import Windows
-from shardwise.plan.errors import DataError
 
 
 @pytest.fixture

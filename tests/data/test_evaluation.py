@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from shardwise.base.errors import DataError
 from shardwise.data.evaluation import Weighted, evaluation_batches
 from shardwise.data.token_file import TokenFile, TokenWriter
 from shardwise.data.windows import TokenSpan, Windows
-from shardwise.plan.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
 
+from shardwise.base.errors import ConfigError, DataError, UsageError
 from shardwise.data.loader import Loader
 from shardwise.data.sampler import Sampler
 from shardwise.data.token_file import TokenFile, TokenWriter
 from shardwise.data.windows import TokenSpan, Windows
-from shardwise.plan.errors import ConfigError, DataError, UsageError
 
 # Worker processes are forked, which newer Pythons remark upon when threads are alive.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.sampler import Permutation, Sampler, Share
-from shardwise.plan.errors import ConfigError, DataError
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwise.base.errors import DataError
 from shardwise.data import text
 from shardwise.data.text import convert, find_files, open_source
 from shardwise.data.token_file import TokenFile
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.plan.errors import DataError
 
 
 class CharacterTokenizer:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.base.errors import DataError
 from shardwise.data.token_file import TokenFile, TokenWriter, dtype_for
-from shardwise.plan.errors import DataError
 
 
 def _write(path: Path, documents: list[Any], vocab_size: int = 256) -> TokenFile:

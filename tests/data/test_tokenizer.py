@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import DataError
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.plan.errors import DataError
 
 
 def _write_json_tokenizer(path: Path, words: list[str]) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.base.errors import DataError
 from shardwise.data.token_file import TokenFile, TokenWriter
 from shardwise.data.windows import TokenSpan, Windows, hold_out
-from shardwise.plan.errors import DataError
 
 
 def _file(path: Path, lengths: list[int]) -> TokenFile:

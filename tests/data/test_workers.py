@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from shardwise.base.errors import DataError
 from shardwise.data.loader import Loader
-from shardwise.plan.errors import DataError
 
 
 class Killed(Dataset[Tensor]):

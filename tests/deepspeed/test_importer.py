@@ -11,9 +11,9 @@ import torch
 
 import shardwise
 import shardwise.deepspeed as deepspeed
+from shardwise.base.errors import UsageError
 from shardwise.deepspeed import importer
 from shardwise.deepspeed.names import NAMES, OTHERS, Refused
-from shardwise.plan.errors import UsageError
 
 ROWS = [(path, name) for path, rows in NAMES.items() for name in rows]
 

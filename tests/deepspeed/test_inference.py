@@ -10,10 +10,10 @@ from torch import Tensor
 
 import shardwise
 import shardwise.deepspeed as deepspeed
+from shardwise.base.errors import ConfigError
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.models.gpt import Gpt
-from shardwise.plan.errors import ConfigError
 from tests.ranks import RankPool
 
 SIZES = {"layers": 2, "width": 16, "heads": 4, "vocab": 24, "context": 12}

@@ -11,10 +11,16 @@ import torch
 from pydantic import Field, ValidationError
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed import launching
+from shardwise.base.errors import ConfigError, UsageError
 from shardwise.deepspeed.absent_names import ABSENT, AREAS
-from shardwise.deepspeed.config_models import DeepSpeedConfigModel, DeepSpeedFP16Config, DeepSpeedZeroConfig
-from shardwise.deepspeed.instructions import (
+from shardwise.deepspeed.calls import launching
+from shardwise.deepspeed.calls.launching import LauncherError, parse_resource_filter
+from shardwise.deepspeed.training.config_models import (
+    DeepSpeedConfigModel,
+    DeepSpeedFP16Config,
+    DeepSpeedZeroConfig,
+)
+from shardwise.deepspeed.training.instructions import (
     BackwardPass,
     DataParallelSchedule,
     ForwardPass,
@@ -26,8 +32,6 @@ from shardwise.deepspeed.instructions import (
     SendGrad,
     TrainSchedule,
 )
-from shardwise.deepspeed.launching import LauncherError, parse_resource_filter
-from shardwise.plan.errors import ConfigError, UsageError
 
 
 @pytest.mark.parametrize("area", sorted(AREAS))

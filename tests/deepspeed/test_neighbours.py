@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
-from shardwise.plan.errors import UsageError
 from tests.ranks import RankPool
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import shardwise.deepspeed as deepspeed
+from shardwise.base.errors import DataError, ShardwiseError, UsageError
 from shardwise.comm.world import World
-from shardwise.deepspeed.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
-from shardwise.plan.errors import DataError, ShardwiseError, UsageError
+from shardwise.deepspeed.training.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from tests.ranks import RankPool
 
 PARTS, MICRO, STEPS = 3, 2, 3

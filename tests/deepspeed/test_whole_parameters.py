@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
-from shardwise.deepspeed import fragments
-from shardwise.plan.errors import UsageError
+from shardwise.deepspeed.files import fragments
 from tests.ranks import RankPool
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.plan.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 
 __all__ = ["campaign", "fresh_job"]
 

@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 import torch
 
 import shardwise
+from shardwise.base.errors import RankError
 from shardwise.checkpoint.files import Files
 from shardwise.comm.world import World, join
 from shardwise.memory.direct_io import Bytes, DirectFile
-from shardwise.plan.errors import RankError
 from tests.accelerator import pretend
 from tests.accelerator.crew import Crew
 from tests.engine.test_offload import Case, batches, gpt, state_of

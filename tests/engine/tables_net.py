@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
@@ -16,7 +17,6 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.plan.ragged import Ragged
 
 SAMPLES = 12
 """Of the global batch."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm.world import World
 from shardwise.optim.classes import from_policy
 from shardwise.optim.clip import clip_factor, square_sum
 from shardwise.optim.flat import FlatOptimizer
-from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.precision.loss_scale import LossScale
 from tests.engine import tables_net
 from tests.engine.test_offload import Case, batches, gpt, state_of, train

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import World, join
 from shardwise.memory.watched import Watched
-from shardwise.plan.errors import UsageError
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import worst
 

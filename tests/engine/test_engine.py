@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import NonFiniteError, UsageError
 from shardwise.comm.world import World, join
-from shardwise.plan.errors import NonFiniteError, UsageError
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import error, worst
 from tests.parallel.zero.nets import WIDTH, Net

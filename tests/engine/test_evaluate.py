@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
-from shardwise.plan.errors import UsageError
 from tests.engine.nets import seeded
 
 SAMPLES = 21

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import MixtureOfExperts, RouterPolicy
+from shardwise.base.errors import MeshError, PlanError
 from shardwise.checkpoint import verify
 from shardwise.comm.world import join
 from shardwise.compose.spec import OnAxis
@@ -25,7 +26,6 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.expert.experts import Experts
 from shardwise.parallel.zero.gradient import Gradient, GradientState
 from shardwise.parallel.zero.windows import UnitWindows
-from shardwise.plan.errors import MeshError, PlanError
 from shardwise.plan.mesh import DENSE, EXPERT
 from shardwise.plan.placement import Run
 from shardwise.plan.registry import TensorInfo
@@ -33,7 +33,7 @@ from shardwise.plan.slices import Slices
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import Truth, once, train, worst
-from tests.engine.test_check import looking
+from tests.engine.step.test_check import looking
 
 SEQUENCES, CONTEXT, VOCABULARY, WIDTH, HIDDEN, EXPERTS = 8, 6, 13, 8, 4, 4
 OPTIMIZER = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import MismatchError, UsageError
 from shardwise.comm.world import World, join
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.errors import MismatchError, UsageError
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import against_plain, worst
 

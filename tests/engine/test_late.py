@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
-from shardwise.memory.absent import Expected
+from shardwise.passes.absent import Expected
 from tests.comm import late
 from tests.engine import test_experts, test_model_parallel, test_parity, test_tables_model_parallel
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shardwise
+from shardwise.base.errors import ConfigError, DataError, UsageError
 from shardwise.comm.world import World
 from shardwise.data.batched import BatchedDataset
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.errors import ConfigError, DataError, UsageError
 
 SAMPLES = 22
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import PlanError
 from shardwise.comm.world import join
 from shardwise.engine.engine import Engine
 from shardwise.models import Gpt
-from shardwise.plan.errors import PlanError
 from tests.engine.nets import seeded
 from tests.engine.test_dropout_layouts import batch_of
 from tests.engine.test_model_parallel import Layout, config_of, policy_of

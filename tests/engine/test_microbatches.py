@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 from torch.utils.data import TensorDataset
 
 import shardwise
+from shardwise.base.errors import DataError, UsageError
 from shardwise.comm.world import World
-from shardwise.plan.errors import DataError, UsageError
 from tests.engine.conformance import first_difference
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.plain import worst

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.plan.errors import ShardwiseError, UsageError
+from shardwise.base.errors import ShardwiseError, UsageError
 from tests.engine.nets import seeded
 from tests.engine.plain import worst
 

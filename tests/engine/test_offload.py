@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import ConfigError, DamagedError, TierError
 from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.action import Kind
-from shardwise.plan.errors import ConfigError, DamagedError, TierError
 from shardwise.plan.plan import bytes_by_tier
 
 VOCABULARY, CONTEXT = 13, 6

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.errors import UsageError
 from tests.engine import tables_net
 from tests.engine.test_offload import state_of
 

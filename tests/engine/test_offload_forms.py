@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.base.errors import ConfigError, PlanError
 from shardwise.comm.world import World
-from shardwise.plan.errors import ConfigError, PlanError
 from tests.engine.test_offload import Case, batches, gpt, state_of
 
 FORMS = ["bf16", "int8"]

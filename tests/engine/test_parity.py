@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.collectives import DONE
-from shardwise.engine import step as step_module
-from shardwise.engine.parts import Parts
-from shardwise.engine.step import Totals
+from shardwise.engine.parts.parts import Parts
+from shardwise.engine.step import end as step_module
+from shardwise.engine.step.end import Totals
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.weight import Weight
 from tests.engine.conformance import Conformance

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
 from shardwise.parallel.pipeline.layers import Layers, LayerSpec, TiedSpec
-from shardwise.plan.errors import UsageError
 from tests.engine.nets import Block
 from tests.engine.plain import worst
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.comm.world import join
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.pipeline.layers import Layers
-from shardwise.plan.errors import ConfigError, PlanError, ShardwiseError
 from tests.engine.nets import Language, seeded
 
 SMALL = dict(layers=4, width=24, heads=4, context=12, vocab=19, hidden=24)

@@ -15,11 +15,11 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
 
 import shardwise
+from shardwise.base.errors import ConfigError, MismatchError, UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import ConfigError, MismatchError, UsageError
-from shardwise.plan.ragged import Ragged
 
 STEPS = 12
 ROWS = 8

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.plan.errors import CheckpointError, MeshError, UsageError
+from shardwise.base.errors import CheckpointError, MeshError, UsageError
 from tests.engine.engines_campaign import campaign, fresh_job
 
 GLOO = {"comm": {"transport": "torch"}}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.plan.errors import UsageError
+from shardwise.base.errors import UsageError
 
 
 class Block(nn.Module):

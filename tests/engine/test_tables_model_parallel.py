@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World, join
-from shardwise.engine.tables import Tables
+from shardwise.engine.parts.tables import Tables
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
@@ -21,8 +23,6 @@ from shardwise.parallel.embedding.policy import (
     TablePolicy,
 )
 from shardwise.parallel.embedding.row_gradients import RowGradients
-from shardwise.plan.errors import ShardwiseError
-from shardwise.plan.ragged import Ragged
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.ranks import RanksError
 

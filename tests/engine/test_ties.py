@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import shardwise
-from shardwise.engine.shared import SharedGradients
+from shardwise.engine.parts.shared import SharedGradients
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.plain import train, worst
 

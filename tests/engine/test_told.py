@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.plan.errors import NonFiniteError, ShardwiseError, UsageError
+from shardwise.base.errors import NonFiniteError, ShardwiseError, UsageError
 
 X = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
 

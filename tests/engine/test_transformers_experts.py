@@ -11,7 +11,7 @@ pytest.importorskip("transformers", minversion="5")
 
 
 import shardwise  # noqa: E402
-from shardwise.plan.errors import PlanError  # noqa: E402
+from shardwise.base.errors import PlanError  # noqa: E402
 from tests.foreign import case, sweep  # noqa: E402
 from tests.foreign.models import batch, build  # noqa: E402
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import DataError, UsageError
 from shardwise.comm.world import join
-from shardwise.plan.errors import DataError, UsageError
 from tests.engine.nets import LLAMA, seeded
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.plan.errors import PlanError, UsageError
+from shardwise.base.errors import PlanError, UsageError
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.test_model_parallel import Layout, model_of
 

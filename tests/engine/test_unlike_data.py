@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import shardwise
+from shardwise.base.errors import CommError
 from shardwise.comm.world import World
-from shardwise.plan.errors import CommError
-from tests.engine.test_hung_saving import quickly
+from tests.engine.state.test_hung_saving import quickly
 from tests.ranks import RankPool
 
 

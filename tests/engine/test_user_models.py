@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import join
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.pipeline.layers import Layers, LayerSpec, TiedSpec
-from shardwise.plan.errors import UsageError
 from tests.engine.nets import seeded
 
 VOCABULARY, WIDTH, MICROBATCHES = 11, 6, 3

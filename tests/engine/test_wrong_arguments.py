@@ -9,9 +9,9 @@ from torch import nn
 
 import shardwise
 from shardwise import deepspeed
+from shardwise.base.errors import ConfigError, MismatchError, UsageError
 from shardwise.cli.examples import named
 from shardwise.comm import default_group
-from shardwise.plan.errors import ConfigError, MismatchError, UsageError
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import CommError, ConfigError, MeshError, PlanError, UsageError
 from shardwise.parallel.expert.stacks import find_stacks
-from shardwise.plan.errors import CommError, ConfigError, MeshError, PlanError, UsageError
 from tests.foreign.models import batch, build
 from tests.foreign.wide import wide
 

@@ -33,7 +33,7 @@ import torch._dynamo
 import torch.distributed as dist
 import transformers
 
-import shardwise.engine.build  # noqa: F401 - with torch._dynamo half of a rank's time: once, before the forks
+import shardwise.engine.construction.build  # noqa: F401 - with torch._dynamo half of a rank's time: once, before the forks
 from shardwise.comm.world import join
 from tests.foreign.case import LAYOUTS, laid_out, plain
 from tests.foreign.models import classes, variants

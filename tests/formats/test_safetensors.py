@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from shardwise.base.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.formats.safetensors import SafetensorsWriter, read_header
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.deepspeed.their_checkpoint import find_step, rewrite
+from shardwise.base.errors import CheckpointError
+from shardwise.deepspeed.files.their_checkpoint import find_step, rewrite
 from shardwise.formats.safetensors import read_header
-from shardwise.plan.errors import CheckpointError
-from tests.deepspeed.test_their_checkpoint import Net, batches, loss_of, name_as_theirs, optimizer_of, save
+from tests.deepspeed.files.test_their_checkpoint import (
+    Net,
+    batches,
+    loss_of,
+    name_as_theirs,
+    optimizer_of,
+    save,
+)
 
 from .trial import Case, Kind, of_bytes
 

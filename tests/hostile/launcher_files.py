@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import DataError
 from shardwise.launch import failure
 from shardwise.launch.hosts import choose, read_hostfile
-from shardwise.plan.errors import DataError
 
 from .trial import RAW_JSON, Case, Kind, edited, of_bytes, of_json
 

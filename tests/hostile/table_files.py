@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
@@ -22,7 +23,6 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.plan.ragged import Ragged
 
 from .trial import Case, Kind, of_bytes, of_json
 

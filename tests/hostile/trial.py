@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.plan.errors import ShardwiseError
-from shardwise.plan.words import printable
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.words import printable
 
 CPU_SECONDS = 5.0
 _HANGS_SECONDS = 120.0

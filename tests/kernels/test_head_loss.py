@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.base.errors import UsageError
 from shardwise.kernels import head_loss as module
 from shardwise.kernels.cross_entropy import plain_cross_entropy
 from shardwise.kernels.head_loss import Tile, head_loss
-from shardwise.plan.errors import UsageError
 from tests.parallel.tensor.test_loss import LargestTensor
 
 ROWS, WIDTH, VOCABULARY = 23, 5, 11

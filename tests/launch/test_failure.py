@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base import errors
 from shardwise.launch import failure
 from shardwise.launch.failure import Failure, first
-from shardwise.plan import errors
 
 
 def at(rank: int, time_s: float, is_of_peers: bool = False) -> Failure:

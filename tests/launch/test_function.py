@@ -11,7 +11,7 @@ import os, signal, sys, time
 import torch
 from torch import nn
 import shardwise
-from shardwise.plan.errors import RankError, UsageError
+from shardwise.base.errors import RankError, UsageError
 
 data = torch.randn(8, 3)
 # This process has computed before, and has imported what each rank would import anew.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.launch import hosts as places
 from shardwise.launch.environment import Job, of_rank, seat
 from shardwise.launch.hosts import (
@@ -17,7 +18,6 @@ from shardwise.launch.hosts import (
     shares,
     visible_devices,
 )
-from shardwise.plan.errors import ConfigError, ShardwiseError, UsageError
 
 HOSTS = [Host("gpu1", (0, 1, 2, 3)), Host("gpu2", (0, 1))]
 

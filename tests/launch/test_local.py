@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import UsageError
 from shardwise.launch.local import Program, run
 from shardwise.launch.processes import of_job
-from shardwise.plan.errors import UsageError
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc"),
@@ -191,7 +191,7 @@ def test_an_answer_of_ours_is_one_line_with_its_own_exit_code(
     scripts: Scripts, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = """
-        from shardwise.plan.errors import ConfigError
+        from shardwise.base.errors import ConfigError
         raise ConfigError("zero.stage: 4 was given, expected 0 to 3")
     """
     assert scripts.run(text) == 2

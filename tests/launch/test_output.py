@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import shardwise.launch.output as module
+from shardwise.base.errors import ConfigError
 from shardwise.launch.output import Output, _Target
-from shardwise.plan.errors import ConfigError
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.ranks import RankPool
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
 from shardwise.memory import gradient_memory
 from shardwise.memory.gradient_memory import GradientMemory
+from tests.ranks import RankPool
 
 F32 = torch.float32
 

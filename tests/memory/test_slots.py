@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from shardwise.base.errors import UsageError
 from shardwise.memory.slots import SlotPool
-from shardwise.plan.errors import UsageError
 
 CPU = torch.device("cpu")
 WIDE = torch.float64

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.base.errors import ConfigError
 from shardwise.comm.world import World
 from shardwise.data import Loader
 from shardwise.data.masked import MaskedWindows
@@ -15,7 +16,6 @@ from shardwise.data.placed import SampleAt
 from shardwise.data.token_file import TokenFile, TokenWriter
 from shardwise.data.windows import TokenSpan, Windows
 from shardwise.models.bert import Bert, BertPolicy
-from shardwise.plan.errors import ConfigError
 
 TINY = BertPolicy(layers=2, width=8, heads=2, context=6, vocab=12, dropout=0)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.base.errors import UsageError
 from shardwise.kernels.dropout import EqualPart
-from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.plan.errors import UsageError
+from shardwise.passes.replay import BatchPosition, Replay
 
 POLICY = GptPolicy(family="gpt2", layers=2, width=8, heads=2, context=8, vocab=11, dropout=0.25)
 TOKENS = torch.arange(32).view(4, 8) % 11

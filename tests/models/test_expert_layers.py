@@ -11,8 +11,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from shardwise.base.errors import ConfigError, MismatchError
 from shardwise.models.expert_layers import expert_layer, export_layer, import_layer
-from shardwise.plan.errors import ConfigError, MismatchError
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_experts_per_tok": 3}
 DEEPSEEK = SIZES | {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError, MismatchError
 from shardwise.models.export import write_huggingface
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.models.source import gpt_policy_from_huggingface, open_weights
-from shardwise.plan.errors import ConfigError, MismatchError
 from tests.models.shapes import GPT2, LLAMA, restless, tokens
 
 # transformers and what it imports warn of their own deprecations.

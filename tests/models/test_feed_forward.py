@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.memory.replay import BatchPosition, Replay
-from shardwise.memory.tiles import TilesPolicy
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.models.dropout import replace_dropout
 from shardwise.models.feed_forward import feed_forward_parts
 from shardwise.models.tiles import tile_model
 from shardwise.parallel.expert.module import MixtureOfExperts
-from shardwise.plan.errors import PlanError, UsageError
+from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.tiles import TilesPolicy
 from tests.parallel.tensor.test_loss import LargestTensor
 
 WIDTH, HIDDEN = 6, 30

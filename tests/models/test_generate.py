@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import UsageError
 from shardwise.models.cache import Cache
 from shardwise.models.generate import choose, generate
 from shardwise.models.gpt import GptPolicy
-from shardwise.plan.errors import UsageError
 from tests.models.shapes import BOTH, LLAMA, NAMES, restless, tokens
 
 both = pytest.mark.parametrize("policy", BOTH, ids=NAMES)

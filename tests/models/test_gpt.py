@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwise.base.errors import ConfigError, PlanError, UsageError
 from shardwise.kernels.attention import plain_attention
 from shardwise.kernels.initializers import Constant, Normal
 from shardwise.models.gpt import Gpt, GptPolicy, RopeScaling, flops_per_token, parameter_count
 from shardwise.models.initial import draw
-from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from tests.models.shapes import BOTH, GPT2, LLAMA, NAMES, restless, tokens
 
 both = pytest.mark.parametrize("policy", BOTH, ids=NAMES)

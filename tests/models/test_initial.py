@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.base.errors import PlanError
 from shardwise.kernels import philox
 from shardwise.kernels.initializers import Constant, Initializer, Normal, Uniform
 from shardwise.models import initial
 from shardwise.models.initial import draw, draw_all, match_rules, torch_rules
-from shardwise.plan.errors import PlanError
 
 
 @pytest.mark.parametrize("rule", [Normal(0.02), Uniform(-0.5, 0.5), Constant(1.5)], ids=str)

@@ -8,11 +8,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from shardwise.base.errors import ConfigError
 from shardwise.models import build
 from shardwise.models.ctr.policy import CTR_POLICIES
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.models.policy import ModelPolicy, TargetPolicy, reads_clicks
-from shardwise.plan.errors import ConfigError
 
 adapter: TypeAdapter = TypeAdapter(ModelPolicy)
 

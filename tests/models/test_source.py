@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import CheckpointError, ConfigError, DamagedError, MismatchError
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.models.huggingface import joined_shape, parts_of
 from shardwise.models.source import WeightSource, gpt_policy_from_huggingface, open_weights
-from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
 from tests.models.shapes import BOTH, GPT2, LLAMA, NAMES, restless
 
 both = pytest.mark.parametrize("policy", BOTH, ids=NAMES)

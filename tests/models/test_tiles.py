@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import ConfigError, PlanError
 from shardwise.comm.trace import Count
 from shardwise.config.run import load
 from shardwise.models import Bert, BertPolicy, Gpt, GptPolicy
-from shardwise.plan.errors import ConfigError, PlanError
 from tests.parallel.tensor.test_loss import LargestTensor
 
 VOCABULARY = 512

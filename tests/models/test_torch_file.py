@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.formats.safetensors import SafetensorsWriter
 from shardwise.models.torch_file import read_torch_file, summary
-from shardwise.plan.errors import CheckpointError, DamagedError
 
 
 def saved(folder: Path, content: Any) -> Path:

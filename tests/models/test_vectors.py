@@ -10,11 +10,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from shardwise import Vectors
+from shardwise.base.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.cli.main import app
 from shardwise.comm.world import join
-from shardwise.engine import saved_tables
+from shardwise.engine.state import saved_tables
 from shardwise.models.vectors import StoredTable, write_vectors
-from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
 from tests.engine.tables_net import ROWS, Net, build, train
 
 

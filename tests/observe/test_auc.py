@@ -9,13 +9,13 @@ import torch
 from tests.ranks import RankPool
 from torch import Tensor
 
+from shardwise.base.errors import DataError
 from shardwise.comm.collectives import Clock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.observe import auc as module
 from shardwise.observe.auc import ClickMetrics, ClickScore, auc
-from shardwise.plan.errors import DataError
 
 
 def by_curve(scores: Tensor, labels: Tensor) -> float:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwise.base.errors import DataError
 from shardwise.observe.metrics import ClickRecord, MetricsFile, StepRecord, read
-from shardwise.plan.errors import DataError
 
 BEFORE = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
 HEADER = f"{BEFORE},forward_s,backward_s,update_s,loss_scale,expert_load,expert_drops,router_entropy"

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from shardwise.base.errors import ConfigError
 from shardwise.observe.metrics import ClickRecord, StepRecord, read
 from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, TensorBoardEvents, open_sinks
-from shardwise.plan.errors import ConfigError
 
 
 class Kept:

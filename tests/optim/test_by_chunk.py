@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.memory.tier import Tiers, threads_beside
 from shardwise.optim import by_chunk, flat
 from shardwise.optim.classes import from_policy
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
+from shardwise.tiers.tier import Tiers, threads_beside
 
 TOTAL = 5 * 64 + 37
 UNUSED: list[list[tuple[int, int]]] = [[], [(70, 211)], [(0, 3), (300, TOTAL)], []]

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from torch import nn, ones, optim
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
 from shardwise.optim.groups import OptimizerGroups
-from shardwise.plan.errors import ConfigError
 
 LRS = (0.4, 0.1)
 

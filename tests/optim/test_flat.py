@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.largest_made import LargestMade
 from torch import Tensor, optim
 
+from shardwise.base.errors import UsageError
 from shardwise.optim import flat_state
 from shardwise.optim.classes import from_policy, from_torch, update_rules
 from shardwise.optim.flat import FlatOptimizer
@@ -18,7 +19,6 @@ from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon
 from shardwise.optim.policy import READS, OptimizerPolicy
 from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.errors import UsageError
 from shardwise.plan.placement import Run
 from shardwise.plan.state_form import StateForm, stored_elements
 

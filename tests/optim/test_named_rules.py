@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.optim.named_rules import NamedRules
-from shardwise.plan.errors import UsageError
 
 
 def net() -> nn.Sequential:

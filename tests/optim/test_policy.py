@@ -2,10 +2,10 @@
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.rules import check
 from shardwise.config.run import RunConfig
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.plan.errors import ConfigError
 
 
 def policy() -> OptimizerPolicy:

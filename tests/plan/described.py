@@ -7,7 +7,6 @@ import torch
 
 from shardwise.compose.plan import Policies, make_plan
 from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec, positions_by_order
-from shardwise.memory.offload import OffloadPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
@@ -15,6 +14,7 @@ from shardwise.plan.placement import Block, Partial, Replicate, Shard
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
 from shardwise.precision.policy import PrecisionPolicy
+from shardwise.tiers.offload import OffloadPolicy
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 16, 4, 2, 32
 _ALONE, _ADDEND = OnAxis(Replicate(), Replicate()), OnAxis(Replicate(), Partial())

@@ -1,10 +1,10 @@
 import pytest
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
 from shardwise.plan.dataflow import timeline_of
-from shardwise.plan.errors import PlanError
 
 SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.SEND: 0.25, Kind.RECV: 0.5}
 

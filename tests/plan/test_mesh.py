@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.errors import MeshError
+from shardwise.base.errors import MeshError
 from shardwise.plan.mesh import DataParallelPolicy, Mesh, MeshPolicy
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

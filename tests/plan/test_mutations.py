@@ -13,8 +13,8 @@ import pytest
 import torch
 from tests.plan.described import model, plan
 
+from shardwise.base.errors import PlanError
 from shardwise.plan.action import DEAL, NORM, RECV, SEND, SUM, TRUST, Action, B, F, Kind
-from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard
 from shardwise.plan.plan import Plan

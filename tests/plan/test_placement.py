@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.errors import PlanError
+from shardwise.base.errors import PlanError
 from shardwise.plan.placement import (
     Block,
     ByHash,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.plan.errors import PlanError
+from shardwise.base.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Replicate, Shard
 from shardwise.plan.registry import Registry, TensorInfo

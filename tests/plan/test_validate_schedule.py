@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.passes import add_communication
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
 from shardwise.plan.dataflow import Lists
-from shardwise.plan.errors import PlanError
 from shardwise.plan.validate_schedule import validate_schedule
 
 MICROBATCHES = 4

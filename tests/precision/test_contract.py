@@ -13,8 +13,8 @@ from tests.parallel.zero.test_windows import raised
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import NonFiniteError
 from shardwise.comm.world import World
-from shardwise.plan.errors import NonFiniteError
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import ConfigError
 from shardwise.comm.world import World, join
 from shardwise.config.run import RunConfig
-from shardwise.deepspeed.recompute_calls import checkpoint
+from shardwise.deepspeed.training.recompute_calls import checkpoint
 from shardwise.kernels.rms_norm import rms_norm
-from shardwise.plan.errors import ConfigError
 from shardwise.precision import operations
 from shardwise.precision.operations import DtypeByOperation, functions_named
 from shardwise.precision.policy import PrecisionPolicy

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.run import RunConfig
-from shardwise.plan.errors import ConfigError
 from shardwise.precision.policy import Dtypes, PrecisionPolicy
 
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

@@ -8,8 +8,8 @@ from tests.parallel.zero.test_windows import raised
 from tests.precision.test_contract import Growing
 
 import shardwise
+from shardwise.base.errors import NonFiniteError
 from shardwise.comm.world import World
-from shardwise.plan.errors import NonFiniteError
 
 
 def start(world: World, stage: int, **precision: Any) -> Any:

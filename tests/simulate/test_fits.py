@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import ConfigError
 from shardwise.compose.plan import strategies_of
-from shardwise.engine import foresee as foreseeing
-from shardwise.engine.fits import Fit, Memory, budget, fits, longest
-from shardwise.engine.foresee import read
-from shardwise.memory.offload import OffloadPolicy
-from shardwise.memory.tier_cost import tier_traffic
+from shardwise.engine.fit import foresee as foreseeing
+from shardwise.engine.fit.fits import Fit, Memory, budget, fits, longest
+from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.errors import ConfigError
 from shardwise.simulate.rates import Rates
+from shardwise.tiers.offload import OffloadPolicy
+from shardwise.tiers.tier_cost import tier_traffic
 
 RATES = Rates(
     flops_s=1e10,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.world import World
 from shardwise.compose.plan import strategies_of
-from shardwise.engine.foresee import Known, read
+from shardwise.engine.fit.foresee import Known, read
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.pipeline.cost import bubble_s
 from shardwise.parallel.tensor.cost import elements_sent_per_pass

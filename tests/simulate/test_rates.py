@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError
 from shardwise.memory.direct_io import DirectFile
-from shardwise.plan.errors import ConfigError
 from shardwise.simulate.rates import measured_rates
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
-from shardwise.engine.foresee import foresee
+from shardwise.engine.fit.foresee import foresee
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.errors import UsageError
 from shardwise.simulate.passes import LiveBytes
 
 SHAPE: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "context": 64, "vocab": 256}

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError, TierError
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import Sizes
 from shardwise.checkpoint.load import Choose, Loaded, Loading, StepReader
@@ -35,7 +36,6 @@ from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.checkpoint.save import Contents, Saver, Saving
 from shardwise.checkpoint.steps import Folder, StepDirectory
 from shardwise.memory.pinned import pinned_empty
-from shardwise.plan.errors import CheckpointError, TierError
 
 
 class HostBuffer:

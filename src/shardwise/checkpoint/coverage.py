@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.layout import FileLayout, FileSlot
 from shardwise.checkpoint.manifest import ManifestTensor, StoredFile, StoredPiece
 from shardwise.formats.safetensors import CODES
 from shardwise.kernels.crc import crc32_combine
-from shardwise.plan.errors import CheckpointError
 
 
 class Extent(NamedTuple):

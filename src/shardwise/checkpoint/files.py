@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.plan.errors import CheckpointError
+from shardwise.base.errors import CheckpointError
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a FIFO must not hang
 _WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import shardwise.checkpoint.manifest as manifests
+from shardwise.base.errors import CheckpointError
+from shardwise.base.strict_json import read_object
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.load import Damage, StepReader
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import LATEST, Folder, open_step
 from shardwise.checkpoint.verify import verify
-from shardwise.plan.errors import CheckpointError
-from shardwise.plan.strict_json import read_object
 
 
 @dataclass(frozen=True)

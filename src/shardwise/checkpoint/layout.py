@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.piece import MODEL_KINDS, Spec
 from shardwise.formats.safetensors import encoded_header
-from shardwise.plan.errors import CheckpointError
 
 PAGE_BYTES = 4096
 

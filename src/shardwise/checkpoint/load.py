@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 import shardwise.checkpoint.manifest as manifests
+from shardwise.base.errors import CheckpointError, DamagedError, MismatchError, TierError
+from shardwise.base.strict_json import read_object
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, ManifestTensor
 from shardwise.checkpoint.peers import Coordinator
 from shardwise.checkpoint.piece import Flat, Item, bytes_of, check_pieces
 from shardwise.checkpoint.steps import Folder, StepDirectory, open_step, step_of
 from shardwise.kernels.crc import sum_for
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError, TierError
-from shardwise.plan.strict_json import read_object
 
 Choose = Sequence[Item] | Callable[[Manifest], Sequence[Item]]
 """Items to fill, or a function that returns them for the manifest of a step."""

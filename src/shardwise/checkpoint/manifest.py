@@ -26,11 +26,11 @@ import torch
 from pydantic import Field, model_validator
 
 from shardwise import __version__
+from shardwise.base.errors import CheckpointError, DamagedError
+from shardwise.base.strict_json import Count, StrictModel, read_object, validated
+from shardwise.base.words import plain_name
 from shardwise.checkpoint.piece import Spec, check_spec
 from shardwise.formats.safetensors import DTYPES
-from shardwise.plan.errors import CheckpointError, DamagedError
-from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
-from shardwise.plan.words import plain_name
 
 FORMAT = 1
 NAME = "manifest.json"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from shardwise.plan.errors import (
+from shardwise.base.errors import (
     CheckpointError,
     DamagedError,
     DamagedStateError,
@@ -25,7 +25,7 @@ from shardwise.plan.errors import (
     ShardwiseError,
     TierError,
 )
-from shardwise.plan.words import in_words
+from shardwise.base.words import in_words
 
 _END_S = 10.0
 """Seconds that rank 0 waits until the others have read the last text."""

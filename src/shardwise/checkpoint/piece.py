@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError
 from shardwise.formats.safetensors import CODES
-from shardwise.plan.errors import CheckpointError
 
 MODEL_KINDS = ("weight", "buffer")
 """Kinds that are stored whole under the model's own names; all other kinds are cut on the grid of ``layout``."""

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 
 class CheckpointPolicy(Policy):

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import shardwise.checkpoint.manifest as manifests
+from shardwise.base.errors import CheckpointError
+from shardwise.base.words import in_words
 from shardwise.checkpoint.coverage import Extent, FileSums, cut_at_blocks, stored_tensors, sum_up
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import FileLayout, FileSlot, Sizes, arrange, index_text
@@ -43,8 +45,6 @@ from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name, temporar
 from shardwise.formats.safetensors import CODES, DTYPES
 from shardwise.kernels.crc import Sum, sum_for
 from shardwise.observe.progress import bytes_text
-from shardwise.plan.errors import CheckpointError
-from shardwise.plan.words import in_words
 
 
 @dataclass(frozen=True)

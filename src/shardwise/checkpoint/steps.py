@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import shardwise.checkpoint.manifest as manifests
+from shardwise.base.errors import CheckpointError, DamagedError
+from shardwise.base.strict_json import JSON_BYTES
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.plan.errors import CheckpointError, DamagedError
-from shardwise.plan.strict_json import JSON_BYTES
 
 _STEP = re.compile(r"step_(\d{8,15})(\.old-[0-9a-f]+)?", re.ASCII)
 _STALE = re.compile(r"step_\d{8,15}\.tmp-.*|\.trash-.*", re.ASCII)

@@ -10,13 +10,13 @@ Cost: one read of the step and its CRC-32, 1 to 2 GB/s per core.
 from pathlib import Path
 
 import shardwise.checkpoint.manifest as manifests
+from shardwise.base.errors import CheckpointError, DamagedError
+from shardwise.base.strict_json import JSON_BYTES
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.load import Damage, StepReader
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import open_step
 from shardwise.formats.safetensors import CODES, StoredTensor, header_of
-from shardwise.plan.errors import CheckpointError, DamagedError
-from shardwise.plan.strict_json import JSON_BYTES
 
 
 def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:

@@ -4,7 +4,7 @@
     data            opened as the run would: text is tokenised and clicks are packed into the cache that it then uses
     model           built on meta (the user's own as it comes), cut for one rank of each pipeline stage
     bytes           of model state on a rank, beside what is free here
-    memory          with --memory: the memory of a step, and changes that would make it fit (engine/fits.py); only text
+    memory          with --memory: the memory of a step, and changes that would make it fit (engine/fit/fits.py); only text
 
 Every fault ends the check as it would end the run, with the same message and exit code. Nothing else is written.
 """
@@ -20,6 +20,7 @@ import torch
 import yaml
 from torch import nn
 
+from shardwise.base.errors import MismatchError, UsageError
 from shardwise.cli.click_trainer import with_steps
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import side_of
@@ -32,18 +33,17 @@ from shardwise.config.run import RunConfig, read_file
 from shardwise.data import DataPolicy, build
 from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
-from shardwise.engine.fits import Fit, Memory, budget, fits
-from shardwise.engine.foresee import Outlook, examine_step, foresee
+from shardwise.engine.fit.fits import Fit, Memory, budget, fits
+from shardwise.engine.fit.foresee import Outlook, examine_step, foresee
 from shardwise.launch.local import check_ranks
-from shardwise.memory.scratch_folder import check_folder
 from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.plan import bytes_by_tier
+from shardwise.tiers.scratch_folder import check_folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A microbatch is weighted by its samples; in the last step of the last epoch it may have none. Evaluations compute the
 exact AUC and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early_stop`` uses the AUC. Keys are
-exchanged ``tables.prefetch_steps`` steps ahead, in training and in evaluations (engine/prefetch.py).
+exchanged ``tables.prefetch_steps`` steps ahead, in training and in evaluations (engine/step/prefetch.py).
 """
 
 import functools
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import UsageError
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.trainer import Opened, Reading, Throughput, Trainer
 from shardwise.comm.world import World
@@ -21,7 +22,7 @@ from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
 from shardwise.data.batched import Watch
 from shardwise.data.clicks import ClickPolicy, build_clicks
-from shardwise.engine.step import StepResult
+from shardwise.engine.step.end import StepResult
 from shardwise.models import TargetPolicy, build_ctr
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
@@ -32,7 +33,6 @@ from shardwise.observe.metrics import ClickRecord
 from shardwise.optim.schedule_policy import ends_at, lacks_end
 from shardwise.parallel.embedding.planner import Choice
 from shardwise.parallel.embedding.rows import Tally
-from shardwise.plan.errors import UsageError
 
 _log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ def command(
     """Print the keys of a configuration: default, type, unit and description of each."""
     import json
 
+    from shardwise.base.errors import UsageError
     from shardwise.config import keys
-    from shardwise.plan.errors import UsageError
 
     if as_yaml + as_schema + as_json > 1 or (key is not None and (as_yaml or as_schema)):
         raise UsageError("config: give one of --yaml, --schema and --json; KEY goes with --json or alone")

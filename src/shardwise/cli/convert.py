@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, UsageError
-from shardwise.plan.regular_files import expanded
-from shardwise.plan.words import counted, printable
+from shardwise.base.errors import CheckpointError, ConfigError, DamagedError, UsageError
+from shardwise.base.regular_files import expanded
+from shardwise.base.words import counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,7 +124,7 @@ def command(
 
 
 def _from_deepspeed(source: Path, out: Path) -> None:
-    from shardwise.deepspeed.their_checkpoint import convert, find_step
+    from shardwise.deepspeed.files.their_checkpoint import convert, find_step
 
     step = find_step(source)
     if step is None:
@@ -361,7 +361,7 @@ def _save_start(out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "
 
 def _export_tables(step: Path, out: Path) -> None:
     from shardwise.checkpoint import verify
-    from shardwise.engine.saved_tables import tables_in
+    from shardwise.engine.state.saved_tables import tables_in
     from shardwise.models.vectors import write_vectors
     from shardwise.observe.progress import count_text
 

@@ -3,9 +3,9 @@
 import logging
 from typing import Any
 
+from shardwise.base.words import counted
 from shardwise.config.run import RunConfig
 from shardwise.observe.early_stop import EarlyStop, EarlyStopPolicy
-from shardwise.plan.words import counted
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import shardwise
-from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.base.errors import ConfigError, UsageError
 
 FOLDER = Path(shardwise.__file__).parent / "examples"
 

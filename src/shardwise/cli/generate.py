@@ -36,9 +36,9 @@ def command(
     """Continue a prompt with the newest checkpoint of a run."""
     import torch
 
+    from shardwise.base.words import printable
     from shardwise.cli.trained import open_trained
     from shardwise.models.generate import generate
-    from shardwise.plan.words import printable
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     trained = open_trained(source, device or torch.device("cpu"))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from shardwise.base.errors import UsageError
+from shardwise.base.target import load_target
 from shardwise.cli.click_trainer import logits_in
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.trainer import Opened, Throughput, Trainer
@@ -21,15 +23,13 @@ from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
 from shardwise.data.images import ImagePolicy, LabelsAlone, build_images
-from shardwise.engine.step import StepResult
+from shardwise.engine.step.end import StepResult
 from shardwise.models import TargetPolicy, build_image_model
 from shardwise.models import build as build_model
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ImageRecord
 from shardwise.parallel.pipeline.layers import Layers
-from shardwise.plan.errors import UsageError
-from shardwise.plan.target import load_target
 
 _log = logging.getLogger(__name__)
 

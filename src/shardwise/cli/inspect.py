@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.plan.words import printable
+from shardwise.base.words import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ def _show_folder(console: "Console", folder: "FolderSummary") -> None:
 
 
 def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
-    from shardwise.engine.saved_state import SavedState
+    from shardwise.engine.state.saved_state import SavedState
     from shardwise.observe.progress import bytes_text, count_text
 
     def say(text: str, style: str = "") -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.plan.errors import UsageError
-from shardwise.plan.regular_files import read_small_file
-from shardwise.plan.words import counted
+from shardwise.base.errors import UsageError
+from shardwise.base.regular_files import read_small_file
+from shardwise.base.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

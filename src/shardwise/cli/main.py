@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 import shardwise
+from shardwise.base.errors import ShardwiseError
 from shardwise.cli import config, convert, examples, generate, inspect, launch, train
 from shardwise.launch.failure import exit_code, headline, users_part
 from shardwise.launch.report import show_answer
 from shardwise.launch.terminal import lasting_console, open_standard_streams
-from shardwise.plan.errors import ShardwiseError
 
 app = typer.Typer(
     help="Train PyTorch models that are larger than the hardware at hand.",

@@ -21,7 +21,7 @@ from shardwise.config.auto import resolve
 from shardwise.data import DataPolicy
 from shardwise.data.clicks import ClickPolicy
 from shardwise.data.images import ImagePolicy
-from shardwise.engine.monitor import Monitor
+from shardwise.engine.step.monitor import Monitor
 from shardwise.launch.environment import is_in_job
 from shardwise.launch.terminal import lasting_console
 from shardwise.observe.lanes_picture import draw_picture as draw_lanes

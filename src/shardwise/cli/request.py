@@ -4,9 +4,9 @@ import json
 import shlex
 from dataclasses import asdict, dataclass
 
+from shardwise.base.errors import ConfigError
 from shardwise.cli.examples import named
 from shardwise.config.run import RunConfig, load
-from shardwise.plan.errors import ConfigError
 
 
 @dataclass(frozen=True)

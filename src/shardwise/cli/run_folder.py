@@ -37,13 +37,13 @@ from typing import Any
 
 import yaml
 
+from shardwise.base.errors import ConfigError, UsageError
+from shardwise.base.regular_files import read_small_file, read_small_text, write_small_file
+from shardwise.base.words import in_words, printable
 from shardwise.checkpoint.files import Files, lies_at
 from shardwise.checkpoint.steps import Folder, steps_at
 from shardwise.config.run import RunConfig, read_file
 from shardwise.observe.log import log_path
-from shardwise.plan.errors import ConfigError, UsageError
-from shardwise.plan.regular_files import read_small_file, read_small_text, write_small_file
-from shardwise.plan.words import in_words, printable
 
 _STARTS = 100
 """Most earlier starts in run.json."""

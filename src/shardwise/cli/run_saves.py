@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import CheckpointError
 from shardwise.engine.engine import Engine
-from shardwise.plan.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.words import printable
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.trainer import Opened, Reading, Trainer
 from shardwise.comm.world import World
@@ -20,7 +22,7 @@ from shardwise.config.run import RunConfig
 from shardwise.data import Corpus, DataPolicy, build
 from shardwise.data.masked import MaskedWindows
 from shardwise.data.windows import Windows
-from shardwise.engine.step import StepResult
+from shardwise.engine.step.end import StepResult
 from shardwise.models import BertPolicy, Gpt, GptPolicy, TargetPolicy, flops_per_token
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
@@ -28,8 +30,6 @@ from shardwise.observe.flops import Counter, flops_text, measured_peak, mfu, pea
 from shardwise.observe.memory import available_bytes, taken
 from shardwise.observe.metrics import StepRecord
 from shardwise.parallel.expert.loads import summary_of
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.words import printable
 
 _log = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ def command(
 
     request = Request(config, tuple(overrides or ()), resume, profile, ranks)
     if (as_json or memory) and not check:
-        from shardwise.plan.errors import UsageError
+        from shardwise.base.errors import UsageError
 
         raise UsageError(
             "train: --json goes with --check; the numbers of a run are in its metrics.csv"

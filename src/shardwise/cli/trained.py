@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.base.errors import CheckpointError, MismatchError, UsageError
 from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest, StepSummary, describe
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
-from shardwise.engine.saved_state import SavedState
+from shardwise.engine.state.saved_state import SavedState
 from shardwise.models import Gpt, GptPolicy, TargetPolicy
 from shardwise.models.huggingface import joined_shape, parts_of
-from shardwise.plan.errors import CheckpointError, MismatchError, UsageError
 
 
 class TrainedModel(NamedTuple):

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import DataError, MismatchError, UsageError
 from shardwise.cli.evaluations import Evaluations
 from shardwise.cli.profile import StepProfile
 from shardwise.cli.run_folder import RunFolder
@@ -33,11 +34,10 @@ from shardwise.config.run import RunConfig
 from shardwise.data import Loader, evaluation_batches
 from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
-from shardwise.engine.foresee import examine_step
-from shardwise.engine.step import StepResult
+from shardwise.engine.fit.foresee import examine_step
+from shardwise.engine.step.end import StepResult
 from shardwise.observe.metrics import Record, Sink
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.errors import DataError, MismatchError, UsageError
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import bytes_by_tier
 from shardwise.plan.timeline import Timeline

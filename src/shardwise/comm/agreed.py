@@ -11,7 +11,7 @@ itself contains whether it is kept, so that both ends do the same.
 import json
 import zlib
 
-from shardwise.plan.errors import PlanError
+from shardwise.base.errors import PlanError
 
 _KEPT = 4096
 """Headers kept for one direction. Both ends keep them in the same order, and so drop the same headers."""

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.store import missing_keys
+from shardwise.base.errors import CommError, DeadlineError
+from shardwise.base.words import named_ranks
+from shardwise.comm.rendezvous.store import missing_keys
 from shardwise.comm.watch import Watch, Words
-from shardwise.plan.errors import CommError, DeadlineError
-from shardwise.plan.words import named_ranks
 
 _SLICE_S = 0.05
 """Interval in seconds at which a thread that waits for texts checks the verdict."""

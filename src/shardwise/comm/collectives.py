@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.base.errors import CommError, DeadlineError, UsageError
 from shardwise.comm.equality import are_equal, terms
 from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import Communicator, Flight
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
 from shardwise.comm.watch import Patience, Watch, advice
-from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
 _PIECE_BYTES = 16 << 20
 _SLICE_S = 0.25

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import CommError, DeadlineError
 from shardwise.memory.streams import passed
-from shardwise.plan.errors import CommError, DeadlineError
 
 
 class Communicator:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import ConfigError
 from shardwise.comm.board import Board
 from shardwise.comm.collectives import Group, TorchTransport, Transport
 from shardwise.comm.groups import GROUP_TIMEOUT_S, backends, end_groups, make_group
@@ -22,7 +23,6 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.comm.shared_ring import meet
 from shardwise.memory.leftovers import LEFTOVERS
-from shardwise.plan.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

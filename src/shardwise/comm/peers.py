@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.base.errors import CommError, DeadlineError, UsageError
 from shardwise.comm.agreed import Headers
 from shardwise.comm.collectives import DONE, Group, Pending
 from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import Communicator
 from shardwise.comm.shared_ring import Call, RingLayout, Rings
 from shardwise.comm.trace import Purpose
-from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
 RING = RingLayout(ranks=2, slots=64, slot_bytes=256 << 10)
 """Memory of one rank of a pair: the bytes that it may send ahead of the other's receiving."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 LONGEST_WAIT_S = 300.0
 """Least seconds that ``timeout_s: auto`` waits for a rank that is working."""

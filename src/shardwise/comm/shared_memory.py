@@ -33,9 +33,9 @@ from mmap import PAGESIZE
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CommError, UsageError
 from shardwise.comm.collectives import DONE, Pending
 from shardwise.comm.shared_ring import HEAD_BYTES, Call, RingLayout, Rings, SharedMemoryUnavailable, meet
-from shardwise.plan.errors import CommError, UsageError
 
 __all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable"]
 

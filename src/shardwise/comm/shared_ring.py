@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.plan.errors import CommError, DeadlineError
+from shardwise.base.errors import CommError, DeadlineError
 
 _LINE_BYTES = 128
 """Distance of two semaphores: two ranks never write one cache line, nor the pair of lines that is prefetched."""

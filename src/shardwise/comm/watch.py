@@ -46,12 +46,12 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
+from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm.flights import Flights
-from shardwise.comm.handshake import Who
-from shardwise.comm.process import Pulse, calls_of, has_ended, seconds_of, stack_of, state_of
-from shardwise.comm.stack_file import StackFile, stack_by_signal
-from shardwise.comm.store import SealedStore, Talker
-from shardwise.plan.errors import CommError, DeadlineError
+from shardwise.comm.rendezvous.handshake import Who
+from shardwise.comm.rendezvous.process import Pulse, calls_of, has_ended, seconds_of, stack_of, state_of
+from shardwise.comm.rendezvous.stack_file import StackFile, stack_by_signal
+from shardwise.comm.rendezvous.store import SealedStore, Talker
 
 _log = logging.getLogger(__name__)
 

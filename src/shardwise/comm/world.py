@@ -1,6 +1,6 @@
 """World: the rank of this process, and its connections to the other ranks.
 
-``join`` finds the rank (comm/seat.py), waits for the other ranks at the store (comm/handshake.py) and creates torch's
+``join`` finds the rank (comm/rendezvous/seat.py), waits for the other ranks at the store (comm/rendezvous/handshake.py) and creates torch's
 default process group, or adopts the group that exists. It may be called any number of times in one job: each World has
 a part of the store of its own (comm/board.py), so that texts of two engines never mix, and groups of its own
 (comm/links.py), which end with it. ``World.among`` is a World of some of the ranks.
@@ -29,10 +29,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import handshake
+from shardwise.base.errors import CommError, UsageError
 from shardwise.comm.board import Board
 from shardwise.comm.collectives import Clock, Group, TorchTransport
-from shardwise.comm.device import choose_device
 from shardwise.comm.groups import (
     GROUP_TIMEOUT_S,
     backend_of_default,
@@ -41,17 +40,18 @@ from shardwise.comm.groups import (
     is_made_here,
     keep_with_default,
 )
-from shardwise.comm.hosts import levels_of, numbered
-from shardwise.comm.jobs import JobThread
 from shardwise.comm.links import Links
 from shardwise.comm.peers import Peers
 from shardwise.comm.policy import CommPolicy
-from shardwise.comm.seat import LOOPBACK, Seat, find_seat
+from shardwise.comm.rendezvous import handshake
+from shardwise.comm.rendezvous.device import choose_device
+from shardwise.comm.rendezvous.hosts import levels_of, numbered
+from shardwise.comm.rendezvous.jobs import JobThread
+from shardwise.comm.rendezvous.seat import LOOPBACK, Seat, find_seat
+from shardwise.comm.rendezvous.store import SealedStore, root_of, say_farewell
 from shardwise.comm.shared_memory import SharedMemoryTransport
-from shardwise.comm.store import SealedStore, root_of, say_farewell
 from shardwise.comm.trace import Traffic
 from shardwise.comm.watch import Watch
-from shardwise.plan.errors import CommError, UsageError
 from shardwise.plan.mesh import Mesh
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ and on each stage:
     13 casts           last, at the root: hooks run in the order in which they were registered, so that the hooks of the
                        Units see inputs as the user passed them and the module's own code sees cast inputs
 
-The engine's build (engine/build.py) calls these two functions and changes a module in no other way.
+The engine's build (engine/construction/build.py) calls these two functions and changes a module in no other way.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -33,13 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.base.errors import PlanError
 from shardwise.comm.collectives import Group
 from shardwise.compose.describe import Described, blocks_of
-from shardwise.memory.activations import Activations
-from shardwise.memory.alike import Alike
-from shardwise.memory.recompute import RecomputePolicy, apply_recompute
-from shardwise.memory.replay import Replay
-from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
 from shardwise.parallel.embedding.collection import as_before
@@ -59,7 +55,11 @@ from shardwise.parallel.tensor.region import Region
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.unit_state import UnitState
-from shardwise.plan.errors import PlanError
+from shardwise.passes.recompute import RecomputePolicy, apply_recompute
+from shardwise.passes.replay import Replay
+from shardwise.passes.tiles import TilesPolicy
+from shardwise.tiers.activations import Activations
+from shardwise.tiers.alike import Alike
 
 RunStage = Callable[[Callable[[nn.Module], Any], Any, Hashable], Any]
 """Function of (call of the model, input from the stage before, kind of batch) that returns the input of the next stage,

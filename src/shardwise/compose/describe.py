@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.base.errors import PlanError
+from shardwise.base.names import chosen_by, matching
 from shardwise.compose.spec import Blocks, BufferSpec, ExpertLayer, ModelSpec, OnAxis, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.apply import mixtures
@@ -25,9 +27,7 @@ from shardwise.parallel.tensor.layout import Table, owners, places
 from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.modules import check_callable, check_memory, holdings, unit_names
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.names import chosen_by, matching
 from shardwise.plan.placement import Cut, Shard, local_shape
 from shardwise.precision.resolve import shared_buffers_of
 

@@ -29,8 +29,10 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.base.errors import PlanError
+from shardwise.base.names import matching
+from shardwise.base.words import counted
 from shardwise.compose.spec import ModelSpec
-from shardwise.memory.offload import OffloadPolicy
 from shardwise.optim.average import EMA
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding
@@ -40,7 +42,6 @@ from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, Kind
 from shardwise.plan.dataflow import Lists
-from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import (
     Boundary,
     Prefetch,
@@ -53,15 +54,14 @@ from shardwise.plan.lists import (
     with_fetches,
 )
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
-from shardwise.plan.names import matching
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
 from shardwise.plan.plan import Plan, RankClass, RowExchange, class_of
 from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
 from shardwise.plan.slices import Slices
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from shardwise.plan.validate import validate_plan
-from shardwise.plan.words import counted
 from shardwise.precision.policy import Dtypes, PrecisionPolicy
+from shardwise.tiers.offload import OffloadPolicy
 
 
 class StageOrder(NamedTuple):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
-from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import DENSE, EXPERT, StateAxes
 from shardwise.plan.placement import Placement
 

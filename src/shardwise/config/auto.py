@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
+from shardwise.base.errors import ConfigError
 from shardwise.config.batch import BatchPolicy
 from shardwise.config.rules import check
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.optim.schedule_policy import ends_at, lacks_end, needs_end
-from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import Mesh
 
 _PREFETCH_BYTES = 64 << 20

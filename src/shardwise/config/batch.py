@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.policy import Policy
 from shardwise.observe.early_stop import EarlyStopPolicy
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.policy import Policy
 
 _ACCUMULATION_LIMIT = 65_536
 """Microbatches of one step on a rank, at most, because the plan has several Actions for each microbatch."""

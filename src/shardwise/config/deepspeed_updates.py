@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
+from shardwise.base.policy import nearest
 from shardwise.config.deepspeed_keys import ONE_BIT_TYPES
 from shardwise.config.deepspeed_values import KeyValues, some, whole_number
-from shardwise.plan.policy import nearest
 
 _OPTIMIZER_TYPES = (
     *("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "Muon"),

@@ -22,10 +22,10 @@ import yaml
 from pydantic import Tag
 from pydantic.fields import FieldInfo
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.policy import Policy, nearest
 from shardwise.config.foreign_keys import FOREIGN_KEYS, FORMER_KEYS
 from shardwise.config.run import ONE_WORD, RunConfig
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.policy import Policy, nearest
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 _ENDINGS = {"_s": "seconds", "_bytes": "bytes", "_steps": "steps", "_tokens": "tokens", "_samples": "samples"}

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch.compiler
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.policy import nearest
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.data.images.policy import ImagePolicy
@@ -17,8 +19,6 @@ from shardwise.models.gpt import GptPolicy
 from shardwise.models.policy import reads_clicks, reads_images
 from shardwise.optim.schedule_policy import SchedulePolicy
 from shardwise.parallel.embedding.policy import TableOptions
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.policy import nearest
 
 
 class Rule(NamedTuple):

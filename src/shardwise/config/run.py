@@ -16,6 +16,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, PositiveFloat, PrivateAttr, ValidationError, model_validator
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.policy import UNKNOWN, Policy, nearest
+from shardwise.base.regular_files import read_small_file
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
 from shardwise.config.batch import BatchPolicy, TrainPolicy
@@ -23,9 +26,6 @@ from shardwise.config.deepspeed import SHARED, from_base64, is_deepspeed, transl
 from shardwise.config.foreign_keys import FOREIGN_VALUES, known_elsewhere
 from shardwise.config.relaxed_json import read_json
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
-from shardwise.memory.offload import OffloadPolicy
-from shardwise.memory.recompute import RecomputePolicy
-from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.policy import ModelPolicy, TargetPolicy, reads_clicks, reads_images
 from shardwise.observe.module_profile import ModuleProfilePolicy
 from shardwise.observe.sinks import MonitorPolicy
@@ -37,11 +37,11 @@ from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.errors import ConfigError
+from shardwise.passes.recompute import RecomputePolicy
+from shardwise.passes.tiles import TilesPolicy
 from shardwise.plan.mesh import MeshPolicy
-from shardwise.plan.policy import UNKNOWN, Policy, nearest
-from shardwise.plan.regular_files import read_small_file
 from shardwise.precision.policy import PrecisionPolicy
+from shardwise.tiers.offload import OffloadPolicy
 
 ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "init_from": "path"}
 """The key that a single word sets, for policies that accept a single word."""

@@ -30,12 +30,12 @@ from torch.utils.data import (
     default_collate,
 )
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.draws import Draws
 from shardwise.data.placed import PlacedDataset, SampleAt, placed_batches
 from shardwise.data.sampler import key_of
 from shardwise.data.windows import Windows
 from shardwise.data.workers import PendingBlocks, from_workers
-from shardwise.plan.errors import ConfigError, DataError
 
 Collate = Callable[[list[Any]], Any]
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError
 from shardwise.data.feed import Cursor, Fetched
 from shardwise.data.sampler import Sampler, Share
-from shardwise.plan.errors import DataError
 
 STEPS_AHEAD = 2
 

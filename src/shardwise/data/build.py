@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import expanded
+from shardwise.base.target import call_target
 from shardwise.data.policy import DataPolicy
 from shardwise.data.text import Progress, open_source
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.data.windows import TokenSpan, Windows, hold_out
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import expanded
-from shardwise.plan.target import call_target
 
 
 @dataclass(frozen=True)

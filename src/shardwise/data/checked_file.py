@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from shardwise.plan.errors import DataError
+from shardwise.base.errors import DataError
 
 PREFIX = struct.Struct("<8sIII")
 """Magic, version, length and CRC-32 of the header."""

@@ -11,13 +11,13 @@ is
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from shardwise.base.errors import DataError
 from shardwise.data.adopt import Collate, Mapped, Stream, adopt, samples_in
 from shardwise.data.batched import BatchedDataset, evaluation_blocks
 from shardwise.data.draws import Draws
 from shardwise.data.feed import read_stream
 from shardwise.data.placed import SampleAt
 from shardwise.data.sampler import key_of
-from shardwise.plan.errors import DataError
 
 
 class Weighted(NamedTuple):

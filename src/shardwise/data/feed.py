@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
+from shardwise.base.errors import ConfigError, DataError, UsageError
 from shardwise.data.adopt import Mapped, Stream, samples_in
 from shardwise.data.draws import Draws
 from shardwise.data.placed import SampleAt
 from shardwise.data.sampler import Sampler, Share, key_of
 from shardwise.data.workers import FAULTS, worker_error
-from shardwise.plan.errors import ConfigError, DataError, UsageError
 
 Cursor = dict[str, int]
 

@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.adopt import Collate, Mapped, adopt
 from shardwise.data.batched import STEPS_AHEAD, BatchedDataset, BatchedFeed, Watch
 from shardwise.data.feed import Feed, Fetched, MapFeed, StreamFeed
 from shardwise.data.sampler import Share
-from shardwise.plan.errors import ConfigError, DataError
 
 _STEPS_AHEAD = 1
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from shardwise.base.errors import DataError
 from shardwise.data.workers import PendingBlocks, from_workers
-from shardwise.plan.errors import DataError
 
 
 class SampleAt(NamedTuple):

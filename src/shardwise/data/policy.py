@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from shardwise.base.policy import Policy
 from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.data.images.policy import ImagePolicy
-from shardwise.plan.policy import Policy
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 

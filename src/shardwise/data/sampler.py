@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.plan.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError, DataError
 
 _ROUNDS = 8
 _U64 = npt.NDArray[np.uint64]

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError, SourceError
+from shardwise.base.regular_files import expanded, open_regular
+from shardwise.base.words import in_words
 from shardwise.data.token_file import SUFFIX, TokenFile, TokenWriter, is_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
-from shardwise.plan.errors import DataError, SourceError
-from shardwise.plan.regular_files import expanded, open_regular
-from shardwise.plan.words import in_words
 
 STDLIB = "stdlib"
 _PIECE_BYTES = 1 << 20

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import open_regular
+from shardwise.base.strict_json import Count, StrictModel, read_object, validated
 from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular
-from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".tokens"
 MAGIC = b"SHDWTOKN"

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.plan.errors import DataError, SourceError
-from shardwise.plan.regular_files import expanded, read_small_file
-from shardwise.plan.words import in_words
+from shardwise.base.errors import DataError, SourceError
+from shardwise.base.regular_files import expanded, read_small_file
+from shardwise.base.words import in_words
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _LIMIT_BYTES = 64 << 20

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shardwise.base.errors import DataError
 from shardwise.data.token_file import TokenFile
-from shardwise.plan.errors import DataError
 
 
 class TokenSpan(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from shardwise.plan.errors import DataError
+from shardwise.base.errors import DataError
 
 FAULTS = (RuntimeError, OSError, EOFError)
 """Exceptions that torch raises when a worker has ended."""

@@ -27,9 +27,9 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, NoReturn
 
+from shardwise.base.errors import UsageError
 from shardwise.deepspeed.absent_names import ABSENT, AREAS, WHY, is_absent
 from shardwise.deepspeed.names import NAMES, OTHERS, Refused, Value
-from shardwise.plan.errors import UsageError
 
 _OURS = "shardwise.deepspeed"
 _TOLD = ("__version", "__git")

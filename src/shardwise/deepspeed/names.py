@@ -1,6 +1,6 @@
 """The table of DeepSpeed's names: for each dotted path and name, the object of this package that implements the name.
 
-    NAMES["ops.adam"]["FusedAdam"] = "deepspeed.optimizer_classes:FusedAdam"
+    NAMES["ops.adam"]["FusedAdam"] = "deepspeed.training.optimizer_classes:FusedAdam"
 
 A home is ``module:attribute``, below ``shardwise`` or in torch. ``Refused`` marks a name that may be imported but is
 not supported: a use raises an error that says what to do instead. ``OTHERS`` contains the module in which a path
@@ -67,25 +67,25 @@ _BY_TOKENS = (
 )
 
 _ENGINE: Rows = {
-    "DeepSpeedEngine": "deepspeed.engine:DeepSpeedEngine",
-    "DeepSpeedOptimizerCallable": "deepspeed.build:Optimizer",
-    "DeepSpeedSchedulerCallable": "deepspeed.build:Scheduler",
+    "DeepSpeedEngine": "deepspeed.training.engine:DeepSpeedEngine",
+    "DeepSpeedOptimizerCallable": "deepspeed.training.build:Optimizer",
+    "DeepSpeedSchedulerCallable": "deepspeed.training.build:Scheduler",
 }
-_LOGS = _all("logs", "logger log_dist log_dist_once set_log_level_from_string")
+_LOGS = _all("calls.logs", "logger log_dist log_dist_once set_log_level_from_string")
 _FRAGMENTS = _all(
-    "fragments",
+    "files.fragments",
     "safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_optimizer_state safe_set_full_optimizer_state "
     "safe_get_full_grad safe_set_full_grad safe_update_full_grad_vectorized safe_get_local_fp32_param "
     "safe_set_local_fp32_param safe_get_local_optimizer_state safe_set_local_optimizer_state safe_get_local_grad "
     "safe_set_local_grad",
 )
 _LEAVES = _all(
-    "leaf_modules",
+    "training.leaf_modules",
     "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix set_z3_leaf_module "
     "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module",
 )
 _GROUPS = _all(
-    "groups",
+    "calls.groups",
     "get_data_parallel_rank get_data_parallel_world_size get_data_parallel_group get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size get_tensor_model_parallel_src_rank get_tensor_model_parallel_group "
     "_get_sequence_parallel_world_size _get_sequence_parallel_rank _get_sequence_parallel_group "
@@ -93,35 +93,35 @@ _GROUPS = _all(
     "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
     "_get_max_expert_size _get_max_expert_size_name _get_expert_parallel_ranks",
 ) | {
-    "get_model_parallel_rank": "deepspeed.groups:get_tensor_model_parallel_rank",
-    "get_model_parallel_world_size": "deepspeed.groups:get_tensor_model_parallel_world_size",
-    "get_model_parallel_group": "deepspeed.groups:get_tensor_model_parallel_group",
-    "_get_data_parallel_rank": "deepspeed.groups:get_data_parallel_rank",
-    "_get_data_parallel_world_size": "deepspeed.groups:get_data_parallel_world_size",
-    "_get_data_parallel_group": "deepspeed.groups:get_data_parallel_group",
-    "_get_sequence_data_parallel_rank": "deepspeed.groups:get_data_parallel_rank",
-    "_get_sequence_data_parallel_world_size": "deepspeed.groups:get_data_parallel_world_size",
-    "_get_sequence_data_parallel_group": "deepspeed.groups:get_data_parallel_group",
+    "get_model_parallel_rank": "deepspeed.calls.groups:get_tensor_model_parallel_rank",
+    "get_model_parallel_world_size": "deepspeed.calls.groups:get_tensor_model_parallel_world_size",
+    "get_model_parallel_group": "deepspeed.calls.groups:get_tensor_model_parallel_group",
+    "_get_data_parallel_rank": "deepspeed.calls.groups:get_data_parallel_rank",
+    "_get_data_parallel_world_size": "deepspeed.calls.groups:get_data_parallel_world_size",
+    "_get_data_parallel_group": "deepspeed.calls.groups:get_data_parallel_group",
+    "_get_sequence_data_parallel_rank": "deepspeed.calls.groups:get_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size": "deepspeed.calls.groups:get_data_parallel_world_size",
+    "_get_sequence_data_parallel_group": "deepspeed.calls.groups:get_data_parallel_group",
 }
 _PARTITIONED = {
     **_all(
-        "partitioned",
+        "files.partitioned",
         "GatheredParameters register_external_parameter unregister_external_parameter unwrap_model_for_generation",
     ),
-    **_all("enums", "ZeroParamStatus ZeroParamType"),
-    **_all("construction", "Init"),
-    "MiCS_Init": "deepspeed.construction:Init",
+    **_all("calls.enums", "ZeroParamStatus ZeroParamType"),
+    **_all("training.construction", "Init"),
+    "MiCS_Init": "deepspeed.training.construction:Init",
 }
 _ESTIMATES_2 = _all(
-    "memory_estimates",
+    "calls.memory_estimates",
     "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold",
 )
 _ESTIMATES_3 = _all(
-    "memory_estimates",
+    "calls.memory_estimates",
     "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
 )
 _COMM = _all(
-    "collectives",
+    "calls.collectives",
     "init_distributed is_initialized is_available get_rank get_world_size get_local_rank get_world_group "
     "get_global_rank get_all_ranks_from_group inference_all_reduce allgather_fn reduce_scatter_fn "
     "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced has_coalescing_manager "
@@ -129,31 +129,33 @@ _COMM = _all(
 )
 _CHECKPOINTING = {
     **_all(
-        "recompute_calls",
+        "training.recompute_calls",
         "configure is_configured reset set_num_layers partition_activations_in_checkpoint checkpoint "
         "non_reentrant_checkpoint",
     ),
     **_all(
-        "random_streams",
+        "calls.random_streams",
         "CudaRNGStatesTracker get_cuda_rng_tracker model_parallel_cuda_manual_seed "
         "model_parallel_reconfigure_tp_seed",
     ),
 }
 _TOPOLOGY = _all(
-    "topology",
+    "training.topology",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
 )
 _PIPE: Rows = {
-    **_all("pipeline_module", "PipelineModule TiedLayerSpec"),
-    "LayerSpec": "deepspeed.pipeline_module:SpecOfModule",
+    **_all("training.pipeline_module", "PipelineModule TiedLayerSpec"),
+    "LayerSpec": "deepspeed.training.pipeline_module:SpecOfModule",
     **_none("use PipelineModule: its stages run 1F1B", "DualPipeVModule"),
 }
 _ACCELERATOR = _all(
-    "device", "get_accelerator set_accelerator is_current_accelerator_supported DeepSpeedAccelerator"
+    "calls.device", "get_accelerator set_accelerator is_current_accelerator_supported DeepSpeedAccelerator"
 )
-_LOADERS = _all("loader", "RepeatingLoader DeepSpeedDataLoader")
-_CONFIG = _all("settings", "DeepSpeedConfig DeepSpeedConfigError")
-_OFFLOAD_MODELS = _all("config_models", "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig")
+_LOADERS = _all("training.loader", "RepeatingLoader DeepSpeedDataLoader")
+_CONFIG = _all("training.settings", "DeepSpeedConfig DeepSpeedConfigError")
+_OFFLOAD_MODELS = _all(
+    "training.config_models", "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+)
 _OPTIMIZERS = "ADAGRAD ADAM ADAMW LAMB ONEBIT_ADAM ZERO_ONE_ADAM ONEBIT_LAMB MUADAM MUADAMW MUSGD LION MUON"
 _OPTIMIZER_WORDS: Rows = {
     f"{name}_OPTIMIZER": Value(name.lower().replace("_", "")) for name in _OPTIMIZERS.split()
@@ -184,14 +186,14 @@ _SAVED_WORDS = _words(
     DS_AUTOTP_UC_META="ds_autotp_universal_checkpoint_meta",
     EP_IS_EXPERT_PARAM="is_expert_param",
 )
-_VERSION = _all("version_facts", "version git_hash git_branch")
+_VERSION = _all("calls.version_facts", "version git_hash git_branch")
 _SCALERS = "the loss scale is precision.loss_scale of the configuration"
-_PROFILE = _all("model_profile", "FlopsProfiler get_model_profile")
-_LION = _all("optimizer_classes", "FusedLion DeepSpeedCPULion")
-_ADAM = _all("optimizer_classes", "FusedAdam DeepSpeedCPUAdam")
+_PROFILE = _all("training.model_profile", "FlopsProfiler get_model_profile")
+_LION = _all("training.optimizer_classes", "FusedLion DeepSpeedCPULion")
+_ADAM = _all("training.optimizer_classes", "FusedAdam DeepSpeedCPUAdam")
 
 _BUILDER_FILES = {
-    f"ops.op_builder.{file}": _all("builders", f"{name}Builder")
+    f"ops.op_builder.{file}": _all("calls.builders", f"{name}Builder")
     for file, name in {
         "async_io": "AsyncIO",
         "cpu_adagrad": "CPUAdagrad",
@@ -221,23 +223,23 @@ _BUILDER_FILES = {
 
 NAMES: dict[str, Rows] = {
     "": {
-        "initialize": "deepspeed.build:initialize",
-        "add_config_arguments": "deepspeed.arguments:add_config_arguments",
-        "init_distributed": "deepspeed.collectives:init_distributed",
-        **_all("answering", "init_inference InferenceEngine"),
-        "get_accelerator": "deepspeed.device:get_accelerator",
+        "initialize": "deepspeed.training.build:initialize",
+        "add_config_arguments": "deepspeed.calls.arguments:add_config_arguments",
+        "init_distributed": "deepspeed.calls.collectives:init_distributed",
+        **_all("training.answering", "init_inference InferenceEngine"),
+        "get_accelerator": "deepspeed.calls.device:get_accelerator",
         **_ENGINE,
         **_CONFIG,
         **_VERSION,
         **_OPTIMIZER_WORDS,
         **_values(TORCH_DISTRIBUTED_DEFAULT_PORT=29500),
-        **_all("loader", "DeepSpeedDataLoader"),
-        **_all("rate_schedulers", "add_tuning_arguments"),
-        **_all("optimizer", "DeepSpeedOptimizer"),
-        **_all("pipeline_module", "PipelineModule"),
-        **_all("pipeline_engine", "PipelineEngine"),
-        **_all("logs", "logger log_dist"),
-        **_all("construction", "OnDevice"),
+        **_all("training.loader", "DeepSpeedDataLoader"),
+        **_all("training.rate_schedulers", "add_tuning_arguments"),
+        **_all("training.optimizer", "DeepSpeedOptimizer"),
+        **_all("training.pipeline_module", "PipelineModule"),
+        **_all("training.pipeline_engine", "PipelineEngine"),
+        **_all("calls.logs", "logger log_dist"),
+        **_all("training.construction", "OnDevice"),
         "dist": "comm.default_group",
         **_none(
             "this engine trains alone; generate with engine.ours.run('generate', ...)",
@@ -251,30 +253,30 @@ NAMES: dict[str, Rows] = {
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
     "accelerator.abstract_accelerator": _ACCELERATOR,
-    "accelerator.cpu_accelerator": _all("device", "CPU_Accelerator"),
-    "accelerator.cuda_accelerator": _all("device", "CUDA_Accelerator"),
+    "accelerator.cpu_accelerator": _all("calls.device", "CPU_Accelerator"),
+    "accelerator.cuda_accelerator": _all("calls.device", "CUDA_Accelerator"),
     "constants": _values(TORCH_DISTRIBUTED_DEFAULT_PORT=29500),
     "git_version_info": _VERSION
-    | _all("version_facts", "torch_info installed_ops compatible_ops accelerator_name"),
-    "inference.engine": _all("answering", "InferenceEngine"),
+    | _all("calls.version_facts", "torch_info installed_ops compatible_ops accelerator_name"),
+    "inference.engine": _all("training.answering", "InferenceEngine"),
     "launcher.runner": _all(
-        "launching", "parse_resource_filter fetch_hostfile _parse_hostfile main LauncherError"
+        "calls.launching", "parse_resource_filter fetch_hostfile _parse_hostfile main LauncherError"
     ),
     "monitor.monitor": {},
     "checkpoint": _SAVED_WORDS,
     "checkpoint.constants": _SAVED_WORDS,
-    "checkpoint.utils": _all("small_functions", "clone_tensors_for_torch_save"),
+    "checkpoint.utils": _all("calls.small_functions", "clone_tensors_for_torch_save"),
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
-    "compile.util": _all("small_functions", "is_deepcompile_supported"),
+    "compile.util": _all("calls.small_functions", "is_deepcompile_supported"),
     "compression.compress": _none(_COMPRESSION, "init_compression redundancy_clean student_initialization"),
     "linear": _none(
         "use torch.nn.Linear; frozen weights take no optimizer state",
         "OptimizedLinear LoRAConfig QuantizationConfig",
     ),
     "moe.experts": _none(_INSIDE_EXPERTS, "Experts"),
-    "moe.layer": _all("experts", "MoE"),
+    "moe.layer": _all("training.experts", "MoE"),
     "moe.mappings": _none(_INSIDE_EXPERTS, "drop_tokens gather_tokens"),
     "moe.sharded_moe": _none(
         _INSIDE_EXPERTS,
@@ -284,7 +286,7 @@ NAMES: dict[str, Rows] = {
     ),
     "moe.utils": {
         **_all(
-            "experts",
+            "training.experts",
             "is_moe_param has_moe_layers is_moe_param_group configure_moe_param_groups "
             "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
         ),
@@ -295,28 +297,28 @@ NAMES: dict[str, Rows] = {
         ),
     },
     "module_inject": _none(_INJECTION, "replace_transformer_layer HFBertLayerPolicy DSPolicy"),
-    "ops.adagrad": _all("optimizer_classes", "DeepSpeedCPUAdagrad"),
+    "ops.adagrad": _all("training.optimizer_classes", "DeepSpeedCPUAdagrad"),
     "ops.adam": _ADAM,
-    "ops.adam.cpu_adam": _all("optimizer_classes", "DeepSpeedCPUAdam"),
-    "ops.adam.fused_adam": _all("optimizer_classes", "FusedAdam"),
-    "ops.lamb": _all("optimizer_classes", "FusedLamb"),
-    "ops.lamb.fused_lamb": _all("optimizer_classes", "FusedLamb"),
+    "ops.adam.cpu_adam": _all("training.optimizer_classes", "DeepSpeedCPUAdam"),
+    "ops.adam.fused_adam": _all("training.optimizer_classes", "FusedAdam"),
+    "ops.lamb": _all("training.optimizer_classes", "FusedLamb"),
+    "ops.lamb.fused_lamb": _all("training.optimizer_classes", "FusedLamb"),
     "ops.lion": _LION,
     "ops.lion.cpu_lion": _LION,
     "ops.lion.fused_lion": _LION,
-    "ops": _all("builders", "__compatible_ops__ __installed_ops__"),
-    "ops.adagrad.cpu_adagrad": _all("optimizer_classes", "DeepSpeedCPUAdagrad"),
+    "ops": _all("calls.builders", "__compatible_ops__ __installed_ops__"),
+    "ops.adagrad.cpu_adagrad": _all("training.optimizer_classes", "DeepSpeedCPUAdagrad"),
     "ops.op_builder": _all(
-        "builders",
+        "calls.builders",
         "OpBuilder CPUAdamBuilder FusedAdamBuilder CPUAdagradBuilder FusedLambBuilder CPULionBuilder FusedLionBuilder "
         "UtilsBuilder AsyncIOBuilder CCLCommBuilder EvoformerAttnBuilder FPQuantizerBuilder GDSBuilder "
         "InferenceBuilder InferenceCoreOpsBuilder InferenceCutlassBuilder NotImplementedBuilder PinMemoryBuilder "
         "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder "
         "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder",
     ),
-    "ops.aio": _all("builders", "AsyncIOBuilder"),
+    "ops.aio": _all("calls.builders", "AsyncIOBuilder"),
     **_BUILDER_FILES,
-    "ops.triton_ops": _all("small_functions", "is_triton_available"),
+    "ops.triton_ops": _all("calls.small_functions", "is_triton_available"),
     "ops.sparse_attention": _none(
         _KERNELS, "SparseSelfAttention SparsityConfig FixedSparsityConfig BigBirdSparsityConfig"
     ),
@@ -324,12 +326,12 @@ NAMES: dict[str, Rows] = {
     "profiling.flops_profiler": _PROFILE,
     "profiling.flops_profiler.profiler": _PROFILE,
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.base_optimizer": _all("optimizer", "DeepSpeedOptimizer ZeROOptimizer"),
-    "runtime.bf16_optimizer": _all("optimizer", "BF16_Optimizer"),
+    "runtime.base_optimizer": _all("training.optimizer", "DeepSpeedOptimizer ZeROOptimizer"),
+    "runtime.bf16_optimizer": _all("training.optimizer", "BF16_Optimizer"),
     "runtime.config": {
         **_CONFIG,
         **_all(
-            "settings",
+            "training.settings",
             "get_gradient_clipping get_log_level get_train_batch_size get_train_micro_batch_size_per_gpu "
             "get_gradient_accumulation_steps get_optimizer_name get_optimizer_params get_scheduler_name "
             "get_scheduler_params",
@@ -342,17 +344,18 @@ NAMES: dict[str, Rows] = {
             EXPERT_PARALLEL="expert_parallel",
         ),
     },
-    "runtime.config_utils": {**_CONFIG, **_all("config_models", "DeepSpeedConfigModel")},
-    "runtime.fp16.fused_optimizer": _all("optimizer", "FP16_Optimizer"),
-    "runtime.fp16.unfused_optimizer": _all("optimizer", "FP16_UnfusedOptimizer"),
+    "runtime.config_utils": {**_CONFIG, **_all("training.config_models", "DeepSpeedConfigModel")},
+    "runtime.fp16.fused_optimizer": _all("training.optimizer", "FP16_Optimizer"),
+    "runtime.fp16.unfused_optimizer": _all("training.optimizer", "FP16_UnfusedOptimizer"),
     "runtime.fp16.loss_scaler": _none(
         _SCALERS, "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler"
     ),
     "runtime.precision_config": _all(
-        "config_models", "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config"
+        "training.config_models",
+        "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config",
     ),
     "runtime.pipe.schedule": _all(
-        "instructions",
+        "training.instructions",
         "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction OptimizerStep ReduceGrads "
         "ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
         "SendGrad RecvGrad",
@@ -366,7 +369,7 @@ NAMES: dict[str, Rows] = {
     "runtime.engine": _ENGINE,
     "runtime.lr_schedules": {
         **_all(
-            "rate_schedulers",
+            "training.rate_schedulers",
             "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES add_tuning_arguments",
         ),
         **_values(
@@ -386,44 +389,45 @@ NAMES: dict[str, Rows] = {
             "COS_MIN_RATIO TOTAL_NUM_STEPS"
         ),
     },
-    "runtime.pipe.topology": _TOPOLOGY | _all("topology", "_prime_factors"),
+    "runtime.pipe.topology": _TOPOLOGY | _all("training.topology", "_prime_factors"),
     "pipe": _PIPE,
-    "runtime.pipe": {**_PIPE, **_all("topology", "ProcessTopology")},
-    "runtime.pipe.module": {**_PIPE, **_all("pipeline_module", "PipelineError")},
-    "runtime.pipe.engine": _all("pipeline_engine", "PipelineEngine")
-    | _all("pipeline_module", "PipelineError"),
+    "runtime.pipe": {**_PIPE, **_all("training.topology", "ProcessTopology")},
+    "runtime.pipe.module": {**_PIPE, **_all("training.pipeline_module", "PipelineError")},
+    "runtime.pipe.engine": _all("training.pipeline_engine", "PipelineEngine")
+    | _all("training.pipeline_module", "PipelineError"),
     "runtime.utils": {
         **_all(
-            "small_functions",
+            "calls.small_functions",
             "empty_cache memory_status clip_grad_norm_ call_to_str partition_uniform partition_balanced prefix_sum_inc "
             "noop_context noop_decorator ensure_directory_exists required_torch_version",
         ),
-        **_all("random_streams", "set_random_seed"),
-        **_all("logs", "see_memory_usage"),
+        **_all("calls.random_streams", "set_random_seed"),
+        **_all("calls.logs", "see_memory_usage"),
     },
     "runtime.zero": _PARTITIONED,
     "runtime.swap_tensor": _values(MIN_SWAPPABLE_BYTES=1 << 20),
     "runtime.swap_tensor.utils": _values(MIN_SWAPPABLE_BYTES=1 << 20, MIN_AIO_BYTES=1 << 20),
-    "runtime.zero.leaf_module_config": _all("config_models", "DeepSpeedZeroLeafModuleConfig")
+    "runtime.zero.leaf_module_config": _all("training.config_models", "DeepSpeedZeroLeafModuleConfig")
     | _values(
         DEFAULT_LEAF_MODULE_CLASSES=[],
         DEFAULT_LEAF_MODULE_NAMES=[],
         DEFAULT_LEAF_MODULE_NAME_SUFFIXES=[],
     ),
     "runtime.zero.config": {
-        **_all("enums", "ZeroStageEnum"),
-        **_all("config_models", "DeepSpeedZeroConfig"),
+        **_all("calls.enums", "ZeroStageEnum"),
+        **_all("training.config_models", "DeepSpeedZeroConfig"),
         **_OFFLOAD_MODELS,
         **_values(ZERO_OPTIMIZATION="zero_optimization"),
     },
-    "runtime.zero.offload_config": _all("enums", "OffloadDeviceEnum OffloadStateTypeEnum") | _OFFLOAD_MODELS,
+    "runtime.zero.offload_config": _all("calls.enums", "OffloadDeviceEnum OffloadStateTypeEnum")
+    | _OFFLOAD_MODELS,
     "runtime.zero.partition_parameters": {
         **_PARTITIONED,
-        **_all("construction", "zero_wrapper_for_fp_tensor_constructor"),
+        **_all("training.construction", "zero_wrapper_for_fp_tensor_constructor"),
         "_orig_torch_arange": "torch:arange",
     },
     "runtime.constants": {
-        **_all("enums", "ValidationMode"),
+        **_all("calls.enums", "ValidationMode"),
         **_words(
             "TRAIN_BATCH_SIZE OPTIMIZER TYPE LEGACY_FUSION SCHEDULER MAX_GRAD_NORM ZERO_ALLOW_UNTESTED_OPTIMIZER "
             "ZERO_FORCE_DS_CPU_OPTIMIZER STEPS_PER_PRINT GRADIENT_ACCUMULATION_STEPS SPARSE_GRADIENTS FP16 AMP "
@@ -446,12 +450,12 @@ NAMES: dict[str, Rows] = {
     },
     "runtime.zero.stage3": {
         **_ESTIMATES_3,
-        **_all("partitioned", "unwrap_model_for_generation"),
-        **_all("optimizer", "DeepSpeedZeroOptimizer_Stage3"),
+        **_all("files.partitioned", "unwrap_model_for_generation"),
+        **_all("training.optimizer", "DeepSpeedZeroOptimizer_Stage3"),
     },
-    "runtime.zero.stage_1_and_2": {**_ESTIMATES_2, **_all("optimizer", "DeepSpeedZeroOptimizer")},
+    "runtime.zero.stage_1_and_2": {**_ESTIMATES_2, **_all("training.optimizer", "DeepSpeedZeroOptimizer")},
     "runtime.zero.tiling": _none(_TILES, "TiledLinear TiledLinearReturnBias"),
-    "runtime.zero.utils": _all("fragments", "is_zero_param"),
+    "runtime.zero.utils": _all("files.fragments", "is_zero_param"),
     "sequence.layer": _none(_SEQUENCE, "DistributedAttention"),
     "runtime.sequence_parallel.ulysses_sp": {
         **_none(_SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
@@ -462,24 +466,24 @@ NAMES: dict[str, Rows] = {
         **_FRAGMENTS,
         **_LEAVES,
         **_GROUPS,
-        **_all("logs", "instrument_w_nvtx"),
-        **_all("loader", "RepeatingLoader"),
-        **_all("small_functions", "recursive_getattr"),
-        **_all("construction", "OnDevice"),
+        **_all("calls.logs", "instrument_w_nvtx"),
+        **_all("training.loader", "RepeatingLoader"),
+        **_all("calls.small_functions", "recursive_getattr"),
+        **_all("training.construction", "OnDevice"),
     },
-    "utils.init_on_device": _all("construction", "OnDevice"),
-    "utils.numa": _all("launching", "parse_range_list"),
-    "utils.torch": _all("small_functions", "required_torch_version")
+    "utils.init_on_device": _all("training.construction", "OnDevice"),
+    "utils.numa": _all("calls.launching", "parse_range_list"),
+    "utils.torch": _all("calls.small_functions", "required_torch_version")
     | _none("torch.compile compiles blocks (compile: blocks)", "jit_script_compat")
     | _none("engine.backward sees every gradient; torch's own hooks work too", "register_grad_hook"),
-    "utils.timer": _all("timers", "SynchronizedWallClockTimer"),
+    "utils.timer": _all("training.timers", "SynchronizedWallClockTimer"),
     "utils.groups": _GROUPS,
-    "utils.logging": {**_LOGS, **_all("logs", "print_dist print_rank_0 warning_once")},
-    "utils.nvtx": _all("logs", "instrument_w_nvtx"),
+    "utils.logging": {**_LOGS, **_all("calls.logs", "print_dist print_rank_0 warning_once")},
+    "utils.nvtx": _all("calls.logs", "instrument_w_nvtx"),
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": _all(
-        "whole_states",
+        "files.whole_states",
         "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
         "load_state_dict_from_zero_checkpoint",
     ),

@@ -21,36 +21,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from shardwise.base.errors import UsageError
 from shardwise.data.adopt import Collate
 from shardwise.data.batched import BatchedDataset
 from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
-from shardwise.engine import metrics
-from shardwise.engine.averaging import averaged
-from shardwise.engine.away import AwayTier, StateKind
-from shardwise.engine.check import Check
-from shardwise.engine.forward import Forward
-from shardwise.engine.held import Held
-from shardwise.engine.inputs import Loss
-from shardwise.engine.loaders import Loaders
-from shardwise.engine.monitor import Monitor
-from shardwise.engine.original import Original
-from shardwise.engine.out_of_memory import tells_out_of_memory
-from shardwise.engine.parts import Parts
-from shardwise.engine.pipeline import Pipeline
-from shardwise.engine.prefetch import Prefetcher, PrefetcherMaker
-from shardwise.engine.record import StepInputs
-from shardwise.engine.saves import Saves
-from shardwise.engine.state_access import StateAccess
-from shardwise.engine.step import StepEnd, StepResult
-from shardwise.engine.together import named, together
-from shardwise.engine.training_step import StepDiscard, TrainingStep
-from shardwise.engine.weighing import Weighing
-from shardwise.memory.recompute import recomputed
+from shardwise.engine.model.held import Held
+from shardwise.engine.model.original import Original
+from shardwise.engine.model.state_access import StateAccess
+from shardwise.engine.parts import metrics
+from shardwise.engine.parts.inputs import Loss
+from shardwise.engine.parts.out_of_memory import tells_out_of_memory
+from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.weighing import Weighing
+from shardwise.engine.state.averaging import averaged
+from shardwise.engine.state.away import AwayTier, StateKind
+from shardwise.engine.state.loaders import Loaders
+from shardwise.engine.state.saves import Saves
+from shardwise.engine.state.together import named, together
+from shardwise.engine.step.check import Check
+from shardwise.engine.step.end import StepEnd, StepResult
+from shardwise.engine.step.forward import Forward
+from shardwise.engine.step.monitor import Monitor
+from shardwise.engine.step.pipeline import Pipeline
+from shardwise.engine.step.prefetch import Prefetcher, PrefetcherMaker
+from shardwise.engine.step.record import StepInputs
+from shardwise.engine.step.training_step import StepDiscard, TrainingStep
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.parallel.expert.loads import summary_of
-from shardwise.plan.errors import UsageError
+from shardwise.passes.recompute import recomputed
 
 _log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
-from shardwise.plan.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
-from shardwise.plan.words import in_words
+from shardwise.base.errors import CheckpointError, DamagedError, MismatchError
+from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
+from shardwise.base.words import in_words
 
 DTYPES = {
     "F64": torch.float64,

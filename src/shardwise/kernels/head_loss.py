@@ -36,9 +36,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from shardwise.base.errors import UsageError
 from shardwise.kernels.cross_entropy import IGNORE, row_gradient, row_numbers
 from shardwise.kernels.operation import operation
-from shardwise.plan.errors import UsageError
 
 _TILE_BYTES = {"cpu": 64 << 20}
 _TILE_BYTES_ELSEWHERE = 512 << 20

@@ -11,7 +11,7 @@ Nothing is installed, an installed DeepSpeed stays as it is, and the folder is r
 import os
 from pathlib import Path
 
-from shardwise.plan.regular_files import read_small_text
+from shardwise.base.regular_files import read_small_text
 
 VERSION = "0.19.8"
 """Version of DeepSpeed whose names and keys are supported."""

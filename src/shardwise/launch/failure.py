@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardwise.plan.errors import CommError, ConfigError, MeshError, PlanError, ShardwiseError, UsageError
-from shardwise.plan.regular_files import read_small_file
+from shardwise.base.errors import CommError, ConfigError, MeshError, PlanError, ShardwiseError, UsageError
+from shardwise.base.regular_files import read_small_file
 
 CLOSE_S = 1.0
 """Seconds between failures of which one may be the cause of the other, in either order of arrival."""

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import shardwise.launch.failure as failures
+from shardwise.base.errors import RankError, UsageError
 from shardwise.launch.child import die_with
 from shardwise.launch.environment import Job, of_rank
 from shardwise.launch.failure import Failure
 from shardwise.launch.hosts import LOOPBACK, HostRanks
 from shardwise.launch.local import GRACE_S, check_ranks
-from shardwise.plan.errors import RankError, UsageError
 
 Result = TypeVar("Result")
 """Type of the function's result."""

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.plan.errors import ConfigError, UsageError
-from shardwise.plan.regular_files import read_small_text
-from shardwise.plan.words import counted
+from shardwise.base.errors import ConfigError, UsageError
+from shardwise.base.regular_files import read_small_text
+from shardwise.base.words import counted
 
 LOOPBACK = "127.0.0.1"
 HERE = "localhost"

@@ -35,14 +35,14 @@ from rich.console import Console
 import shardwise.launch.failure as failures
 import shardwise.launch.processes as ending
 import shardwise.launch.report as report
+from shardwise.base.errors import ConfigError, UsageError
+from shardwise.base.words import in_words, named_ranks, printable
 from shardwise.launch.as_deepspeed import names_of_deepspeed
 from shardwise.launch.environment import SECRET, Job, cores, is_in_job, of_rank
 from shardwise.launch.failure import Failure
 from shardwise.launch.hosts import SLOT_LIMIT, HostRanks
 from shardwise.launch.output import Output
 from shardwise.launch.terminal import lasting_console
-from shardwise.plan.errors import ConfigError, UsageError
-from shardwise.plan.words import in_words, named_ranks, printable
 
 _SETTLE_S = 0.5
 """Seconds after the first sign of failure in which other ranks may report theirs, to find the cause and not its

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.words import counted
 from shardwise.observe.log import log_path
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.words import counted
 
 _LONGEST_LINE_BYTES = 1 << 16
 _OPEN_FILES = 24

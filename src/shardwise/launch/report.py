@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from shardwise.base.regular_files import open_regular
+from shardwise.base.words import printable
 from shardwise.launch.failure import Failure, first
-from shardwise.plan.regular_files import open_regular
-from shardwise.plan.words import printable
 
 _TAIL_LINES = 20
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import UsageError
 from shardwise.memory.direct_io import aligned_empty
-from shardwise.plan.errors import UsageError
 
 
 @dataclass(eq=False)

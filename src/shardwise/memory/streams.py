@@ -5,10 +5,10 @@
     compute                              F B  F B  F B ...  <+  waits for the copy that it reads; NORM STEP
     comm       UNSHARD REDUCE ...  torch's own, one of each communicator; torch's waits order it and compute
     down       gradients of Units whose masters lie in host memory, at STEP                    ``to_host``
-               tensors that autograd saves in a block (memory/activations.py)                  ``begin_down``
-    copies     their updated weights; the tiers' thread waits for both (memory/tier.py)        ``to_be_written``
+               tensors that autograd saves in a block (tiers/activations.py)                  ``begin_down``
+    copies     their updated weights; the tiers' thread waits for both (tiers/tier.py)        ``to_be_written``
                weights, and saved tensors of blocks, ahead of their use                        ``to_computation``
-    keys       keys of the steps ahead (engine/keys_ahead.py), whose thread waits for them     ``beside``
+    keys       keys of the steps ahead (engine/step/keys_ahead.py), whose thread waits for them     ``beside``
 
 The host runs ahead of the device, so a copy is in flight while the device computes what was launched before it.
 

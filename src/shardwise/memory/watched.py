@@ -45,7 +45,7 @@ def unwatch_data(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _plain(own: type) -> Any:
-    """Return the class below a watched class; a class on top of the watched class (memory/absent.py) stays."""
+    """Return the class below a watched class; a class on top of the watched class (passes/absent.py) stays."""
     return vars(own).get("_plain", own)
 
 

@@ -10,6 +10,8 @@ generate(...)          generates text with a trained model
 
 from torch import nn
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.target import call_target
 from shardwise.models.bert import Bert, BertPolicy
 from shardwise.models.ctr.build import build_ctr
 from shardwise.models.ctr.model import ClickModel
@@ -19,8 +21,6 @@ from shardwise.models.gpt import Gpt, GptPolicy, flops_per_token
 from shardwise.models.images import build_image_model
 from shardwise.models.policy import ModelPolicy, TargetPolicy
 from shardwise.models.source import WeightSource, gpt_policy_from_huggingface, open_weights
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.target import call_target
 
 __all__ = [
     "Bert",

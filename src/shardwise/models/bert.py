@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError, UsageError
+from shardwise.base.policy import Policy
 from shardwise.kernels.initializers import Constant, Initializer, Normal
 from shardwise.models.gpt import Size
 from shardwise.models.initial import draw_all
 from shardwise.models.layers import Attention, GeluMlp, Head
-from shardwise.plan.errors import ConfigError, UsageError
-from shardwise.plan.policy import Policy
 
 _STD = 0.02
 _EPS = 1e-12

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout
 from shardwise.kernels.philox import key_of
-from shardwise.memory.replay import Replay
+from shardwise.passes.replay import Replay
 
 
 class KeyedDropout(nn.Module):

@@ -28,9 +28,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from shardwise.base.errors import ConfigError, MismatchError
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.plan.errors import ConfigError, MismatchError
 
 Naming = Literal["mixtral", "deepseek"]
 """The names of an expert's matrices in files; Qwen's files use DeepSeek's names."""

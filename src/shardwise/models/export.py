@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import MismatchError
+from shardwise.base.policy import nearest
 from shardwise.formats.safetensors import SafetensorsWriter
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.huggingface import config_of, joined_shape, parts_of
-from shardwise.plan.errors import MismatchError
-from shardwise.plan.policy import nearest
 
 
 def write_huggingface(

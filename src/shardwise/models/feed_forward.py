@@ -11,7 +11,7 @@ tile's rows, so the masks equal those of the whole.
 
 Collectives along "tp" run once around all tiles, as around the whole.
 
-Cost: about ten microseconds per part and pass for recording; ``memory/tiled.py``.
+Cost: about ten microseconds per part and pass for recording; ``passes/tiled.py``.
 Shapes: x [..., D]; C tokens of a tile.
 """
 
@@ -28,15 +28,15 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.base.errors import UsageError
 from shardwise.kernels.dropout import TileRows, keyed_dropout
 from shardwise.kernels.gated import gated
 from shardwise.kernels.head_loss import Tile
-from shardwise.memory.replay import Replay
-from shardwise.memory.tiled import Place, tiled
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
 from shardwise.parallel.tensor.layout import is_transposed
-from shardwise.plan.errors import UsageError
+from shardwise.passes.replay import Replay
+from shardwise.passes.tiled import Place, tiled
 
 _log = logging.getLogger(__name__)
 

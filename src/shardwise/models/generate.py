@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import UsageError
 from shardwise.kernels import philox
 from shardwise.memory.streams import to_device
 from shardwise.models.cache import Cache
-from shardwise.plan.errors import UsageError
 
 
 @torch.no_grad()

@@ -23,6 +23,8 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError, PlanError, UsageError
+from shardwise.base.policy import Policy
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.cross_entropy import IGNORE
 from shardwise.kernels.initializers import Constant, Initializer, Normal
@@ -41,8 +43,6 @@ from shardwise.models.layers import (
 )
 from shardwise.observe.flops import needed_per_token
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.plan.errors import ConfigError, PlanError, UsageError
-from shardwise.plan.policy import Policy
 
 _STD = 0.02
 """The standard deviation of GPT-2's initial weights."""

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from shardwise.base.errors import ConfigError
 from shardwise.models.gpt import GptExperts, GptPolicy, RopeScaling
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.plan.errors import ConfigError
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 

@@ -17,10 +17,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError
+from shardwise.base.policy import nearest
 from shardwise.kernels import philox
 from shardwise.kernels.initializers import Constant, Initializer, Normal, of_torch
-from shardwise.plan.errors import PlanError
-from shardwise.plan.policy import nearest
 
 _CHUNK_ELEMENTS = 1 << 18
 

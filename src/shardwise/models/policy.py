@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag, model_validator
 
+from shardwise.base.policy import Policy, nearest
 from shardwise.models.bert import BertPolicy
 from shardwise.models.ctr.policy import (
     CTR_POLICIES,
@@ -23,7 +24,6 @@ from shardwise.models.ctr.policy import (
 )
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.images.policy import IMAGE_POLICIES, AlexNetPolicy, ResNetPolicy
-from shardwise.plan.policy import Policy, nearest
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 

@@ -21,14 +21,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError, ConfigError, MismatchError
+from shardwise.base.policy import nearest
+from shardwise.base.regular_files import read_small_file
+from shardwise.base.strict_json import JSON_BYTES, StrictModel, read_object, validated
+from shardwise.base.words import in_words
 from shardwise.formats.safetensors import StoredTensor, read_header
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.huggingface import joined_shape, parts_of, policy_of, stacked
-from shardwise.plan.errors import CheckpointError, ConfigError, MismatchError
-from shardwise.plan.policy import nearest
-from shardwise.plan.regular_files import read_small_file
-from shardwise.plan.strict_json import JSON_BYTES, StrictModel, read_object, validated
-from shardwise.plan.words import in_words
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5

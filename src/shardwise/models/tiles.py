@@ -1,4 +1,4 @@
-"""The modules of a model that compute one tile of tokens at a time, chosen by the policy of ``memory/tiles.py``.
+"""The modules of a model that compute one tile of tokens at a time, chosen by the policy of ``passes/tiles.py``.
 
 Cost: an attribute of each such module; see ``kernels/head_loss.py``.
 """
@@ -9,16 +9,16 @@ from collections.abc import Collection
 
 from torch import nn
 
+from shardwise.base.errors import PlanError
 from shardwise.kernels.head_loss import Tile
-from shardwise.memory.replay import Replay
-from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.feed_forward import ByTiles, feed_forward_parts
 from shardwise.models.layers import Head
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.apply import hold_head, with_known_loss
 from shardwise.parallel.tensor.layers import VocabularyHead
-from shardwise.plan.errors import PlanError
+from shardwise.passes.replay import Replay
+from shardwise.passes.tiles import TilesPolicy
 
 _log = logging.getLogger(__name__)
 

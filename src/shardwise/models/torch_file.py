@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError, DamagedError
+from shardwise.base.words import in_words
 from shardwise.formats.safetensors import CODES, METADATA
-from shardwise.plan.errors import CheckpointError, DamagedError
-from shardwise.plan.words import in_words
 
 SUFFIXES = (".pt", ".pth", ".bin")
 _DEPTH_LIMIT = 50

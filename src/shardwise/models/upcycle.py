@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import ConfigError
 from shardwise.models.gpt import Gpt, GptExperts, GptPolicy
 from shardwise.models.initial import draw
-from shardwise.plan.errors import ConfigError
 
 
 def upcycled_policy(dense: GptPolicy, experts: GptExperts) -> GptPolicy:

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError, DamagedError, DataError, UsageError
+from shardwise.base.policy import nearest
+from shardwise.base.regular_files import read_small_file, write_small_file
+from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_header
 from shardwise.parallel.embedding.rows import Rows
-from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
-from shardwise.plan.policy import nearest
-from shardwise.plan.regular_files import read_small_file, write_small_file
-from shardwise.plan.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 
 _INDEX = "tables.json"
 _FORMAT = 1

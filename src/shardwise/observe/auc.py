@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from shardwise.plan.errors import DataError
+from shardwise.base.errors import DataError
 
 _BINS = 1 << 16
 _RANGE_ENTRIES = 1 << 22

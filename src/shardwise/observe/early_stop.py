@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 
 class EarlyStopPolicy(Policy):

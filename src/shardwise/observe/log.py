@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.plan.words import printable
+from shardwise.base.words import printable
 
 ROOT = "shardwise"
 

@@ -21,9 +21,9 @@ import os
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular, read_small_file
-from shardwise.plan.words import in_words
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import open_regular, read_small_file
+from shardwise.base.words import in_words
 
 _LIMIT_BYTES = 1 << 30
 """Largest size of a metrics file that is read: five million steps."""

@@ -21,9 +21,9 @@ import torch
 from pydantic import PositiveInt
 from torch import nn
 
+from shardwise.base.policy import Policy
 from shardwise.observe.flops import Counter, flops_text, is_repeated
 from shardwise.observe.progress import count_text, step_time_text
-from shardwise.plan.policy import Policy
 from shardwise.plan.trace import HostClock, TraceClock
 
 

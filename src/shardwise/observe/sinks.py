@@ -19,13 +19,13 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.policy import Policy
+from shardwise.base.regular_files import read_small_text
 from shardwise.observe.metrics import NO_SCALARS, ClickRecord, MetricsFile, Record, Sink, StepRecord, read
 from shardwise.observe.picture import AucPicture, LossPicture
 from shardwise.observe.range_picture import RangePicture
 from shardwise.observe.unit_norms import NAME, UnitNormsFile
-from shardwise.plan.errors import ConfigError, DataError
-from shardwise.plan.policy import Policy
-from shardwise.plan.regular_files import read_small_text
 
 _log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular
-from shardwise.plan.words import in_words
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import open_regular
+from shardwise.base.words import in_words
 
 NAME = "unit_norms.csv"
 _LINE_BYTES = 4 << 20

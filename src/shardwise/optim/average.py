@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 EMA = "ema"
 """Name of the average among the moments, in the registry, the Plan and a checkpoint."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from shardwise.base.errors import ConfigError, UsageError
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
@@ -26,7 +27,6 @@ from shardwise.optim.named_rules import NamedRules
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.two_pass import TwoPass
 from shardwise.optim.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
-from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.registry import Needs, UpdateRule
 
 Make = Callable[[list[Tensor], int], optim.Optimizer]

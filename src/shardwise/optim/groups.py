@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 from torch import Tensor, optim
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.base.errors import ConfigError, MismatchError, UsageError
+from shardwise.base.policy import Policy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.schedule import check_groups, factor, is_constant, rates, sets_rates
 from shardwise.optim.schedule_policy import TorchSchedulePolicy
 from shardwise.optim.torch_schedule import TorchSchedule
-from shardwise.plan.errors import ConfigError, MismatchError, UsageError
-from shardwise.plan.policy import Policy
 
 _HOOKS = (
     "step_pre_hook",

@@ -12,7 +12,7 @@ Embeddings, the head and vectors have no such geometry and use AdamW. Numbers ar
 
 Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982.
 Cost:   one moment; NS is 10 · 2 · rows · columns · min(rows, columns) operations and some; whole matrices to one rank
-        each and back, in ``ns_dtype`` (engine/whole_matrices.py).
+        each and back, in ``ns_dtype`` (engine/step/whole_matrices.py).
 """
 
 import math

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import optim
 
-from shardwise.plan.errors import UsageError
+from shardwise.base.errors import UsageError
 
 
 class NamedRules(optim.Optimizer):

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from shardwise.base.policy import Policy
 from shardwise.optim.muon import COEFFICIENTS
-from shardwise.plan.policy import Policy
 
 
 class GroupPolicy(Policy):

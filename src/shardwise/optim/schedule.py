@@ -31,6 +31,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.policy import Policy
 from shardwise.optim.schedule_policy import (
     OneCyclePolicy,
     RangeTestPolicy,
@@ -38,8 +40,6 @@ from shardwise.optim.schedule_policy import (
     WarmupCosinePolicy,
     WarmupPolicy,
 )
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.policy import Policy
 
 Group = Mapping[str, Any]
 """Numbers of one group of an optimizer, by key."""

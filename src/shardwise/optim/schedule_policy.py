@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from shardwise.plan.policy import Policy, nearest
+from shardwise.base.policy import Policy, nearest
 
 PerGroup = NonNegativeFloat | Annotated[list[NonNegativeFloat], Field(min_length=1)]
 """One number for all groups, or a list with one for each group."""

@@ -13,10 +13,10 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.policy import nearest
 from shardwise.optim.schedule import Group
 from shardwise.optim.schedule_policy import TorchSchedulePolicy
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.policy import nearest
 
 _KNOWN = sorted(
     name

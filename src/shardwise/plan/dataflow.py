@@ -8,8 +8,8 @@ B may be whole or in two parts, of which other stages need I (the gradient of th
 
 from collections.abc import Callable, Mapping, Sequence
 
+from shardwise.base.errors import PlanError
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import PlanError
 from shardwise.plan.timeline import Span, Timeline
 
 Lists = dict[int, list[Action]]

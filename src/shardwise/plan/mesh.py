@@ -25,9 +25,9 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from shardwise.plan.errors import MeshError
-from shardwise.plan.policy import Policy
-from shardwise.plan.words import counted
+from shardwise.base.errors import MeshError
+from shardwise.base.policy import Policy
+from shardwise.base.words import counted
 
 StateAxes = tuple[str, str]
 """The axes over which ranks hold copies and shards of one state, the outer and the inner axis. The ranks of both

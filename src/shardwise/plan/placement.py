@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from shardwise.plan.errors import PlanError
+from shardwise.base.errors import PlanError
 
 Tier = Literal["device", "host", "disk"]
 """Memory in which a rank keeps a buffer between uses. On a CPU, host memory is the device's memory."""

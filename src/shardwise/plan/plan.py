@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
+from shardwise.base.words import counted, grouped
 from shardwise.plan.action import Action
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
 from shardwise.plan.registry import Registry
 from shardwise.plan.state_form import StateForm, stored_elements
 from shardwise.plan.unit import Bucket, Unit
-from shardwise.plan.words import counted, grouped
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from shardwise.plan.errors import PlanError
+from shardwise.base.errors import PlanError
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import FLAT, Cut, Placement, Replicate, Shard, shape_on
 from shardwise.plan.unit import Unit

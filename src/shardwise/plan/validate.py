@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from shardwise.base.errors import PlanError
 from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, Kind
-from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import DENSE
 from shardwise.plan.placement import FLAT, Shard
 from shardwise.plan.plan import Plan, RankClass

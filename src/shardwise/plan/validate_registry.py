@@ -11,7 +11,7 @@ Cost: one look at each tensor.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwise.plan.errors import PlanError
+from shardwise.base.errors import PlanError
 from shardwise.plan.lists import is_inside
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Shard

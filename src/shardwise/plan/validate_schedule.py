@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
+from shardwise.base.errors import PlanError
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
 from shardwise.plan.dataflow import stages_of
-from shardwise.plan.errors import PlanError
 
 _Lists = Mapping[int, Sequence[Action]]
 

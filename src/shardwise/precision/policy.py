@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 Name = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {

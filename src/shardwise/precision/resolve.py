@@ -17,7 +17,7 @@ from itertools import chain
 
 from torch import nn
 
-from shardwise.plan.errors import ConfigError
+from shardwise.base.errors import ConfigError
 from shardwise.precision.policy import SIXTEEN_BITS, PrecisionPolicy
 
 CLASS = "class:"

@@ -14,7 +14,7 @@ so the passes of several microbatches, of any order, add up (``timeline.py``).
 A stage of a pipeline has a pass of its own: its input is held beside it, its output is released. Experts get as many
 rows as a router that chooses evenly would send (parallel/expert/row_counts.py).
 For a block, the pass also counts how much of what autograd saves in it is alike on all ranks of "tp"
-(memory/alike.py).
+(tiers/alike.py).
 
 Only two Units of one kind (blocks, for example) run; the others return their input, and get the second one's share.
 
@@ -40,15 +40,15 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.base.errors import UsageError
+from shardwise.base.pytree import rebuilt, tensors_in
 from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
-from shardwise.memory.activations import SMALL_BYTES
-from shardwise.memory.alike import Alike, Key, key_of
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import flops_of
 from shardwise.plan.action import Kind
-from shardwise.plan.errors import UsageError
-from shardwise.plan.pytree import rebuilt, tensors_in
+from shardwise.tiers.activations import SMALL_BYTES
+from shardwise.tiers.alike import Alike, Key, key_of
 
 _NEEDS_NUMBERS = (
     DataDependentOutputException,
@@ -251,7 +251,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
-            return True  # states of generators, which are not used in this pass (memory/recompute.py)
+            return True  # states of generators, which are not used in this pass (passes/recompute.py)
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             given = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
@@ -280,7 +280,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _SavedAlike:
-    """Tensors that autograd saves in ``blocks`` and that are alike on all ranks (memory/activations.py)."""
+    """Tensors that autograd saves in ``blocks`` and that are alike on all ranks (tiers/activations.py)."""
 
     def __init__(self, alike: Alike, blocks: Collection[str]):
         self.bytes: dict[str, int] = {}

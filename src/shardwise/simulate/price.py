@@ -2,7 +2,7 @@
 
     computing    F and B, updates on the device; on CPU ranks also exchanges between ranks, which copy themselves
     exchange     exchanges between ranks, if devices compute
-    updates      of state on other tiers: one thread, in the order of the list (memory/tier.py)
+    updates      of state on other tiers: one thread, in the order of the list (tiers/tier.py)
     disk         reads and writes, one after another
     down, up     gradients to the host and weights to the device, if they are two, and what blocks save both ways
 
@@ -14,7 +14,7 @@ beside the next.
 
     F, B          operations / flops_s + bytes of other operations / memory rate, including recomputation and tiles
                   + what experts and slices send inside of them / exchange rate (passes.py)
-    UNSHARD etc.  bytes of the Plan / rate            (parallel/zero/cost.py, memory/tier_cost.py)
+    UNSHARD etc.  bytes of the Plan / rate            (parallel/zero/cost.py, tiers/tier_cost.py)
 
 Rates are given or measured (``rates.py``). The price leaves out what sums and norms send, rows of embedding tables, and
 the time that Python takes for each Action.
@@ -27,13 +27,13 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from shardwise.compose.plan import Policies, strategies_of
-from shardwise.memory.tier_cost import unit_traffic
 from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import need, result, stages_of
 from shardwise.plan.plan import Plan, class_of
 from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.rates import Rates
+from shardwise.tiers.tier_cost import unit_traffic
 
 _STEPS = 3
 """Number of simulated steps; the first has no update before it."""

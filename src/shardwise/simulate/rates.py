@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.words import in_words
 from shardwise.memory.direct_io import DirectFile, aligned_empty, bytes_of
-from shardwise.memory.scratch_folder import check_folder
 from shardwise.observe.flops import measured_peak, peak_of
 from shardwise.observe.progress import bytes_text
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.words import in_words
+from shardwise.tiers.scratch_folder import check_folder
 
 _BYTES = 32 << 20
 _ROUNDS = 3

@@ -12,7 +12,7 @@
     process                      memory from before the engine
 
 The peak is the largest sum in a step that follows another, when all slots exist. With activations on the host, the
-device holds those of the running block and of its neighbour, as ``memory/activations.py`` keeps them; of tensors that
+device holds those of the running block and of its neighbour, as ``tiers/activations.py`` keeps them; of tensors that
 are alike on all ranks of "tp", each rank keeps a part on the host.
 Gradients that CPU ranks keep between steps (``memory/gradient_memory.py``) are not counted: an eighth of all at most.
 
@@ -27,7 +27,6 @@ import torch
 
 from shardwise.compose.plan import Policies, strategies_of
 from shardwise.memory.direct_io import rounded_up
-from shardwise.memory.scratch import SPARE_BYTES
 from shardwise.memory.slots import SlotPool
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.lists import Strategy
@@ -35,6 +34,7 @@ from shardwise.plan.placement import Tier
 from shardwise.plan.plan import Buffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import MeasuredPass
+from shardwise.tiers.scratch import SPARE_BYTES
 
 _META = torch.device("meta")
 _NEVER_SHARES = 1 << 60

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from tests.data.clicks.criteo_text import lines, write
 from tests.ranks import RankPool
 
+from shardwise.base.errors import DataError
 from shardwise.comm.world import World
 from shardwise.data.clicks import (
     CRITEO,
@@ -25,7 +26,6 @@ from shardwise.data.clicks import (
 )
 from shardwise.data.clicks.packed import write_packed
 from shardwise.data.loader import Loader
-from shardwise.plan.errors import DataError
 
 
 def first_numbers(rows: ClickRows) -> list[float]:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tests.data.clicks.criteo_text import lines, write
 
+from shardwise.base.errors import DataError
 from shardwise.data.clicks import CRITEO, ClickRows, Malformed, criteo, read_criteo
-from shardwise.plan.errors import DataError
 
 
 @pytest.fixture(params=["loop", "numpy"], autouse=True)

@@ -9,6 +9,7 @@ import pytest
 from tests.data.clicks.criteo_text import lines
 from tests.data.clicks.criteo_text import write as write_criteo
 
+from shardwise.base.errors import DataError
 from shardwise.data.clicks import (
     CRITEO,
     ClickPolicy,
@@ -22,7 +23,6 @@ from shardwise.data.clicks import (
 from shardwise.data.clicks import csv_text as module
 from shardwise.data.clicks.columns import key_of_text
 from shardwise.data.clicks.csv_text import csv_schema, read_csv
-from shardwise.plan.errors import DataError
 
 pytest.importorskip("pyarrow")
 

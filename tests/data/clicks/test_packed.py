@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwise.base.errors import DataError
 from shardwise.data.clicks import (
     BatchForm,
     ClickRows,
@@ -16,7 +17,6 @@ from shardwise.data.clicks import (
 )
 from shardwise.data.clicks import packed as module
 from shardwise.data.clicks.packed import write_packed
-from shardwise.plan.errors import DataError
 
 SCHEMA = Schema(
     ("age", "price"),

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.clicks import CRITEO, Malformed, Schema, SparseFeature, parquet_schema, read_parquet
 from shardwise.data.clicks import parquet as module
 from shardwise.data.clicks.columns import key_of_text
-from shardwise.plan.errors import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

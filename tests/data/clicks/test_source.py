@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.clicks import BatchForm, ClickRows, Clicks, Keys, Schema, SparseFeature, SyntheticClicks
-from shardwise.plan.errors import ConfigError, DataError
 
 SCHEMA = Schema(("a", "b"), (SparseFeature("user"), SparseFeature("seen", many=True)))
 ROWS = ClickRows(

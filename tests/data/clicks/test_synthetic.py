@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError
 from shardwise.data.clicks import ClickRows, SyntheticClicks
 from shardwise.observe.auc import ClickMetrics, auc
-from shardwise.plan.errors import ConfigError
 
 
 def columns(rows: ClickRows) -> list[bytes]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tests.data.images.test_sources import truncated
 
+from shardwise.base.errors import DataError
 from shardwise.data import Loader, evaluation_batches
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.data.images.form import rectangle, to_shorter_side
 from shardwise.data.images.pictures import Pictures
 from shardwise.data.placed import PlacedDataset, SampleAt, draws_at
-from shardwise.plan.errors import DataError
 
 # Worker processes are forked, which newer Pythons remark upon when threads are alive.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

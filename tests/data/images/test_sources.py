@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from shardwise.base.errors import DataError
 from shardwise.data.images import CifarFiles, ImagePolicy, SyntheticImagePolicy, SyntheticImages, build_images
 from shardwise.data.images.folders import PictureFolders
 from shardwise.data.placed import SampleAt
-from shardwise.plan.errors import DataError
 
 
 def records(path: Path, labels: list[list[int]], seed: int = 0) -> np.ndarray:

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise.base.errors import TableFullError
 from shardwise.kernels.tables import hash_index
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.keys import mix
-from shardwise.plan.errors import TableFullError
 
 
 def as_keys(*keys: int) -> Tensor:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.ragged import Ragged
 from shardwise.kernels.initializers import Uniform
 from shardwise.kernels.philox import key_of
 from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.models import ClickModel
-from shardwise.plan.ragged import Ragged
 
 
 class Plain(nn.Module):

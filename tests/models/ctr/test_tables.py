@@ -2,10 +2,10 @@
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.data.clicks.rows import Schema, SparseFeature
 from shardwise.models.ctr.tables import tables_for
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablesPolicy
-from shardwise.plan.errors import ConfigError
 
 SCHEMA = Schema(("I1",), (SparseFeature("C1"), SparseFeature("C2"), SparseFeature("C3")))
 

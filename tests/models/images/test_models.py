@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
+from shardwise.base.errors import ConfigError
 from shardwise.comm.world import World
 from shardwise.models import build_image_model
 from shardwise.models.images.policy import AlexNetPolicy, ResNetPolicy
 from shardwise.models.images.resnet import ResidualBlock, ResNet
-from shardwise.plan.errors import ConfigError
 
 
 @pytest.mark.parametrize(

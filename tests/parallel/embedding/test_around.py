@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import shardwise
+from shardwise.base.errors import DataError, MismatchError, PlanError, UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.parallel.embedding import dynamic as dynamic_module
@@ -25,8 +27,6 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.plan.errors import DataError, MismatchError, PlanError, UsageError
-from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.threads import on_ranks
 
 DYNAMIC = DynamicPolicy()

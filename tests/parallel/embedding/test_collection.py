@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import DataError, PlanError, UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection, Sequences, collections_of
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import DataError, PlanError, UsageError
-from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.test_exact import SAMPLES, batch, loss_of, samples_of, tables
 from tests.parallel.embedding.threads import on_ranks
 

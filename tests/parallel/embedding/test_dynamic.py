@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import PlanError, TableFullError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.dynamic import _COUNT_BITS, Dynamic
@@ -15,8 +17,6 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.plan.errors import PlanError, TableFullError
-from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.threads import on_ranks
 
 SGD = RowOptimizerPolicy(type="sgd", lr=0.1)

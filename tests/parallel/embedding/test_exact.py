@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.batch import Sequences
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.threads import on_ranks
 
 SAMPLES, STEPS = 12, 4

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.test_exact import OPTIMIZERS, batch, loss_of, tables
 
 

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import PlanError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent
 from shardwise.parallel.embedding.layout import Place
 from shardwise.parallel.embedding.planner import Choice, measured, plan_tables
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import PlanError
-from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.threads import on_ranks
 
 ROWWISE = RowOptimizerPolicy(type="rowwise_adagrad")

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import MismatchError
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.layout import BUCKETS
 from shardwise.parallel.embedding.policy import DynamicPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Rows
-from shardwise.plan.errors import MismatchError
 from tests.parallel.embedding.test_exact import (
     OPTIMIZERS,
     SAMPLES,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.parallel.expert.cost import elements_sent, expected_rows
 from shardwise.parallel.expert.dispatch import Dispatcher
 from shardwise.parallel.expert.row_counts import block_counts, even_counts
-from shardwise.plan.errors import UsageError
 from tests.parallel.expert.layer import (
     WIDTH,
     Given,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import ConfigError, NonFiniteError, UsageError
 from shardwise.kernels.philox import key_of, uniform_of
-from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.models.initial import draw_all, torch_rules
-from shardwise.plan.errors import ConfigError, NonFiniteError, UsageError
+from shardwise.passes.replay import BatchPosition, Replay
 from tests.parallel.expert import naive
 from tests.parallel.expert.small import EXPERTS, HIDDEN, WIDTH, batch, close, gradients, made
 

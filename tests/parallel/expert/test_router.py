@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
-from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.parallel.expert.capacity import kept_pairs, room
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import choice
+from shardwise.passes.replay import BatchPosition, Replay
 from tests.parallel.expert import naive
 from tests.parallel.expert.small import batch, close, gradients, made
 from tests.parallel.tensor.whole import tensor_group

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.expert.stacks import (
     Stack,
     Stacked,
@@ -22,7 +23,6 @@ from shardwise.parallel.expert.stacks import (
     refuse_unknown,
 )
 from shardwise.parallel.expert.transformers_experts import compute_of
-from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Block, Cut, Partial, Replicate, Shard, local_shape, pieces
 from tests.foreign.wide import wide
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.stage_module import kind_of
-from shardwise.plan.errors import PlanError
 from tests.parallel.pipeline.chain import forward_backward
 from tests.parallel.pipeline.ordinary import Doubled
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, stages_of_modules, weigh
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
-from shardwise.plan.errors import PlanError
 from tests.engine.nets import Language, seeded
 from tests.parallel.pipeline.chain import error_of_cut, forward_backward, gradients_of
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Clock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Count, Traffic
@@ -16,7 +17,6 @@ from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.passes import add_communication
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import UsageError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.trace import Trace
 from shardwise.plan.walker import Walker

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.parallel.pipeline.blocks import find_blocks, stages_of_modules
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers, LayerSpec, TiedSpec
-from shardwise.plan.errors import PlanError, UsageError
 from tests.engine.nets import Block
 from tests.parallel.pipeline.chain import forward_backward, gradients_of
 

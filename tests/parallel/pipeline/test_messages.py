@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.messages import pack, unpack
-from shardwise.plan.errors import PlanError
 from tests.parallel.pipeline.chain import trained
 
 A, B = torch.arange(3.0), torch.tensor([True, False])

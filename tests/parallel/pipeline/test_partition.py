@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.partition import partition
-from shardwise.plan.errors import PlanError
 
 
 def names(count: int) -> list[str]:

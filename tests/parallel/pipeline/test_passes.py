@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding, nominal_s
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import Action, B, F, Kind
 from shardwise.plan.dataflow import timeline_of
-from shardwise.plan.errors import PlanError
 from shardwise.plan.validate_schedule import validate_schedule
 from tests.parallel.pipeline.shapes import SHAPES, WIDE
 

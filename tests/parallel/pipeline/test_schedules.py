@@ -2,13 +2,13 @@
 
 import pytest
 
+from shardwise.base.errors import PlanError
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline import schedules
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import forward_only, microbatch_groups, schedule
 from shardwise.plan.action import Kind
 from shardwise.plan.dataflow import timeline_of
-from shardwise.plan.errors import PlanError
 from shardwise.plan.validate_schedule import validate_schedule
 from tests.parallel.pipeline.shapes import SHAPES, WIDE, Shape
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError
 from shardwise.comm.collectives import Clock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
@@ -17,7 +18,6 @@ from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.partition import partition
-from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from tests.parallel.pipeline.chain import error_of_cut, gradients_of, trained
 

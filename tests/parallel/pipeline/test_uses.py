@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.blocks import find_blocks, stages_of_modules, weigh
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
-from shardwise.plan.errors import PlanError
 from tests.parallel.pipeline.chain import forward_backward, gradients_of
 from tests.parallel.pipeline.test_absent import TOKENS, WIDTH, Backwards, HeadFirst, Looped, Net, NormFirst
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from shardwise.comm import duals
 from shardwise.comm.world import World
-from shardwise.memory.recompute_cost import BlockShape
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.cost import (
@@ -19,6 +18,7 @@ from shardwise.parallel.tensor.cost import (
     rest_calls,
 )
 from shardwise.parallel.tensor.layout import Table
+from shardwise.passes.recompute_cost import BlockShape
 from tests.models.shapes import tokens
 from tests.parallel.tensor.whole import tensor_group
 

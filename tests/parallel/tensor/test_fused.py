@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError
 from shardwise.comm.world import World
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import parse
-from shardwise.plan.errors import PlanError
 from tests.engine.nets import seeded
 from tests.foreign.wide import wide
 from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.base.errors import PlanError
 from shardwise.kernels.dropout import EqualPart
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import local_piece, table_of
@@ -16,7 +17,6 @@ from shardwise.parallel.tensor.layout import (
     parse,
     places,
 )
-from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Block, Partial, Replicate, Shard
 from tests.engine.nets import Language
 from tests.models.shapes import GPT2, LLAMA

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.comm.world import World
 from shardwise.kernels.dropout import EqualPart
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.region import WithheldLogits
-from shardwise.plan.errors import PlanError, UsageError
 from tests.engine.nets import LLAMA, seeded
 from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst
 

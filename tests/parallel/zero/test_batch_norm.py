@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.plan.errors import UsageError
+from shardwise.base.errors import UsageError
 from tests.engine.nets import seeded
 from tests.engine.plain import train, worst
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
@@ -18,7 +19,6 @@ from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.gradient import GradientState
 from shardwise.parallel.zero.weight import WeightState
-from shardwise.plan.errors import UsageError
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Replicate, Shard

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import ConfigError, PlanError
 from shardwise.comm.world import join
 from shardwise.compose.describe import describe
 from shardwise.compose.plan import Policies, make_plan
@@ -18,7 +19,6 @@ from shardwise.parallel.zero.modules import (
     unit_names,
 )
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.errors import ConfigError, PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.unit import Slot, Unit
 from shardwise.precision.policy import PrecisionPolicy

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import CommError, ConfigError, NonFiniteError, UsageError
 from shardwise.parallel.zero import layout
-from shardwise.plan.errors import CommError, ConfigError, NonFiniteError, UsageError
 from tests.engine.nets import seeded
 from tests.engine.plain import against_plain, train, worst
 from tests.parallel.zero.nets import WIDTH, Block, Net

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import expanded, open_regular
 from shardwise.data.clicks.criteo import is_criteo_line, read_criteo, whole_lines
 from shardwise.data.clicks.csv_text import csv_schema, read_csv, separator_of
 from shardwise.data.clicks.malformed import Malformed
@@ -29,8 +31,6 @@ from shardwise.data.clicks.source import Clicks
 from shardwise.data.clicks.synthetic import Best, SyntheticClicks
 from shardwise.data.text import Progress, find_files, locked
 from shardwise.observe.auc import ClickMetrics, ClickScore
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import expanded, open_regular
 
 _log = logging.getLogger(__name__)
 

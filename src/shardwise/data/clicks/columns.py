@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys, Schema, SparseFeature
-from shardwise.plan.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys
 from shardwise.data.clicks.whole_rows import opened_text
 from shardwise.kernels.tables.compiled import is_installed, loop
-from shardwise.plan.errors import DataError
 
 _PIECE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 16

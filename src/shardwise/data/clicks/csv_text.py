@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError
 from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, listed, row_of
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
 from shardwise.data.clicks.whole_rows import WholeRows, opened_text
-from shardwise.plan.errors import DataError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """Separator by the ending of a file's name, before .gz."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shardwise.plan.errors import DataError
+from shardwise.base.errors import DataError
 
 _EXAMPLES = 3
 

@@ -30,11 +30,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import open_regular
+from shardwise.base.strict_json import Count, StrictModel, read_object, validated
 from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
 from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular
-from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".clicks"
 MAGIC = b"SHDWCLIK"

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.base.errors import DataError
 from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, lists_in, row_of
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
-from shardwise.plan.errors import DataError
 
 _ROWS_AT_ONCE = 1 << 15
 MAGIC = b"PAR1"

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.ragged import Ragged
+from shardwise.base.errors import ConfigError
+from shardwise.base.ragged import Ragged
 
 
 class SparseFeature(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError
 from shardwise.data.batched import BatchedDataset
 from shardwise.data.clicks.rows import BatchForm, ClickBatch, ClickRows, Schema
-from shardwise.plan.errors import DataError
 
 
 class RowSource(Protocol):

@@ -33,9 +33,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import ConfigError
 from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
 from shardwise.data.sampler import key_of, splitmix64
-from shardwise.plan.errors import ConfigError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _PAIR_WIDTH = 3

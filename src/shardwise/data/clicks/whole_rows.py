@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, cast
 
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import open_regular
 
 _PIECE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 22

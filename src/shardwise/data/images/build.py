@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.base.errors import SourceError
+from shardwise.base.regular_files import expanded
 from shardwise.data.images.cifar import CifarFiles
 from shardwise.data.images.folders import PictureFolders
 from shardwise.data.images.form import ImageSamples
@@ -13,8 +15,6 @@ from shardwise.data.images.pictures import Pictures
 from shardwise.data.images.policy import SYNTHETIC, ImagePolicy
 from shardwise.data.images.synthetic import SyntheticImages
 from shardwise.data.sampler import Permutation
-from shardwise.plan.errors import SourceError
-from shardwise.plan.regular_files import expanded
 
 _HELD_OUT = 0.1
 

@@ -14,9 +14,9 @@ from typing import Literal
 
 import numpy as np
 
+from shardwise.base.errors import DataError
+from shardwise.base.words import in_words
 from shardwise.data.images.pictures import Pictures, Pixels
-from shardwise.plan.errors import DataError
-from shardwise.plan.words import in_words
 
 SIDE = 32
 _PIXEL_BYTES = 3 * SIDE * SIDE

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.base.errors import DataError
+from shardwise.base.regular_files import open_regular
+from shardwise.base.words import in_words
 from shardwise.data.images.pictures import Pictures, Pixels
-from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular
-from shardwise.plan.words import in_words
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"})
 

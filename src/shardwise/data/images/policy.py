@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 SYNTHETIC = "synthetic"
 

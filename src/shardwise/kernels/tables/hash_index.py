@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import TableFullError
 from shardwise.kernels.tables.compiled import array, is_installed, loop, prefetch
 from shardwise.kernels.tables.keys import mixed
 from shardwise.kernels.tables.unique import Scratch, unique
-from shardwise.plan.errors import TableFullError
 
 _ONE = np.uint64(1)
 _AHEAD = 16

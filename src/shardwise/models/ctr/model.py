@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.ragged import Ragged
 from shardwise.kernels.initializers import Constant, Initializer, Normal
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.initial import draw_all
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.ragged import Ragged
 
 
 class ClickModel(nn.Module, ABC):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 Layers = tuple[PositiveInt, ...]
 

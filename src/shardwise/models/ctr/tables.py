@@ -8,10 +8,10 @@ everything else        tables.named, tables.defaults, TablePolicy
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.policy import nearest
 from shardwise.data.clicks.rows import Schema
 from shardwise.parallel.embedding.policy import DynamicPolicy, TableOptions, TablePolicy, TablesPolicy
-from shardwise.plan.errors import ConfigError
-from shardwise.plan.policy import nearest
 
 _KINDS = ("rows", "dynamic")
 

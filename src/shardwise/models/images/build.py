@@ -2,10 +2,10 @@
 
 from torch import nn
 
+from shardwise.base.errors import ConfigError
 from shardwise.models.images.alexnet import alexnet
 from shardwise.models.images.policy import AlexNetPolicy, ImageModelPolicy
 from shardwise.models.images.resnet import ResNet
-from shardwise.plan.errors import ConfigError
 
 
 def build_image_model(policy: ImageModelPolicy, classes: int, seed: int = 0) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 _LEAST_ALEXNET = 63
 """The smallest side in pixels of which AlexNet's strides and pools leave one pixel."""

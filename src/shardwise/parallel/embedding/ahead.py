@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 
-from shardwise.plan.pytree import Laden, rebuilt
-from shardwise.plan.ragged import Ragged
+from shardwise.base.pytree import Laden, rebuilt
+from shardwise.base.ragged import Ragged
 
 if TYPE_CHECKING:
     from shardwise.parallel.embedding.batch import Prepared

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.base.errors import UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.transfer import on_host
 from shardwise.parallel.embedding.ways import Asked, Way
-from shardwise.plan.errors import UsageError
-from shardwise.plan.ragged import Ragged
 from shardwise.plan.trace import Done
 
 

@@ -28,6 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import MismatchError, PlanError, UsageError
+from shardwise.base.ragged import Ragged
+from shardwise.base.words import counted
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.parallel.embedding.ahead import PreparedFeatures
@@ -38,9 +41,6 @@ from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.saved import of_first_rank
 from shardwise.parallel.embedding.saved_rows import SavedRows
-from shardwise.plan.errors import MismatchError, PlanError, UsageError
-from shardwise.plan.ragged import Ragged
-from shardwise.plan.words import counted
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import os
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import MismatchError, PlanError, TableFullError
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.keys import mix
 from shardwise.kernels.tables.unique import unique
 from shardwise.parallel.embedding.policy import DynamicPolicy
-from shardwise.plan.errors import MismatchError, PlanError, TableFullError
 
 _SLACK_ROWS = 1 << 20
 """Rows beyond its capacity that a table may have until the step is over: the ranks learn only at the step that the

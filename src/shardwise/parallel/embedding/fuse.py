@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import DataError
+from shardwise.base.policy import nearest
+from shardwise.base.ragged import Ragged
 from shardwise.kernels.tables.one_each import one_each
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.plan.errors import DataError
-from shardwise.plan.policy import nearest
-from shardwise.plan.ragged import Ragged
 
 
 class Fused(NamedTuple):

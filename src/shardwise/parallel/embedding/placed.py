@@ -19,6 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CommError, DataError, TableFullError, UsageError
+from shardwise.base.policy import nearest
+from shardwise.base.ragged import Ragged
+from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import carry, share
 from shardwise.kernels.tables.unique import Scratch
@@ -34,10 +38,6 @@ from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.transfer import SlabRows, together
 from shardwise.parallel.embedding.ways import Asked, Lane, way_of
-from shardwise.plan.errors import CommError, DataError, TableFullError, UsageError
-from shardwise.plan.policy import nearest
-from shardwise.plan.ragged import Ragged
-from shardwise.plan.words import named_ranks
 
 _REFUSED = -1
 """Number of keys that a rank sends if it refused its batch."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.base.errors import PlanError
+from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import Place
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rules import optimizer_of
-from shardwise.plan.errors import PlanError
-from shardwise.plan.ragged import Ragged
 
 _LINK = 1.5e9
 """Bytes that a rank sends in a second: the rate of two CPU ranks on one host. A faster link changes all candidates

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 Pooling = Literal["sum", "mean", "max", "concat", "none"]
 """Rule by which a sample's vectors become one: added, averaged, the largest of each column, concatenated (the same

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, gather, send, share
 from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of, columns_of, writer_of
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.parallel.embedding.rules import ONE_A_ROW
-from shardwise.plan.errors import UsageError
 
 Range = tuple[int, int]
 """Rows [start, stop) in the order of (bucket, key)."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import MismatchError
 from shardwise.comm.collectives import Group
 from shardwise.kernels import philox
 from shardwise.kernels.initializers import Uniform
@@ -41,7 +42,6 @@ from shardwise.parallel.embedding.row_gradients import RowGradients
 from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
 from shardwise.parallel.embedding.transfer import SlabRows
-from shardwise.plan.errors import MismatchError
 
 _CPU = torch.device("cpu")
 _START_ROWS = 1 << 16

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.dispatch import Dispatcher
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.stacks import Stack
 from shardwise.parallel.expert.surroundings import Layout, Surroundings
 from shardwise.parallel.expert.transformers_experts import compute_of
-from shardwise.plan.errors import PlanError, UsageError
+from shardwise.passes.replay import Replay
 from shardwise.plan.placement import Cut, Shard, local_shape, spans
 
 

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.comm.exchange import Counts, back, gather, scatter, send, share
@@ -60,7 +61,6 @@ from shardwise.parallel.expert.row_counts import (
     reaches,
     row_counts,
 )
-from shardwise.plan.errors import UsageError
 from shardwise.precision.operations import running_dtypes_again
 
 Compute = Callable[[Tensor, list[int]], Tensor]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardwise.base.errors import ConfigError, PlanError, UsageError
 from shardwise.comm.collectives import Group
 from shardwise.kernels.gated import gated
 from shardwise.kernels.grouped import gated_experts
@@ -20,7 +21,6 @@ from shardwise.kernels.initializers import Initializer, of_linear, of_torch
 from shardwise.parallel.expert.dispatch import Compute, Dispatcher, Routes
 from shardwise.parallel.expert.stacks import Stack, Stacked, gated_stack
 from shardwise.parallel.expert.surroundings import Keep, make_anew
-from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from shardwise.plan.placement import Replicate
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.router import Router
+from shardwise.passes.replay import Replay
 
 _TOKENS, _ROWS_SENT, _ROWS_CROSSED, _ENTROPY = -4, -3, -2, -1
 _BESIDE = 4

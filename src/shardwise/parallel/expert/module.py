@@ -30,6 +30,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.initializers import Initializer, of_linear
 from shardwise.parallel.expert.balance import inject
@@ -38,7 +39,6 @@ from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import Router, Routing
 from shardwise.parallel.expert.surroundings import Surroundings
-from shardwise.plan.errors import ConfigError, UsageError
 
 
 class MixtureOfExperts(nn.Module):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 Count = Annotated[int, Field(ge=1)]
 

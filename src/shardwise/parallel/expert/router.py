@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError, NonFiniteError
 from shardwise.kernels.initializers import of_linear
 from shardwise.kernels.operation import operation
 from shardwise.parallel.expert.balance import move_bias, note_loads, pair_counts, term
@@ -35,7 +36,6 @@ from shardwise.parallel.expert.capacity import choose_kept
 from shardwise.parallel.expert.noise import gumbel, jitter
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.surroundings import Surroundings, Tokens
-from shardwise.plan.errors import ConfigError, NonFiniteError
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CommError
+from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, share
 from shardwise.parallel.expert.cost import expected_reach
-from shardwise.plan.errors import CommError
-from shardwise.plan.words import named_ranks
 
 
 class RowCounts(NamedTuple):

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.plan.errors import PlanError
+from shardwise.base.errors import PlanError
 from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")

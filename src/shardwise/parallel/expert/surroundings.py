@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.base.errors import UsageError
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.memory.replay import Replay
-from shardwise.plan.errors import UsageError
+from shardwise.passes.replay import Replay
 
 Layout = Literal["cut", "alike", "addends"]
 """Distribution of activations and their gradients over the ranks that share a sequence."""

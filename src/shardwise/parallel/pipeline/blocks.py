@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
+from shardwise.base.errors import PlanError
+from shardwise.base.policy import nearest
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.uses import Uses
-from shardwise.plan.errors import PlanError
-from shardwise.plan.policy import nearest
 
 ROWS = (nn.ModuleList, nn.Sequential, Layers)
 """Containers whose children are blocks by their position."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.blocks import LIST, blocks_around
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.parallel.pipeline.uses import Uses
-from shardwise.plan.errors import PlanError
 
 
 def check_cut(

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
+from shardwise.base.errors import CommError
 from shardwise.comm.peers import Message, Peers
 from shardwise.comm.trace import Purpose
 from shardwise.parallel.pipeline.messages import (
@@ -49,7 +50,6 @@ from shardwise.parallel.pipeline.messages import (
 )
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import CommError
 from shardwise.plan.walker import Walker
 
 

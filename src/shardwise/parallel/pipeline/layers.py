@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.parallel.pipeline.stand_in import shallow_copy
-from shardwise.plan.errors import PlanError, UsageError
 
 
 class Brought(NamedTuple):

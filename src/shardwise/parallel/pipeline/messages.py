@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from shardwise.plan import errors
-from shardwise.plan.errors import PlanError, ShardwiseError
+from shardwise.base import errors
+from shardwise.base.errors import PlanError, ShardwiseError
 
 REFUSED = "refused: "
 """Prefix of a message that contains only the reason for a missing value. JSON never begins with it."""

@@ -18,9 +18,9 @@ import itertools
 import re
 from collections.abc import Sequence
 
+from shardwise.base.errors import PlanError
+from shardwise.base.policy import nearest
 from shardwise.parallel.pipeline.policy import OF_TYPE
-from shardwise.plan.errors import PlanError
-from shardwise.plan.policy import nearest
 
 
 def partition(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from shardwise.plan.policy import Policy, nearest
+from shardwise.base.policy import Policy, nearest
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b")

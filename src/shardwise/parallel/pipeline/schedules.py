@@ -28,9 +28,9 @@ Cost:   ``cost.py``: idle time and live activations in closed form.
 
 from collections.abc import Callable
 
+from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.policy import ScheduleName
 from shardwise.plan.action import Action, B, F
-from shardwise.plan.errors import PlanError
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:

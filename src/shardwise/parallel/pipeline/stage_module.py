@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.memory.absent import AbsentTrace, absent_in
-from shardwise.memory.draws import PassDraws
+from shardwise.base.errors import PlanError
+from shardwise.base.pytree import tensors_in
+from shardwise.base.ragged import Ragged
 from shardwise.parallel.pipeline.blocks import ROWS
 from shardwise.parallel.pipeline.stand_in import AbsentBlock, AbsentLeaf, Foreign, Relay, call_until_ended
-from shardwise.plan.errors import PlanError
-from shardwise.plan.pytree import tensors_in
-from shardwise.plan.ragged import Ragged
+from shardwise.passes.absent import AbsentTrace, absent_in
+from shardwise.passes.draws import PassDraws
 
 _KINDS = 1000
 _OURS = (__name__, "shardwise.parallel.pipeline.cut")

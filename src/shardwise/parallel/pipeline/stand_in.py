@@ -10,7 +10,7 @@ A stage runs the whole model's own forward pass, so every absent part needs an a
     parameter, read or listed       an absent value; the local parameter if a tied parameter has a name on this stage
     plain attribute of a block      the block's own, unless blocks set it while they run
 
-In the first pass of each kind absent values are marked (memory/absent.py), so that any use of them that reaches a
+In the first pass of each kind absent values are marked (passes/absent.py), so that any use of them that reaches a
 message or the loss is an error that names the absent value; in later passes absent values are plain tensors of NaN.
 Stand-ins are instances of the class that they replace, and all modules inside a foreign block are stand-ins too.
 
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.memory.absent import Absent, AbsentTrace, place_of_use
-from shardwise.plan.errors import PlanError
-from shardwise.plan.user_hooks import is_users, user_hooks
+from shardwise.base.errors import PlanError
+from shardwise.base.user_hooks import is_users, user_hooks
+from shardwise.passes.absent import Absent, AbsentTrace, place_of_use
 
 _PLAIN = (bool, int, float, str, type(None))
 _CHANGES = (list, dict, set)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.base.errors import PlanError
+from shardwise.base.pytree import tensors_in
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.cross_entropy import IGNORE
-from shardwise.memory.alike import Alike
-from shardwise.memory.replay import Replay
 from shardwise.parallel.tensor.layers import (
     ColumnLinear,
     OwnLookup,
@@ -46,9 +46,9 @@ from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
 from shardwise.parallel.tensor.outputs import CutOutputs
 from shardwise.parallel.tensor.region import Region, UnmadeLogits
 from shardwise.parallel.tensor.tables import has_causal_loss, is_linear, known_table, whole_table
-from shardwise.plan.errors import PlanError
+from shardwise.passes.replay import Replay
 from shardwise.plan.placement import Cut, Shard, local_shape, pieces
-from shardwise.plan.pytree import tensors_in
+from shardwise.tiers.alike import Alike
 
 
 def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks: bool = False) -> Table:

@@ -22,8 +22,8 @@ Shapes: B batch, T sequence, D width, H heads, K head size, F hidden.
 
 from dataclasses import dataclass
 
-from shardwise.memory.recompute_cost import BlockShape, kept_elements
 from shardwise.parallel.tensor.layout import divided
+from shardwise.passes.recompute_cost import BlockShape, kept_elements
 from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
 
 

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from shardwise.base.errors import PlanError
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
 from shardwise.kernels.head_loss import Change, Tile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
 from shardwise.parallel.tensor.region import Region, UnmadeLogits
-from shardwise.plan.errors import PlanError
 
 
 class _Cut(nn.Module):

@@ -40,11 +40,11 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import nn
 
+from shardwise.base.errors import PlanError
+from shardwise.base.names import matching
+from shardwise.base.policy import nearest
 from shardwise.kernels.dropout import EqualPart
-from shardwise.plan.errors import PlanError
-from shardwise.plan.names import matching
 from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
-from shardwise.plan.policy import nearest
 
 Kind = Literal["column", "row", "vocabulary", "head", "channels", "sequence", "partial", "replicate"]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.base.errors import UsageError
+from shardwise.base.pytree import part_named
 from shardwise.kernels.cross_entropy import log_probs
 from shardwise.parallel.tensor.layers import VocabularyHead
 from shardwise.parallel.tensor.loss import vocabulary_log_probs
-from shardwise.plan.errors import UsageError
-from shardwise.plan.pytree import part_named
 
 
 def log_probs_of(model: nn.Module, call: Callable[[], Any], targets: Tensor) -> Tensor:

@@ -33,10 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.pytree import part_named, rebuilt, tensors_by_path
 from shardwise.comm import duals
-from shardwise.memory.absent import Absent
 from shardwise.parallel.tensor.region import Region, WithheldValue
-from shardwise.plan.pytree import part_named, rebuilt, tensors_by_path
+from shardwise.passes.absent import Absent
 
 _NODES = 4096
 """Graph nodes that a walk visits; a tensor with a longer graph is compared over the ranks."""

@@ -4,7 +4,7 @@ The output of a cut layer is right because the layer accounts for the cut. Other
 over ``model.parameters()``, ``F.linear(x, other.weight)``, the norm of a weight) takes a part for the whole. A use of a
 whole weight whose gradient is summed over the ranks counts as often as there are ranks. Neither error shows in the loss
 if the slices are alike. So in the passes of the first step, and in the first pass without gradients, those parameters
-are withheld (memory/absent.py) except while their owner's forward runs.
+are withheld (passes/absent.py) except while their owner's forward runs.
 
 Cost: two hooks per owner in the first step; none afterwards.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.memory.absent import give, withhold
+from shardwise.passes.absent import give, withhold
 
 
 class OwnUse:

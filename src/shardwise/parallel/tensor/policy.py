@@ -1,6 +1,6 @@
 """TensorPolicy: the cut of a layer's matrices along "tp"."""
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 
 class TensorPolicy(Policy):

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.base.errors import UsageError
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
-from shardwise.memory.absent import place_of_use
-from shardwise.memory.alike import Alike
-from shardwise.memory.replay import Replay
-from shardwise.plan.errors import UsageError
+from shardwise.passes.absent import place_of_use
+from shardwise.passes.replay import Replay
+from shardwise.tiers.alike import Alike
 
 _TOKENS = ("tokens", "input_ids", "inputs_embeds")
 _LATEST_ONLY = ("cache", "past_key_values", "logits_to_keep")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
-from shardwise.plan.errors import UsageError
 
 
 class _SumOverRanks(torch.autograd.Function):

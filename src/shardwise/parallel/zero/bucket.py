@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from shardwise.memory.pinned import pinned_empty
 from shardwise.memory.slots import SlotPool
-from shardwise.memory.tier import NextWeight, TierState, TierTensor
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.views import ParameterViews
 from shardwise.parallel.zero.weight import Weight
 from shardwise.plan.unit import Bucket, Slot
 from shardwise.precision.policy import Dtypes
+from shardwise.tiers.tier import NextWeight, TierState, TierTensor
 
 Fill = Callable[[Slot, int, int, torch.dtype], Tensor]
 """Function (slot, first element, end, dtype) that returns these elements of the parameter as a flat tensor."""

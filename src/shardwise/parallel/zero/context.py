@@ -12,9 +12,9 @@ from shardwise.comm.collectives import Group
 from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
-from shardwise.memory.tier import Tiers
 from shardwise.plan.lists import Strategy
 from shardwise.plan.unit import Bucket
+from shardwise.tiers.tier import Tiers
 
 
 @dataclass(frozen=True)

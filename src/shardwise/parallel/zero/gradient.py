@@ -55,14 +55,14 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import DONE, Group, Pending
-from shardwise.memory.tier import TierState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.parallel.zero.views import ParameterViews
-from shardwise.plan.errors import UsageError
 from shardwise.plan.unit import Bucket
 from shardwise.precision.policy import Dtypes
+from shardwise.tiers.tier import TierState
 
 
 class GradientState(Enum):

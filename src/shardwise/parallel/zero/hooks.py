@@ -6,7 +6,7 @@ In a user's own loop the user's Python sets the order of the Units. So the hooks
     forward hook after Unit u       run the Actions that close u     last gradient of u accumulated  close u
     end of the forward pass         run the rest                     end of the backward pass        run the rest
 
-[step 1] to [step 9] are numbers of the drawing in docs/design.md; the other steps are in engine/step.py.
+[step 1] to [step 9] are numbers of the drawing in docs/design.md; the other steps are in engine/step/end.py.
 
 A Unit that this rank skips is gathered and reduced when the cursor passes it, so the ranks issue the same collectives
 in the same order whatever their data made them do. A Unit that the list does not expect (a Unit used a second time, or
@@ -57,6 +57,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import UsageError
+from shardwise.base.pytree import tensors_in
 from shardwise.comm.duals import apart
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.marks import Marks
@@ -64,9 +66,7 @@ from shardwise.parallel.zero.order import Order
 from shardwise.parallel.zero.unit_state import UnitState, Window
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import UsageError
 from shardwise.plan.lists import is_inside
-from shardwise.plan.pytree import tensors_in
 from shardwise.plan.walker import Walker
 
 _MODULE_STATE = frozenset(vars(nn.Module()))

@@ -19,7 +19,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from shardwise.memory.offload import OffloadPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
@@ -28,6 +27,7 @@ from shardwise.plan.plan import Buffers
 from shardwise.plan.state_form import StateForm, stored_dtype
 from shardwise.plan.unit import Unit
 from shardwise.precision.policy import Dtypes
+from shardwise.tiers.offload import OffloadPolicy
 
 _WHOLE, _CUT, _ADDEND = Replicate(), Shard(), Partial()
 

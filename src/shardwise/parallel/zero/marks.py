@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.base.errors import UsageError
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.errors import UsageError
 
 
 class Marks:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.plan.errors import PlanError
-from shardwise.plan.names import chosen_by
+from shardwise.base.errors import PlanError
+from shardwise.base.names import chosen_by
 from shardwise.plan.unit import Unit
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
-from shardwise.plan.policy import Policy
+from shardwise.base.policy import Policy
 
 
 class ZeroPolicy(Policy):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.plan.errors import UsageError
+from shardwise.base.errors import UsageError
 
 
 class TakenGradient(Tensor):

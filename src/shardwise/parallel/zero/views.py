@@ -3,7 +3,7 @@
 ``p.data = view`` keeps the Parameter object, its hooks and its version counter.
 
 [Note: stale memory]
-While a weight is sharded its parameters are withheld (memory/absent.py): an operation on one is an error that names the
+While a weight is sharded its parameters are withheld (passes/absent.py): an operation on one is an error that names the
 parameter, while shape, dtype and device can be read. Past torch's Python functions a withheld parameter reads as NaN of
 the right shape. Its version counter is one above the value under which autograd saved the parameter; unsharding
 restores both. So a backward pass that uses a weight that is not in memory fails in autograd's own check.
@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.memory.absent import expect, give, withhold
+from shardwise.base.errors import UsageError
 from shardwise.memory.watched import unwatch_data, watch_data
-from shardwise.plan.errors import UsageError
+from shardwise.passes.absent import expect, give, withhold
 from shardwise.plan.unit import Bucket
 
 _set_versions: Callable[[Sequence[Tensor], Sequence[int]], None]
@@ -54,7 +54,7 @@ class ParameterViews:
         self._withheld: dict[type, type] = {}
         self._expected: dict[type, type] = {}
         self.is_away = False
-        """True while the whole engine's weights are moved off the device (engine/away.py)."""
+        """True while the whole engine's weights are moved off the device (engine/state/away.py)."""
         self._watched: dict[type, type] = {}
         self._read: dict[int, Tensor | None] = {}
         """Parameters, by identity, whose ``data`` was read since their values last changed, with a copy from

@@ -5,7 +5,7 @@
     master          [P]      [P/N]         [P/N]          [P/N]
 
 A master of the compute dtype on the same tier is the stored weight itself or this rank's range of it. A master on a
-disk is an empty tensor between updates (memory/tier.py).
+disk is an empty tensor between updates (tiers/tier.py).
 
     SUMMONED   the parameters show memory outside: the user's before ``attach`` and after ``give_back``, a full copy
                between ``summon`` and ``restore``
@@ -32,15 +32,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import DONE, Pending
-from shardwise.memory.absent import give
 from shardwise.memory.streams import to_computation
-from shardwise.memory.tier import NextWeight, TierState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.views import ParameterViews
-from shardwise.plan.errors import UsageError
+from shardwise.passes.absent import give
 from shardwise.plan.unit import Bucket, Slot
 from shardwise.precision.policy import Dtypes
+from shardwise.tiers.tier import NextWeight, TierState
 
 
 class WeightState(Enum):

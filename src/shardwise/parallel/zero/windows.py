@@ -15,11 +15,11 @@ backward pass, which needs separate memory for each Unit (zero.reuse_buffers: fa
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
+from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Pending
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.unit_state import UnitState, Window
 from shardwise.plan.action import Action
-from shardwise.plan.errors import UsageError
 from shardwise.plan.walker import Walker
 
 

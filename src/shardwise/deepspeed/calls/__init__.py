@@ -1,0 +1,1 @@
+"""DeepSpeed's single functions: collectives, devices, groups, logs, random streams and launching."""

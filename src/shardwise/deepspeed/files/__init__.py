@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints, and its views of partitioned parameters, read and written."""

@@ -1,0 +1,1 @@
+"""What a DeepSpeed script drives: engines, optimizers, schedules, pipelines, experts and their settings."""

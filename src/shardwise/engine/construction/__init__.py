@@ -1,0 +1,1 @@
+"""How an engine is built: the recipe of its stages, the cut of the weights, and the handlers of the Plan."""

@@ -1,0 +1,98 @@
+"""Outline: the model as data, this rank's Plan of the model, and the changes to its blocks beside the Plan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shardwise.compose.describe import Described, describe_cut
+from shardwise.compose.plan import Planned, Policies, make_plan
+from shardwise.config.run import RunConfig
+from shardwise.engine.construction.recipe import Recipe
+from shardwise.engine.parts.parts import Site
+from shardwise.engine.parts.tables import check_mesh
+from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.zero.modules import check_renormalized, repeated_blocks
+from shardwise.passes.recompute import chosen
+from shardwise.passes.replay import Replay
+from shardwise.plan.plan import Plan
+from shardwise.plan.registry import UpdateRule
+from shardwise.precision.operations import Operations
+from shardwise.tiers.activations import check_blocks
+from shardwise.tiers.alike import Alike
+
+
+class Outline(NamedTuple):
+    """The model as data, its Plan, and the changes to its blocks beside the Plan."""
+
+    described: Described
+    planned: Planned
+    to_recompute: list[str]
+    """Names of the recomputed blocks, of the whole model."""
+    to_offload: list[str]
+    """Names of the blocks whose activations wait in host memory."""
+    replay: Replay
+    loads: ExpertLoads
+    operations: Operations
+    """Dtypes of operations."""
+    alike: Alike | None
+    """Activations that ranks along "tp" have in common; None if no activations are offloaded or tp is 1."""
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan of all ranks."""
+        return self.planned.plan
+
+
+def outline_of(
+    model: nn.Module, site: Site, recipe: Recipe, call: Callable[[nn.Module], Any] | None = None
+) -> Outline:
+    """Describe a model and make its Plan; the model is not changed.
+
+    Args:
+        model: The model, before it is cut.
+        site: The ranks and their configuration.
+        recipe: The recipe of the optimizers.
+        call: Calls the model, to show the order in which the model uses its parts.
+
+    Raises:
+        ConfigError: if a policy does not fit the model.
+        PlanError: if no valid Plan can be made.
+    """
+    settings, mesh = site.settings, site.mesh
+    check_renormalized(model, mesh.size("dp") * mesh.tp)
+    check_mesh(model, mesh, settings)
+    described = describe_cut(
+        model, mesh, settings.zero, settings.tensor, settings.pipeline, call, site.world.device
+    )
+    units = [unit for unit in described.spec.units if unit not in described.stacks]
+    blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
+    policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates, blocks)
+    planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
+    operations = Operations(settings.precision)
+    to_recompute = chosen(blocks, settings.recompute)
+    to_offload = check_blocks(blocks, settings.offload)
+    replay = Replay(operations)
+    loads = ExpertLoads(described.spec.experts_of, replay)
+    alike = Alike(site.groups["tp"]) if to_offload and mesh.tp > 1 else None
+    return Outline(described, planned, to_recompute, to_offload, replay, loads, operations, alike)
+
+
+def policies_of(
+    settings: RunConfig, group_of: Callable[[str], int], updates: Sequence[UpdateRule], blocks: Sequence[str]
+) -> Policies:
+    """Return the policies of a Plan from a resolved configuration."""
+    microbatches = settings.batch.accumulation or 1
+    return Policies(
+        settings.zero,
+        settings.pipeline,
+        settings.precision,
+        group_of,
+        updates,
+        microbatches,
+        settings.tokens_per_step,
+        settings.experts.exchange == "blocks",
+        settings.offload,
+        frozenset(blocks),
+    )

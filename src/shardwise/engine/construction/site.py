@@ -1,0 +1,99 @@
+"""Site: this rank, with the groups, files and threads that the Plan's state needs."""
+
+import logging
+from math import floor
+
+from shardwise.base.errors import ConfigError
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.config.auto import resolve
+from shardwise.config.run import RunConfig
+from shardwise.engine.parts.parts import Site
+from shardwise.memory.direct_io import rounded_up
+from shardwise.memory.ledger import Ledger
+from shardwise.plan.mesh import DENSE
+from shardwise.plan.plan import Plan
+from shardwise.tiers.offload import OffloadPolicy
+from shardwise.tiers.scratch import DiskScratch
+from shardwise.tiers.tier import Tiers, threads_beside
+
+_log = logging.getLogger(__name__)
+
+_AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
+_EXPERT_AXES = ("expert_dp", "edp", "ep", "etp")
+
+
+def site_of(world: World, config: RunConfig) -> Site:
+    """Return the site of this rank, with the open numbers of the configuration resolved.
+
+    Raises:
+        ConfigError: if the configuration does not fit the ranks or the device.
+        MeshError: if the mesh does not fit the number of ranks.
+    """
+    settings, mesh, _ = resolve(config, world.size, world.device.type)
+    if config.translated and world.rank == 0:
+        _log.info("config: %s", config.translated)
+    clock, traffic = world.clock(settings.comm), Traffic()
+    groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
+    ledger = Ledger()
+    ledger.take("rings", "transports", lambda: world.ring_bytes)
+    return Site(world, settings, mesh, groups, clock, traffic, ledger)
+
+
+def with_tiers(site: Site, plan: Plan) -> Site:
+    """Return the site with files and a thread for state off the device; unchanged if all state lies on the device.
+
+    Raises:
+        ConfigError: if the disk has no room for the files.
+        TierError: if the files cannot be made.
+    """
+    wanted: dict[str, dict[str, int]] = {}
+    own, policy = plan.own, site.settings.offload
+    for (unit, place), rows in own.buffers.items():
+        for row in rows:
+            if row.tier == "disk":
+                bucket, what = own.units[unit].buckets[place], own.units[unit].title_of(place)
+                wanted.setdefault(row.kind, {})[what] = row.nbytes(bucket, plan.mesh)
+    if all(row.tier == "device" for rows in own.buffers.values() for row in rows):
+        return site
+    scratch = None
+    if wanted:
+        assert policy.disk_path is not None, "the configuration was checked"
+        scratch = DiskScratch(policy.disk_path, site.world.rank, site.world.local_size)
+        try:
+            scratch.reserve(wanted, _shares(plan, policy))
+        except ConfigError:
+            scratch.close()
+            raise
+    tiers = Tiers(scratch, policy.buffers, threads_beside(site.world.device, site.world.local_size))
+    site.ledger.take("loaded", "blocks of state", lambda: tiers.staging.nbytes)
+    return site._replace(tiers=tiers)
+
+
+def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
+    """Return the bytes of this rank's files, by smaller values of ``offload.fraction``.
+
+    With a smaller fraction the first of the Units that move now stay (``parallel/zero/layout.py:moved``).
+    """
+    sizes: dict[int, int] = {}
+    for (unit, place), rows in plan.own.buffers.items():
+        for row in rows:
+            if row.tier == "disk":
+                size = rounded_up(row.nbytes(plan.own.units[unit].buckets[place], plan.mesh))
+                sizes[unit] = sizes.get(unit, 0) + size
+    moving = [size for _, size in sorted(sizes.items())]
+    return {
+        floor(1000 * policy.fraction * (len(moving) - first) / len(moving)) / 1000: sum(moving[first:])
+        for first in range(1, len(moving))
+    }
+
+
+def with_groups_of_experts(site: Site, plan: Plan) -> Site:
+    """Return the site with the process groups of expert state; unchanged if no Unit has its own axes."""
+    units = (unit for each in plan.classes.values() for unit in each.units)
+    if all(unit.axes == DENSE for unit in units):
+        return site
+    world, settings, mesh, groups, clock, traffic, *_ = site
+    made = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _EXPERT_AXES}
+    levels = world.levels(mesh.groups("ep"), "ep", settings.comm, clock, traffic)
+    return site._replace(groups={**groups, **made}, levels=levels)

@@ -1,0 +1,300 @@
+"""Stages of this rank: their parameters in flat buffers, as the Plan describes them, under hooks that walk the list."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.base.errors import ConfigError, UsageError
+from shardwise.compose.apply import (
+    RunStage,
+    apply_to_stage,
+    offload_blocks,
+    recompute_blocks,
+)
+from shardwise.compose.plan import dtypes_of, strategies_of
+from shardwise.config.run import CompilePolicy, RunConfig
+from shardwise.engine.construction.outline import Outline
+from shardwise.engine.parts.inputs import cast_at_the_root
+from shardwise.engine.parts.named import methods_of
+from shardwise.engine.parts.out_of_memory import making
+from shardwise.engine.parts.parts import Site, Stage
+from shardwise.engine.state.start_weights import StartWeights
+from shardwise.memory.gradient_memory import GradientMemory
+from shardwise.memory.slots import SlotPool
+from shardwise.observe.memory import Freed
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.context import BucketContext
+from shardwise.parallel.zero.hooks import UnitHooks
+from shardwise.parallel.zero.modules import Holding, held
+from shardwise.parallel.zero.order import Order
+from shardwise.parallel.zero.unit_state import UnitState
+from shardwise.parallel.zero.windows import UnitWindows
+from shardwise.plan.lists import Strategy
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.state_form import stored_dtype, stored_elements
+from shardwise.plan.walker import Walker
+from shardwise.precision.policy import PrecisionPolicy
+from shardwise.tiers.activations import Activations
+from shardwise.tiers.tier import TierTensor
+
+_NEVER_SHARES = 1 << 60
+"""A limit of more bytes than all Units have, under which no Units share a slot."""
+
+
+def make_stage(
+    index: int,
+    module: nn.Module,
+    run: RunStage | None,
+    site: Site,
+    outline: Outline,
+    start: StartWeights,
+    casts_output: bool,
+    walker: Walker,
+    filled: Callable[[BucketState], object],
+) -> Stage:
+    """Build a stage with its buckets filled and its hooks in place.
+
+    Args:
+        index: Index of the stage in the model.
+        module: The stage's part of the model.
+        run: Calls the stage in a pipeline; None without a pipeline.
+        site: The ranks and their configuration.
+        outline: The model as data, and the Plan.
+        start: The source of the start weights.
+        casts_output: True if the outputs of the last stage are cast.
+        walker: The walker of this rank's list.
+        filled: Callback with each trained bucket as soon as the bucket has its start weights, while its state is in
+            memory.
+
+    Returns:
+        The stage.
+
+    Raises:
+        ConfigError: if a policy does not fit the device or the model.
+        PlanError: if ``module`` is not the module that the Plan describes.
+    """
+    settings, device, mesh = site.settings, site.world.device, site.mesh
+    is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
+
+    def hooks(states: list[UnitState]) -> UnitHooks:
+        first = outline.plan.own.units_of(index)[0].index
+        windows = UnitWindows(
+            states,
+            walker,
+            first,
+            _gathers_once(site),
+            int(settings.zero.reductions_under_way),
+            overlaps=int(settings.zero.prefetch_bytes) > 0,
+        )
+        order = Order(
+            [state.unit for state in states],
+            [state.strategy for state in states],
+            int(settings.zero.prefetch_bytes),
+            first,
+        )
+        is_compiled = settings.compile.scope != "none" or any(
+            hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
+            for each in module.modules()
+        )
+        made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
+        _gather_around_methods(made, settings, mesh)
+        return made
+
+    def recompute(module: nn.Module) -> None:
+        outline.operations.apply_to(module)  # first, so that recomputation repeats the operations' dtypes
+        recompute_blocks(module, outline.to_recompute, settings.recompute, outline.replay)
+
+    saved: list[Activations] = []
+
+    def offload(module: nn.Module) -> None:
+        if outline.to_offload:
+            activations = Activations(module, device, mesh.pp == 1, outline.alike)
+            site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
+            offload_blocks(module, outline.to_offload, activations)
+            saved.append(activations)
+
+    made, handles = apply_to_stage(
+        module,
+        buffers=lambda module: move_buffers(module, device, settings.precision),
+        weights=lambda module: _unit_states(module, index, outline, _bucket_contexts(site), start, filled),
+        compiled=_compiler(settings.compile, device),
+        recompute=recompute,
+        offload=offload,
+        hooks=hooks,
+        casts=lambda module: cast_at_the_root(module, settings.precision, device, casts_output and is_last),
+    )
+    for activations in saved:
+        activations.microbatch = lambda: made.microbatch
+        made.windows.on_recall = activations.recall
+    if settings.compile.cuda_graphs:  # a pass of the stage is one step of its blocks' graphs
+        begins = module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        handles = [*handles, begins]
+    return Stage(index, module, made, run, handles)
+
+
+def _compiler(
+    policy: CompilePolicy, device: torch.device
+) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return the function that compiles a block's forward; None if blocks are not compiled.
+
+    Raises:
+        ConfigError: for CUDA graphs on another device.
+    """
+    if policy.cuda_graphs and device.type != "cuda":
+        raise ConfigError(f"compile.cuda_graphs: this rank computes on {device.type}; leave it out there")
+    if policy.scope == "none":
+        return None
+    options = {"triton.cudagraphs": True} if policy.cuda_graphs else None
+    return partial(torch.compile, backend=policy.backend, options=options)
+
+
+def _gathers_once(site: Site) -> bool:
+    """Return whether weights stay gathered through a step."""
+    return not site.settings.zero.reshard_after_forward and site.mesh.pp > 1
+
+
+def _gather_around_methods(hooks: UnitHooks, settings: RunConfig, mesh: Mesh) -> None:
+    """Gather the weights of Units around the methods that ``zero.forward_methods`` names.
+
+    Raises:
+        ConfigError: if a pattern names no method of a Unit.
+    """
+    units = {state.unit.name: index for index, state in enumerate(hooks.states)}
+    modules = {name: hooks.states[index].module for name, index in units.items()}
+    for name, method in methods_of(modules, settings, mesh):
+        if hooks.states[units[name]].has_windows:
+            hooks.gather_around(units[name], method)
+
+
+def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
+    """Return a function from a Unit's strategy to the context of its buckets."""
+    zero, groups, device = site.settings.zero, site.groups, site.world.device
+    shares = zero.reuse_buffers and not _gathers_once(site)
+    ahead_bytes = int(zero.prefetch_bytes) if shares else _NEVER_SHARES
+    weights = SlotPool(device, ahead_bytes, zero.debug)
+    shards, gradients = SlotPool(device, 0, zero.debug), SlotPool(device, 0, zero.debug)
+    between = GradientMemory(device)
+    site.ledger.take("gathered", "slots of weights", lambda: weights.bytes + shards.bytes)
+    site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
+
+    @cache
+    def around(strategy: Strategy) -> BucketContext:
+        return BucketContext.of(
+            strategy=strategy,
+            group_over=lambda axes: groups[site.mesh.name_of(axes)],
+            weights=weights,
+            shards=shards,
+            gradients=gradients,
+            gradient_memory=between,
+            ledger=site.ledger,
+            device=device,
+            tiers=site.tiers,
+        )
+
+    return around
+
+
+def _unit_states(
+    module: nn.Module,
+    index: int,
+    outline: Outline,
+    around_of: Callable[[Strategy], BucketContext],
+    start: StartWeights,
+    filled: Callable[[BucketState], object],
+) -> list[UnitState]:
+    """Build the state of every Unit of a stage.
+
+    The weights of an initialised model are copied bucket by bucket, and the model's own memory is released.
+
+    Raises:
+        PlanError: if ``module`` is not the module that the Plan describes.
+    """
+    spec, precision = outline.planned.spec, outline.planned.policies.precision
+    own = outline.plan.own
+    units, strategies = (
+        own.units_of(index),
+        strategies_of(own, outline.plan.registry, outline.planned.policies),
+    )
+    parameters_here = held(module, units, spec.canonical, f"stage {index}")
+    fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
+    states: list[UnitState] = []
+    freed = Freed()
+    for unit in units:
+        around, made = around_of(strategies[unit.index]), []
+        for place, layout in enumerate(unit.buckets):
+            holdings = [parameters_here[slot.name] for slot in layout.slots]
+            parameters = [_real(module, holding, layout.key.dtype, around.device) for holding in holdings]
+            what = unit.title_of(place)
+            dtypes = dtypes_of(layout, spec, precision)
+            moments = {
+                row.kind: TierTensor(
+                    stored_elements(row.form, row.elements(layout, outline.plan.mesh)),
+                    stored_dtype(row.form, dtypes.master),
+                )
+                for row in own.buffers[unit.index, place]
+                if row.is_moment
+            }
+            with making(f"the state of {what}"):
+                bucket = BucketState(layout, dtypes, parameters, what, around, moments)
+                own_bytes = sum(parameter.nbytes for parameter in parameters)
+                with bucket.opened(changes=True):
+                    bucket.fill(fill)
+                    if layout.key.trained and start.later.isdisjoint(slot.name for slot in layout.slots):
+                        filled(bucket)
+                bucket.weight.attach()
+            freed.note(own_bytes)
+            made.append(bucket)
+        trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
+        frozen = any(not bucket.layout.key.trained for bucket in made)
+        numbered = replace(unit, index=len(states))  # hooks number a stage's Units from 0
+        states.append(UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy))
+    return states
+
+
+def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return the Parameter that will point into the buffers; a Parameter on meta is replaced in every module."""
+    if not holding.parameter.is_meta:
+        return holding.parameter
+    real = nn.Parameter(
+        torch.empty(0, dtype=dtype, device=device), requires_grad=holding.parameter.requires_grad
+    )
+    for name in (holding.name, *holding.aliases):
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, real)
+    return real
+
+
+def modules_of(stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of all modules of this rank's stages, each module once."""
+    found = {id(m): (name, m) for stage in stages for name, m in stage.module.named_modules()}
+    return list(found.values())
+
+
+def move_buffers(model: nn.Module, device: torch.device, precision: PrecisionPolicy | None = None) -> None:
+    """Move a model's buffers onto the device.
+
+    Args:
+        model: The model or stage; its buffers are replaced.
+        device: The device to move to.
+        precision: The policy that chooses the buffers' dtypes; None keeps them.
+
+    Raises:
+        UsageError: if a buffer is on meta, so that its values are lost.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise UsageError(
+                    f"model: buffer {name!r} of a {type(module).__name__} is on meta, so its values are lost; compute "
+                    "it in forward, or build the model off meta"
+                )
+            path = f"{prefix}.{name}" if prefix else name
+            dtype = buffer.dtype if precision is None else precision.buffer_dtype(path, buffer.dtype)
+            module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device, dtype))

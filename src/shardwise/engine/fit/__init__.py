@@ -1,0 +1,1 @@
+"""Foresight: the memory of a run before it starts, and the largest run that fits."""

@@ -1,0 +1,421 @@
+"""Fits: whether a job fits the memory of its ranks, and the changes that make it fit, by seconds a step.
+
+    tiles.logits, tiles.mlp          the loss, or feed-forward parts, a tile of tokens at a time
+    recompute: selective, full       blocks compute activations again in the backward pass
+    offload.activations: host        activations of blocks wait in host memory                 (only on an accelerator)
+    offload.optimizer, parameters    masters, moments, weights in host memory (only on an accelerator) or on a disk, for
+                                     the smallest fraction of the Units that makes the job fit
+
+All combinations that the model supports are tried. The memory of each is computed as for the job itself
+(``foresee.py``), and its time from rates (``simulate/price.py``). The batch is cut as in the configuration, so results
+differ only in the rounding of sums.
+
+Cost: a pass on shapes for each combination of tiles and recomputation, a Plan for each of tiers.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.base.errors import ConfigError, PlanError, UsageError
+from shardwise.config.run import RunConfig, load
+from shardwise.engine.fit.foresee import Known, Outlook, process_bytes, read
+from shardwise.engine.parts.inputs import Loss
+from shardwise.observe.flops import flops_text
+from shardwise.observe.progress import bytes_text
+from shardwise.plan.action import Kind
+from shardwise.plan.placement import Tier
+from shardwise.simulate.passes import MeasuredPass
+from shardwise.simulate.price import StepSeconds, step_seconds
+from shardwise.simulate.rates import Rates, measured_rates
+from shardwise.tiers.offload import OffloadPolicy
+
+Memory = Mapping[Tier, int | str]
+"""Bytes of a rank by tier, as a number or as text: ``{"device": "16 GiB", "disk": "200 GB"}``."""
+
+_SIZE = re.compile(r"(?i)\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b?)\s*")
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_PARTS = 100
+"""Number of parts of the Units; fractions are tried in hundredths."""
+_SHOWN = 4
+"""Number of changes that the text for people names."""
+_ROWS = {
+    "process": "torch and this program, before the model",
+    "kept": "by forward passes for backward ones",
+    "at work": "made and let go of by the Unit that runs",
+    "received": "from the stages beside",
+    "gathered": "whole weights of Units in use",
+    "brought": "shards of weights from another tier",
+    "staging": "gradients before they are reduced",
+    "loaded": "state on its way from and to a disk",
+    "leaving": "gradients on their way to a disk",
+}
+"""Explanations of rows whose names do not explain them."""
+
+
+class Change(NamedTuple):
+    """A change of the configuration, with the memory and the time of a step under it."""
+
+    overrides: tuple[str, ...]
+    """Keys and their values, as ``--set`` takes them."""
+    outlook: Outlook
+    seconds: StepSeconds
+    price_s: float
+    """Seconds that the change adds to a step."""
+
+
+class Fit(NamedTuple):
+    """The memory that a job needs, the memory that its ranks have, and changes that make the job fit."""
+
+    memory: Mapping[Tier, int]
+    """Bytes that a rank has, by tier."""
+    outlook: Outlook
+    """The outlook of the configuration without changes."""
+    seconds: StepSeconds
+    rates: Rates
+    changes: tuple[Change, ...]
+    """The changes that make the job fit, the cheapest first; empty if it fits without a change, or nothing makes it
+    fit."""
+    least: Change | None
+    """The change that needs the least device memory, if nothing makes the job fit; else None."""
+
+    @property
+    def fits(self) -> bool:
+        """True if the job fits without a change."""
+        return _is_within(self.outlook, self.memory)
+
+    def lines(self) -> list[str]:
+        """Return the result as lines of text for people."""
+        step = self.outlook.step
+        assert step is not None, "it was foreseen with an example"
+        where, steps = "a rank", self.outlook.steps
+        if len(steps) > 1:
+            each = ", ".join(f"{bytes_text(one.bytes_by_tier['device'])} on rank {one.rank}" for one in steps)
+            where = f"rank {step.rank}, the most ({each})"
+        spent = ", ".join(f"{part} {each_s:.2g}" for part, each_s in self.seconds._asdict().items() if each_s)
+        said = [f"a step needs {_needs(self.outlook)} on {where}"]
+        rows = sorted(step.peak.rows.items(), key=lambda row: -row[1])
+        said += [f"  {row:<12} {bytes_text(size):>10}  {_ROWS.get(row, '')}".rstrip() for row, size in rows]
+        action = step.peak.action
+        if action is not None:
+            way = "forward" if action.kind is Kind.F else "backward"
+            said.append(f"  at its peak, in the {way} pass of {step.peak.unit}: {action}")
+        said += [f"  {assumed}" for assumed in self.outlook.assumes]
+        said += [f"and takes about {self.seconds.total:.3g} s: {spent}", f"  {self._rates_text()}"]
+        has = ", ".join(f"{bytes_text(size)} of {tier}" for tier, size in self.memory.items())
+        if self.fits:
+            return [*said, f"it fits: a rank has {has}"]
+        said.append(f"it does not fit: a rank has {has}")
+        if self.changes:
+            said.append(
+                "what makes it fit, the cheapest first:" if len(self.changes) > 1 else "what makes it fit:"
+            )
+        for change in self.changes[:_SHOWN]:
+            words = " ".join(f"--set {override}" for override in change.overrides)
+            said.append(f"  {words}: {_needs(change.outlook)}, {change.price_s:+.3g} s a step")
+        if not self.changes and self.least is not None:
+            words = " ".join(f"--set {override}" for override in self.least.overrides)
+            least = f"{words} needs least: " if words else "as it is it needs least: "
+            said.append(f"nothing known makes it fit; {least}{_needs(self.least.outlook)}")
+            process = step.peak.rows.get("process", 0)
+            if process > self.memory["device"]:
+                said.append(
+                    f"  (the process alone, torch and this program, takes {bytes_text(process)} of them)"
+                )
+        return said
+
+    def _rates_text(self) -> str:
+        """Return the rates that the seconds depend on, as text."""
+        rates, mesh = self.rates, self.outlook.plan.mesh
+        said = [f"{flops_text(rates.flops_s)}/s", f"{rates.host_bytes_s / 1e9:.3g} GB/s of host memory"]
+        tiers = {*self.memory, *self.outlook.bytes_by_tier}
+        if "host" in tiers:
+            said.append(f"{rates.link_bytes_s / 1e9:.3g} GB/s between host and device")
+        if "disk" in tiers:
+            said.append(f"{rates.disk_bytes_s / 1e9:.3g} GB/s of disk")
+        if mesh.world_size > 1:
+            said.append(f"{rates.exchange_bytes_s / 1e9:.3g} GB/s between ranks")
+        return f"by {', '.join(said)}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def plain(self) -> dict[str, Any]:
+        """Return the result as numbers and lists for programs."""
+        step = self.outlook.step
+        assert step is not None, "it was foreseen with an example"
+        return {
+            "memory": dict(self.memory),
+            "fits": self.fits,
+            "needs": self.outlook.bytes_by_tier,
+            "rows": dict(step.peak.rows),
+            "seconds": self.seconds._asdict(),
+            "rates": self.rates._asdict(),
+            "changes": [
+                {
+                    "set": list(change.overrides),
+                    "needs": change.outlook.bytes_by_tier,
+                    "price_s": change.price_s,
+                }
+                for change in self.changes
+            ],
+        }
+
+
+def fits(
+    make: Callable[[], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    memory: Memory,
+    example: Any,
+    *,
+    ranks: int = 1,
+    device: torch.device | None = None,
+    loss: Loss | None = None,
+    rates: Rates | None = None,
+) -> Fit:
+    """Check whether a step of the job fits ``memory``, and find the changes that make it fit.
+
+    Args:
+        make: function that builds the model anew each time, on meta or not.
+        config: the configuration, as ``initialize`` takes it.
+        memory: bytes of one rank by tier: ``{"device": "16 GiB", "host": "64 GiB", "disk": "1 TB"}``. The device is
+            required. A tier that is left out is not checked, and no change moves state to it. CPU ranks have no host
+            memory beside the device's.
+        example: a microbatch, or tensors of its shapes.
+        ranks: number of ranks of the job.
+        device: device of the ranks; None: CPU.
+        loss: the loss function, as ``initialize`` takes it.
+        rates: rates of the hardware; None: measured in this process, in about a second.
+
+    Returns:
+        The needs of the job, and the changes that make it fit.
+
+    Raises:
+        ShardwiseError: as ``foresee``.
+        ConfigError: if ``memory`` is not valid.
+        UsageError: if ``example`` is missing.
+    """
+    device = device or torch.device("cpu")
+    given, have = load(config), budget(memory)
+    known = read(make, given, ranks, device, example, loss)
+    if not known.passed:
+        raise UsageError("fits: an example is missing: a microbatch, or tensors of its shapes")
+    folder = known.settings.offload.disk_path
+    rates = rates or measured_rates(device, known.settings.precision.compute_dtype or torch.float32, folder)
+    outlook = known.outlook(known.settings.offload)
+    now = _seconds(known, outlook, known.settings.offload, rates)
+    if _is_within(outlook, have):
+        return Fit(have, outlook, now, rates, (), None)
+    found: list[Change] = []
+    least: Change | None = None
+    jobs = itertools.chain(
+        [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
+    )
+    with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
+    passes: list[Mapping[int, MeasuredPass]] = []
+    for overrides, job in jobs:
+        if job.passed in passes:  # the change had no effect on this model
+            continue
+        passes.append(job.passed)
+        for change in _on_tiers(job, overrides, have, rates, now.total, (known.process_bytes, with_disk)):
+            if _is_within(change.outlook, have):
+                found.append(change)
+            elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
+                least = change
+    found.sort(key=lambda change: (change.price_s, len(change.overrides)))
+    return Fit(have, outlook, now, rates, tuple(found), None if found else least)
+
+
+def budget(memory: Memory) -> dict[Tier, int]:
+    """Return ``memory`` in bytes by tier.
+
+    Raises:
+        ConfigError: if a tier or a size is not valid, or the device is missing.
+    """
+    found: dict[Tier, int] = {}
+    for tier, size in memory.items():
+        if tier not in ("device", "host", "disk"):
+            raise ConfigError(f"memory: {tier!r} is no tier; expected device, host or disk")
+        matched = _SIZE.fullmatch(str(size))
+        if matched is None:
+            raise ConfigError(f"memory: {size!r} of {tier} is no size; expected a number of bytes or 16 GiB")
+        number, unit = float(matched[1]), matched[2].lower().removesuffix("b")
+        found[tier] = int(number * (_BINARY[unit[0]] if unit.endswith("i") else _FACTORS[unit]))
+    if "device" not in found:
+        raise ConfigError("memory: give that of the device, as in {'device': '16 GiB'}")
+    return found
+
+
+def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[tuple[tuple[str, ...], Known]]:
+    """Yield the job with every further combination of tiles and recomputation that the model supports."""
+    scopes = {"none": ("selective", "full"), "selective": ("full",)}.get(given.recompute.scope, ())
+    choices: list[Sequence[str]] = [
+        [""] if given.tiles.logits not in (None, "off") else ["", "tiles.logits=auto"],
+        [""] if given.tiles.mlp != "off" else ["", "tiles.mlp=auto"],
+        ["", *(f"recompute={scope}" for scope in scopes)],
+    ]
+    for words in itertools.product(*choices):
+        overrides = tuple(filter(None, words))
+        if not overrides:
+            continue
+        try:
+            yield overrides, look(load(given, overrides))
+        except (ConfigError, PlanError):
+            continue
+
+
+def _on_tiers(
+    job: Known,
+    overrides: tuple[str, ...],
+    have: Mapping[Tier, int],
+    rates: Rates,
+    before_s: float,
+    process: tuple[int, int],
+) -> Iterator[Change]:
+    """Yield the job with state and activations on the possible tiers, each with the smallest fraction that fits.
+
+    If no fraction fits, the change with all Units is yielded. ``process`` are the bytes of the process itself,
+    without a disk and with one.
+    """
+    for offload, words in _ways(job, have):
+
+        def change(
+            fraction: float, offload: OffloadPolicy = offload, words: tuple[str, ...] = words
+        ) -> Change:
+            policy = offload.model_copy(update={"fraction": fraction})
+            alike = job._replace(process_bytes=process[policy.optimizer == "disk"])
+            outlook = alike.outlook(policy)
+            seconds = _seconds(job, outlook, policy, rates)
+            share = (f"offload.fraction={fraction:g}",) * (fraction != job.settings.offload.fraction)
+            return Change((*overrides, *words, *share), outlook, seconds, seconds.total - before_s)
+
+        try:
+            best = change(1.0 if offload.optimizer != job.settings.offload.optimizer else offload.fraction)
+        except (ConfigError, PlanError):
+            continue
+        if not words and _is_within(best.outlook, have):
+            yield best
+            return
+        if not _is_within(best.outlook, have) or offload.optimizer == job.settings.offload.optimizer:
+            yield best
+            continue
+        too_small, fraction = 0, _PARTS
+        while fraction - too_small > 1:
+            middle = (too_small + fraction) // 2
+            tried = change(middle / _PARTS)
+            if _is_within(tried.outlook, have):
+                best, fraction = tried, middle
+            else:
+                too_small = middle
+        yield best
+
+
+def _ways(job: Known, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy, tuple[str, ...]]]:
+    """Yield offload policies with their overrides: the configured policy, and those that move more state."""
+    now, is_cpu = job.settings.offload, job.device.type == "cpu"
+    activations = [""] if is_cpu or now.activations == "host" or "host" not in have else ["", "host"]
+    states: list[tuple[Tier, bool]] = [("device", False)]
+    if now.optimizer == "device":
+        states += [(tier, both) for tier in ("host", "disk") for both in (False, True) if tier in have]
+    cut = job.settings.zero.stage in (1, 2) and job.mesh.dp_shard > 1
+    for moved, (tier, both) in itertools.product(activations, states):
+        if (tier == "host" and is_cpu) or (both and cut):
+            continue
+        changed: dict[str, Any] = {"activations": "host"} if moved else {}
+        if tier != "device":
+            changed["optimizer"] = tier
+        if both:
+            changed["parameters"] = tier
+        if tier == "disk" and now.disk_path is None:
+            changed["disk_path"] = Path(".")
+        words = tuple(f"offload.{key}={value}" for key, value in changed.items())
+        yield now.model_copy(update=changed), words
+
+
+def _seconds(job: Known, outlook: Outlook, offload: OffloadPolicy, rates: Rates) -> StepSeconds:
+    return step_seconds(outlook.plan, job.policies_with(offload), job.passed, rates, job.device.type == "cpu")
+
+
+def _is_within(outlook: Outlook, have: Mapping[Tier, int]) -> bool:
+    return all(size <= have.get(tier, size) for tier, size in outlook.bytes_by_tier.items())
+
+
+def _device_bytes(outlook: Outlook) -> int:
+    return outlook.bytes_by_tier["device"]
+
+
+def _needs(outlook: Outlook) -> str:
+    return " and ".join(
+        bytes_text(size) + ("" if tier == "device" else f" of {tier}")
+        for tier, size in outlook.bytes_by_tier.items()
+    )
+
+
+class Longest(NamedTuple):
+    """The longest sequence that fits a memory."""
+
+    tokens: int
+    """Number of tokens; 0 if no sequence fits."""
+    outlook: Outlook
+    """The outlook with that sequence, or with the shortest one that was tried if none fits."""
+
+
+def longest(
+    make: Callable[[int], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    memory: Memory,
+    example: Callable[[int], Any],
+    *,
+    ranks: int = 1,
+    device: torch.device | None = None,
+    loss: Loss | None = None,
+    multiple: int = 128,
+    most: int = 1 << 24,
+) -> Longest:
+    """Return the largest number of tokens with which a step fits ``memory``, exact to a fiftieth.
+
+    Args:
+        make: function that builds the model for a number of tokens.
+        config: the configuration, as ``initialize`` takes it.
+        memory: bytes of one rank by tier, as for ``fits``.
+        example: function that returns a microbatch for a number of tokens.
+        ranks: number of ranks of the job.
+        device: device of the ranks; None: CPU.
+        loss: the loss function, as ``initialize`` takes it.
+        multiple: the result is a multiple of this number of tokens.
+        most: the largest number of tokens that is tried.
+
+    Raises:
+        ShardwiseError: as ``foresee``.
+        ConfigError: if ``memory`` is not valid.
+    """
+    device, given, have = device or torch.device("cpu"), load(config), budget(memory)
+    process_bytes: int | None = None
+
+    def outlook(count: int) -> Outlook:
+        nonlocal process_bytes
+        tokens = count * multiple
+        known = read(lambda: make(tokens), given, ranks, device, example(tokens), loss)
+        process_bytes = known.process_bytes if process_bytes is None else process_bytes
+        return known._replace(process_bytes=process_bytes).outlook(known.settings.offload)
+
+    best = outlook(1)
+    if not _is_within(best, have):
+        return Longest(0, best)
+    fits_with, too_many = 1, 2
+    while too_many * multiple <= most and _is_within(tried := outlook(too_many), have):
+        fits_with, too_many, best = too_many, 2 * too_many, tried
+    while too_many - fits_with > max(1, fits_with // 50):
+        middle = (fits_with + too_many) // 2
+        tried = outlook(middle)
+        if _is_within(tried, have):
+            fits_with, best = middle, tried
+        else:
+            too_many = middle
+    return Longest(fits_with * multiple, best)

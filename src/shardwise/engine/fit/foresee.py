@@ -1,0 +1,447 @@
+"""Foresee: the Plan and the memory of a job, computed by one process before the job runs.
+
+The Plan is made from the model's description, as in ``build``. The model is also cut, on meta, for one rank of each
+pipeline stage, with groups that have ranks and no transport, so that models which cannot be cut are refused. Only names
+and shapes take memory, whatever the size of the job.
+
+The Plan gives the bytes of model state (weights, gradients, masters, moments, padding included). With an example batch
+the cut model runs one pass on shapes, with all changes to its modules (tiles, recomputation, casts). Walking the Plan's
+list with the tensors of that pass gives the peak of a step, by row (simulate/).
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.steps import Folder, open_step, steps_at
+from shardwise.comm.collectives import Clock, Group, NoTransport, Transport
+from shardwise.comm.trace import Traffic
+from shardwise.compose.apply import RunStage, Stages, apply_to_model, recompute_blocks
+from shardwise.compose.describe import describe, describe_cut
+from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.spec import ModelSpec
+from shardwise.config.auto import resolve
+from shardwise.config.run import InitFromPolicy, RunConfig, load
+from shardwise.engine.construction.outline import policies_of
+from shardwise.engine.construction.recipe import recipe_of
+from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
+from shardwise.engine.parts.named import check_named, methods_of
+from shardwise.engine.parts.tables import Tables, check_mesh, chosen_for, register_tables, tables_of
+from shardwise.engine.state.differences import Differences
+from shardwise.engine.state.saving import compare, moments_of
+from shardwise.engine.state.start_weights import start_weights
+from shardwise.kernels.crc import crc32
+from shardwise.kernels.philox import words
+from shardwise.observe.memory import resident_bytes
+from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.expert.stacks import find_stacks
+from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.parallel.pipeline.stage_module import kind_of
+from shardwise.parallel.zero.modules import repeated_blocks
+from shardwise.passes.recompute import chosen
+from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Tier
+from shardwise.plan.plan import Plan, class_of
+from shardwise.plan.unit import Unit
+from shardwise.precision.operations import Operations
+from shardwise.precision.policy import PrecisionPolicy
+from shardwise.precision.resolve import resolved
+from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
+from shardwise.simulate.timeline import StepMemory, step_memory
+from shardwise.tiers.activations import check_blocks
+from shardwise.tiers.alike import Alike
+from shardwise.tiers.offload import OffloadPolicy
+
+
+class Outlook(NamedTuple):
+    """The Plan of a job, and the memory that its ranks need."""
+
+    plan: Plan
+    """The Plan of all ranks."""
+    steps: tuple[StepMemory, ...] = ()
+    """Memory of a step on the first rank of each index on "pp"; empty without an example."""
+    flops: int = 0
+    """Floating-point operations executed in a microbatch on one rank of each index on "pp"; 0 without an example."""
+    assumes: tuple[str, ...] = ()
+    """Assumptions, as sentences, about what only the values of tensors would decide."""
+
+    @property
+    def step(self) -> StepMemory | None:
+        """Memory of a step on the rank that needs the most device memory; None without an example."""
+        return max(self.steps, key=lambda step: step.bytes_by_tier["device"], default=None)
+
+    @property
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """The largest number of bytes of each tier that any rank needs in a step."""
+        tiers = {tier for step in self.steps for tier in step.bytes_by_tier}
+        return {
+            tier: max(step.bytes_by_tier.get(tier, 0) for step in self.steps)
+            for tier in get_args(Tier)
+            if tier in tiers
+        }
+
+    def bytes_per_rank(self) -> dict[str, int]:
+        """Return the bytes of model state by kind, on the rank that holds most.
+
+        Dynamic tables are counted as full; dynamic tables without a limit are left out.
+        """
+        found: list[dict[str, int]] = []
+        plan, mesh = self.plan, self.plan.mesh
+        has_tables = bool(plan.registry.of_kind("table"))
+        for first in mesh.ranks("pp", 0):
+            found += map(plan.bytes_per_rank, mesh.ranks("dp", first) if has_tables else (first,))
+        return max(found, key=lambda kinds: sum(kinds.values()))
+
+
+def foresee(
+    make: Callable[[], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    ranks: int = 1,
+    device: torch.device | None = None,
+    *,
+    example: Any = None,
+    loss: Loss | None = None,
+) -> Outlook:
+    """Return the Plan of a job, and the memory that its ranks need.
+
+    Args:
+        make: function that builds the model anew each time, on meta or not.
+        config: the configuration, as ``initialize`` takes it.
+        ranks: number of ranks of the job.
+        device: device of the ranks; None: CPU.
+        example: a microbatch, or tensors of its shapes, with which the outlook includes the memory of a step; None:
+            no memory of a step.
+        loss: the loss function, as ``initialize`` takes it.
+
+    Raises:
+        ShardwiseError: as ``initialize``, for everything that does not depend on weights or messages.
+        UsageError: if a pass cannot be computed from shapes only.
+    """
+    device = device or torch.device("cpu")
+    known = read(make, config, ranks, device, example, loss)
+    for rank in known.mesh.ranks("pp", 0):
+        _cut(make(), known.starts, known.settings, known.mesh, rank)
+    return known.outlook(known.settings.offload)
+
+
+class Known(NamedTuple):
+    """Everything about a job that its outlook depends on, except the tiers of state."""
+
+    settings: RunConfig
+    mesh: Mesh
+    spec: ModelSpec
+    policies: Policies
+    starts: tuple[str, ...]
+    """Names at which pipeline stages begin, without the first stage."""
+    tables: Tables
+    blocks: Sequence[str]
+    device: torch.device
+    passed: Mapping[int, MeasuredPass]
+    """Measurements of one microbatch, by stage; empty without an example."""
+    has_experts: bool
+    process_bytes: int
+    """Bytes in a rank's memory beside the engine; on CPU ranks, those of this process when it was measured."""
+
+    def policies_with(self, offload: OffloadPolicy) -> Policies:
+        """Return the policies of the Plan with this offload policy."""
+        return self.policies._replace(offload=offload)
+
+    def outlook(self, offload: OffloadPolicy) -> "Outlook":
+        """Return the outlook with state and activations on the tiers of ``offload``.
+
+        Raises:
+            ConfigError: if ``offload`` does not suit the job.
+            PlanError: if no Plan can be made.
+        """
+        policies = self.policies_with(offload)
+        plan = make_plan(self.spec, self.mesh, policies)
+        register_tables(plan, self.tables, policies.microbatches)
+        plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
+        if not self.passed:
+            return Outlook(plan)
+        moved = check_blocks(self.blocks, offload)
+        steps = (
+            step_memory(plan, policies, self.passed, self.device.type, rank, moved, self.process_bytes)
+            for rank in plan.mesh.ranks("pp", 0)
+        )
+        return Outlook(
+            plan, tuple(steps), sum(each.flops for each in self.passed.values()), self._assumptions()
+        )
+
+    def _assumptions(self) -> tuple[str, ...]:
+        if not self.has_experts:
+            return ()
+        policy = self.settings.experts
+        if policy.exchange == "blocks" and self.mesh.ep > 1:
+            return ("experts: rows fill the blocks that the routers' capacity allows, whatever is chosen",)
+        at_once = "" if policy.rows is None else f", {policy.rows} pairs at most on a rank at once"
+        return (
+            f"experts: as where routers choose evenly{at_once}; what a skewed one sends to a rank comes on top",
+        )
+
+
+def read(
+    make: Callable[[], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    ranks: int,
+    device: torch.device,
+    example: Any = None,
+    loss: Loss | None = None,
+) -> Known:
+    """Return everything about a job that does not depend on tiers.
+
+    Args:
+        make: function that builds the model, on meta or not.
+        config: the configuration, as ``initialize`` takes it.
+        ranks: number of ranks of the job.
+        device: device of the ranks.
+        example: a microbatch, or tensors of its shapes, or None.
+        loss: the loss function, as ``initialize`` takes it.
+
+    Raises:
+        ShardwiseError: as ``foresee``, except for errors of cutting the model.
+    """
+    settings, mesh, _ = resolve(load(config), ranks, device.type)
+    model = make()
+    check_named(model, settings)
+    check_mesh(model, mesh, settings)
+    described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
+    spec = described.spec
+    units = ("", *spec.units)
+    methods_of({name: model.get_submodule(name) for name in units}, settings, mesh)
+    blocks = repeated_blocks(model) or spec.units
+    to_recompute = chosen(blocks, settings.recompute)
+    if settings.init_from is not None:
+        _check_start(model, settings, settings.init_from)
+    recipe = recipe_of(model, settings)
+    precision = resolved(settings.precision, model)[0]
+    settings = settings.model_copy(update={"precision": precision})
+    policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates, blocks)
+    starts = spec.stage_starts(settings.pipeline, mesh.pp)
+    tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
+    passed: Mapping[int, MeasuredPass] = {}
+    if example is not None:
+        plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
+        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
+    check_blocks(blocks, settings.offload)
+    beside = 0
+    if device.type == "cpu":
+        is_drawn = settings.init_from is None
+        drawn = max((each.numel() for each in model.parameters() if is_drawn and each.is_meta), default=0)
+        beside = process_bytes(settings.offload.optimizer == "disk", drawn)
+    has_experts = bool(find_stacks(model).stacks)
+    return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, has_experts, beside)
+
+
+def process_bytes(with_disk: bool, drawn_elements: int = 0) -> int:
+    """Return the bytes that this process holds, as an estimate for a rank without its engine.
+
+    Args:
+        with_disk: include the code that checksums of a disk load.
+        drawn_elements: number of elements of the largest start weight that is drawn in the process, whose temporary
+            memory is included.
+    """
+    words(0, 0, min(drawn_elements, 1 << 20))
+    if with_disk:
+        crc32(np.zeros(1 << 20, dtype=np.uint8))  # smaller arrays do not load the code
+    return resident_bytes() or 0
+
+
+def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) -> None:
+    """Check ``init_from`` by headers and manifests, without reading tensors.
+
+    Raises:
+        MismatchError: if the weights are those of another model.
+        CheckpointError: if no step can be read.
+    """
+    whole = describe(model)
+    where = steps_at(Path(wanted.path))
+    if where is None:
+        start_weights(model, settings, None, whole)
+        return
+    manifest = (
+        open_step(where, Files())
+        if (where / "manifest.json").is_file()
+        else next((each.manifest for each in Folder(where, Files()).scan()), None)
+    )
+    if manifest is None:
+        raise CheckpointError(f"init_from: {where}: no step there can be read")
+    compare(whole, tables_of(model), manifest, True, Differences(wanted.missing, wanted.unexpected))
+
+
+def examine_step(make: Callable[[], nn.Module], plan: Plan, where: Path) -> tuple[int, list[str]] | None:
+    """Compare the step that a run would resume from with the run's model, by manifests only.
+
+    Args:
+        make: function that builds the model, as for ``foresee``.
+        plan: the Plan of the run.
+        where: a step, or a folder of steps, of which the newest complete step counts.
+
+    Returns:
+        (number of the step, sentences on optimizer state that is dropped or starts fresh); None if the folder holds
+            no step.
+
+    Raises:
+        MismatchError: if the step is of another model or optimizer, as the run would raise it.
+    """
+    if (where / "manifest.json").is_file():
+        manifest: Manifest | None = open_step(where, Files())
+    else:
+        manifest = next((each.manifest for each in Folder(where, Files()).scan()), None)
+    if manifest is None:
+        return None
+    model = make()
+    compare(describe(model), tables_of(model), manifest, False, Differences())
+    note = moments_of(manifest, plan.registry)[1]
+    return manifest.step, [note] if note else []
+
+
+def _cut(
+    model: nn.Module,
+    starts: tuple[str, ...],
+    settings: RunConfig,
+    mesh: Mesh,
+    rank: int,
+    replay: Replay | None = None,
+    transport: Transport | None = None,
+    alike: Alike | None = None,
+    traffic: Traffic | None = None,
+) -> Stages:
+    """Return the stages of the model as the rank would have them; the whole model if ``starts`` is empty.
+
+    Without ``replay``, the call only checks that the model can be cut.
+    """
+    described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
+    groups = {axis: _silent(mesh, axis, rank, transport, traffic) for axis in ("dp", "tp", "pp", "ep", "etp")}
+    if not starts:
+        groups["pp"] = Group.alone("pp")
+    replay = replay or Replay()
+    loads = ExpertLoads(described.spec.experts_of, replay)
+    return apply_to_model(
+        model,
+        described,
+        starts,
+        groups,
+        settings.train.seed,
+        replay,
+        loads,
+        experts=settings.experts,
+        tiles=settings.tiles,
+        keeps_one_pass=settings.pipeline.keeps_one_pass,
+        alike=alike,
+    )
+
+
+def _passes(
+    make: Callable[[], nn.Module],
+    settings: RunConfig,
+    plan: Plan,
+    starts: tuple[str, ...],
+    precision: PrecisionPolicy,
+    to_recompute: Sequence[str],
+    example: Any,
+    loss: Loss | None,
+    blocks: Sequence[str],
+) -> dict[int, MeasuredPass]:
+    """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
+    device, operations, traffic = torch.device("cpu"), Operations(precision), Traffic()
+    replay = Replay(operations, has_numbers=False)
+    dtypes = {
+        name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
+    }
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
+
+    stages: dict[int, tuple[nn.Module, RunStage | None, Sequence[Unit]]] = {}
+    alike = Alike(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
+    for rank in plan.mesh.ranks("pp", 0):
+        ranks = plan.classes[class_of(plan.mesh, rank)]
+        for stage, (module, run) in _cut(
+            make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
+        ).items():
+            stages[stage] = module, run, ranks.units_of(stage)
+    found: dict[int, MeasuredPass] = {}
+    text = ""
+    arriving: list[Tensor] = []
+    with without_numbers():
+        batch = stripped(example, device)
+        for stage, (module, run, units) in sorted(stages.items()):
+            is_last = stage == len(stages) - 1
+            strip(module, dtype_of, device)
+            operations.apply_to(module)
+            recompute_blocks(module, to_recompute, settings.recompute, replay)
+            cast_at_the_root(module, precision, device, loss is not None and is_last)
+            kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
+            one = _OneStage(module.train(), run, replay, batch, loss, text, arriving)
+            is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
+            passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
+            received = sum(tensor.nbytes for tensor in arriving)
+            answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)
+            found[stage] = passed._replace(received_bytes=received, answered_bytes=answered)
+            text, arriving = one.text, leaving
+    return found
+
+
+class _OneStage:
+    """Runs the forward pass of one stage, or of a whole model if ``run`` is None.
+
+    ``text`` and ``arriving`` are the message that the stage before sends.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: RunStage | None,
+        replay: Replay,
+        batch: Any,
+        loss: Loss | None,
+        text: str,
+        arriving: list[Tensor],
+    ):
+        self._module = module
+        self._run = run
+        self._replay = replay
+        self._batch = batch
+        self._loss = loss
+        self._arrives = text, arriving
+        self.text = ""
+        """The part of the message to the next stage that is not tensors."""
+
+    def run(self) -> list[Tensor]:
+        """Return the loss, or the tensors for the next stage."""
+        text, tensors = self._arrives
+        with self._replay.at(BatchPosition(0, 0)):
+            if self._run is None:
+                return [self._loss_of(self._module)]
+            received = unpack(text, [tensor.detach() for tensor in tensors]) if text else None
+            self.text, leaving = pack(self._run(self._loss_of, received, kind_of(self._batch)))
+        return leaving
+
+    def _loss_of(self, module: nn.Module) -> Tensor:
+        return find_loss(call_model(module, self._loss, self._batch, torch.device("cpu")))
+
+
+def _kind_of(unit: Unit, module: nn.Module, to_recompute: Collection[str]) -> Hashable:
+    """Return a value that is equal for Units which hold and compute alike."""
+    own = module.get_submodule(unit.name)
+    parameters = tuple((name, tuple(each.shape), each.dtype) for name, each in own.named_parameters())
+    return type(own), parameters, unit.name in to_recompute
+
+
+def _silent(
+    mesh: Mesh, axis: str, rank: int, transport: Transport | None = None, traffic: Traffic | None = None
+) -> Group:
+    """Return the group of the ranks along an axis, with ``transport`` if there are several ranks."""
+    ranks = mesh.ranks(axis, rank)
+    between = transport if len(ranks) > 1 else None
+    return Group(axis, ranks, ranks.index(rank), between, Clock(0.0), traffic or Traffic())

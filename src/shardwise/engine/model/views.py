@@ -1,0 +1,128 @@
+"""Functions that read an engine from outside: its Plan, a pipeline's timeline, gradients, one line for a terminal."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import UsageError
+from shardwise.config.run import RunConfig
+from shardwise.engine.parts.metrics import agree
+from shardwise.engine.parts.parts import Parts
+from shardwise.engine.state import state
+from shardwise.engine.state.mapped_state import mapped_state_dict
+from shardwise.engine.step.end import finish_reductions
+from shardwise.engine.step.pipeline import Pipeline
+from shardwise.memory.ledger import PREDICTED
+from shardwise.plan.action import Kind
+from shardwise.plan.plan import Plan
+from shardwise.plan.timeline import Timeline
+
+
+def plan(parts: Parts, pipeline: Pipeline | None) -> Plan:
+    """Return the Plan in the order that the ranks follow now. Implements ``Engine.plan``."""
+    return parts.program.plan if pipeline is None else pipeline.plan()
+
+
+def timeline(pipeline: Pipeline | None) -> tuple[Timeline, Timeline] | None:
+    """Return (predicted, measured) of the last step. Implements ``Engine.timeline``."""
+    if pipeline is None:
+        return None
+    measured = pipeline.timeline()
+    return pipeline.predicted(measured), measured
+
+
+def graph_breaks(config: RunConfig) -> dict[str, int]:
+    """Return the graph breaks of this process so far, by reason. Implements ``Engine.graph_breaks``."""
+    if config.compile.scope == "none":
+        return {}
+    from torch._dynamo.utils import counters  # slow to import, and only needed by runs that compile
+
+    return dict(counters["graph_break"])
+
+
+def end_passes(parts: Parts) -> None:
+    """End the backward passes of this step: nothing more is added to its gradients.
+
+    The step's list ends with the last pass. If that pass was not known to be the last one, its Units are reduced now. A
+    second call does nothing.
+    """
+    step, walker = parts.accumulation, parts.walker
+    for hooks in parts.hooks:
+        hooks.recover()
+    if step.is_summed:
+        return
+    parts.program.follow(step.passes)
+    last = {(Kind.REDUCE, step.passes - 1)}
+    late = [action for action in parts.program.step() if (action.kind, action.microbatch) in last]
+    missing = {unit for hooks in parts.hooks for unit in hooks.windows.not_reduced}
+    late = [action for action in late if action.unit in missing]
+    if late:
+        walker.insert(late, "nobody knew that the backward pass was the last one of its step")
+    step.is_summed = True
+
+
+def gradients(parts: Parts) -> dict[str, Tensor]:
+    """Return the full mean gradients by name. Implements ``Engine.gradients``."""
+    return state.gradients(parts, settled_divisor(parts))
+
+
+def settled_divisor(parts: Parts) -> float:
+    """Sum all gradients where their masters lie, and return the divisor that turns the sums into means. Collective.
+
+    Raises:
+        UsageError: if microbatches of the step have still to run.
+    """
+    step = parts.accumulation
+    if not step.is_complete:
+        raise UsageError(
+            f"gradients: {step.done + bool(step.backwards)} of {step.microbatches} microbatches have run; call it "
+            "after the last backward and before step()"
+        )
+    end_passes(parts)
+    parts.walker.run(until=lambda action: action.kind is Kind.NORM)  # SUM comes before it
+    weight = torch.tensor([float(step.weight)], dtype=torch.float64, device=parts.device)
+    parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()
+    finish_reductions(parts.trained)
+    return step.divisor_of(float(weight))
+
+
+def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -> None:
+    """Save the whole model through its own ``save_pretrained``. Implements ``Engine.save_pretrained``."""
+    save: Callable[..., Any] | None = getattr(parts.model, "save_pretrained", None)
+    if save is None:
+        raise UsageError(
+            f"save_pretrained: a {type(parts.model).__name__} has none of its own, as models of transformers do; "
+            "save engine.state_dict(), or call engine.save(directory)"
+        )
+    whole = mapped_state_dict(parts, Path(folder), trained_only=False, dtype=None)
+    failed = None
+    if parts.world.rank == 0:
+        try:
+            save(str(folder), state_dict=whole, **options)
+        except Exception as error:
+            failed = error
+    if agree(parts, failed is not None) and failed is None:
+        raise UsageError(f"save_pretrained: rank 0 could not write {folder}; its own error says why")
+    if failed is not None:
+        raise failed
+
+
+def state_bytes(parts: Parts) -> dict[str, int]:
+    """Return the bytes of model state on this rank by row. Implements ``Engine.state_bytes``."""
+    held = parts.site.ledger.bytes_by_row()
+    return {row: held[row] for row in PREDICTED if row in held}
+
+
+def in_words(parts: Parts) -> str:
+    """Return the mesh and the model in a few lines."""
+    trained = sum(info.elements for info in parts.registry.of_kind("master"))
+    every = sum(info.elements for info in parts.registry.of_kind("parameter"))
+    held = sum(state_bytes(parts).values())
+    return (
+        f"shardwise.Engine({type(parts.model).__name__}: {every:,} parameters, {trained:,} trained; "
+        f"mesh {parts.mesh}, ZeRO-{parts.config.zero.stage}; rank {parts.world.rank} of {parts.world.size} on "
+        f"{parts.device}, {held:,} bytes of model state; {parts.progress.step_count} steps done)"
+    )

@@ -1,0 +1,225 @@
+"""Out of memory, as one short error: what was being made, what this rank holds, and which keys would make it fit.
+
+    torch on a CPU       RuntimeError: ... DefaultCPUAllocator: can't allocate memory: you tried to allocate N bytes
+    torch on a device    torch.OutOfMemoryError: ... Tried to allocate 2.00 GiB
+    Python, numpy        MemoryError
+
+``initialize`` and the calls of an engine that compute raise ``OutOfMemoryError`` in place of these errors. The bytes
+held come from the ledger. The advice follows only from the configuration, because no memory is left for an estimate.
+"""
+
+import functools
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from shardwise.base.errors import OutOfMemoryError
+from shardwise.config.run import RunConfig
+from shardwise.engine.parts.parts import Parts
+from shardwise.memory.ledger import Ledger, Lifetime, Row
+from shardwise.observe.memory import available_bytes, resident_bytes
+from shardwise.observe.progress import bytes_text
+from shardwise.plan.action import Kind
+from shardwise.plan.placement import Tier
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_CPU_WORDS = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory")
+_ASKED = re.compile(r"(?i)allocate (\d+(?:\.\d+)?) ?(bytes|[kmgt]ib)")
+_FACTORS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_LIMITS = {"RLIMIT_DATA": resource.RLIMIT_DATA, "RLIMIT_AS": resource.RLIMIT_AS}
+_WORDS = {
+    Kind.F: "the forward pass",
+    Kind.B: "the backward pass",
+    Kind.I: "the backward pass",
+    Kind.W: "the weights' backward pass",
+    Kind.UNSHARD: "the gather of the weights",
+    Kind.REDUCE: "the reduction of the gradients",
+    Kind.STEP: "the update",
+}
+_FOR_LIFE: tuple[Lifetime, ...] = ("engine",)
+_ALL: tuple[Lifetime, ...] = ("engine", "step")
+_SHOWN = 3
+"""Pieces of advice that an error gives."""
+
+
+class HasParts(Protocol):
+    """An object with the running parts of an engine."""
+
+    _parts: Parts
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of an allocator of torch, numpy or Python."""
+    if isinstance(error, OutOfMemoryError):
+        return False  # raised by this module already
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+
+
+def tells_out_of_memory(method: _Method) -> _Method:
+    """Decorate a method of an engine that computes: raise OutOfMemoryError in place of an allocator's error."""
+
+    @functools.wraps(method)
+    def call(engine: HasParts, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(engine, *args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise in_a_step(engine._parts, error) from None
+
+    return cast(_Method, call)
+
+
+@contextmanager
+def making(what: str) -> Iterator[None]:
+    """Add a note that names ``what`` is being made to an allocator's error inside; the innermost note counts."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            error.add_note(what)
+        raise
+
+
+@contextmanager
+def told_in_initialize(
+    rank: int, device: torch.device, config: RunConfig, dp: int, ledger: Ledger
+) -> Iterator[None]:
+    """Raise OutOfMemoryError in place of an allocator's error while an engine is made."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        what = next(iter(getattr(error, "__notes__", ())), "the engine")
+        where = f"initialize, making {what}"
+        raise _told(
+            error, where, rank, device, config, dp, ledger.bytes_by_row(_FOR_LIFE), in_a_pass=False
+        ) from None
+
+
+def in_a_step(parts: Parts, error: BaseException) -> OutOfMemoryError:
+    """Return the error to raise in place of ``error``, an allocator's, before the running step is discarded."""
+    action, unit = parts.walker.under_way, ""
+    if action is not None and action.unit >= 0:
+        unit = f" of Unit {parts.program.plan.own.units[action.unit].title}"
+    where = f"step {parts.progress.step_count + 1}"
+    if action is not None:
+        where += f", {_WORDS.get(action.kind, action.kind.value)}{unit} ({action})"
+    in_a_pass = action is None or not action.kind.ends_step
+    has_gradients = parts.accumulation.passes or action is not None and action.kind is not Kind.F
+    held = parts.site.ledger.bytes_by_row(_ALL if has_gradients else _FOR_LIFE)
+    return _told(
+        error, where, parts.world.rank, parts.device, parts.config, parts.dp.size, held, in_a_pass=in_a_pass
+    )
+
+
+def _told(
+    error: BaseException,
+    where: str,
+    rank: int,
+    device: torch.device,
+    config: RunConfig,
+    dp: int,
+    held: Mapping[Row, int],
+    *,
+    in_a_pass: bool,
+) -> OutOfMemoryError:
+    words = str(error).strip().splitlines()
+    asked = bytes_asked(str(error))
+    wanted = "more memory" if asked is None else f"{bytes_text(asked)} more"
+    lines = [f"out of memory on rank {rank} in {where}: {wanted} could not be had on {device}{_room(device)}"]
+    rows = sorted(((size, row) for row, size in held.items() if size), reverse=True)
+    if rows:
+        lines.append("  held: " + ", ".join(f"{row} {bytes_text(size)}" for size, row in rows))
+    else:
+        lines.append(
+            "  held: nothing of the engine's yet; the rest is the program's and the model's as it came"
+        )
+    keys = advice(config, device, dp, in_a_pass)
+    if keys:
+        lines.append("what takes less memory and computes the same numbers:")
+        lines += [f"  {key}: {effect}" for key, effect in keys[:_SHOWN]]
+    lines.append(
+        "what a step needs, and the cheapest keys that make it fit, without running it: `shardwise train CONFIG "
+        "--check --memory SIZE`, or shardwise.fits(make_model, config, {'device': SIZE}, example)"
+    )
+    if words:
+        lines.append(f"  ({type(error).__name__}: {words[0][:200]})")
+    return OutOfMemoryError("\n".join(lines))
+
+
+def bytes_asked(text: str) -> int | None:
+    """Return the bytes that an allocator's error names; None if the text has no number."""
+    found = _ASKED.search(text)
+    return None if found is None else int(float(found[1]) * _FACTORS[found[2].lower()])
+
+
+def _room(device: torch.device) -> str:
+    """Return the memory that the process holds and the memory that is free, for the first line."""
+    said = []
+    resident, free = resident_bytes(), available_bytes(device)
+    if resident is not None and device.type == "cpu":
+        said.append(f"the process holds {bytes_text(resident)}")
+    for name, number in _LIMITS.items() if device.type == "cpu" else ():
+        limit = resource.getrlimit(number)[0]
+        if limit != resource.RLIM_INFINITY:
+            said.append(f"its limit {name} is {bytes_text(limit)}")
+    if free is not None:
+        said.append(f"{bytes_text(free)} are free")
+    return f" ({', '.join(said)})" if said else ""
+
+
+def advice(config: RunConfig, device: torch.device, dp: int, in_a_pass: bool) -> list[tuple[str, str]]:
+    """Return (keys, effect) pairs that take less memory than ``config``, the likeliest first.
+
+    Args:
+        config: The resolved configuration of the run.
+        device: The device that this rank computes on.
+        dp: The number of data-parallel ranks.
+        in_a_pass: True if memory ended in a forward or backward pass, in which activations grow.
+    """
+    offload, tier = config.offload, _next_tier(config.offload.optimizer, device)
+    state: list[tuple[str, str]] = []
+    if config.zero.stage < 3 and dp > 1:
+        state.append(
+            ("zero.stage=3", f"weights, gradients and optimizer state in {dp} pieces, one on each rank")
+        )
+    if tier is not None:
+        folder = "" if tier == "host" or offload.disk_path else " offload.disk_path=FOLDER"
+        state.append((f"offload.optimizer={tier}{folder}", f"masters and moments {_PLACES[tier]}"))
+    if tier is not None or offload.parameters != offload.optimizer:
+        lies = tier or offload.optimizer
+        folder = "" if lies == "host" or offload.disk_path else " offload.disk_path=FOLDER"
+        keys = f"offload.optimizer={lies} offload.parameters={lies}{folder}"
+        state.append((keys, f"weights too, {_PLACES[lies]}, a few Units at a time in memory"))
+    passes: list[tuple[str, str]] = []
+    if config.recompute.scope == "none":
+        passes.append(("recompute=full", "blocks keep their inputs alone, and compute the rest again"))
+    micro = config.batch.micro_size
+    if micro is not None and micro > 1:
+        smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        more = f", batch.accumulation grows {micro // smaller} times"
+        passes.append((f"batch.micro_size={smaller}", f"fewer samples at a time{more}"))
+    if device.type != "cpu" and offload.activations == "device":
+        passes.append(("offload.activations=host", "what blocks keep waits in host memory"))
+    if not in_a_pass:
+        return [*state, *passes]
+    # Activations grow in a pass, so the first two keys for passes come first; moving state is the surest help after.
+    return [*passes[:2], *state, *passes[2:]]
+
+
+_PLACES: dict[Tier, str] = {"host": "in host memory", "disk": "in files", "device": "on the device"}
+
+
+def _next_tier(now: Tier, device: torch.device) -> Tier | None:
+    """Return the tier below ``now`` that frees memory of ``device``; None if there is none."""
+    if now == "disk":
+        return None
+    return "host" if now == "device" and device.type != "cpu" else "disk"

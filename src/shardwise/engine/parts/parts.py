@@ -1,0 +1,212 @@
+"""Parts: the objects that ``build`` makes and the engine runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.compose.apply import RunStage
+from shardwise.compose.spec import ModelSpec
+from shardwise.config.run import RunConfig
+from shardwise.engine.parts.accumulation import Accumulation
+from shardwise.engine.parts.folders import Folders
+from shardwise.engine.parts.pass_context import PassContext
+from shardwise.engine.parts.program import ActionLists
+from shardwise.engine.parts.shared import SharedGradients
+from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.unit_norms import UnitSquares
+from shardwise.memory.ledger import Ledger
+from shardwise.optim.flat import FlatOptimizer
+from shardwise.optim.groups import OptimizerGroups
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.hooks import UnitHooks
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.slices import Slices
+from shardwise.plan.walker import Walker
+from shardwise.precision.loss_scale import LossScale
+from shardwise.tiers.tier import Tiers
+
+
+class Site(NamedTuple):
+    """The ranks of a job, and the configuration resolved for them."""
+
+    world: World
+    settings: RunConfig
+    mesh: Mesh
+    groups: Mapping[str, Group]
+    """Process groups by name: the axes "dp", "dp_shard", "dp_replicate", "tp", "pp", and "model" and "world". If
+    experts lie on other ranks than the rest, also "expert_dp", "edp", "ep" and "etp".
+    """
+    clock: Clock
+    traffic: Traffic
+    ledger: Ledger
+    """Record of the bytes that each holder of memory took."""
+    levels: tuple[Group, ...] = ()
+    """Two groups of "ep" if it spans hosts: the ranks in this rank's position on each host, and the ranks of this host.
+    """
+    notes: tuple[str, ...] = ()
+    """Notes that the printed Plan shows."""
+    tiers: Tiers | None = None
+    """Host memory and disks on which state lies off the device; None if all state lies on the device."""
+
+
+@dataclass
+class Stage:
+    """One pipeline stage on this rank; without a pipeline the whole model."""
+
+    index: int
+    module: nn.Module
+    hooks: UnitHooks
+    run: RunStage | None = None
+    handles: list[Any] = field(default_factory=list)
+    """Handles of the hooks that do not belong to Units."""
+
+
+class Trained(NamedTuple):
+    """A trained bucket and its optimizer."""
+
+    bucket: BucketState
+    optimizer: FlatOptimizer
+
+
+@dataclass
+class Progress:
+    """The progress of a run, the same on all ranks. Saved with a step, and restored when the step is loaded."""
+
+    step_count: int = 0
+    """Optimizer steps done."""
+    applied_steps: int = 0
+    """Optimizer steps that were not skipped; the learning rate schedule counts these steps."""
+    skipped_in_a_row: int = 0
+    """Steps skipped since the last applied step."""
+    best: tuple[int, float] | None = None
+    """(step, score) of the best step that was saved with a score."""
+
+    def count(self, applied: bool) -> None:
+        """Count one more step, whose update was applied or skipped."""
+        self.step_count += 1
+        self.applied_steps += applied
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+
+
+@dataclass
+class Parts:
+    """The running parts of one engine."""
+
+    model: nn.Module
+    site: Site
+    program: ActionLists
+    """The Plan in the order that is followed now, and its walker."""
+    slices: Slices
+    """This rank's pieces of the tensors in the registry."""
+    stages: list[Stage]
+    """Stages of this rank in order of their index."""
+    trained: list[Trained]
+    """Trained buckets in order of Units."""
+    shared: SharedGradients
+    tables: Tables
+    """Embedding tables, beside the parameters."""
+    accumulation: Accumulation
+    """The microbatches of the running step."""
+    optimizer_groups: OptimizerGroups
+    """The source of lr, betas, momentum and the like, step by step."""
+    passes: PassContext
+    """The contexts in which every pass of the model runs."""
+    folders: Folders
+    """Folders of saved steps."""
+    unit_squares: UnitSquares = field(default_factory=UnitSquares)
+    """Positions of the Units' squares among the numbers of NORM; empty without ``monitor.unit_norms``."""
+    stage_peers: Group | None = None
+    """The ranks that hold the same stage, if matrices are dealt among them."""
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def walker(self) -> Walker:
+        """The walker of the Plan's list."""
+        return self.program.walker
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration."""
+        return self.site.settings
+
+    @property
+    def world(self) -> World:
+        """The ranks of the job."""
+        return self.site.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return self.site.world.device
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the ranks."""
+        return self.site.mesh
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """Process groups by name, as in ``Site``."""
+        return self.site.groups
+
+    @property
+    def clock(self) -> Clock:
+        """The step in which collectives run."""
+        return self.site.clock
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this rank has sent so far."""
+        return self.site.traffic
+
+    @property
+    def registry(self) -> Registry:
+        """Every persistent tensor with its placement on every axis."""
+        return self.slices.registry
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale under fp16; None otherwise."""
+        return self.accumulation.loss_scale
+
+    @property
+    def dp(self) -> Group:
+        """All data-parallel ranks."""
+        return self.site.groups["dp"]
+
+    @property
+    def stage_group(self) -> Group:
+        """The ranks that hold the stages of one model and have this rank's position on all other axes."""
+        return self.groups["pp"]
+
+    def owner(self, info: TensorInfo) -> int:
+        """Return the index in ``stage_group`` of the rank whose stage owns a tensor that several stages may hold."""
+        return info.stages[0] % self.stage_group.size
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The whole model as data."""
+        return self.program.planned.spec
+
+    @property
+    def hooks(self) -> list[UnitHooks]:
+        """Hooks on the Units of each stage, in order of stages."""
+        return [stage.hooks for stage in self.stages]
+
+    @property
+    def has_last_stage(self) -> bool:
+        """True if this rank has the last stage, which computes the loss."""
+        pp = self.groups["pp"]
+        return pp.index == pp.size - 1
+
+    @property
+    def brings_loss(self) -> bool:
+        """True if this rank, of the ranks that share a model, contributes the loss to sums over them."""
+        return self.has_last_stage and self.groups["tp"].index == 0

@@ -1,0 +1,115 @@
+"""The contexts around every pass of a model: where its random numbers are drawn, and what is checked and counted.
+
+replay        random numbers belong to the samples' position in the run                        passes/replay.py
+draws         the model's own random numbers are alike on the ranks of one model               passes/draws.py
+vocabulary    tokens outside the model's are named before a device computes with them          vocabulary.py
+loads         tokens of every expert are counted by microbatch                                 parallel/expert
+own_use       slices are only used by their owners; checked in the first passes                parallel/tensor
+profile       modules are measured in one step, if configured                                  module_profile.py
+shapes        if shapes do not fit in a first pass over slices, the error names the table of styles
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.base.errors import PlanError
+from shardwise.base.pytree import tensors_in
+from shardwise.comm.collectives import Clock, Group
+from shardwise.engine.parts.failed_pass import explained
+from shardwise.engine.parts.module_profile import ModuleProfile
+from shardwise.engine.parts.vocabulary import Vocabulary
+from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.tensor.own_use import OwnUse
+from shardwise.passes.replay import BatchPosition, Replay
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """The contexts around the passes of one engine."""
+
+    dp: Group
+    tp: Group
+    clock: Clock
+    replay: Replay
+    """The position in the run for which random numbers are drawn."""
+    vocabulary: Vocabulary
+    """The values that the tokens of a batch may have."""
+    own_use: OwnUse
+    """The modules that use each slice."""
+    profile: ModuleProfile
+    """The costs of modules, in the step that is measured."""
+    loads: ExpertLoads
+    """The token counts of every expert."""
+
+    @contextmanager
+    def at(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> Iterator[None]:
+        """Run the body as the pass of a microbatch: with its random numbers, checks and counts.
+
+        Args:
+            step: Number of the step.
+            microbatch: Number of the microbatch in the step.
+            batch: The batch, or (args, kwargs) of the call.
+            rows: Samples of the batch; None counts them in ``batch``, of which this rank may have no part in a
+                pipeline.
+
+        Raises:
+            DataError: if tokens are outside the model's vocabulary.
+            PlanError: if shapes do not fit in a first pass over slices.
+        """
+        self.loads.microbatch = microbatch
+        place, looked_at = self.place(step, microbatch, batch, rows), self.own_use.looked_at()
+        counted = self.profile.forward()
+        draws = self.replay.draws.at(microbatch, torch.is_grad_enabled())
+        with (
+            self._told_as_cut(),
+            explained(_as_given(batch)),
+            self.vocabulary.checked(batch),
+            self.replay.at(place),
+            looked_at,
+            counted,
+            draws,
+        ):
+            yield
+
+    def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:
+        """Return the position of the samples of ``batch`` in the global batch of ``step``."""
+        rows = rows_of(batch) if rows is None else rows
+        return BatchPosition(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
+
+    @contextmanager
+    def _told_as_cut(self) -> Iterator[None]:
+        """Raise PlanError in place of an error of shapes in the first pass over slices.
+
+        Such an error most often means that the table of styles does not fit the model.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            text = " ".join(str(error).split())
+            misfit = any(word in text for word in ("shape", "size", "dimension"))
+            if self.tp.size == 1 or self.clock.steps_done or not misfit:
+                raise
+            raise PlanError(
+                f"tensor: the first pass over tp={self.tp.size} ranks ended with: {text}. Where the same "
+                "pass runs with mesh.tp: 1, a module counts heads or features in attributes that its table does not "
+                "divide: name them in its row, as in tensor.table: {'layers.*.attention': 'num_heads'}, keep the "
+                "module whole with 'replicate', or set mesh.tp: 1"
+            ) from error
+
+
+def _as_given(batch: Any) -> Any:
+    """Return the batch as the user passed it, also if ``batch`` is (args, kwargs) of a call."""
+    is_call = isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple)
+    if not is_call or not isinstance(batch[1], dict):
+        return batch
+    args, kwargs = batch
+    return kwargs or (args[0] if len(args) == 1 else args)
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of its first tensor."""
+    return next((len(each) for each in tensors_in(batch) if each.dim()), 0)

@@ -1,0 +1,127 @@
+"""The lists of Actions that this rank walks, and the walker.
+
+    a step         the Plan's list, in the order of Units that all ranks follow now
+    an evaluation  only forward passes, in the same order
+    keys ahead     the ASKs of either list, which a thread may run ahead of the rest
+
+The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step with another number
+of passes. In a user's own loop that number becomes known as the step runs. Lists of more and of fewer passes begin
+alike, so the rest of one list can replace the rest of another.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from shardwise.compose.plan import Orders, Planned, StageOrder
+from shardwise.engine.parts.table_units import TableUnits
+from shardwise.parallel.zero.order import Order
+from shardwise.plan.action import Action
+from shardwise.plan.dataflow import Lists
+from shardwise.plan.lists import Boundary, keys_ahead
+from shardwise.plan.plan import Plan
+from shardwise.plan.walker import Walker
+
+_KEPT = 8
+"""Most Plans, and lists of keys ahead, that are cached for different numbers of passes."""
+
+
+class ActionLists:
+    """The lists of Actions of one rank, in the order of Units that all ranks follow now.
+
+    Args:
+        planned: The model's description and its Plan.
+        orders: The observed order of Units, by stage of this rank.
+        tables: Collections of embedding tables in the list.
+        walker: The walker of this rank's list.
+    """
+
+    def __init__(self, planned: Planned, orders: Mapping[int, Order], tables: TableUnits, walker: Walker):
+        self.planned = planned
+        """The model's description and the Plan, its lists in the order of registration."""
+        self.walker = walker
+        self.tables = tables
+        """Collections of embedding tables in the list."""
+        self.microbatches = planned.policies.microbatches
+        """Pairs of a forward and a backward pass in the list that is walked now."""
+        self._orders = orders
+        self._plans: dict[int, Plan] = {self.microbatches: planned.plan}
+        self._asks: Callable[[int], list[Action]] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan as it is walked now; lists of other ranks' Units are in the order of registration."""
+        return self._of(self.microbatches)
+
+    def _of(self, microbatches: int) -> Plan:
+        if microbatches not in self._plans:
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+            self._plans[microbatches] = self.planned.in_order(self._in_force(), microbatches)
+        return self._plans[microbatches]
+
+    def step(self) -> tuple[Action, ...]:
+        """Return the Actions of one optimizer step."""
+        return self.plan.own.actions
+
+    def begin(self, microbatches: int) -> None:
+        """Set the walker to the start of a step.
+
+        Raises:
+            PlanError: if no list can be made for this number of microbatches.
+        """
+        self._of(microbatches)
+        self.microbatches = microbatches
+        self.walker.begin(self.step())
+
+    def follow(self, microbatches: int) -> None:
+        """Continue the running step with the list of this many pairs of passes."""
+        if microbatches != self.microbatches:
+            self.microbatches = microbatches
+            self.walker.follow(self.step())
+
+    def forward(self, batches: int) -> list[Action]:
+        """Return the list of ``batches`` forward passes of a pipeline."""
+        return self.planned.forward_list(self._in_force(), batches)
+
+    def asks(self) -> Callable[[int], list[Action]]:
+        """Return a function from a number of microbatches to the ASKs for them, in the order that is followed now.
+
+        A thread may call the function while another thread adopts another order. Ranks that took the function after the
+        same step get the same ASKs.
+        """
+        if self._asks is None:
+            planned, orders = self.planned, self._in_force()
+            usual = planned.policies.microbatches
+            step = keys_ahead(self._of(usual).own.actions)
+
+            @lru_cache(_KEPT)
+            def asks(microbatches: int) -> list[Action]:
+                if microbatches == usual:
+                    return step
+                return keys_ahead(planned.forward_list(orders, microbatches)) if microbatches else []
+
+            self._asks = asks
+        return self._asks
+
+    @property
+    def passes(self) -> Lists:
+        """Passes of stages and messages of a step, by index on "pp"."""
+        rows = enumerate(self.plan.actions.values())
+        return {
+            place: [each for each in row if each.unit < 0 and not each.kind.ends_step] for place, row in rows
+        }
+
+    def adopt_order(self) -> None:
+        """Follow the new order of Units in the next list, after all ranks have seen one order."""
+        if any([*(order.adopt() for order in self._orders.values()), self.tables.adopt()]):
+            self._plans.clear()
+            self._asks = None
+
+    def _in_force(self) -> Orders:
+        """Return the orders that are followed now, with Units by their numbers on the rank."""
+        found = {}
+        for stage, order in self._orders.items():
+            units = self.planned.plan.own.units_of(stage)
+            boundaries = [Boundary(enters, units[unit].index) for enters, unit in order.agreed]
+            found[stage] = StageOrder(boundaries, order.fetches)
+        return found

@@ -1,0 +1,466 @@
+"""The embedding tables of a model beside its parameters.
+
+Rows are no parameters: ZeRO does not cut them, and no gradient of a whole table exists. So the engine places the
+collections of a model one by one and calls them at these points of a step:
+
+    build       place           rows go to the data-parallel ranks, each table by its own placement
+    step        deliver         row gradients go to the owners of the rows
+                square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
+                settle          with numbers of the same all-reduce: drops passes without a backward pass, and refuses
+                                the step if a table is full
+                step or drop    with the schedule's factor and the divisor that turns sums into means
+
+Beside "pp" a collection lies on the stage that uses it, spread over that stage's data-parallel ranks. Beside "tp" all
+ranks along "tp" hold the same part of the tables: a vector's gradient is whole on each of them, so all compute the same
+rows, and the first of them counts in the norm and writes into checkpoints.
+
+Cost: parallel/embedding/cost.py; with several ranks to a model one small all-reduce over them in each step.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import ConfigError, PlanError, TableFullError, UsageError
+from shardwise.base.policy import nearest
+from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.exchange import share
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.config.run import RunConfig
+from shardwise.memory.streams import to_device
+from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
+from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
+from shardwise.parallel.embedding.registered import infos
+from shardwise.parallel.embedding.rows import Tally
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.plan import Plan
+from shardwise.plan.validate import validate_plan
+
+_CPU = torch.device("cpu")
+_ALIKE = 1e-3
+"""Largest relative difference of Σ g² between ranks that should have the same gradients."""
+
+
+class Tables:
+    """The collections of embedding tables of one model, by the module's name in the model; possibly none.
+
+    Args:
+        everywhere: All collections of the whole model, the same on all ranks.
+        collections: The collections that are placed on this rank.
+        stages: Pipeline stage of each collection.
+        groups: "dp", over which rows are spread, "tp", "model" and "world".
+        device: Device of the vectors, and of the numbers that are exchanged; set on stages without tables too.
+    """
+
+    def __init__(
+        self,
+        everywhere: Mapping[str, EmbeddingCollection],
+        collections: Mapping[str, EmbeddingCollection],
+        stages: Mapping[str, int],
+        groups: Mapping[str, Group],
+        device: torch.device = _CPU,
+    ):
+        self.everywhere = dict(everywhere) | dict(collections)
+        self.collections = dict(collections)
+        self.stages = dict(stages)
+        self._groups = groups
+        self._device = device
+        read = [name for _, _, table in self.each() for name in table.feature_names]
+        for collection in self.collections.values():
+            collection.note_read_elsewhere(read)
+
+    def __bool__(self) -> bool:
+        return bool(self.everywhere)
+
+    def each(self) -> Iterator[tuple[str, EmbeddingCollection, TablePolicy]]:
+        """Yield (full name, collection, table) of every table of the model; the collection may lie on another stage."""
+        for prefix, collection in self.everywhere.items():
+            for table in collection.tables:
+                yield full_name(prefix, table.name), collection, table
+
+    def is_here(self, collection: EmbeddingCollection) -> bool:
+        """Return whether this rank holds a part of a collection."""
+        return any(each is collection for each in self.collections.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and optimizer state of static tables on this rank."""
+        return sum(collection.placed.static_bytes for collection in self.collections.values())
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Bytes of the used rows of dynamic tables on this rank, with optimizer state and indices."""
+        return sum(collection.placed.nbytes for collection in self.collections.values()) - self.nbytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes in host memory for rows on a device: the step of each row's last update, for an exact Adam."""
+        parts = (part for collection in self.collections.values() for part in collection.placed.parts)
+        return sum(part.store.step_bytes for part in parts)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True if the model has a dynamic table."""
+        return any(table.dynamic is not None for _, _, table in self.each())
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True if this rank is the first of the ranks along "tp" with the same rows, and so counts and writes them."""
+        return self._groups["tp"].index == 0
+
+    def deliver(self, name: str) -> None:
+        """Send the row gradients of a collection to the owners of the rows. Collective over "dp"."""
+        self.collections[name].placed.deliver()
+
+    def compare(self) -> None:
+        """Compare the gradients of the ranks along "tp" after all have been delivered.
+
+        Collective over the ranks that share a model, including ranks without a table.
+
+        Raises:
+            PlanError: on all ranks alike, if ranks along "tp" have different gradients.
+        """
+        if self and self._groups["model"].size > 1:
+            self._compare()
+
+    def numbers(self) -> list[float]:
+        """Return the numbers that the ranks along "dp" must sum before ``settle``."""
+        return [number for collection in self.collections.values() for number in collection.placed.numbers()]
+
+    def verdict(self, sums: Tensor) -> Tensor:
+        """Return whether a pass will be dropped and whether a table is too full, without a copy to the host: fp64 [2].
+
+        Args:
+            sums: ``numbers`` summed over "dp".
+        """
+        bounds = [each for collection in self.collections.values() for each in collection.placed.bounds]
+        if not bounds:
+            return sums.new_zeros(2)
+        least, most = to_device(torch.tensor(bounds, dtype=torch.float64), sums.device).unbind(1)
+        return torch.stack([(sums < least).any(), (sums > most).any()]).double()
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float]) -> None:
+        """Drop passes without a backward pass, and refuse the step if a table is too full.
+
+        Args:
+            sums: ``numbers`` summed over "dp".
+            over_model: ``verdict`` summed over the ranks that share a model; zeros if no ranks share one.
+
+        Raises:
+            TableFullError: on all ranks alike, if a table is too full.
+        """
+        full: TableFullError | None = None
+        start = 0
+        for collection in self.collections.values():
+            stop = start + len(collection.placed.bounds)
+            try:
+                collection.placed.settle(sums[start:stop])
+            except TableFullError as error:
+                full = full or error
+            start = stop
+        model, (lets_go, is_full) = self._groups["model"], over_model
+        if model.size > 1 and lets_go:  # dropped passes have changed the row counts
+            found = to_device(torch.tensor([float(full is not None)], dtype=torch.float64), self._device)
+            model.all_reduce(found, "whether a table is full", "control").wait()
+            is_full = float(found)
+        if full is not None:
+            raise full
+        if model.size > 1 and is_full:
+            raise TableFullError(
+                "a table on another stage is full; the error there names it. Rows are those of the step before"
+            )
+
+    def _compare(self) -> None:
+        model = self._groups["model"]
+        vector = torch.zeros(3 * len(self.everywhere), dtype=torch.float64)
+        vector[0::3] = torch.tensor([float(name in self.collections) for name in self.everywhere])
+        vector = to_device(vector, self._device)
+        for place, name in enumerate(self.everywhere):
+            if name in self.collections:
+                squares = self.collections[name].placed.square_sum()
+                vector[1 + 3 * place] = squares
+                vector[2 + 3 * place] = squares * squares
+        model.all_reduce(vector, "gradients of tables", "control").wait()
+        sums = vector.tolist()
+        model.clock.check_intact()
+        for name, ranks, total, squared in zip(
+            self.everywhere, sums[::3], sums[1::3], sums[2::3], strict=True
+        ):
+            spread = squared / ranks - (total / ranks) ** 2
+            if spread > (_ALIKE * total / ranks) ** 2:
+                raise PlanError(
+                    f"tables: the {ranks:.0f} ranks along tp come to different gradients of the vectors of {name!r}, "
+                    "so that their rows would drift apart: the vectors are used where each rank holds its part of the "
+                    "features. Use them in front of the layers that are cut, or leave the module that uses them whole "
+                    "('replicate' in tensor.table)"
+                )
+
+    def square_sum(self) -> Tensor:
+        """Return Σ g² over the delivered gradients of the rows that this rank counts: fp64."""
+        total = torch.zeros((), dtype=torch.float64)
+        for collection in self.collections.values() if self.is_first_copy else ():
+            total = total + collection.placed.square_sum()
+        return total
+
+    def step(self, name: str, lr_factor: float, divisor: float) -> None:
+        """Update the rows of a collection that got gradients.
+
+        With the placements row and column all ranks evict, or average, together.
+        """
+        self.collections[name].placed.step(lr_factor, divisor)
+
+    def drop(self) -> None:
+        """Drop the gradients of this step."""
+        for collection in self.collections.values():
+            collection.placed.drop()
+
+    @property
+    def choices(self) -> list[str]:
+        """One line for each table: its placement and the reason."""
+        return [str(choice) for each in self.everywhere.values() for choice in each.choices]
+
+    def tallies(self) -> dict[str, Tally]:
+        """Return the rows in use, inserted and evicted of each table, over all ranks. Collective."""
+        rows = []
+        for prefix, collection in self.everywhere.items():
+            here = collection.placed.tallies if prefix in self.collections and self.is_first_copy else {}
+            rows += [here.get(table.name, Tally(0)) for table in collection.tables]
+        counts = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(Tally._fields))
+        if self._groups["world"].size > 1 and rows:
+            counts = counts.to(self._device)
+            self._groups["world"].all_reduce(counts.view(-1), "rows of tables", "control").wait()
+        names = [name for name, _, _ in self.each()]
+        return {name: Tally(*map(int, row)) for name, row in zip(names, counts.tolist(), strict=True)}
+
+
+def full_name(prefix: str, table: str) -> str:
+    """Return a table's name in the model: the name of its collection, a dot, and its own name."""
+    return f"{prefix}.{table}" if prefix else table
+
+
+def check_mesh(model: nn.Module, mesh: Mesh, settings: RunConfig) -> None:
+    """Check that the model's tables work with the mesh and the settings.
+
+    Raises:
+        ConfigError: for sequence parallelism, or for ``offload.step: delayed``, beside tables.
+    """
+    if mesh.tp > 1 and settings.tensor.sequence_parallel and collections_of(model):
+        raise ConfigError(
+            f"mesh tp={mesh.tp} with tensor.sequence_parallel: the vectors of embedding tables hold whole samples and "
+            "sequences, and between the cut layers each rank holds its part of them; set tensor.sequence_parallel: "
+            "false"
+        )
+    if settings.offload.step == "delayed" and collections_of(model):
+        raise ConfigError(
+            "offload.step: delayed: rows of embedding tables are updated at once, and would be a step ahead of the "
+            "weights; set offload.step: before_use"
+        )
+
+
+def take_over(
+    model: nn.Module,
+    stages: Mapping[int, nn.Module],
+    stage_of: Mapping[str, int],
+    settings: RunConfig,
+    world: World,
+    mesh: Mesh,
+    groups: Mapping[str, Group],
+    clock: Clock,
+    dense_bytes: int,
+) -> Tables:
+    """Place the collections of this rank's stages, and choose the placements of all tables of the model. Collective.
+
+    Args:
+        model: The whole model.
+        stages: This rank's stages, by index.
+        stage_of: Index of the stage of each collection, by name.
+        settings: The resolved configuration.
+        world: The ranks of the job.
+        mesh: The mesh of the ranks.
+        groups: Process groups by name.
+        clock: The step in which collectives run.
+        dense_bytes: Bytes of model state beside tables on this rank.
+
+    Raises:
+        ConfigError: if the configuration does not fit the model's tables.
+        PlanError: if a table fits on no rank.
+        UsageError: if a collection has been used or placed already.
+    """
+    everywhere = collections_of(model)
+    found = {name: each for module in stages.values() for name, each in collections_of(module).items()}
+    tables = Tables(
+        everywhere,
+        {name: found[name] for name in everywhere if name in found},
+        stage_of,
+        groups,
+        world.device,
+    )
+    _check(tables, settings)
+    if not tables:
+        return tables
+    dp = groups["dp"]
+    # A thread may send keys at any time: so keys have their own transport, and do not count in the order of collectives
+    # that ranks compare.
+    keys_group = world.group_among(
+        dp.ranks, "keys", settings.comm, clock, Traffic(), lane="keys", kin=mesh.groups("dp")
+    )
+    memory = _least(_memory_of_a_rank(world, model, dense_bytes), groups["world"])
+    for name, collection in tables.everywhere.items():
+        if collection.is_placed:
+            raise UsageError(
+                "tables: a collection of the model has been used or placed already; give the model to initialize() "
+                "before its first batch"
+            )
+        _set_up(collection, settings)
+        if groups["model"].size > 1:
+            collection.share_given(groups["world"], world.device)
+        given = _given(collection, settings, *memory)
+        if name not in tables.collections:
+            collection.choose(dp.size, **given)
+            continue
+        collection.place(
+            dp,
+            keys_group,
+            device=world.device,
+            compute_dtype=settings.precision.compute_dtype,
+            is_led=True,
+            **given,
+        )
+    return tables
+
+
+def chosen_for(
+    model: nn.Module, stage_of: Mapping[str, int], settings: RunConfig, ranks: int, device: torch.device
+) -> Tables:
+    """Return the tables of ``model`` with placements chosen for ``ranks`` data-parallel ranks; no table is placed.
+
+    The free memory of this host is not considered, because the run may use other hosts; only the configuration counts.
+
+    Args:
+        model: The whole model.
+        stage_of: Index of the stage of each collection, by name.
+        settings: The resolved configuration.
+        ranks: Number of data-parallel ranks.
+        device: A device of the kind on which the ranks compute.
+
+    Raises:
+        ConfigError: if the configuration does not fit the model's tables.
+        PlanError: if a table fits on no rank.
+    """
+    tables = tables_of(model, stage_of)
+    _check(tables, settings)
+    for collection in tables.everywhere.values():
+        _set_up(collection, settings)
+        collection.choose(
+            ranks, **_given(collection, settings, None, None if device.type == "cpu" else math.inf)
+        )
+    return tables
+
+
+def tables_of(model: nn.Module, stage_of: Mapping[str, int] | None = None) -> Tables:
+    """Return the tables of a model before any of them is placed."""
+    everywhere = collections_of(model)
+    stages = dict.fromkeys(everywhere, 0) if stage_of is None else stage_of
+    return Tables(everywhere, {}, stages, dict.fromkeys(("dp", "tp", "model", "world"), Group.alone("dp")))
+
+
+def register_tables(plan: Plan, tables: Tables, microbatches: int) -> None:
+    """Add every table and the state of its rows to the Plan's registry, and validate the Plan again."""
+    ranks = plan.mesh.size("dp")
+    for prefix, collection in tables.everywhere.items():
+        places = {choice.table: choice.place for choice in collection.choices}
+        stage = tables.stages[prefix]
+        for table in collection.tables:
+            name, place = full_name(prefix, table.name), places[table.name]
+            for info in infos(name, table, collection.optimizer, place, collection.dtype, ranks, stage):
+                plan.registry.add(info)
+    if tables:
+        validate_plan(plan, microbatches)
+
+
+def _check(tables: Tables, settings: RunConfig) -> None:
+    policy = settings.tables
+    names = [table.name for _, _, table in tables.each()]
+    if not names:
+        if settings.tables != TablesPolicy():
+            raise ConfigError(
+                "tables: the model has no EmbeddingCollection, so these keys would do nothing; use one in the model, "
+                "or remove them"
+            )
+        return
+    for pattern in policy.placement:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"tables.placement: no table is called {pattern!r}{nearest(pattern, names)}")
+
+
+def _given(
+    collection: EmbeddingCollection,
+    settings: RunConfig,
+    memory_bytes: float | None,
+    host_memory_bytes: float | None,
+) -> dict[str, Any]:
+    """Return the arguments for the choice of placements; memory in the configuration overrides the memory found."""
+    master = settings.precision.dtypes("", collection.dtype).master
+    return {
+        "batch": settings.batch.micro_size or 1024,
+        "memory_bytes": settings.tables.memory_bytes or memory_bytes,
+        "host_memory_bytes": settings.tables.host_memory_bytes or host_memory_bytes,
+        "dtype": torch.promote_types(master, torch.float32),
+    }
+
+
+def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
+    """Apply the configuration's settings of tables, which override the model's own."""
+    policy = settings.tables
+    if policy.optimizer is not None:
+        collection.optimizer = policy.optimizer
+    tables = []
+    for table in collection.tables:
+        for pattern, placement in policy.placement.items():
+            if fnmatchcase(table.name, pattern):
+                given = table.model_dump(exclude_unset=True) | {"placement": placement}
+                table = TablePolicy.model_validate(given)  # the table's other keys may not suit the placement
+        tables.append(table)
+    collection.tables = tuple(tables)
+
+
+class _Memory(NamedTuple):
+    """Memory of one rank for tables."""
+
+    device: int
+    """Bytes for static tables; on a CPU for all tables."""
+    host: int | None
+    """Bytes for dynamic tables beside an accelerator."""
+
+
+def _least(mine: _Memory, group: Group) -> _Memory:
+    """Return the least memory of all ranks of the job.
+
+    Every rank chooses placements for all ranks, and all must choose the same.
+    """
+    if group.size == 1:
+        return mine
+    told = torch.tensor([mine.device, mine.host or 0])
+    device, host = share(told.expand(group.size, 2), group, "memory for tables")[:, 0].amin(0).tolist()
+    return _Memory(device, None if mine.host is None else host)
+
+
+def _memory_of_a_rank(world: World, model: nn.Module, dense_bytes: int) -> _Memory:
+    """Return the memory that tables may take on this rank.
+
+    That is this rank's share of the host's memory and, on an accelerator, the device memory that model state leaves
+    free.
+    """
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+    if world.device.type == "cpu":
+        return _Memory(host, None)
+    free = int(torch.accelerator.get_memory_info(world.device)[0])
+    # The weights on the device count twice otherwise: they are not free, and they are a part of ``dense_bytes``.
+    moved = sum(each.nbytes for each in model.parameters() if each.device == world.device)
+    return _Memory(max(free + min(moved, dense_bytes) - dense_bytes, 0), host)

@@ -1,0 +1,607 @@
+"""Saving and loading: the engine's flat buffers as pieces of whole tensors.
+
+    weight   whole tensors in the compute dtype                     every rank writes the range of its shard index; of
+                                                                    ranks with the same elements only the first writes
+    buffer   values of the first rank that holds it                 (batch statistics are per rank by default)
+    master   only if the master is not the weight itself
+    moments  ``exp_avg`` ...; left out for parameters that never got a gradient
+    table    rows of embedding tables: saved_tables.py
+
+On loading each rank requests the elements that it owns. Weights are rounded from the masters again, so nothing is read
+twice and a change of precision needs no conversion: from a step without masters the weights fill the masters, from a
+step with masters the masters do.
+
+Single numbers of the optimizer (step counts) are the same for almost every parameter; ``trainer.json`` holds the common
+numbers once, and the exceptions by name.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import CheckpointError, MismatchError
+from shardwise.base.strict_json import read_object
+from shardwise.base.words import plain_name
+from shardwise.checkpoint import FlatSlice, Item, Manifest
+from shardwise.checkpoint.load import StepReader
+from shardwise.checkpoint.manifest import TRAINER
+from shardwise.checkpoint.piece import Elsewhere, Flat, Source
+from shardwise.compose.spec import ModelSpec
+from shardwise.engine.parts.folders import check_folder
+from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.tables import Tables
+from shardwise.engine.state import saved_tables
+from shardwise.engine.state.differences import Differences
+from shardwise.engine.state.loaders import Loaders
+from shardwise.engine.state.saved_state import SavedState
+from shardwise.engine.state.state import buckets, finish_updates, own_buffers, settle
+from shardwise.optim.average import EMA
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.unit import Slot
+
+_log = logging.getLogger(__name__)
+
+_OURS = ("weight", "buffer", "master")
+
+
+class LoadedStep(NamedTuple):
+    """The results of a load beside the restored state."""
+
+    user: dict[str, Any]
+    """The mapping that ``save`` was given as ``trainer``."""
+    not_loaded: list[str]
+    """Names of tensors that keep their start values."""
+
+
+def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], **options: Any) -> None:
+    """Save the engine's state as a step. Implements ``Engine.save``."""
+    progress = parts.progress
+    settle(parts, "save")
+    finish_updates(parts)
+    tables = saved_tables.items_to_save(parts.tables) if parts.tables else None
+    common, stateless, labels = _agree_on_scalars(parts, "" if tables is None else tables.fault)
+    state = {
+        "step": progress.step_count,
+        "applied": progress.applied_steps,
+        "skipped_in_a_row": progress.skipped_in_a_row,
+        "groups": parts.optimizer_groups.state(),
+        "best": progress.best,
+        "loaders": loaders.positions(),
+        "reference": parts.accumulation.reference,
+        "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
+        "optimizer": {
+            "common": common[0],
+            "exceptions": {plain_name(name): each for name, each in common[1].items()},
+        },
+        "layout": {"mesh": str(parts.mesh), "zero_stage": parts.config.zero.stage},
+    }
+    if tables is not None:
+        # Rank 0 writes the notes of all stages, and its own stage may have no tables.
+        notes = tables.notes
+        state["tables"] = notes if parts.stage_group.size == 1 else _of_all_stages(parts, notes)
+    aliases = {
+        plain_name(e.name): [plain_name(alias) for alias in e.aliases]
+        for e in parts.spec.parameters.values()
+        if e.aliases
+    }
+    with closing(OpenState(parts, changes=False)) as opened:
+        items = [
+            item._replace(name=plain_name(item.name))
+            for item in _items_to_save(parts, labels, stateless, opened)
+        ]
+        if _is_on_disk(parts):  # an asynchronous save would copy the disk's state into memory
+            options["asynchronous"] = False
+        parts.folders.at(folder).save(
+            progress.step_count,
+            items,
+            {"engine": state, "user": trainer},
+            aliases=aliases,
+            copies=() if tables is None else tables.items,
+            best=None if progress.best is None else progress.best[0],
+            **options,
+        )
+
+
+def _is_on_disk(parts: Parts) -> bool:
+    """Return whether state of any rank is on a disk."""
+    return any(
+        row.tier == "disk"
+        for ranks in parts.program.plan.classes.values()
+        for rows in ranks.buffers.values()
+        for row in rows
+    )
+
+
+class OpenState:
+    """Access to masters and moments for a checkpoint.
+
+    Of state on a disk, one kind of one bucket is in memory at a time. Moments in another form than the masters' are
+    decoded when they are read and encoded when they are written.
+    """
+
+    def __init__(self, parts: Parts, changes: bool):
+        self._optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
+        self._changes = changes
+        self._open_now: tuple[BucketState, str | None] | None = None
+        """The bucket and the kind of its state that are in memory; kind None stands for all kinds."""
+        self._stack = ExitStack()
+
+    def of(self, bucket: BucketState, kind: str) -> Flat:
+        """Return the master, or one of the moments, flat."""
+        state, optimizer = bucket.state, self._optimizers.get(id(bucket))
+        if optimizer is not None and optimizer.state.coded is not None and kind in optimizer.state.labels:
+
+            def read_coded(start: int, stop: int) -> Tensor:
+                self._open(bucket)
+                return optimizer.state.read(kind, start, stop)
+
+            def write_coded(start: int, values: Tensor) -> None:
+                self._open(bucket)
+                optimizer.state.write(kind, start, values)
+
+            return Elsewhere(Source(read_coded, write_coded), bucket.owned_elements, bucket.dtypes.master)
+        assert state is not None, "on the device they are at hand"
+        if state.tier != "disk":
+            return state.tensors[kind]
+
+        def read(start: int, stop: int) -> Tensor:
+            self._open(bucket, kind)
+            return state.tensors[kind][start:stop]
+
+        def write(start: int, values: Tensor) -> None:
+            read(start, start + values.numel()).copy_(values)
+
+        return Elsewhere(Source(read, write), *state.kinds[kind])
+
+    def _open(self, bucket: BucketState, kind: str | None = None) -> None:
+        if self._open_now != (bucket, kind):
+            self.close()
+            self._stack.enter_context(bucket.opened(self._changes, None if kind is None else (kind,)))
+            self._open_now = bucket, kind
+
+    def close(self) -> None:
+        """Release the state that is in memory; changed state is written back to the disk in the background."""
+        self._open_now = None
+        self._stack.close()
+
+
+def _of_all_stages(parts: Parts, notes: dict[str, Any]) -> dict[str, Any]:
+    """Return the notes of the tables on every stage."""
+    found: dict[str, Any] = {}
+    for text in parts.folders.exchange("tables", json.dumps(notes)):
+        for what, by_name in json.loads(text).items():
+            found.setdefault(what, {}).update(by_name)
+    return found
+
+
+def load(
+    parts: Parts,
+    loaders: Loaders,
+    folder: Path,
+    weights_only: bool,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+    required: bool | None = None,
+) -> LoadedStep | None:
+    """Load a step. Implements ``Engine.load``.
+
+    Returns:
+        The step's user state and the names that were not loaded; None if the folder holds no step.
+    """
+    is_step = (folder / "manifest.json").is_file()
+    settle(parts, "load")
+    finish_updates(parts)
+    moments: dict[int, dict[str, Flat]] = {}
+    found = Differences(missing, unexpected)
+    opened = OpenState(parts, changes=True)
+
+    def choose(manifest: Manifest) -> list[Item]:
+        nonlocal found
+        found = compare(parts.spec, parts.tables, manifest, weights_only, Differences(missing, unexpected))
+        moments.clear()
+        moments.update({} if weights_only else _empty_moments(parts, manifest, opened))
+        return _items_to_load(parts, manifest, moments, found, opened)
+
+    checkpoints = parts.folders.at(folder.parent if is_step else folder)
+
+    saved = SavedState()
+
+    def examine(reader: StepReader) -> None:
+        """Check the notes of a step before any tensor is filled."""
+        nonlocal saved
+        trainer = read_object(reader.text(TRAINER), f"{reader.path / TRAINER}")
+        saved = SavedState.of(trainer, reader.path)
+        if not weights_only:
+            parts.optimizer_groups.check_state(saved.engine.groups)
+        if parts.tables:
+            saved_tables.examine(reader, (parts.world.rank, parts.world.size))
+
+    with closing(opened):
+        loaded = checkpoints.load(
+            choose,
+            path=folder if is_step else None,
+            examine=examine,
+            look_first=None if required is False else lambda: check_folder(folder),
+        )
+    if loaded is None:
+        if required:
+            raise CheckpointError(
+                f"load: {folder} holds no step; give the folder that engine.save was given, or leave out required=True"
+            )
+        return None
+    for bucket in buckets(parts):
+        bucket.settle()
+    if parts.tables:
+        notes = saved_tables.notes_of(loaded.trainer, str(loaded.path))
+        saved_tables.load(
+            parts.tables, checkpoints, loaded.path, loaded.manifest, notes, weights_only, found.kept
+        )
+    if parts.world.rank == 0:
+        for line in found.lines():
+            _log.warning("step %d: %s", loaded.step, line)
+    if weights_only:
+        for bucket, optimizer in parts.trained if parts.config.ema is not None else ():
+            with bucket.opened(changes=True):
+                optimizer.state.restart_average()
+    else:
+        _restore(parts, loaders, loaded.trainer.get("engine", {}), loaded.manifest, moments, found)
+    return LoadedStep(dict(saved.user), [*found.kept, *found.grown])
+
+
+def compare(
+    spec: ModelSpec, tables: Tables, manifest: Manifest, weights_only: bool, found: Differences
+) -> Differences:
+    """Compare the tensors of a step with the model's, with the same result on every rank.
+
+    Returns:
+        The differences.
+
+    Raises:
+        MismatchError: if a difference is not allowed, or if a pattern matches nothing.
+    """
+    ours = {entry.name: (entry.shape, entry.aliases) for entry in spec.parameters.values()}
+    buffers = {name: (shape, ()) for name, (shape, _, is_saved) in spec.buffers.items() if is_saved}
+    known = {*spec.canonical, *ours, *buffers, *(name for name, _, _ in tables.each())}
+    held = {name for tensor in manifest.tensors for name in manifest.names_of(tensor.name)}
+    found.check_patterns(known, held, f"step {manifest.step}")
+    for kind, entries in (("weight", ours), ("buffer", buffers)):
+        plain = set(map(plain_name, entries))
+        for name, (shape, aliases) in entries.items():
+            stored = manifest.find(kind, name)
+            if stored is None:
+                found.lacks(kind, name, f"{tuple(shape)} is not in the checkpoint", *aliases)
+            elif tuple(stored.shape) != tuple(shape):
+                how = f"is {tuple(stored.shape)} in the checkpoint and {tuple(shape)} in this model"
+                found.lacks(kind, name, how, *aliases)
+        for tensor in manifest.tensors:
+            if tensor.kind == kind and plain.isdisjoint(map(plain_name, manifest.names_of(tensor.name))):
+                found.holds(kind, tensor.name, tensor.shape)
+    if tables:
+        saved_tables.compare(tables, manifest, weights_only, found)
+    found.check(f"step {manifest.step}")
+    return found
+
+
+def moments_of(manifest: Manifest, registry: Registry) -> tuple[list[str], str]:
+    """Return the kinds of optimizer state that a step holds and this optimizer can take.
+
+    Returns:
+        (labels of the moments, a sentence if optimizer state is dropped or starts fresh).
+
+    Raises:
+        MismatchError: if another optimizer made the state.
+    """
+    kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
+    labels = sorted(kinds - {*_OURS, EMA})
+    expected = sorted({info.label for info in registry.of_kind("moment")} - {EMA})
+    averages = any(info.label == EMA for info in registry.of_kind("moment"))
+    average, note = ([EMA] if averages and EMA in kinds else []), ""
+    if averages != (EMA in kinds):
+        how = "starts with the weights that are loaded" if averages else "is dropped"
+        note = (
+            f"step {manifest.step} holds {'no' if averages else 'an'} average of the weights (ema): it {how}"
+        )
+    held, kept = ", ".join(labels) or "none", ", ".join(expected) or "none"
+    if labels == expected:
+        return labels + average, note
+    if labels and expected:
+        raise MismatchError(
+            f"step {manifest.step} holds the optimizer state {held}; this optimizer keeps {kept}",
+            "Use the optimizer it was saved with, or load(..., weights_only=True)",
+        )
+    what = "starts fresh" if expected else "is dropped"
+    said = f"step {manifest.step} holds the optimizer state {held}; this optimizer keeps {kept}: it {what}"
+    return labels + average, f"{said}; {note}" if note else said
+
+
+# Saving ------------------------------------------------------------------------------------------------------------
+
+
+Pieces = dict[tuple[str, str], list[FlatSlice]]
+"""Pieces of tensors by (kind, name)."""
+
+
+def _items_to_save(
+    parts: Parts, labels: Mapping[str, Sequence[str]], stateless: frozenset[str], opened: OpenState
+) -> list[Item]:
+    """Return every tensor of the whole model's state, with the pieces that this rank writes."""
+    held: Pieces = {}
+    optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
+    for stage in parts.stages:
+        for bucket in (bucket for state in stage.hooks.states for bucket in state.buckets):
+            window = bucket.written_range
+            slots = [
+                slot
+                for slot in bucket.layout.slots
+                if parts.registry.get("parameter", slot.name).stages[0] == stage.index
+            ]
+            weight = opened.of(bucket, "weight") if bucket.holds("weight") else bucket.weight.shard
+            _pieces(parts, held, "weight", slots, bucket.weight.first, weight, window)
+            if bucket.weight.master is None:
+                continue
+            first = bucket.owned_range[0] * bucket.owned_elements
+            with_state = [slot for slot in slots if slot.name not in stateless]
+            if bucket.state is not None:
+                for kind in bucket.state.kinds:
+                    if kind == "weight":
+                        continue
+                    if kind != "master" or bucket.dtypes.master != bucket.dtypes.compute:
+                        wanted = slots if kind == "master" else with_state
+                        _pieces(parts, held, kind, wanted, first, opened.of(bucket, kind), window)
+                continue
+            if bucket.dtypes.master != bucket.dtypes.compute:
+                _pieces(parts, held, "master", slots, first, bucket.weight.master, window)
+            optimizer = optimizers[id(bucket)]
+            if optimizer.state.coded is not None:
+                for label in optimizer.state.labels:
+                    _pieces(parts, held, label, with_state, first, opened.of(bucket, label), window)
+                continue
+            for label, start, _, tensor in optimizer.state.moments():
+                _pieces(parts, held, label, with_state, first + start, tensor, window)
+    items = []
+    for info in parts.registry.of_kind("parameter"):
+        items.append(Item("weight", info.name, info.shape, info.dtype, held.get(("weight", info.name), [])))
+    for info in parts.registry.of_kind("master"):
+        if info.dtype != parts.registry.get("parameter", info.name).dtype:
+            items.append(
+                Item("master", info.name, info.shape, info.dtype, held.get(("master", info.name), []))
+            )
+        for label in labels[info.name] if info.name not in stateless else ():
+            items.append(Item(label, info.name, info.shape, info.dtype, held.get((label, info.name), [])))
+    return items + _buffer_items(parts, to_write=True)
+
+
+def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
+    """Return every saved buffer of the model, with this rank's pieces.
+
+    A buffer is whole on each rank that holds it: the first of them writes it, and every rank reads its own.
+    """
+    items = []
+    held = own_buffers(parts)
+    for info in parts.registry.of_kind("buffer"):
+        if not parts.spec.buffers[info.name][2]:
+            continue
+        is_writer = parts.slices.holds_first(info) and parts.owner(info) == parts.stage_group.index
+        mine = info.name in held and (is_writer or not to_write)
+        pieces = []
+        if mine:
+            flat = held[info.name].detach()
+            flat = flat.contiguous().view(-1) if to_write else flat.view(-1)
+            pieces = [FlatSlice(0, flat.numel(), flat)]
+        items.append(Item("buffer", info.name, info.shape, info.dtype, pieces))
+    return items
+
+
+def _pieces(
+    parts: Parts,
+    held: Pieces,
+    kind: str,
+    slots: Iterable[Slot],
+    first: int,
+    flat: Flat,
+    window: tuple[int, int] | None,
+) -> None:
+    """Add the parts of ``slots`` that lie in ``flat``, whose first element is element ``first`` of the bucket.
+
+    With a ``window`` of the bucket the pieces are to be written: elements that several ranks hold are added only on the
+    first of them. Without a window the pieces are to be filled.
+    """
+    for slot in slots:
+        info = parts.registry.get("parameter", slot.name)
+        start, stop = max(slot.offset, first), min(slot.offset + slot.elements, first + flat.numel())
+        if window is not None:
+            start, stop = max(start, window[0]), min(stop, window[1])
+        if start >= stop:
+            continue
+        pieces = held.setdefault((kind, slot.name), [])
+        for run in parts.slices.runs(info, start - slot.offset, stop - slot.offset):
+            if window is not None and not parts.slices.is_first(info, run):
+                continue
+            place = slot.offset + run.local - first
+            pieces.append(
+                FlatSlice(run.full, run.full + run.elements, flat.detach()[place : place + run.elements])
+            )
+
+
+def _agree_on_scalars(
+    parts: Parts, fault: str = ""
+) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], dict[str, list[str]]]:
+    """Exchange the optimizer's single numbers between all ranks.
+
+    Args:
+        parts: The running parts of the engine.
+        fault: The reason why no load would accept the rows that this rank is about to save; empty if a load would.
+
+    Returns:
+        ((common scalars, exceptions by name), parameters without state, labels of moments by name), over all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if a rank has a ``fault`` or if ranks count differently; nothing is written.
+    """
+    own: dict[str, dict[str, float] | None] = {}
+    labels: dict[str, list[str]] = {}
+    for bucket, optimizer in parts.trained:
+        kept = optimizer.state.labels
+        labels |= {slot.name: kept for slot in bucket.layout.slots}
+        rows = optimizer.state.scalars()
+        for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
+            row = next(row for row in rows if row.start < local + stop - start and local < row.stop)
+            own[slot.name] = row.scalars if row.has_state else None
+    mine = json.dumps({"scalars": own, "labels": labels, "fault": fault})
+    answers: list[dict[str, Any]] = [json.loads(text) for text in parts.folders.exchange("scalars", mine)]
+    for rank, answer in enumerate(answers):
+        if answer["fault"]:
+            raise CheckpointError(
+                f"save: no load would take the rows of rank {rank}, so nothing is written: {answer['fault']}. Save "
+                "between two steps"
+            )
+    told: dict[str, dict[str, float] | None] = {}
+    for rank, answer in enumerate(answers):
+        for name, scalars in answer["scalars"].items():
+            if told.setdefault(name, scalars) != scalars:
+                raise CheckpointError(
+                    f"optimizer: rank {rank} counts {scalars} for its part of {name}, another rank {told[name]}"
+                )
+    counted = Counter(json.dumps(scalars, sort_keys=True) for scalars in told.values() if scalars is not None)
+    common: dict[str, float] = json.loads(counted.most_common(1)[0][0]) if counted else {}
+    exceptions = {name: scalars for name, scalars in told.items() if scalars not in (None, common)}
+    stateless = frozenset(name for name, scalars in told.items() if scalars is None)
+    return (common, exceptions), stateless, {k: v for answer in answers for k, v in answer["labels"].items()}
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+def _items_to_load(
+    parts: Parts,
+    manifest: Manifest,
+    moments: Mapping[int, Mapping[str, Flat]],
+    found: Differences,
+    opened: OpenState,
+) -> list[Item]:
+    """Return every tensor of the whole model, with the pieces to fill: masters if the model has them, else weights.
+
+    Tensors that keep their values, or that are passed over, are requested in the step's own shape without pieces, so
+    nothing of them is read.
+    """
+    held: Pieces = {}
+    for bucket in buckets(parts):
+        layout = bucket.layout
+        target: Flat = opened.of(bucket, "weight") if bucket.holds("weight") else bucket.weight.shard
+        first = bucket.weight.first
+        if bucket.weight.master is not None:
+            target = bucket.weight.master if bucket.state is None else opened.of(bucket, bucket.state.master)
+            first = bucket.owned_range[0] * bucket.owned_elements
+        _pieces(parts, held, "state", layout.slots, first, target, None)
+        for label, flat in moments.get(id(bucket), {}).items():
+            _pieces(parts, held, label, layout.slots, first, flat, None)
+    left = set(map(plain_name, (*found.kept, *found.passed_over)))
+    labels = {label for flats in moments.values() for label in flats}
+    items = [
+        Item(tensor.kind, tensor.name, tuple(tensor.shape), tensor.torch_dtype, [])
+        for tensor in manifest.tensors
+        if plain_name(tensor.name) in left and tensor.kind in (*_OURS, *labels)
+    ]
+    for info in parts.registry.of_kind("parameter"):
+        if plain_name(info.name) in left:
+            continue
+        dtype = _state_dtype(parts, info)
+        state = held.get(("state", info.name), [])
+        has_master = manifest.find("master", info.name) is not None
+        items.append(Item("master" if has_master else "weight", info.name, info.shape, dtype, state))
+        if has_master:
+            items.append(Item("weight", info.name, info.shape, dtype, []))
+        for label in sorted(labels):
+            if manifest.find(label, info.name) is not None:
+                items.append(Item(label, info.name, info.shape, dtype, held.get((label, info.name), [])))
+    return items + [
+        item for item in _buffer_items(parts, to_write=False) if plain_name(item.name) not in left
+    ]
+
+
+def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
+    """Return the dtype that the optimizer updates: the master's, or that of a frozen weight."""
+    trained = parts.spec.parameters[info.name].trained
+    return parts.registry.get("master", info.name).dtype if trained else info.dtype
+
+
+def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[int, dict[str, Flat]]:
+    """Return flat buffers for the moments in the step, by bucket.
+
+    Raises:
+        MismatchError: if another optimizer made the moments.
+    """
+    labels, note = moments_of(manifest, parts.registry)
+    if note and parts.world.rank == 0:
+        _log.warning("%s", note)
+    return {
+        id(bucket): {
+            label: torch.zeros_like(bucket.weight.master)
+            if bucket.state is None and optimizer.state.coded is None
+            else opened.of(bucket, label)
+            for label in labels
+            if any(manifest.find(label, slot.name) is not None for slot in bucket.layout.slots)
+        }
+        for bucket, optimizer in parts.trained
+        if bucket.weight.master is not None
+    }
+
+
+def _restore(
+    parts: Parts,
+    loaders: Loaders,
+    state: Mapping[str, Any],
+    manifest: Manifest,
+    moments: Mapping[int, Mapping[str, Flat]],
+    found: Differences,
+) -> None:
+    progress = parts.progress
+    progress.step_count = int(state.get("step", manifest.step))
+    progress.applied_steps = int(state.get("applied", progress.step_count))
+    progress.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
+    parts.optimizer_groups.load_state(state.get("groups"))
+    best = state.get("best")
+    progress.best = None if best is None else (int(best[0]), float(best[1]))
+    loaders.move_to(state.get("loaders", []))
+    parts.accumulation.reference = float(state.get("reference", 0.0))
+    if parts.loss_scale is not None and state.get("loss_scale"):
+        parts.loss_scale.load_state(state["loss_scale"])
+    told = state.get("optimizer", {"common": {}, "exceptions": {}})
+    exceptions = {plain_name(name): each for name, each in told["exceptions"].items()}
+    for bucket, optimizer in parts.trained:
+        flats = moments[id(bucket)]
+        pieces: list[tuple[int, dict[str, float] | None]] = []
+        for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
+            has_state = any(manifest.find(label, slot.name) is not None for label in flats)
+            others = {*flats, *optimizer.state.labels} - {EMA}
+            counts_alone = bool(told["common"]) and not others
+            known = (has_state or counts_alone) and slot.name not in found.kept
+            pieces.append(
+                (
+                    local + stop - start,
+                    exceptions.get(plain_name(slot.name), told["common"]) if known else None,
+                )
+            )
+        if bucket.state is None:
+            optimizer.state.restore(
+                {label: flat for label, flat in flats.items() if isinstance(flat, Tensor)}, pieces
+            )
+            if EMA not in flats:
+                optimizer.state.restart_average()
+            continue
+        is_new = optimizer.state.coded is not None or any(scalars is None for _, scalars in pieces)
+        is_new = is_new or (optimizer.state.average is not None and EMA not in flats)
+        with bucket.opened(changes=is_new, kinds=None if is_new else ()):  # else all is loaded
+            tensors = bucket.state.tensors
+            labels = () if optimizer.state.coded is not None else optimizer.state.labels
+            optimizer.state.restore({label: tensors[label] for label in labels}, pieces)
+            if EMA not in flats:
+                optimizer.state.restart_average()

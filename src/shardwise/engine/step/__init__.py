@@ -1,0 +1,1 @@
+"""One training step: forward and backward passes, the exchange of totals, the updates, and the checks on the way."""

@@ -1,0 +1,95 @@
+"""Checks at the end of a step that ranks agree, or differ, as they must; all ranks check the same totals.
+
+learning rates and other rates   equal on all ranks: a scheduler that is fed with a rank's own loss makes the ranks'
+                                 weights differ
+batches of the first step        different on data-parallel ranks, equal on the ranks that share a model
+the loss that is reported        equal on the ranks of one model: a loss that adds up a rank's own part of the weights
+                                 is the loss of a slice
+"""
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from shardwise.base.errors import DataError, UsageError
+from shardwise.config.run import RunConfig
+from shardwise.engine.parts.weighing import UNEVEN, are_uneven
+from shardwise.engine.step.end import Totals
+from shardwise.engine.step.fingerprint import same
+
+if TYPE_CHECKING:
+    from shardwise.engine.parts.parts import Parts
+
+
+class LossTolerance(NamedTuple):
+    """The largest difference between the losses that ranks of one model report.
+
+    Ranks of one model compute a loss from the same bits, or from bits that were rounded once more or less: 2^-8 of each
+    other in bf16, 2^-24 in fp32.
+    """
+
+    relative: float
+    """Largest difference relative to the mean loss."""
+    absolute: float
+    """Largest absolute difference, for a loss whose terms cancel and that may be 0."""
+
+
+def loss_tolerance(parts: "Parts", config: RunConfig) -> LossTolerance:
+    """Return the tolerance for the dtypes that the model computes in."""
+    dtypes = {config.precision.dtypes(e.name, e.dtype).compute for e in parts.spec.parameters.values()}
+    if config.precision.operations is not None or dtypes & {torch.bfloat16, torch.float16}:
+        return LossTolerance(2.0**-5, 1e-5)
+    return LossTolerance(1e-4, 1e-12 if dtypes == {torch.float64} else 1e-8)
+
+
+def check_alike(
+    totals: Totals, duplicates: Literal["error", "allow"], finite: bool, tolerance: LossTolerance
+) -> None:
+    """Check that ranks agree in the rates and losses, and have batches of their own, at the end of a step.
+
+    Args:
+        totals: the sums over all ranks that the step's reduction returned.
+        duplicates: ``error`` if equal batches on data-parallel ranks are an error, else ``allow``.
+        finite: True if the gradients are finite; the losses are compared only then.
+        tolerance: the largest difference between losses.
+
+    Raises:
+        UsageError: if rates differ, if weights of microbatches were guessed and are uneven, and if the ranks of one
+            model report different losses.
+        DataError: if ranks of one model have different batches, or data-parallel ranks the same ones.
+    """
+    if not totals.rates_agree:
+        raise UsageError(
+            "optimizer: the ranks work with different learning rates (or betas, momentum, weight decay), so their "
+            "weights would part; step schedulers alike on every rank, and give one that looks at a value "
+            "(ReduceLROnPlateau) the same value everywhere: the result's loss, or what engine.evaluate returns"
+        )
+    if not totals.batches_agree:
+        raise DataError(
+            "the ranks that share a model (along tp and pp) were given different batches in the first step, so the "
+            "parts of the model worked on different samples; use engine.loader(...), which gives them the same ones"
+        )
+    if are_uneven(totals.guesses):
+        raise UsageError(UNEVEN)
+    pair = next(same(list(totals.batches)), None)
+    if pair is not None and duplicates == "error":
+        raise DataError(
+            f"data-parallel ranks {pair[0]} and {pair[1]} were given the same batches in the first step, so one of "
+            "them does nothing new; iterate over engine.loader(your DataLoader or Dataset), which gives each rank a "
+            "share of its own, or, where that is meant, set batch.duplicates: allow"
+        )
+    mean = abs(totals.loss / totals.weight) if totals.weight else 0.0
+    if finite and totals.loss_spread > max(tolerance.relative * mean, tolerance.absolute):
+        raise UsageError(
+            f"the ranks of one model (along tp) report losses that differ by {totals.loss_spread:.3g} around "
+            f"{mean:.6g}, so the loss is made of what each rank holds alone. "
+            + (
+                "The forward pass draws random numbers: drawn in the shape of a slice of the tokens or features, they "
+                "are no slice of what is drawn for the whole (functional dropout, noise on the residual stream); use "
+                "nn.Dropout, or draw in the shape of the batch. Else it is "
+                if totals.draws
+                else "It is "
+            )
+            + "of a slice of the weights or of the tokens; take it from the model's output, or from whole weights "
+            "(engine.full_parameters)"
+        )

@@ -1,0 +1,1 @@
+"""Passes that run again or in pieces: recomputation, random states, tiles, parameters without numbers."""

@@ -1,0 +1,36 @@
+"""Ragged refuses parts that do not fit together, and says which sample."""
+
+import pytest
+import torch
+
+from shardwise.base.errors import DataError
+from shardwise.base.ragged import Ragged, offsets_of
+
+
+def test_lists_and_ones() -> None:
+    ragged = Ragged.of_lists([[7, 3], [], [9, 9, 4]])
+    ragged.check("a")
+    assert ragged.offsets.tolist() == [0, 2, 2, 5] and ragged.samples == 3
+    ones = Ragged.of_ones(torch.tensor([4, 5]))
+    ones.check("b")
+    assert ones.offsets.tolist() == [0, 1, 2]
+    empty = Ragged.of_lists([])
+    empty.check("c")
+    assert empty.samples == 0 and offsets_of(torch.tensor([2, 0])).tolist() == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "offsets", "weights", "says"),
+    [
+        (torch.zeros(2), [0, 2], None, "float32"),
+        (torch.zeros(2, 1, dtype=torch.int64), [0, 2], None, r"\[2, 1\]"),
+        (torch.zeros(2, dtype=torch.int64), [0, 3], None, "from 0 to 3, but there are 2"),
+        (torch.zeros(2, dtype=torch.int64), [1, 2], None, "from 1 to 2"),
+        (torch.zeros(2, dtype=torch.int64), [0, 2, 1, 2], None, "sample 1 begins at 2"),
+        (torch.zeros(2, dtype=torch.int64), [], None, "offsets are"),
+        (torch.zeros(2, dtype=torch.int64), [0, 2], torch.ones(3), "one float for each of 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(values, offsets, weights, says) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(DataError, match=f"(?s)feature 'clicks'.*{says}"):
+        Ragged(values, torch.tensor(offsets, dtype=torch.int64), weights).check("clicks")

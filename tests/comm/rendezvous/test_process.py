@@ -1,0 +1,69 @@
+"""What can be seen of a thread from another one."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from shardwise.comm.rendezvous.process import Pulse, ThreadCall, calls_of, stack_of
+
+
+def _asleep(begun: Callable[[int], None], until: threading.Event) -> None:
+    begun(threading.get_ident())
+    until.wait()  # here it stays
+
+
+def test_the_calls_of_a_thread_are_seen() -> None:
+    found: list[int] = []
+    until = threading.Event()
+    thread = threading.Thread(target=_asleep, args=(found.append, until))
+    thread.start()
+    while not found:
+        time.sleep(0.001)
+    calls: list[ThreadCall] = []
+    while not any(call.function == "wait" for call in calls):
+        calls = calls_of(found[0])
+    until.set()
+    thread.join()
+    stack = stack_of(calls)
+    assert "until.wait()  # here it stays" in stack and "in _asleep" in stack
+    assert stack.index("_asleep") < stack.index("in wait"), "the last call comes last"
+    assert not calls_of(-1)
+
+
+def test_a_thread_moves_while_its_calls_change() -> None:
+    pulse = Pulse(threading.get_ident(), threading.get_native_id())
+    pulse.look()
+    before = pulse.moved_s
+    time.sleep(0.01)
+    pulse.look()  # from another line
+    assert pulse.moved_s > before
+
+
+_WALK = """
+import threading, time
+from shardwise.comm.rendezvous.process import calls_of
+
+def deep(depth):
+    return depth and max(each for each in (deep(depth - 1), deep(depth // 3)))
+
+def work():
+    while not over:
+        deep(12)
+
+over = False
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    for thread in threads:
+        calls_of(thread.ident)
+over = True
+"""
+
+
+def test_looking_at_threads_that_run_harms_nobody() -> None:
+    """Frames of running threads, walked in Python, ended processes now and then."""
+    assert subprocess.run([sys.executable, "-c", _WALK], timeout=60, check=False).returncode == 0
