@@ -89,6 +89,16 @@ def test_no_drawer_modules() -> None:
     assert not [file for file in FILES if file.stem in drawers or file.parent.name in drawers]
 
 
+MOST_FILES = 25
+
+
+def test_a_folder_is_a_chapter() -> None:
+    """A reader who opens a folder reads its names as a table of contents."""
+    folders = [SOURCE, *(path for path in SOURCE.rglob("*") if path.is_dir())]
+    sizes = {str(path.relative_to(SOURCE)): len(list(path.glob("*.py"))) for path in folders}
+    assert not {name: size for name, size in sizes.items() if size > MOST_FILES}
+
+
 def named(file: Path) -> str:
     parts = file.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

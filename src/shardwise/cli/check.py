@@ -4,7 +4,7 @@
     data            opened as the run would: text is tokenised and clicks are packed into the cache that it then uses
     model           built on meta (the user's own as it comes), cut for one rank of each pipeline stage
     bytes           of model state on a rank, beside what is free here
-    memory          with --memory: the memory of a step, and changes that would make it fit (engine/fit/fits.py); only text
+    memory          with --memory: the memory of a step, and changes that make it fit (engine/fit/fits.py); only text
 
 Every fault ends the check as it would end the run, with the same message and exit code. Nothing else is written.
 """

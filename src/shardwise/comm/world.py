@@ -1,9 +1,10 @@
 """World: the rank of this process, and its connections to the other ranks.
 
-``join`` finds the rank (comm/rendezvous/seat.py), waits for the other ranks at the store (comm/rendezvous/handshake.py) and creates torch's
-default process group, or adopts the group that exists. It may be called any number of times in one job: each World has
-a part of the store of its own (comm/board.py), so that texts of two engines never mix, and groups of its own
-(comm/links.py), which end with it. ``World.among`` is a World of some of the ranks.
+``join`` finds the rank (comm/rendezvous/seat.py), waits for the other ranks at the store
+(comm/rendezvous/handshake.py) and creates torch's default process group, or adopts the group that exists. It may be
+called any number of times in one job: each World has a part of the store of its own (comm/board.py), so that texts of
+two engines never mix, and groups of its own (comm/links.py), which end with it. ``World.among`` is a World of some of
+the ranks.
 
 On one host everything binds the loopback interface, however the ranks were started: our launcher gives rank 0 a socket
 that is bound to 127.0.0.1; without the launcher rank 0 binds one itself, because a TCPStore that opens its own socket

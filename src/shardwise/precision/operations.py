@@ -11,9 +11,9 @@ every device. torch's autocast is not used, because it differs between devices (
 bits), keeps 16-bit copies of weights that ZeRO has released since, and does not apply to this package's own kernels.
 Inside modules all of whose parameters ``keep_fp32`` names, products are computed in fp32 too.
 
-The implementation is a torch function mode, which is entered around each pass (``engine/parts/pass_context.py``) and around
-each recomputation (``passes/replay.py``), only in runs that set ``precision.operations``. Backward passes keep the
-dtypes of their forward passes. The mode sees the functions that a model and a loss function call in Python. A
+The implementation is a torch function mode, which is entered around each pass (``engine/parts/pass_context.py``) and
+around each recomputation (``passes/replay.py``), only in runs that set ``precision.operations``. Backward passes keep
+the dtypes of their forward passes. The mode sees the functions that a model and a loss function call in Python. A
 function that torch composes in C++ is one operation (a scaled dot product attention, an LSTM);
 ``F.multi_head_attention_forward`` is its parts. A function of this package is one operation if it declares its kind
 (``kernels/operation.py``).

@@ -55,8 +55,8 @@ def zero_wrapper_for_fp_tensor_constructor(function: Any, *args: Any, **kwargs: 
 class Init:
     """A context in which a model is constructed for stage 3, so that each rank keeps 1/N of every parameter.
 
-    A parameter is cut as soon as it is made (engine/construction/sharded_init.py). ``initialize`` takes over the pieces, at any
-    stage.
+    A parameter is cut as soon as it is made (engine/construction/sharded_init.py). ``initialize`` takes over the
+    pieces, at any stage.
 
     Args:
         module: An existing model, which is cut at once.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shardwise.base.errors import UsageError
 from shardwise.base.policy import nearest
-from shardwise.engine.model import views
 from shardwise.engine.parts.parts import Parts, Trained
 from shardwise.engine.state.state import are_alike, assembled, buckets, settle, take
+from shardwise.engine.step.last_pass import settled_divisor
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.unit import Overlap
@@ -73,7 +73,7 @@ def local_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
     info = _info(parts, name, of)
     if info is None:
         return None
-    divisor = views.settled_divisor(parts) if of == "gradient" else 1.0
+    divisor = settled_divisor(parts) if of == "gradient" else 1.0
     for bucket, place in _held(parts, info):
         if of == "gradient" and not _is_used(parts, bucket, place):
             return None
@@ -108,7 +108,7 @@ def _divisor(parts: Parts, of: str, call: str) -> float:
     An update that counts one step late is adopted first.
     """
     if of == "gradient":
-        return views.settled_divisor(parts)
+        return settled_divisor(parts)
     settle(parts, f"{call}({of})")
     return 1.0
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
@@ -13,10 +12,9 @@ from shardwise.engine.parts.metrics import agree
 from shardwise.engine.parts.parts import Parts
 from shardwise.engine.state import state
 from shardwise.engine.state.mapped_state import mapped_state_dict
-from shardwise.engine.step.end import finish_reductions
+from shardwise.engine.step.last_pass import settled_divisor
 from shardwise.engine.step.pipeline import Pipeline
 from shardwise.memory.ledger import PREDICTED
-from shardwise.plan.action import Kind
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 
@@ -43,50 +41,9 @@ def graph_breaks(config: RunConfig) -> dict[str, int]:
     return dict(counters["graph_break"])
 
 
-def end_passes(parts: Parts) -> None:
-    """End the backward passes of this step: nothing more is added to its gradients.
-
-    The step's list ends with the last pass. If that pass was not known to be the last one, its Units are reduced now. A
-    second call does nothing.
-    """
-    step, walker = parts.accumulation, parts.walker
-    for hooks in parts.hooks:
-        hooks.recover()
-    if step.is_summed:
-        return
-    parts.program.follow(step.passes)
-    last = {(Kind.REDUCE, step.passes - 1)}
-    late = [action for action in parts.program.step() if (action.kind, action.microbatch) in last]
-    missing = {unit for hooks in parts.hooks for unit in hooks.windows.not_reduced}
-    late = [action for action in late if action.unit in missing]
-    if late:
-        walker.insert(late, "nobody knew that the backward pass was the last one of its step")
-    step.is_summed = True
-
-
 def gradients(parts: Parts) -> dict[str, Tensor]:
     """Return the full mean gradients by name. Implements ``Engine.gradients``."""
     return state.gradients(parts, settled_divisor(parts))
-
-
-def settled_divisor(parts: Parts) -> float:
-    """Sum all gradients where their masters lie, and return the divisor that turns the sums into means. Collective.
-
-    Raises:
-        UsageError: if microbatches of the step have still to run.
-    """
-    step = parts.accumulation
-    if not step.is_complete:
-        raise UsageError(
-            f"gradients: {step.done + bool(step.backwards)} of {step.microbatches} microbatches have run; call it "
-            "after the last backward and before step()"
-        )
-    end_passes(parts)
-    parts.walker.run(until=lambda action: action.kind is Kind.NORM)  # SUM comes before it
-    weight = torch.tensor([float(step.weight)], dtype=torch.float64, device=parts.device)
-    parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()
-    finish_reductions(parts.trained)
-    return step.divisor_of(float(weight))
 
 
 def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -> None:

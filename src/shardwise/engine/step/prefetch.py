@@ -1,7 +1,7 @@
 """Steps prepared before they are computed: the middle stage of three.
 
-    read       threads of the loader        steps t+2, t+3 ...                                     engine/step/step_source.py
-    keys       one thread                   step t+1: to the device, distinct keys, sent where     engine/step/keys_ahead.py
+    read       threads of the loader        steps t+2, t+3 ...                                     step_source.py
+    keys       one thread                   step t+1: to the device, distinct keys, sent where     keys_ahead.py
                                             they are needed: the ASKs of its list
     compute    the caller's thread          step t: the Plan's list
 

@@ -1,6 +1,6 @@
 """The training step as a caller drives it: backward passes, the end of a step, and the work after its update.
 
-    backward ... step()      one microbatch; a step's last microbatch runs the end of the Plan's list (engine/step/end.py)
+    backward ... step()      one microbatch; the last one of a step runs the end of the Plan's list (engine/step/end.py)
     train_step(batches)      all microbatches of a step; the only way with a pipeline
     accumulation             the number of microbatches of a step, or a boundary that the caller sets
 
@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.base.errors import CommError, NonFiniteError, UsageError
-from shardwise.engine.model import views
 from shardwise.engine.parts import metrics
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.inputs import find_loss
@@ -31,6 +30,7 @@ from shardwise.engine.state.loaders import Loaders
 from shardwise.engine.step.alike import check_alike, loss_tolerance
 from shardwise.engine.step.end import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.step.forward import Forward
+from shardwise.engine.step.last_pass import end_passes
 from shardwise.engine.step.nonfinite import origin
 from shardwise.engine.step.pipeline import Pipeline
 from shardwise.engine.step.plain_backward import PlainBackward
@@ -319,7 +319,7 @@ class TrainingStep:
             (sums over all ranks, divisor of summed gradients, norm of the mean gradient).
         """
         parts, end = self._parts, self._end
-        views.end_passes(parts)
+        end_passes(parts)
         state.take_up_edits(parts)
         for hooks in parts.hooks:
             hooks.marks.clear(at_step=True)

@@ -1,8 +1,8 @@
 """TRUST: the norms of whole tensors, for updates whose step is in proportion to them (LAMB, LARS).
 
 A rank sums the squares of the elements that it counts of each tensor, as in the gradient norm: ranks that hold the same
-elements each sum a share, and the first stage sums tied weights (engine/parts/shared.py). One all-reduce over all ranks gives
-the sums of all tensors to every rank, with the same bits, so that copies of weights stay equal.
+elements each sum a share, and the first stage sums tied weights (engine/parts/shared.py). One all-reduce over all
+ranks gives the sums of all tensors to every rank, with the same bits, so that copies of weights stay equal.
 
     [‖w‖² of each tensor, ‖direction‖² of each tensor]         fp64
 
