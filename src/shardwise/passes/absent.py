@@ -50,6 +50,9 @@ _DECIDES_A_SHAPE = _words("nonzero nonzero_numpy unique_dim unique_consecutive _
 _NOT_OURS = (
     "torch.",
     "shardwise.memory.",
+    "shardwise.passes.",
+    "shardwise.tiers.",
+    "shardwise.base.",
     "shardwise.parallel.",
     "shardwise.engine.",
     "shardwise.compose.",
