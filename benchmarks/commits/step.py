@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 import shardwise
-from shardwise.base.ragged import Ragged
+from shardwise import Ragged, RowOptimizerPolicy, TablePolicy
 from shardwise.models.ctr.dlrm import Dlrm
 from shardwise.models.ctr.policy import DlrmPolicy
 from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 CONTEXT, VOCABULARY = 256, 256
 FEATURES, DENSE, SAMPLES, ROWS = 26, 13, 2048, 100_000
