@@ -42,51 +42,59 @@ _TRIES = 5
 """Number of newest steps that are tried while a run removes older steps."""
 
 
+_Source = Annotated[
+    str,
+    typer.Argument(
+        help="Text (a file, a folder or 'stdlib'), click logs, a run or checkpoint, a Hugging Face folder, a .pt, "
+        "a DeepSpeed configuration."
+    ),
+]
+_Out = Annotated[
+    Path,
+    typer.Argument(
+        help="The token file, .clicks file, Hugging Face folder, folder of vectors, folder of checkpoints, "
+        "safetensors file or .yaml to write."
+    ),
+]
+_Tokenizer = Annotated[
+    str, typer.Option("--tokenizer", help="For text: 'bytes', or the path of a tokenizer.json.")
+]
+_Pattern = Annotated[
+    str, typer.Option("--pattern", help="For text and click logs: which files of a folder are read.")
+]
+_Label = Annotated[str, typer.Option("--label", help="For Parquet and CSV: the column of the label.")]
+_Dense = Annotated[
+    str | None,
+    typer.Option("--dense", help="For Parquet and CSV: columns that are numbers, with commas between."),
+]
+_Sparse = Annotated[str | None, typer.Option("--sparse", help="For Parquet and CSV: columns that are keys.")]
+_Separator = Annotated[
+    str | None,
+    typer.Option("--separator", help="For text with a header that is not called .csv or .tsv."),
+]
+_MalformedLimit = Annotated[
+    int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
+]
+_Experts = Annotated[
+    str | None,
+    typer.Option(
+        "--experts",
+        help="For a run of a dense gpt: model.experts of the one that starts as it, as {count: 8}.",
+    ),
+]
+
+
 def command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="Text (a file, a folder or 'stdlib'), click logs, a run or checkpoint, a Hugging Face folder, a .pt, "
-            "a DeepSpeed configuration."
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(
-            help="The token file, .clicks file, Hugging Face folder, folder of vectors, folder of checkpoints, "
-            "safetensors file or .yaml to write."
-        ),
-    ],
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="For text: 'bytes', or the path of a tokenizer.json.")
-    ] = "bytes",
-    pattern: Annotated[
-        str, typer.Option("--pattern", help="For text and click logs: which files of a folder are read.")
-    ] = "*",
-    label: Annotated[
-        str, typer.Option("--label", help="For Parquet and CSV: the column of the label.")
-    ] = "label",
-    dense: Annotated[
-        str | None,
-        typer.Option("--dense", help="For Parquet and CSV: columns that are numbers, with commas between."),
-    ] = None,
-    sparse: Annotated[
-        str | None, typer.Option("--sparse", help="For Parquet and CSV: columns that are keys.")
-    ] = None,
-    separator: Annotated[
-        str | None,
-        typer.Option("--separator", help="For text with a header that is not called .csv or .tsv."),
-    ] = None,
-    malformed_limit: Annotated[
-        int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
-    ] = 0,
-    experts: Annotated[
-        str | None,
-        typer.Option(
-            "--experts",
-            help="For a run of a dense gpt: model.experts of the one that starts as it, as {count: 8}.",
-        ),
-    ] = None,
+    source: _Source,
+    out: _Out,
+    tokenizer: _Tokenizer = "bytes",
+    pattern: _Pattern = "*",
+    label: _Label = "label",
+    dense: _Dense = None,
+    sparse: _Sparse = None,
+    separator: _Separator = None,
+    malformed_limit: _MalformedLimit = 0,
+    experts: _Experts = None,
 ) -> None:
     """Turn data, checkpoints and configurations into other forms.
 

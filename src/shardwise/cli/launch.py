@@ -7,9 +7,10 @@ processes on other hosts by ssh are refused with what to do instead: every host 
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -47,177 +48,187 @@ _ELASTIC = (
 )
 
 
+_Program = Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script, or with -m a module.")]
+_Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Handed to the script as they are.")
+]
+_Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        "-n",
+        "--num_gpus",
+        "--num_accelerators",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        help="Processes to start on each host.",
+    ),
+]
+_IsModule = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")]
+_IsProgram = Annotated[
+    bool, typer.Option("--no_python", help="SCRIPT is any program; it is run without Python.")
+]
+_Logs = Annotated[
+    Path | None,
+    typer.Option(
+        "--logs",
+        "--enable_each_rank_log",
+        help="Folder for one log per rank; the terminal then shows rank 0 alone.",
+    ),
+]
+_AsDeepspeed = Annotated[
+    bool,
+    typer.Option(
+        "--as-deepspeed",
+        "--as_deepspeed",
+        help="`import deepspeed` in the script is Shardwise, in this job alone.",
+    ),
+]
+_NoLocalRank = Annotated[
+    bool,
+    typer.Option("--no_local_rank", help="With --as-deepspeed: do not hand --local_rank=N to the script."),
+]
+_BindsCores = Annotated[
+    bool,
+    typer.Option("--bind_cores_to_rank", rich_help_panel=_RANKS, help="Give each rank cores of its own."),
+]
+_CoreList = Annotated[
+    str | None,
+    typer.Option("--bind_core_list", rich_help_panel=_RANKS, help="The cores to share out: 0,2-7."),
+]
+_SavesPids = Annotated[
+    bool,
+    typer.Option(
+        "--save_pid",
+        rich_help_panel=_RANKS,
+        help="Keep the ranks' process numbers in shardwise_PID.pids meanwhile.",
+    ),
+]
+_IsQuiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Say nothing but errors and what the ranks say.")
+]
+_Hostfile = Annotated[
+    Path | None,
+    typer.Option(
+        "-H", "--hostfile", rich_help_panel=_HOSTS, help="File with a line `HOST slots=N` per host."
+    ),
+]
+_Include = Annotated[
+    str,
+    typer.Option("-i", "--include", rich_help_panel=_HOSTS, help="Hosts or slots to use: HOST@HOST:0,2."),
+]
+_Exclude = Annotated[
+    str, typer.Option("-e", "--exclude", rich_help_panel=_HOSTS, help="Hosts or slots to leave out.")
+]
+_NumNodes = Annotated[
+    int | None,
+    typer.Option("--num_nodes", rich_help_panel=_HOSTS, help="Hosts: the hostfile's first, or in all."),
+]
+_NodeRank = Annotated[
+    int | None,
+    typer.Option("--node_rank", rich_help_panel=_HOSTS, help="Which host this one is, from 0."),
+]
+_MasterAddr = Annotated[
+    str | None,
+    typer.Option(
+        "--master_addr", rich_help_panel=_HOSTS, help="Address of the first host; default: its name."
+    ),
+]
+_MasterPort = Annotated[
+    int, typer.Option("--master_port", rich_help_panel=_HOSTS, help="Port of the store there.")
+]
+_NoSsh = Annotated[
+    bool,
+    typer.Option("--no_ssh", rich_help_panel=_HOSTS, help="As it is here: each host is started by itself."),
+]
+_NoSshCheck = Annotated[
+    bool, typer.Option("--no_ssh_check", hidden=True, help="As it is here: no other host is asked.")
+]
+_LogLevel = Annotated[str, typer.Option("--log_level", hidden=True, help="Level of what the launcher says.")]
+_ForceMulti = Annotated[bool | None, _refused("force_multi", _SSH)]
+_Launcher = Annotated[str | None, _refused("launcher", _SSH)]
+_LauncherArgs = Annotated[str | None, _refused("launcher_args", _SSH)]
+_SshPort = Annotated[int | None, _refused("ssh_port", _SSH)]
+_VenvScript = Annotated[
+    str | None, _refused("venv_script", "call shardwise from the environment that the ranks shall use")
+]
+_MinElasticNodes = Annotated[int | None, _refused("min_elastic_nodes", _ELASTIC)]
+_MaxElasticNodes = Annotated[int | None, _refused("max_elastic_nodes", _ELASTIC)]
+_ElasticTraining = Annotated[bool | None, _refused("elastic_training", _ELASTIC)]
+_Autotuning = Annotated[
+    str | None, _refused("autotuning", "`print(engine.plan)` tells a layout's memory before it runs")
+]
+
+
 def command(
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script, or with -m a module.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Handed to the script as they are.")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            "-n",
-            "--num_gpus",
-            "--num_accelerators",
-            "--nproc-per-node",
-            "--nproc_per_node",
-            help="Processes to start on each host.",
-        ),
-    ] = None,
-    is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
-    is_program: Annotated[
-        bool, typer.Option("--no_python", help="SCRIPT is any program; it is run without Python.")
-    ] = False,
-    logs: Annotated[
-        Path | None,
-        typer.Option(
-            "--logs",
-            "--enable_each_rank_log",
-            help="Folder for one log per rank; the terminal then shows rank 0 alone.",
-        ),
-    ] = None,
-    as_deepspeed: Annotated[
-        bool,
-        typer.Option(
-            "--as-deepspeed",
-            "--as_deepspeed",
-            help="`import deepspeed` in the script is Shardwise, in this job alone.",
-        ),
-    ] = False,
-    no_local_rank: Annotated[
-        bool,
-        typer.Option(
-            "--no_local_rank", help="With --as-deepspeed: do not hand --local_rank=N to the script."
-        ),
-    ] = False,
-    binds_cores: Annotated[
-        bool,
-        typer.Option("--bind_cores_to_rank", rich_help_panel=_RANKS, help="Give each rank cores of its own."),
-    ] = False,
-    core_list: Annotated[
-        str | None,
-        typer.Option("--bind_core_list", rich_help_panel=_RANKS, help="The cores to share out: 0,2-7."),
-    ] = None,
-    saves_pids: Annotated[
-        bool,
-        typer.Option(
-            "--save_pid",
-            rich_help_panel=_RANKS,
-            help="Keep the ranks' process numbers in shardwise_PID.pids meanwhile.",
-        ),
-    ] = False,
-    is_quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="Say nothing but errors and what the ranks say.")
-    ] = False,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(
-            "-H", "--hostfile", rich_help_panel=_HOSTS, help="File with a line `HOST slots=N` per host."
-        ),
-    ] = None,
-    include: Annotated[
-        str,
-        typer.Option("-i", "--include", rich_help_panel=_HOSTS, help="Hosts or slots to use: HOST@HOST:0,2."),
-    ] = "",
-    exclude: Annotated[
-        str, typer.Option("-e", "--exclude", rich_help_panel=_HOSTS, help="Hosts or slots to leave out.")
-    ] = "",
-    num_nodes: Annotated[
-        int | None,
-        typer.Option("--num_nodes", rich_help_panel=_HOSTS, help="Hosts: the hostfile's first, or in all."),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option("--node_rank", rich_help_panel=_HOSTS, help="Which host this one is, from 0."),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option(
-            "--master_addr", rich_help_panel=_HOSTS, help="Address of the first host; default: its name."
-        ),
-    ] = None,
-    master_port: Annotated[
-        int, typer.Option("--master_port", rich_help_panel=_HOSTS, help="Port of the store there.")
-    ] = _PORT,
-    no_ssh: Annotated[
-        bool,
-        typer.Option(
-            "--no_ssh", rich_help_panel=_HOSTS, help="As it is here: each host is started by itself."
-        ),
-    ] = False,
-    no_ssh_check: Annotated[
-        bool, typer.Option("--no_ssh_check", hidden=True, help="As it is here: no other host is asked.")
-    ] = False,
-    log_level: Annotated[
-        str, typer.Option("--log_level", hidden=True, help="Level of what the launcher says.")
-    ] = "info",
-    force_multi: Annotated[bool | None, _refused("force_multi", _SSH)] = None,
-    launcher: Annotated[str | None, _refused("launcher", _SSH)] = None,
-    launcher_args: Annotated[str | None, _refused("launcher_args", _SSH)] = None,
-    ssh_port: Annotated[int | None, _refused("ssh_port", _SSH)] = None,
-    venv_script: Annotated[
-        str | None, _refused("venv_script", "call shardwise from the environment that the ranks shall use")
-    ] = None,
-    min_elastic_nodes: Annotated[int | None, _refused("min_elastic_nodes", _ELASTIC)] = None,
-    max_elastic_nodes: Annotated[int | None, _refused("max_elastic_nodes", _ELASTIC)] = None,
-    elastic_training: Annotated[bool | None, _refused("elastic_training", _ELASTIC)] = None,
-    autotuning: Annotated[
-        str | None, _refused("autotuning", "`print(engine.plan)` tells a layout's memory before it runs")
-    ] = None,
+    program: _Program,
+    arguments: _Arguments = None,
+    ranks: _Ranks = None,
+    is_module: _IsModule = False,
+    is_program: _IsProgram = False,
+    logs: _Logs = None,
+    as_deepspeed: _AsDeepspeed = False,
+    no_local_rank: _NoLocalRank = False,
+    binds_cores: _BindsCores = False,
+    core_list: _CoreList = None,
+    saves_pids: _SavesPids = False,
+    is_quiet: _IsQuiet = False,
+    hostfile: _Hostfile = None,
+    include: _Include = "",
+    exclude: _Exclude = "",
+    num_nodes: _NumNodes = None,
+    node_rank: _NodeRank = None,
+    master_addr: _MasterAddr = None,
+    master_port: _MasterPort = _PORT,
+    no_ssh: _NoSsh = False,
+    no_ssh_check: _NoSshCheck = False,
+    log_level: _LogLevel = "info",
+    force_multi: _ForceMulti = None,
+    launcher: _Launcher = None,
+    launcher_args: _LauncherArgs = None,
+    ssh_port: _SshPort = None,
+    venv_script: _VenvScript = None,
+    min_elastic_nodes: _MinElasticNodes = None,
+    max_elastic_nodes: _MaxElasticNodes = None,
+    elastic_training: _ElasticTraining = None,
+    autotuning: _Autotuning = None,
 ) -> None:
     """Run a Python script on several ranks: of this host, or this host's part of several.
 
     The script finds its rank as under torchrun. If one rank fails, all are stopped and its traceback is shown.
     """
     from shardwise.launch.as_deepspeed import read_env_file
-    from shardwise.launch.hosts import parse_cores, shares
     from shardwise.launch.local import Program, run
     from shardwise.launch.terminal import lasting_console
 
-    if is_module and is_program:
-        raise UsageError("launch: --module and --no_python exclude one another; give one of them")
+    kind = _kind_of_program(is_module, is_program)
+    wants_local_rank = as_deepspeed and not no_local_rank
+    made = Program(kind, program, tuple(arguments or ()), wants_local_rank=wants_local_rank)
     _check_level(log_level)
     if not is_program and not (ranks or hostfile or include or exclude or num_nodes):
         _check_order(program, arguments or ())
-    if not 0 <= master_port <= _LAST_PORT:
-        raise UsageError(f"launch: --master_port {master_port}; expected a port from 0 to {_LAST_PORT}")
-    is_quiet = is_quiet or log_level.lower() in ("warning", "error", "critical")
     here = _ranks_here(
         ranks, hostfile, include, exclude, num_nodes, node_rank, master_addr, master_port, as_deepspeed
     )
-    cores_of: Sequence[Sequence[int]] = ()
-    if binds_cores or core_list:
-        if not hasattr(os, "sched_setaffinity"):
-            raise UsageError("launch: --bind_cores_to_rank: this system does not bind processes to cores")
-        mine = sorted(os.sched_getaffinity(0))
-        wanted = parse_cores(core_list) if core_list else mine
-        if set(wanted) - set(mine):
-            raise UsageError(f"launch: --bind_core_list {core_list}: this process may use the cores {mine}")
-        cores_of = shares(wanted, here.local)
-    console = lasting_console(stderr=True)
+    cores_of = _cores_of_ranks(core_list, here.local) if binds_cores or core_list else ()
+    is_quiet = is_quiet or log_level.lower() in ("warning", "error", "critical")
     if not is_quiet and not here.is_one_host:
-        _say_where(console, here)
-    made = Program(
-        "program" if is_program else "module" if is_module else "script",
-        program,
-        tuple(arguments or ()),
-        wants_local_rank=as_deepspeed and not no_local_rank,
-    )
-    pids = Path(f"shardwise_{os.getpid()}.pids") if saves_pids else None
-    try:
-        code = run(
-            made,
-            here,
-            logs,
-            cores_of=cores_of,
-            exports=read_env_file() if as_deepspeed else {},
-            says=None if pids is None else lambda found: _write_pids(pids, found),
-            as_deepspeed=as_deepspeed,
-        )
-    finally:
-        if pids is not None:
-            pids.unlink(missing_ok=True)
+        _say_where(lasting_console(stderr=True), here)
+    exports = read_env_file() if as_deepspeed else {}
+    with _file_of_pids() if saves_pids else nullcontext() as says:
+        code = run(made, here, logs, cores_of=cores_of, exports=exports, says=says, as_deepspeed=as_deepspeed)
     raise typer.Exit(code)
+
+
+def _kind_of_program(is_module: bool, is_program: bool) -> Literal["script", "module", "program"]:
+    """Return the kind of program that the ranks run.
+
+    Raises:
+        UsageError: if both options are given.
+    """
+    if is_module and is_program:
+        raise UsageError("launch: --module and --no_python exclude one another; give one of them")
+    return "program" if is_program else "module" if is_module else "script"
 
 
 def _check_order(program: str, arguments: Sequence[str]) -> None:
@@ -257,6 +268,8 @@ def _ranks_here(
     """Return the ranks that this host starts."""
     from shardwise.launch.hosts import HERE, Host, HostRanks, choose, ranks_here, read_hostfile, slots_named
 
+    if not 0 <= port <= _LAST_PORT:
+        raise UsageError(f"launch: --master_port {port}; expected a port from 0 to {_LAST_PORT}")
     if (include or exclude) and (ranks is not None or num_nodes is not None):
         raise UsageError(
             "launch: --include and --exclude say which slots take ranks; leave out --ranks and --num_nodes beside them"
@@ -296,6 +309,27 @@ def _ranks_here(
     return ranks_here(hosts, node_rank, address, port)._replace(slots=None)
 
 
+def _cores_of_ranks(core_list: str | None, ranks: int) -> Sequence[Sequence[int]]:
+    """Return the cores that each of ``ranks`` ranks binds itself to.
+
+    Args:
+        core_list: The cores to share out; None: the cores of this process.
+        ranks: Number of ranks on this host.
+
+    Raises:
+        UsageError: if this system does not bind processes to cores, or this process may not use one of the cores.
+    """
+    from shardwise.launch.hosts import parse_cores, shares
+
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError("launch: --bind_cores_to_rank: this system does not bind processes to cores")
+    mine = sorted(os.sched_getaffinity(0))
+    wanted = parse_cores(core_list) if core_list else mine
+    if set(wanted) - set(mine):
+        raise UsageError(f"launch: --bind_core_list {core_list}: this process may use the cores {mine}")
+    return shares(wanted, ranks)
+
+
 def _devices() -> int:
     """Return the number of accelerators of this host; 1 if there is none."""
     import torch
@@ -319,5 +353,15 @@ def _say_where(console: "Console", here: "HostRanks") -> None:
     )
 
 
-def _write_pids(path: Path, pids: Sequence[int]) -> None:
-    path.write_text("".join(f"{pid}\n" for pid in pids), encoding="ascii")
+@contextmanager
+def _file_of_pids() -> Iterator[Callable[[Sequence[int]], None]]:
+    """Yield a function that writes process numbers to a file; the file is removed at the end of the context."""
+    path = Path(f"shardwise_{os.getpid()}.pids")
+
+    def write(pids: Sequence[int]) -> None:
+        path.write_text("".join(f"{pid}\n" for pid in pids), encoding="ascii")
+
+    try:
+        yield write
+    finally:
+        path.unlink(missing_ok=True)

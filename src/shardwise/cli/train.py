@@ -4,48 +4,57 @@ from typing import Annotated
 
 import typer
 
+_Config = Annotated[
+    str, typer.Argument(help="The run as YAML, JSON or JSON with comments; or the name of an example.")
+]
+_Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        "-n",
+        help="Processes on this host. Left out: the ranks of torchrun, srun or mpirun, or one.",
+    ),
+]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in zero.stage=3."),
+]
+_Resume = Annotated[
+    str,
+    typer.Option(
+        help="auto: from the newest whole checkpoint in the run folder, if any; never: refuse to go on; "
+        "or the PATH of a run, of its checkpoints or of one step."
+    ),
+]
+_Profile = Annotated[int, typer.Option(min=0, help="Trace this many steps of every rank.")]
+_Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Start nothing: read the configuration, open the data, and print the mesh, the plan and the bytes on "
+        "a rank.",
+    ),
+]
+_Memory = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SIZE",
+        help="With --check: of a rank, as 16GiB, or host=64GiB or disk=1TB beside; says what a step takes and what "
+        "would make it fit.",
+    ),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="With --check: print it as JSON.")]
+
 
 def command(
-    config: Annotated[
-        str, typer.Argument(help="The run as YAML, JSON or JSON with comments; or the name of an example.")
-    ],
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            "-n",
-            help="Processes on this host. Left out: the ranks of torchrun, srun or mpirun, or one.",
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in zero.stage=3."),
-    ] = None,
-    resume: Annotated[
-        str,
-        typer.Option(
-            help="auto: from the newest whole checkpoint in the run folder, if any; never: refuse to go on; "
-            "or the PATH of a run, of its checkpoints or of one step."
-        ),
-    ] = "auto",
-    profile: Annotated[int, typer.Option(min=0, help="Trace this many steps of every rank.")] = 0,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Start nothing: read the configuration, open the data, and print the mesh, the plan and the bytes on "
-            "a rank.",
-        ),
-    ] = False,
-    memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SIZE",
-            help="With --check: of a rank, as 16GiB, or host=64GiB or disk=1TB beside; says what a step takes and what "
-            "would make it fit.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --check: print it as JSON.")] = False,
+    config: _Config,
+    ranks: _Ranks = None,
+    overrides: _Overrides = None,
+    resume: _Resume = "auto",
+    profile: _Profile = 0,
+    check: _Check = False,
+    memory: _Memory = None,
+    as_json: _AsJson = False,
 ) -> None:
     """Train a model, and leave checkpoints, metrics and logs in its run folder."""
     from shardwise.cli.rank import train

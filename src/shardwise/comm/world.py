@@ -361,10 +361,8 @@ def join(
     """
     if rank is not None and world_size is not None:
         seat = Seat(rank, world_size, rank, world_size, address, port, "arguments")
-    elif dist.is_initialized():
-        seat = _adopted()
     else:
-        seat = find_seat(os.environ)
+        seat = _adopted() if dist.is_initialized() else find_seat(os.environ)
     found, default_backend = choose_device(device, seat, os.environ.get("CUDA_VISIBLE_DEVICES"))
     alone = seat.world_size == 1 or backend == "fake"
     adopts = dist.is_initialized()
@@ -385,11 +383,16 @@ def join(
         owns_default=not alone and not adopts,
     )
     if seat.rank == 0 and is_first and not quiet:
-        where = f", {seat.local_size} on this host" if seat.local_size != seat.world_size else ""
-        many = f"{seat.world_size} ranks{where} from {seat.source}, {found.type}, {backend}"
-        print("shardwise: " + (many if seat.world_size > 1 else f"one process, {found.type}"))
-        sys.stdout.flush()
+        _print_ranks(seat, found, backend)
     return world
+
+
+def _print_ranks(seat: Seat, device: torch.device, backend: str) -> None:
+    """Print the number of ranks of the job, the source of that number, the device and the backend."""
+    where = f", {seat.local_size} on this host" if seat.local_size != seat.world_size else ""
+    many = f"{seat.world_size} ranks{where} from {seat.source}, {device.type}, {backend}"
+    print("shardwise: " + (many if seat.world_size > 1 else f"one process, {device.type}"))
+    sys.stdout.flush()
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def describe_cut(
     stacks = _stacks(model, mesh)
     spec = describe(model, zero, stacks)
     table, cuts_sequence, uses = None, False, None
-    sizes: dict[int, int] = {}
+    slices: dict[str, Mapping[str, OnAxis]] = {}
     alone: Mapping[str, str] = {}
     if mesh.tp > 1:
         table = table_of(model, tensor.table, has_stacks=bool(stacks))
@@ -143,18 +143,19 @@ def describe_cut(
         cuts_sequence = table.sequence and tensor.sequence_parallel
         placed = places(model, table, mesh.tp, cuts_sequence)
         alone = owners(model, table, placed)
-        spec = replace(
-            spec,
-            slices={
-                name: {"tp": OnAxis(placed[name].placement, placed[name].gradient)}
-                for name in spec.parameters
-            },
-        )
-        sizes = {
-            id(parameter): math.prod(local_shape(parameter.shape, [Cut(placed[name].placement, 0, mesh.tp)]))
-            for name, parameter in model.named_parameters()
+        slices = {
+            name: {"tp": OnAxis(placed[name].placement, placed[name].gradient)} for name in spec.parameters
         }
-    of_experts = {
+    spec = replace(spec, slices={**slices, **_slices_of_experts(spec, stacks)})
+    if mesh.pp > 1:
+        uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
+        spec = replace(spec, blocks=blocks_of(model, pipeline, uses, _cut_sizes(model, spec, mesh)))
+    return Described(spec, table, cuts_sequence, alone, uses, stacks)
+
+
+def _slices_of_experts(spec: ModelSpec, stacks: Mapping[str, Stack]) -> dict[str, Mapping[str, OnAxis]]:
+    """Return the placements of the experts' parameters on the axes "ep" and "etp", by the name of the parameter."""
+    return {
         spec.canonical[f"{module}.{leaf}"]: {
             "ep": OnAxis(Shard(0), Shard(0)),
             "etp": OnAxis(stacked.placement, stacked.gradient),
@@ -162,15 +163,16 @@ def describe_cut(
         for module, stack in stacks.items()
         for leaf, stacked in stack.parameters.items()
     }
-    spec = replace(spec, slices={**spec.slices, **of_experts})
-    for name, places_ in of_experts.items():
+
+
+def _cut_sizes(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[int, int]:
+    """Return the number of elements of each cut parameter on one rank, by the ``id`` of the parameter."""
+    sizes = {}
+    for name, places_ in spec.slices.items():
         parameter = model.get_parameter(name)
         cuts = [Cut(place.placement, 0, mesh.size(axis)) for axis, place in places_.items()]
         sizes[id(parameter)] = math.prod(local_shape(parameter.shape, cuts))
-    if mesh.pp > 1:
-        uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
-        spec = replace(spec, blocks=blocks_of(model, pipeline, uses, sizes))
-    return Described(spec, table, cuts_sequence, alone, uses, stacks)
+    return sizes
 
 
 def _rows_around_mixtures(model: nn.Module, rows: Mapping[str, str]) -> dict[str, str]:

@@ -22,9 +22,9 @@ has shown the model's own (``with_orders``); tables are fetched behind the F of 
 Cost: one look at each tensor of the model and at each Action of each class; nothing per rank.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ import torch
 from shardwise.base.errors import PlanError
 from shardwise.base.names import matching
 from shardwise.base.words import counted
-from shardwise.compose.spec import ModelSpec
+from shardwise.compose.spec import ModelSpec, ParameterSpec
 from shardwise.optim.average import EMA
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding
@@ -308,65 +308,56 @@ def registered(ranks: RankClass, stage: int) -> StageOrder:
 def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies: Policies) -> Registry:
     """Return a registry of every persistent tensor with its placement on every axis."""
     registry = Registry(mesh)
-    for name, shape, dtype, trained, aliases in spec.parameters.values():
-        dtypes = policies.precision.dtypes(name, dtype)
-        moments, needs = policies.updates[policies.group_of(name)] if trained else UpdateRule()
-        if needs == "matrix" and (len(shape) != 2 or spec.is_of_experts(name)):
-            what = ", one row an expert" * spec.is_of_experts(name)
-            raise PlanError(
-                f"optimizer: {name!r} has the shape {list(shape)}{what}, but its rule updates matrices of two dims; "
-                "give it to another rule (AdamW, say), by a group or an optimizer of its own"
-            )
-        if moments and policies.offload.state != "fp32" and dtypes.master != torch.float32:
-            raise PlanError(
-                f"offload.state: {policies.offload.state}: the master of {name!r} is {dtypes.master}, and what is "
-                "rounded so is computed in fp32; leave offload.state out, or keep masters in fp32"
-            )
-        axes = spec.state_axes(name)
-        strategy = layout.strategy_of(policies.zero, mesh, axes)
-        places = {axis: place for axis, place in spec.slices.get(name, {}).items() if mesh.size(axis) > 1}
-        cut = {
-            a: place.placement for a, place in places.items() if not isinstance(place.placement, Replicate)
-        }
-        rows = layout.buffers(strategy, dtypes, trained, moments)
-        placed = {row.kind: {**row.placement, **cut} for row in rows}
-        gradient: dict[str, Placement] = dict.fromkeys(axes, Partial())
-        gradient |= {axis: place.gradient for axis, place in places.items()}
-        stages = tuple(sorted({stage_of[each] for each in (name, *aliases)}))
-        registry.add(
-            TensorInfo(
-                name,
-                shape,
-                dtypes.compute,
-                "parameter",
-                placed["weight"],
-                gradient,
-                axes,
-                aliases=aliases,
-                stages=stages,
-            )
-        )
-        if not trained:
-            continue
-        master = {**dict(zip(strategy.axes, strategy.master, strict=True)), **cut}
-        registry.add(
-            TensorInfo(name, shape, dtypes.grad, "gradient", placed["grad"], gradient, axes, stages=stages)
-        )
-        registry.add(
-            TensorInfo(name, shape, dtypes.master, "master", master, axes=axes, stages=stages, needs=needs)
-        )
-        for moment in moments:
-            registry.add(
-                TensorInfo(
-                    name, shape, dtypes.master, "moment", master, axes=axes, label=moment, stages=stages
-                )
-            )
+    for parameter in spec.parameters.values():
+        stages = tuple(sorted({stage_of[name] for name in (parameter.name, *parameter.aliases)}))
+        for tensor in _tensors_of(parameter, spec, stages, mesh, policies):
+            registry.add(tensor)
     for name, buffer in spec.buffers.items():
         # Statistics follow the batches of their rank, and most other buffers may differ too.
         own: dict[str, Placement] = {} if name in spec.shared_buffers else dict.fromkeys(DENSE, PerRank())
         dtype = policies.precision.buffer_dtype(name, buffer.dtype)
         registry.add(TensorInfo(name, buffer.shape, dtype, "buffer", own, stages=(stage_of[name],)))
     return registry
+
+
+def _tensors_of(
+    parameter: ParameterSpec, spec: ModelSpec, stages: tuple[int, ...], mesh: Mesh, policies: Policies
+) -> Iterator[TensorInfo]:
+    """Yield the parameter itself and, if it is trained, its gradient, its master and its moments.
+
+    Raises:
+        PlanError: if the parameter's update rule or the form of its state does not fit the parameter.
+    """
+    name, shape, dtype, trained, aliases = parameter
+    dtypes = policies.precision.dtypes(name, dtype)
+    moments, needs = policies.updates[policies.group_of(name)] if trained else UpdateRule()
+    if needs == "matrix" and (len(shape) != 2 or spec.is_of_experts(name)):
+        what = ", one row an expert" * spec.is_of_experts(name)
+        raise PlanError(
+            f"optimizer: {name!r} has the shape {list(shape)}{what}, but its rule updates matrices of two dims; "
+            "give it to another rule (AdamW, say), by a group or an optimizer of its own"
+        )
+    if moments and policies.offload.state != "fp32" and dtypes.master != torch.float32:
+        raise PlanError(
+            f"offload.state: {policies.offload.state}: the master of {name!r} is {dtypes.master}, and what is "
+            "rounded so is computed in fp32; leave offload.state out, or keep masters in fp32"
+        )
+    axes = spec.state_axes(name)
+    strategy = layout.strategy_of(policies.zero, mesh, axes)
+    places = {axis: place for axis, place in spec.slices.get(name, {}).items() if mesh.size(axis) > 1}
+    cut = {a: place.placement for a, place in places.items() if not isinstance(place.placement, Replicate)}
+    rows = layout.buffers(strategy, dtypes, trained, moments)
+    placed = {row.kind: {**row.placement, **cut} for row in rows}
+    gradient: dict[str, Placement] = dict.fromkeys(axes, Partial())
+    gradient |= {axis: place.gradient for axis, place in places.items()}
+    tensor = partial(TensorInfo, name, shape, axes=axes, stages=stages)
+    yield tensor(dtypes.compute, "parameter", placed["weight"], gradient, aliases=aliases)
+    if trained:
+        master = {**dict(zip(strategy.axes, strategy.master, strict=True)), **cut}
+        yield tensor(dtypes.grad, "gradient", placed["grad"], gradient)
+        yield tensor(dtypes.master, "master", master, needs=needs)
+        for moment in moments:
+            yield tensor(dtypes.master, "moment", master, label=moment)
 
 
 def _class(

@@ -8,7 +8,9 @@ from shardwise.config.rules import check
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.optim.schedule_policy import ends_at, lacks_end, needs_end
+from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
+from shardwise.tiers.offload import OffloadPolicy
 
 _PREFETCH_BYTES = 64 << 20
 """Bytes to prefetch: enough to keep a network busy, and little compared with a device's memory."""
@@ -53,16 +55,6 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     if offload.activations == "host" and device_type == "cpu":
         offload = offload.model_copy(update={"activations": "device"})
         choices.append("offload.activations: host memory is where CPU ranks keep what a block saves")
-    # CPU ranks share their cores with the copies: a collective beside the computation saves no time on them, but a
-    # read from a disk does.
-    is_beside = device_type != "cpu"
-    prefetch, under_way = (
-        (default if gains else 0) if wanted == "auto" else wanted
-        for wanted, default, gains in (
-            (config.zero.prefetch_bytes, _PREFETCH_BYTES, is_beside or offload.parameters == "disk"),
-            (config.zero.reductions_under_way, 1, is_beside),
-        )
-    )
     schedule = config.schedule
     if lacks_end(schedule) and "steps" in config.train.model_fields_set:
         schedule = ends_at(schedule, config.train.steps)
@@ -71,21 +63,34 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
         raise ConfigError(
             f"schedule: {schedule.type} needs a last step; give schedule.total_steps, train.steps or data.epochs"
         )
-    # A single microbatch has no gradient to add to, so its gradient is cut at once and the full one frees its memory.
-    once = batch.accumulation == 1 and config.zero.stage >= 1
-    reduce = "microbatch" if once else config.zero.reduce
+    zero = _resolved_zero(config.zero, batch, offload, device_type)
     resolved = config.model_copy(
-        update={
-            "batch": batch,
-            "offload": offload,
-            "schedule": schedule,
-            "zero": config.zero.model_copy(
-                update={"prefetch_bytes": prefetch, "reductions_under_way": under_way, "reduce": reduce}
-            ),
-        }
+        update={"batch": batch, "offload": offload, "schedule": schedule, "zero": zero}
     )
     check(resolved)
     return Resolved(resolved, mesh, tuple(choices))
+
+
+def _resolved_zero(
+    zero: ZeroPolicy, batch: BatchPolicy, offload: OffloadPolicy, device_type: str
+) -> ZeroPolicy:
+    """Return ``zero`` with a number of bytes to prefetch, a number of reductions under way and a time of reductions."""
+    # CPU ranks share their cores with the copies: a collective beside the computation saves no time on them, but a
+    # read from a disk does.
+    is_beside = device_type != "cpu"
+    prefetch, under_way = (
+        (default if gains else 0) if wanted == "auto" else wanted
+        for wanted, default, gains in (
+            (zero.prefetch_bytes, _PREFETCH_BYTES, is_beside or offload.parameters == "disk"),
+            (zero.reductions_under_way, 1, is_beside),
+        )
+    )
+    # A single microbatch has no gradient to add to, so its gradient is cut at once and the full one frees its memory.
+    once = batch.accumulation == 1 and zero.stage >= 1
+    reduce = "microbatch" if once else zero.reduce
+    return zero.model_copy(
+        update={"prefetch_bytes": prefetch, "reductions_under_way": under_way, "reduce": reduce}
+    )
 
 
 def _batch_text(batch: BatchPolicy, dp: int) -> str:

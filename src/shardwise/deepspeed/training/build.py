@@ -86,12 +86,8 @@ def initialize(
         ConfigError: if the configuration is missing, given twice, or invalid.
         UsageError: if the arguments contradict the configuration or the mesh.
     """
-    if model is None:
-        raise UnmetError("deepspeed.initialize: model is required")
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"deepspeed.initialize: model is {model!r:.100}; give a module")
-    given = _one_config(args, config, config_params)
-    settings = DeepSpeedConfig(given)
+    model = _checked_module(model)
+    settings = DeepSpeedConfig(_one_config(args, config, config_params))
     _check_batch(settings)
     _check_mesh(mpu, mesh_param, settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -99,6 +95,32 @@ def initialize(
     basic = _optimizer_of(model, settings, optimizer, model_parameters)
     scheduler = _scheduler_of(settings, basic, lr_scheduler)
     ours = build_engine(model, _run_config(settings, pipeline, _experts_of(model, settings)), optimizer=basic)
+    _take_results(settings, ours, model)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    _check_places(mpu, ours)
+    engine = kind(ours, settings, basic, scheduler, collate_fn, mpu)
+    if training_data is not None:
+        engine.take_training_data(training_data)
+    _log_settings(settings, ours)
+    return engine, engine.optimizer, engine.training_dataloader, scheduler
+
+
+def _checked_module(model: Any) -> nn.Module:
+    """Return ``model`` as a module.
+
+    Raises:
+        UnmetError: if ``model`` is missing.
+        UsageError: if ``model`` is no module.
+    """
+    if model is None:
+        raise UnmetError("deepspeed.initialize: model is required")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"deepspeed.initialize: model is {model!r:.100}; give a module")
+    return model
+
+
+def _take_results(settings: DeepSpeedConfig, ours: Engine, model: nn.Module) -> None:
+    """Set the sizes of the batch that the engine resolved, and mark the leaf modules if the engine cuts weights."""
     batch = ours.config.batch
     settings.change("train_batch_size", batch.global_size)
     settings.change("train_micro_batch_size_per_gpu", batch.micro_size)
@@ -106,17 +128,16 @@ def initialize(
     if ours.config.zero.stage == 3:
         leaves = settings.value("zero_optimization.leaf_module") or {}
         mark_configured(model, *(leaves.get(key) or () for key in ("classes", "names", "name_suffixes")))
-    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    _check_places(mpu, ours)
-    engine = kind(ours, settings, basic, scheduler, collate_fn, mpu)
-    if training_data is not None:
-        engine.take_training_data(training_data)
-    if ours.is_main:
-        _log.info("DeepSpeed's configuration: %s", settings.translation.summary())
-        if settings.value("dump_state"):
-            lines = [f"{path}: {settings.value(path)!r}" for path in sorted(settings.translation.values)]
-            _log.warning("dump_state: %s\n%s", ours.plan, "\n".join(lines))
-    return engine, engine.optimizer, engine.training_dataloader, scheduler
+
+
+def _log_settings(settings: DeepSpeedConfig, ours: Engine) -> None:
+    """Log the translation of the configuration and, if ``dump_state`` is set, the Plan and every key, on one rank."""
+    if not ours.is_main:
+        return
+    _log.info("DeepSpeed's configuration: %s", settings.translation.summary())
+    if settings.value("dump_state"):
+        lines = [f"{path}: {settings.value(path)!r}" for path in sorted(settings.translation.values)]
+        _log.warning("dump_state: %s\n%s", ours.plan, "\n".join(lines))
 
 
 def _one_config(args: Any, config: Any, config_params: Any) -> Any:

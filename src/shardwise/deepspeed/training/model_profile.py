@@ -7,7 +7,7 @@ and attention, two per multiply-add. Torch is not patched. In a run under an eng
 ``flops_profiler`` counts a whole step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -161,22 +161,28 @@ def get_model_profile(
         args = [torch.ones(tuple(input_shape), dtype=home.dtype, device=home.device)]
     if not args and not kwargs:
         raise UsageError("get_model_profile: no input; give input_shape, args or kwargs")
-    call = model if mode == "forward" else model.generate
-    was_training = model.training
-    model.eval()
-    profiler = FlopsProfiler(model)
-    with torch.no_grad():
-        for _ in range(warm_up):
-            call(*args, **(kwargs or {}))  # type: ignore[operator]
-        profiler.start_profile()
-        try:
-            call(*args, **(kwargs or {}))  # type: ignore[operator]
-        finally:
-            profiler.stop_profile()
-    model.train(was_training)
+    called: Any = model if mode == "forward" else model.generate
+    profiler = _profiled(model, lambda: called(*args, **(kwargs or {})), warm_up)
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     found = profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params
     flops, macs, parameters = (each(as_string) for each in found)
     profiler.end_profile()
     return flops, macs, parameters
+
+
+def _profiled(model: nn.Module, call: Callable[[], object], warm_up: int) -> FlopsProfiler:
+    """Return the counts of one ``call`` in evaluation mode without gradients, after ``warm_up`` calls."""
+    was_training = model.training
+    model.eval()
+    profiler = FlopsProfiler(model)
+    with torch.no_grad():
+        for _ in range(warm_up):
+            call()
+        profiler.start_profile()
+        try:
+            call()
+        finally:
+            profiler.stop_profile()
+    model.train(was_training)
+    return profiler

@@ -15,7 +15,7 @@ Cost: a pass on shapes for each combination of tiles and recomputation, a Plan f
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ from shardwise.tiers.offload import OffloadPolicy
 Memory = Mapping[Tier, int | str]
 """Bytes of a rank by tier, as a number or as text: ``{"device": "16 GiB", "disk": "200 GB"}``."""
 
+_Job = tuple[tuple[str, ...], Known]
+"""Overrides of the configuration, and the job with them."""
 _SIZE = re.compile(r"(?i)\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -212,17 +214,13 @@ def fits(
     now = _seconds(known, outlook, known.settings.offload, rates)
     if _is_within(outlook, have):
         return Fit(have, outlook, now, rates, (), None)
-    found: list[Change] = []
-    least: Change | None = None
     jobs = itertools.chain(
         [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
     )
     with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
-    passes: list[Mapping[int, MeasuredPass]] = []
-    for overrides, job in jobs:
-        if job.passed in passes:  # the change had no effect on this model
-            continue
-        passes.append(job.passed)
+    found: list[Change] = []
+    least: Change | None = None
+    for overrides, job in _with_unlike_passes(jobs):
         for change in _on_tiers(job, overrides, have, rates, now.total, (known.process_bytes, with_disk)):
             if _is_within(change.outlook, have):
                 found.append(change)
@@ -252,7 +250,7 @@ def budget(memory: Memory) -> dict[Tier, int]:
     return found
 
 
-def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[tuple[tuple[str, ...], Known]]:
+def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[_Job]:
     """Yield the job with every further combination of tiles and recomputation that the model supports."""
     scopes = {"none": ("selective", "full"), "selective": ("full",)}.get(given.recompute.scope, ())
     choices: list[Sequence[str]] = [
@@ -268,6 +266,15 @@ def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[tupl
             yield overrides, look(load(given, overrides))
         except (ConfigError, PlanError):
             continue
+
+
+def _with_unlike_passes(jobs: Iterable[_Job]) -> Iterator[_Job]:
+    """Yield ``jobs`` without repetitions: jobs whose overrides have no effect on the passes of this model."""
+    passes: list[Mapping[int, MeasuredPass]] = []
+    for overrides, job in jobs:
+        if job.passed not in passes:
+            passes.append(job.passed)
+            yield overrides, job
 
 
 def _on_tiers(

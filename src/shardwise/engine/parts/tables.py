@@ -312,11 +312,7 @@ def take_over(
     )
     memory = _least(_memory_of_a_rank(world, model, dense_bytes), groups["world"])
     for name, collection in tables.everywhere.items():
-        if collection.is_placed:
-            raise UsageError(
-                "tables: a collection of the model has been used or placed already; give the model to initialize() "
-                "before its first batch"
-            )
+        _check_unused(collection)
         _set_up(collection, settings)
         if groups["model"].size > 1:
             collection.share_given(groups["world"], world.device)
@@ -324,14 +320,8 @@ def take_over(
         if name not in tables.collections:
             collection.choose(dp.size, **given)
             continue
-        collection.place(
-            dp,
-            keys_group,
-            device=world.device,
-            compute_dtype=settings.precision.compute_dtype,
-            is_led=True,
-            **given,
-        )
+        dtype = settings.precision.compute_dtype
+        collection.place(dp, keys_group, device=world.device, compute_dtype=dtype, is_led=True, **given)
     return tables
 
 
@@ -413,6 +403,15 @@ def _given(
         "host_memory_bytes": settings.tables.host_memory_bytes or host_memory_bytes,
         "dtype": torch.promote_types(master, torch.float32),
     }
+
+
+def _check_unused(collection: EmbeddingCollection) -> None:
+    """Raise UsageError if the collection has rows already, because a batch has used it or an engine has placed it."""
+    if collection.is_placed:
+        raise UsageError(
+            "tables: a collection of the model has been used or placed already; give the model to initialize() "
+            "before its first batch"
+        )
 
 
 def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
