@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -376,7 +377,7 @@ class Group:
         """Build a group of one rank, whose collectives are the identity."""
         return cls(axis, (0,), 0, None, Clock(0.0), Traffic())
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)

@@ -45,6 +45,7 @@ before are computed (``plan.lists.keys_ahead``). A FETCH without an earlier ASK 
 """
 
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -75,22 +76,22 @@ class Kind(Enum):
     STEP = "STEP"
     STORE = "STORE"
 
-    @property
+    @cached_property
     def ends_step(self) -> bool:
         """True for the Kinds that follow all passes of a step."""
         return self in _ENDS_STEP
 
-    @property
+    @cached_property
     def updates(self) -> bool:
         """True for the Kinds that follow NORM. A skipped step runs only ADOPT of these."""
         return self in _UPDATES
 
-    @property
+    @cached_property
     def is_announced(self) -> bool:
         """True for the Kinds that the user's model reaches by itself inside a pass, as module hooks report."""
         return self.computes or self is Kind.FETCH
 
-    @property
+    @cached_property
     def computes(self) -> bool:
         """True for the passes through a model, False for the Actions that serve a pass."""
         return self in _COMPUTES

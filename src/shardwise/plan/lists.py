@@ -34,6 +34,7 @@ Cost: one look at each Action; for a gather, one look at each Action that it goe
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class Strategy:
             "weights lie where their masters lie, or on the device"
         )
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """True if the whole weight is on the device only inside its Unit's windows.
 
@@ -89,32 +90,32 @@ class Strategy:
         """
         return self.windows or self.cuts_weight or self.weight_tier != "device"
 
-    @property
+    @cached_property
     def brings_shard(self) -> bool:
         """True if a rank's shard of the weights comes from another tier before it is gathered."""
         return self.cuts_weight and self.weight_tier != "device"
 
-    @property
+    @cached_property
     def gathers_behind_update(self) -> bool:
         """True if the weight is gathered from the result of an update that runs beside the forward pass."""
         return self.cuts_weight and self.tier != "device" and not self.is_delayed
 
-    @property
+    @cached_property
     def cuts_weight(self) -> bool:
         """True if a rank keeps only its shard of the weights."""
         return self.weight[1] == Shard()
 
-    @property
+    @cached_property
     def cuts_grad(self) -> bool:
         """True if a rank keeps only its shard of the gradients."""
         return self.grad[1] == Shard()
 
-    @property
+    @cached_property
     def reduces_each(self) -> bool:
         """True if gradients are reduced with every microbatch."""
         return self.cuts_grad or self.leaves_each
 
-    @property
+    @cached_property
     def cuts_master(self) -> bool:
         """True if a rank updates only its shard."""
         return self.master[1] == Shard()

@@ -189,7 +189,7 @@ class UnitHooks:
         """Installed hooks, with the trained parameters and the keys of their accumulation hooks."""
         self._install()
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """True if some weights must be gathered before use."""
         return any(state.has_windows for state in self.states)
@@ -225,7 +225,7 @@ class UnitHooks:
             self.windows.close_all()
             self._enter(Pass.NONE)
 
-    @property
+    @cached_property
     def states(self) -> list[UnitState]:
         """The stage's Units, in order of their index."""
         return self.windows.states

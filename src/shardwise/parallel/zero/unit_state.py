@@ -11,6 +11,7 @@ were gathered ahead are in memory before the window opens, and a step that gathe
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 from torch import nn
 
@@ -62,7 +63,7 @@ class UnitState:
     is_kept: bool = False
     """True if the step's list gathered the Unit for more than one pass."""
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """True if the Unit's weights must be gathered before use."""
         return self.strategy.has_windows
