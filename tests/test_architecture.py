@@ -203,16 +203,8 @@ LONGER = {
     "engine/construction/build.py _built",
     "engine/construction/build.py _parts",
     "engine/construction/stages.py make_stage",
-    "engine/state/saving.py load",
-    "engine/step/check.py Check._run",
     "engine/step/end.py exchange",
-    "kernels/fused/rows.py _update",
-    "launch/local.py run",
-    "models/huggingface.py config_of",
-    "observe/sinks.py open_sinks",
-    "parallel/embedding/fuse.py fuse",
     "plan/validate.py _RankList._of_unit",
-    "simulate/passes.py measure",
 }
 """Functions that are still longer."""
 

@@ -122,7 +122,7 @@ class RankProcesses:
 
         Args:
             program: Program of every rank.
-            store: Socket that rank 0 inherits for the store.
+            store: Socket that rank 0 inherits for the store; this process closes its own handle.
 
         Raises:
             ConfigError: if a rank cannot be started.
@@ -146,6 +146,7 @@ class RankProcesses:
                 why = in_words(error) if isinstance(error, OSError) else str(error)
                 raise ConfigError(f"launch: rank {rank} cannot be started: {why}") from None
             self.processes.append(process)
+        store.close()
 
     def look(self, asked: signal.Signals | None) -> None:
         """Record which ranks failed since the last look, and how; ``asked`` is the signal of a stop request."""
@@ -247,6 +248,20 @@ class RankProcesses:
                 return 128 + asked
             time.sleep(ending.POLL_S)
 
+    def stop(self, grace_s: float) -> None:
+        """End all processes of the job on this host.
+
+        Args:
+            grace_s: Seconds between SIGTERM and SIGKILL.
+        """
+        if not ending.stop(self.processes, self.job.word, grace_s):
+            pids = [process.pid for process in self.processes if process.poll() is None]
+            self.console.print(
+                f"processes {pids} do not end: the kernel holds them", style="bold red", soft_wrap=True
+            )
+        if sys.stdout is not None and sys.stdout.isatty():
+            self.console.show_cursor()  # a rank that was killed while it drew leaves the cursor hidden
+
 
 def check_ranks(ranks: int) -> None:
     """Check that ``ranks`` ranks can be started on this host.
@@ -301,15 +316,10 @@ def run(
     """
     here = HostRanks(ranks, ranks) if isinstance(ranks, int) else ranks
     check_ranks(here.local)
-    if program.kind == "script" and not os.path.exists(program.name):
-        raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
+    _check_script(program)
     console = console or lasting_console(stderr=True)
-    if here.local > cores():
-        text = f"warning: {here.local} ranks share {cores()} cores: expect them to wait for one another"
-        console.print(text, style="yellow", highlight=False, soft_wrap=True)
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError):  # standard output is closed
-            sys.stdout.flush()  # earlier output must precede the ranks' output
+    _warn_of_few_cores(console, here.local)
+    _flush_output()
     output = Output(None if logs is None else Path(logs), here.first)
     requests = StopRequests()
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable only by this user
@@ -318,19 +328,12 @@ def run(
         store = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         if here.first == 0:
             here = here._replace(port=_bind(store, here))
-        secret = secrets.token_hex(32) if here.is_one_host else os.environ.get(SECRET, "")
-        given = dict(exports or {})
-        if as_deepspeed:
-            given |= names_of_deepspeed(
-                Path(folder), given.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-            )
-        job = Job(secrets.token_hex(16), here, Path(folder), secret, cores_of, given)
+        job = _job_of(here, Path(folder), cores_of, dict(exports or {}), as_deepspeed)
         watch = RankProcesses(job, output, console)
         stack.enter_context(requests.listening())
         stack.callback(output.close, 1.0)
         try:
             watch.spawn(program, store)
-            store.close()
             if says is not None:
                 says([process.pid for process in watch.processes])
             code = watch.run(requests)
@@ -338,15 +341,43 @@ def run(
             grace_s = 0
             raise
         finally:
-            is_killed = len(requests.received) > 1
-            if not ending.stop(watch.processes, job.word, 0 if is_killed else grace_s):
-                pids = [process.pid for process in watch.processes if process.poll() is None]
-                console.print(
-                    f"processes {pids} do not end: the kernel holds them", style="bold red", soft_wrap=True
-                )
-            if sys.stdout is not None and sys.stdout.isatty():
-                console.show_cursor()  # a rank that was killed while it drew leaves the cursor hidden
+            watch.stop(0 if len(requests.received) > 1 else grace_s)
         return code
+
+
+def _check_script(program: Program) -> None:
+    """Raise UsageError if the program is a script that does not exist."""
+    if program.kind == "script" and not os.path.exists(program.name):
+        raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
+
+
+def _flush_output() -> None:
+    """Write the earlier output of this process, which must precede the ranks' output."""
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError):  # standard output is closed
+            sys.stdout.flush()
+
+
+def _warn_of_few_cores(console: Console, ranks: int) -> None:
+    """Print a warning if this host has fewer cores than ranks."""
+    if ranks > cores():
+        text = f"warning: {ranks} ranks share {cores()} cores: expect them to wait for one another"
+        console.print(text, style="yellow", highlight=False, soft_wrap=True)
+
+
+def _job_of(
+    here: HostRanks,
+    folder: Path,
+    cores_of: Sequence[Sequence[int]],
+    exports: dict[str, str],
+    as_deepspeed: bool,
+) -> Job:
+    """Return a job with a word and, if the job is on one host, a secret of its own."""
+    secret = secrets.token_hex(32) if here.is_one_host else os.environ.get(SECRET, "")
+    if as_deepspeed:
+        inherited = exports.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        exports |= names_of_deepspeed(folder, inherited)
+    return Job(secrets.token_hex(16), here, folder, secret, cores_of, exports)
 
 
 def _bind(store: socket.socket, here: HostRanks) -> int:

@@ -288,20 +288,7 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
         "pad_token_id": None,
     }
     if p.family == "gpt2":
-        return common | {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "n_layer": p.layers,
-            "n_embd": p.width,
-            "n_head": p.heads,
-            "n_positions": p.context,
-            "n_inner": p.hidden,
-            "activation_function": _GELU_TANH[0],
-            "layer_norm_epsilon": p.norm_eps,
-            "resid_pdrop": p.dropout,
-            "embd_pdrop": p.dropout,
-            "attn_pdrop": 0.0,
-        }
+        return common | _gpt2_config(p)
     if p.width % p.heads:
         raise ConfigError(
             f"export: width {p.width} does not divide by heads {p.heads}, which transformers refuses in a llama"
@@ -333,6 +320,23 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
             "original_max_position_embeddings": p.rope_scaling.original_context,
         }
     return config
+
+
+def _gpt2_config(policy: GptPolicy) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": policy.layers,
+        "n_embd": policy.width,
+        "n_head": policy.heads,
+        "n_positions": policy.context,
+        "n_inner": policy.hidden,
+        "activation_function": _GELU_TANH[0],
+        "layer_norm_epsilon": policy.norm_eps,
+        "resid_pdrop": policy.dropout,
+        "embd_pdrop": policy.dropout,
+        "attn_pdrop": 0.0,
+    }
 
 
 def _mixtral_config(experts: GptExperts, layers: int) -> dict[str, Any]:

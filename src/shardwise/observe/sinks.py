@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -441,18 +441,24 @@ def open_sinks(
                 sinks.add(RangePicture(folder / "lr_range.png", folder.name, earlier))
             if kind is ClickRecord:
                 sinks.add(AucPicture(folder / "auc.png", folder.name, earlier, best_auc))
-        if policy.tensorboard:
-            events = (
-                Path(policy.tensorboard) if isinstance(policy.tensorboard, str) else folder / "tensorboard"
-            )
-            sinks.add(TensorBoardEvents(events, resume_step, naming))
-        if policy.csv_per_tag is not None:
-            sinks.add(TagFiles(policy.csv_per_tag, resume_step, naming))
-        if policy.wandb is not None:
-            sinks.add(WandbRun(policy, folder, settings or {}, naming))
-        if policy.comet is not None:
-            sinks.add(CometExperiment(policy, folder, settings or {}, naming))
+        for sink in _services(folder, policy, resume_step, settings or {}, naming):
+            sinks.add(sink)
     except BaseException:
         sinks.close()
         raise
     return sinks
+
+
+def _services(
+    folder: Path, policy: MonitorPolicy, resume_step: int, settings: dict[str, Any], naming: Naming
+) -> Iterator[Sink]:
+    """Open and yield the sinks that write in the form of another program."""
+    if policy.tensorboard:
+        events = Path(policy.tensorboard) if isinstance(policy.tensorboard, str) else folder / "tensorboard"
+        yield TensorBoardEvents(events, resume_step, naming)
+    if policy.csv_per_tag is not None:
+        yield TagFiles(policy.csv_per_tag, resume_step, naming)
+    if policy.wandb is not None:
+        yield WandbRun(policy, folder, settings, naming)
+    if policy.comet is not None:
+        yield CometExperiment(policy, folder, settings, naming)

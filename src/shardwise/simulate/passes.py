@@ -180,11 +180,7 @@ def measure(
         UsageError: if the pass depends on numbers.
     """
     if rehearses:
-        try:
-            with LiveBytes():
-                forward()
-        except _NEEDS_NUMBERS as error:
-            raise UsageError(_why(error)) from error
+        _rehearse(forward)
     live = LiveBytes()
     saved = None if alike is None else _SavedAlike(alike, set(blocks))
     cuts = _Cuts(live, traffic or Traffic(), _seconds(units), saved)
@@ -214,6 +210,15 @@ def measure(
             handle.remove()
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
     return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=cuts.alike_bytes()), like
+
+
+def _rehearse(forward: Callable[[], object]) -> None:
+    """Run a forward pass that is not counted."""
+    try:
+        with LiveBytes():
+            forward()
+    except _NEEDS_NUMBERS as error:
+        raise UsageError(_why(error)) from error
 
 
 def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:

@@ -199,36 +199,13 @@ def load(
     is_step = (folder / "manifest.json").is_file()
     settle(parts, "load")
     finish_updates(parts)
-    moments: dict[int, dict[str, Flat]] = {}
-    found = Differences(missing, unexpected)
-    opened = OpenState(parts, changes=True)
-
-    def choose(manifest: Manifest) -> list[Item]:
-        nonlocal found
-        found = compare(parts.spec, parts.tables, manifest, weights_only, Differences(missing, unexpected))
-        moments.clear()
-        moments.update({} if weights_only else _empty_moments(parts, manifest, opened))
-        return _items_to_load(parts, manifest, moments, found, opened)
-
+    step = _StepToLoad(parts, weights_only, missing, unexpected)
     checkpoints = parts.folders.at(folder.parent if is_step else folder)
-
-    saved = SavedState()
-
-    def examine(reader: StepReader) -> None:
-        """Check the notes of a step before any tensor is filled."""
-        nonlocal saved
-        trainer = read_object(reader.text(TRAINER), f"{reader.path / TRAINER}")
-        saved = SavedState.of(trainer, reader.path)
-        if not weights_only:
-            parts.optimizer_groups.check_state(saved.engine.groups)
-        if parts.tables:
-            saved_tables.examine(reader, (parts.world.rank, parts.world.size))
-
-    with closing(opened):
+    with closing(step.opened):
         loaded = checkpoints.load(
-            choose,
+            step.choose,
             path=folder if is_step else None,
-            examine=examine,
+            examine=step.examine,
             look_first=None if required is False else lambda: check_folder(folder),
         )
     if loaded is None:
@@ -242,18 +219,53 @@ def load(
     if parts.tables:
         notes = saved_tables.notes_of(loaded.trainer, str(loaded.path))
         saved_tables.load(
-            parts.tables, checkpoints, loaded.path, loaded.manifest, notes, weights_only, found.kept
+            parts.tables, checkpoints, loaded.path, loaded.manifest, notes, weights_only, step.found.kept
         )
     if parts.world.rank == 0:
-        for line in found.lines():
+        for line in step.found.lines():
             _log.warning("step %d: %s", loaded.step, line)
     if weights_only:
         for bucket, optimizer in parts.trained if parts.config.ema is not None else ():
             with bucket.opened(changes=True):
                 optimizer.state.restart_average()
     else:
-        _restore(parts, loaders, loaded.trainer.get("engine", {}), loaded.manifest, moments, found)
-    return LoadedStep(dict(saved.user), [*found.kept, *found.grown])
+        notes = loaded.trainer.get("engine", {})
+        _restore(parts, loaders, notes, loaded.manifest, step.moments, step.found)
+    return LoadedStep(dict(step.saved.user), [*step.found.kept, *step.found.grown])
+
+
+class _StepToLoad:
+    """The step that a load tries: the notes in it, its differences from the model, and the moments to fill.
+
+    A load of a folder may try several steps; the attributes describe the newest of them.
+    """
+
+    def __init__(
+        self, parts: Parts, weights_only: bool, missing: Sequence[str], unexpected: Sequence[str]
+    ) -> None:
+        self._parts = parts
+        self._weights_only = weights_only
+        self._patterns = missing, unexpected
+        self.opened = OpenState(parts, changes=True)
+        self.saved = SavedState()
+        self.found = Differences(missing, unexpected)
+        self.moments: dict[int, dict[str, Flat]] = {}
+
+    def examine(self, reader: StepReader) -> None:
+        """Check the notes of a step before any tensor is filled."""
+        trainer = read_object(reader.text(TRAINER), f"{reader.path / TRAINER}")
+        self.saved = SavedState.of(trainer, reader.path)
+        if not self._weights_only:
+            self._parts.optimizer_groups.check_state(self.saved.engine.groups)
+        if self._parts.tables:
+            saved_tables.examine(reader, (self._parts.world.rank, self._parts.world.size))
+
+    def choose(self, manifest: Manifest) -> list[Item]:
+        """Compare a step with the model, and return the tensors to load from the step."""
+        parts, differences = self._parts, Differences(*self._patterns)
+        self.found = compare(parts.spec, parts.tables, manifest, self._weights_only, differences)
+        self.moments = {} if self._weights_only else _empty_moments(parts, manifest, self.opened)
+        return _items_to_load(parts, manifest, self.moments, self.found, self.opened)
 
 
 def compare(

@@ -405,15 +405,7 @@ class Check:
         assert self._uncut is not None and self._uncut.exchanged is not None, "this rank compares"
         replay, device = Replay(), self._parts.device
         dtype = torch.float32 if self._is_low else self._settings.precision.compute_dtype
-        replace_dropout(model, self._settings.train.seed, replay)
-        surround(model, self._settings.train.seed, replay)
-        tile_foreign(model, self._settings.tiles)  # else whole logits may not fit the memory
-        tile_model(model, self._settings.tiles, replay, at_once=True)
-        recompute_blocks(model, self._recomputed, self._settings.recompute, replay)
-        model.register_forward_pre_hook(
-            lambda _, args, kwargs: (cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)),
-            with_kwargs=True,
-        )
+        self._equip(model, replay, dtype)
         loss_of = None if self._loss is None else self._uncut.exchanged.function(self._loss, False)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         draws, parts = replay.draws, parts_of(model, self._blocks())
@@ -456,6 +448,19 @@ class Check:
                     if ends:
                         torch.autograd.backward(ends, gradients, inputs=trained)
         return total, problem
+
+    def _equip(self, model: nn.Module, replay: Replay, dtype: torch.dtype | None) -> None:
+        """Give the uncut model the dropout, the tiles, the recomputation and the casts of inputs of the real model."""
+        replace_dropout(model, self._settings.train.seed, replay)
+        surround(model, self._settings.train.seed, replay)
+        tile_foreign(model, self._settings.tiles)  # else whole logits may not fit the memory
+        tile_model(model, self._settings.tiles, replay, at_once=True)
+        recompute_blocks(model, self._recomputed, self._settings.recompute, replay)
+        device = self._parts.device
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)),
+            with_kwargs=True,
+        )
 
     def _blocks(self) -> list[str]:
         run: Any = self._parts.stages[-1].run

@@ -221,6 +221,32 @@ def _merge(
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), here)
 
 
+@triton.jit
+def _adam(at, width, here, w, g, none, size, root2, keep, rest1, rest2, eps):
+    first = tl.load(at + width, here, other=0.0)
+    second = tl.load(at + 2 * width, here, other=0.0)
+    first += (g - first) * rest1
+    second += (g * g - second) * rest2
+    root = tl.div_rn(tl.sqrt_rn(second), none + root2) + eps
+    tl.store(at, w * keep - tl.div_rn(first * size, root), here)
+    tl.store(at + width, first, here)
+    tl.store(at + 2 * width, second, here)
+
+
+@triton.jit
+def _ftrl(at, width, here, w, g, none, lr, l1, l2, beta):
+    z = tl.load(at + width, here, other=0.0)
+    n = tl.load(at + 2 * width, here, other=0.0)
+    after = n + g * g
+    root = tl.sqrt_rn(after)
+    z += g - tl.div_rn(root - tl.sqrt_rn(n), none + lr) * w
+    shrunk = tl.where(z > 0, l1, -l1) - z
+    shrunk = tl.div_rn(shrunk, tl.div_rn(root + beta, none + lr) + l2)
+    tl.store(at, tl.where(tl.abs(z) <= l1, 0.0, shrunk), here)
+    tl.store(at + width, z, here)
+    tl.store(at + 2 * width, after, here)
+
+
 @triton.jit(
     do_not_specialize=["scale", "number0", "number1", "number2", "number3", "number4", "number5", "number6"]
 )
@@ -255,27 +281,11 @@ def _update(
     w = tl.load(at, here, other=0.0)
     g = tl.load(grads + place * width + column, here, other=0.0) * scale
     if KIND == "adam" or KIND == "exact":
-        first = tl.load(at + width, here, other=0.0)
-        second = tl.load(at + 2 * width, here, other=0.0)
-        first += (g - first) * number3
-        second += (g * g - second) * number4
-        root = tl.div_rn(tl.sqrt_rn(second), none + number1) + number5
-        tl.store(at, w * number2 - tl.div_rn(first * number0, root), here)
-        tl.store(at + width, first, here)
-        tl.store(at + 2 * width, second, here)
+        _adam(at, width, here, w, g, none, number0, number1, number2, number3, number4, number5)
         if KIND == "exact":
             tl.store(slab + row * stride + 3 * width, number6, inside)
     elif KIND == "ftrl":
-        z = tl.load(at + width, here, other=0.0)
-        n = tl.load(at + 2 * width, here, other=0.0)
-        after = n + g * g
-        root = tl.sqrt_rn(after)
-        z += g - tl.div_rn(root - tl.sqrt_rn(n), none + number0) * w
-        shrunk = tl.where(z > 0, number2, -number2) - z
-        shrunk = tl.div_rn(shrunk, tl.div_rn(root + number4, none + number0) + number3)
-        tl.store(at, tl.where(tl.abs(z) <= number2, 0.0, shrunk), here)
-        tl.store(at + width, z, here)
-        tl.store(at + 2 * width, after, here)
+        _ftrl(at, width, here, w, g, none, number0, number2, number3, number4)
     else:
         g += w * number1
         if KIND == "sgd":

@@ -89,20 +89,7 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
     Raises:
         DataError: if a feature is missing or does not fit, or if a key lies outside its table.
     """
-    given = []
-    for feature in group.features:
-        if feature.name not in features:
-            table = group.tables[feature.table].name
-            raise DataError(
-                f"batch: feature {feature.name!r} of table {table!r} is missing{nearest(feature.name, features)}"
-            )
-        ragged = features[feature.name]
-        if ragged.weights is not None and feature.pooling not in ("sum", "mean"):
-            raise DataError(
-                f"feature {feature.name!r}: keys have weights, and pooling {feature.pooling} has no use for them; "
-                "leave them out, or pool by sum or mean"
-            )
-        given.append(ragged)
+    given = _features_of(group, features)
     samples = given[0].samples
     if group.may_go_by_sample and all(
         ragged.weights is None and ragged.values.shape == (samples,) for ragged in given
@@ -142,6 +129,29 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
             weights = by_sample(weights, samples)
         return Fused(keys, None, weights, starts, samples, True, group.keys_may_go_by_sample)
     return Fused(keys, joined, weights, starts, samples)
+
+
+def _features_of(group: TableGroup, features: Mapping[str, Ragged]) -> list[Ragged]:
+    """Return the keys of the group's features, in the order of the group.
+
+    Raises:
+        DataError: if a feature is missing, or has weights that its pooling does not use.
+    """
+    given = []
+    for feature in group.features:
+        if feature.name not in features:
+            table = group.tables[feature.table].name
+            raise DataError(
+                f"batch: feature {feature.name!r} of table {table!r} is missing{nearest(feature.name, features)}"
+            )
+        ragged = features[feature.name]
+        if ragged.weights is not None and feature.pooling not in ("sum", "mean"):
+            raise DataError(
+                f"feature {feature.name!r}: keys have weights, and pooling {feature.pooling} has no use for them; "
+                "leave them out, or pool by sum or mean"
+            )
+        given.append(ragged)
+    return given
 
 
 def by_sample(places: Tensor, samples: int) -> Tensor:
