@@ -6,7 +6,7 @@
     4  model       cut to the Plan: all that is done to a module, in the order of compose/apply.py
     5  stages      of this rank: parameters of its Units, as the Plan says, in flat buffers, under hooks that walk
                    the list                                                                           (stages.py)
-    6  parts       what the engine runs
+    6  parts       what the engine runs                                                            (assembly.py)
 
 A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or its own ``initial_rules()``), or from
 ``init_from``; no rank ever holds a whole fp32 model at stage 3. A model that comes initialised takes rank 0's weights
@@ -14,12 +14,11 @@ everywhere.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +28,6 @@ from shardwise.base.target import load_target
 from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.world import World, join, sole_builder
 from shardwise.compose.apply import Stages, apply_to_model, check_stages
-from shardwise.compose.plan import exchanges_of
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.construction.agreement import (
     differing_settings,
@@ -38,28 +36,21 @@ from shardwise.engine.construction.agreement import (
     stated_program,
     stated_settings,
 )
+from shardwise.engine.construction.assembly import assemble
 from shardwise.engine.construction.handlers import handlers_of
 from shardwise.engine.construction.outline import Outline, outline_of
 from shardwise.engine.construction.recipe import GivenOptimizer, Recipe, recipe_of
 from shardwise.engine.construction.sharded_init import deal, take_pieces, world_of
 from shardwise.engine.construction.site import site_of, with_groups_of_experts, with_tiers
-from shardwise.engine.construction.stages import make_stage, modules_of, move_buffers
+from shardwise.engine.construction.stages import make_stage, move_buffers
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.model.held import take_back
 from shardwise.engine.model.original import Original
-from shardwise.engine.parts.accumulation import Accumulation
-from shardwise.engine.parts.folders import Folders
 from shardwise.engine.parts.inputs import Loss, call_model
-from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.named import check_named
 from shardwise.engine.parts.out_of_memory import told_in_initialize
-from shardwise.engine.parts.parts import Parts, Site, Stage, Trained
-from shardwise.engine.parts.pass_context import PassContext
-from shardwise.engine.parts.program import ActionLists
-from shardwise.engine.parts.shared import SharedGradients
-from shardwise.engine.parts.table_units import TableUnits
+from shardwise.engine.parts.parts import Parts, Site, Stage
 from shardwise.engine.parts.tables import Tables, register_tables, take_over
-from shardwise.engine.parts.unit_norms import UnitSquares
 from shardwise.engine.parts.vocabulary import Vocabulary
 from shardwise.engine.state.averaging import check_tables
 from shardwise.engine.state.start_weights import StartWeights, start_weights, take_rank_0
@@ -72,18 +63,13 @@ from shardwise.kernels.initializers import Initializer
 from shardwise.memory.device_clock import clock_of
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import apart_from_the_heap, give_back_free
-from shardwise.optim.flat import FlatOptimizer
-from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.pipeline.layers import Layers
-from shardwise.parallel.tensor.own_use import OwnUse
-from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.views import absent
 from shardwise.passes.absent import withhold
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.slices import Slices
 from shardwise.plan.trace import Trace
 from shardwise.plan.walker import Walker
-from shardwise.precision.loss_scale import LossScale
 from shardwise.precision.resolve import resolved
 
 _log = logging.getLogger(__name__)
@@ -136,71 +122,41 @@ def initialize(
             world = join(timeout_s=policies.comm.join_timeout_s, device=policies.comm.device)
             world.ends_with_engine = True
             refused.callback(world.release)
-        engine = _built(
-            model, policies, loss, optimizer, elementwise, initial, world, on_step, example, refused
-        )
+        given = _Given(loss, optimizer, elementwise, initial, on_step, example)
+        engine = _built(model, policies, world, given, refused)
         refused.pop_all()
     return engine
 
 
-def _built(
-    model: nn.Module,
-    policies: RunConfig,
-    loss: Loss | None,
-    optimizer: GivenOptimizer,
-    elementwise: bool,
-    initial: Mapping[str, Initializer] | None,
-    world: World,
-    on_step: Sequence[OnStep],
-    example: Any,
-    refused: ExitStack,
-) -> Engine:
+class _Given(NamedTuple):
+    """The arguments of ``initialize`` beside the model, the configuration and the ranks."""
+
+    loss: Loss | None
+    optimizer: GivenOptimizer
+    elementwise: bool
+    initial: Mapping[str, Initializer] | None
+    on_step: Sequence[OnStep]
+    example: Any
+
+
+def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, refused: ExitStack) -> Engine:
     """Build the engine; ``initialize`` documents the arguments.
 
     ``refused`` collects the callbacks that release files, reserved space and locks at once if the engine cannot be
     made. Otherwise they would stay as long as the program holds the error, whose traceback refers to them.
     """
-    stated = stated_settings(
-        policies,
-        loss=loss is not None,
-        optimizer=_kind(optimizer) if optimizer is not None else None,
-        elementwise=elementwise,
-        initial=sorted(initial or ()),
-    )
-    unlike = differing_settings(world, stated, policies.comm.limit_s)
-    if unlike:
-        raise ConfigError(
-            f"config: {unlike}; every rank would update its part of the weights by another rule. Give all ranks the "
-            "same configuration and the same arguments of initialize"
-        )
-    site = site_of(world, policies)
-    check_named(model, site.settings)
-    precision, notes = resolved(site.settings.precision, model)
-    site = site._replace(settings=site.settings.model_copy(update={"precision": precision}), notes=notes)
+    _check_settings_agree(world, policies, given)
+    site = _site(model, world, policies)
     settings, mesh, device = site.settings, site.mesh, site.world.device
-    if loss is None and settings.loss is not None:
-        loss = load_target("loss.target", settings.loss.target)
+    if given.loss is None and settings.loss is not None:
+        given = given._replace(loss=load_target("loss.target", settings.loss.target))
     pieces = take_pieces(model, is_cut=mesh.tp * mesh.pp * mesh.ep * mesh.etp > 1)
-    recipe = recipe_of(model, settings, optimizer, elementwise)
+    recipe = recipe_of(model, settings, given.optimizer, given.elementwise)
     if mesh.pp == 1 and isinstance(model, Layers):
         model.build_all()
     original = Original(model)
     vocabulary = Vocabulary(model)
-    if example is not None and mesh.pp > 1:  # where the model lies now: its buffers move to the device below
-        home = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-        check_stages(
-            model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, home), home
-        )
-    call = None if example is None else lambda root: call_model(root, loss, example, device)
-    outline = outline_of(model, site, recipe, call)
-    program = stated_program(outline.plan, settings)
-    if not site.groups["world"].all_equal(int(digest_of(program)[:16], 16) >> 1, "the Plan", device):
-        unlike = first_difference(world, program, settings.comm.limit_s)
-        raise PlanError(
-            "model: the ranks were given different models, or use their parts in different orders (example=), "
-            f"so each would run a Plan of its own: {unlike}. Build the same model on every rank, and give all the same "
-            "kind of example"
-        )
+    outline = _agreed_outline(model, site, recipe, given)
     if _cuts_the_model(mesh):
         held = cut_under_a_graph(model, outline.described.spec)
         is_alike = site.groups["world"].all_equal(len(held), "graphs made before initialize", device)
@@ -209,7 +165,7 @@ def _built(
     if site.tiers is not None:
         refused.callback(site.tiers.close)
     uncut = _uncut(model, site)
-    start = start_weights(model, settings, initial, outline.described.spec)
+    start = start_weights(model, settings, given.initial, outline.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
     start = start.or_later(pieces)
     told = told_in_initialize(site.world.rank, device, settings, mesh.size("dp"), site.ledger)
@@ -218,38 +174,101 @@ def _built(
             memory.enter_context(apart_from_the_heap())
         cut = _cut(model, site, outline, start)
         tables = _tables(model, cut, site, outline)
-        check_tables(settings.ema is not None, bool(tables))
         slices = Slices(outline.plan.registry, mesh, site.world.rank)
         start = start.of_pieces(slices)
         walker = Walker({}, Trace(site.traffic, clock_of(device)))
         # made while state that lies on a disk is in memory anyway
         optimizer_of = cache(partial(recipe.optimizer_of, slices=slices, form=settings.offload.state))
         stages = [
-            make_stage(index, module, run, site, outline, start, loss is not None, walker, optimizer_of)
+            make_stage(index, module, run, site, outline, start, given.loss is not None, walker, optimizer_of)
             for index, (module, run) in cut.items()
         ]
         deal(pieces, [bucket for stage in stages for state in stage.hooks.states for bucket in state.buckets])
         _forget_foreign(model, stages)
         original.compare()
-        parts = _parts(model, site, recipe, optimizer_of, outline, tables, stages, vocabulary, walker)
+        parts = assemble(model, site, recipe, optimizer_of, outline, tables, stages, vocabulary, walker)
         give_back_free(torch.device("cpu"))  # what the model came in
+    return _engine(model, parts, given, original, uncut, outline, walker)
+
+
+def _check_settings_agree(world: World, policies: RunConfig, given: _Given) -> None:
+    """Raise ConfigError if the ranks were given unlike configurations or arguments. Collective."""
+    stated = stated_settings(
+        policies,
+        loss=given.loss is not None,
+        optimizer=_kind(given.optimizer) if given.optimizer is not None else None,
+        elementwise=given.elementwise,
+        initial=sorted(given.initial or ()),
+    )
+    unlike = differing_settings(world, stated, policies.comm.limit_s)
+    if unlike:
+        raise ConfigError(
+            f"config: {unlike}; every rank would update its part of the weights by another rule. Give all ranks the "
+            "same configuration and the same arguments of initialize"
+        )
+
+
+def _site(model: nn.Module, world: World, policies: RunConfig) -> Site:
+    """Return the ranks and their configuration, with the dtypes that the model's modules determine."""
+    site = site_of(world, policies)
+    check_named(model, site.settings)
+    precision, notes = resolved(site.settings.precision, model)
+    return site._replace(settings=site.settings.model_copy(update={"precision": precision}), notes=notes)
+
+
+def _agreed_outline(model: nn.Module, site: Site, recipe: Recipe, given: _Given) -> Outline:
+    """Return the model as data with its Plan, which is the same on all ranks. Collective.
+
+    Raises:
+        PlanError: if the model cannot be cut, or differs between the ranks.
+    """
+    settings, device, pp = site.settings, site.world.device, site.mesh.pp
+    loss, example = given.loss, given.example
+    if example is not None and pp > 1:  # where the model lies now: its buffers move to the device below
+        home = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        check_stages(model, settings.pipeline, pp, lambda root: call_model(root, loss, example, home), home)
+    call = None if example is None else lambda root: call_model(root, loss, example, device)
+    outline = outline_of(model, site, recipe, call)
+    program = stated_program(outline.plan, settings)
+    if not site.groups["world"].all_equal(int(digest_of(program)[:16], 16) >> 1, "the Plan", device):
+        unlike = first_difference(site.world, program, settings.comm.limit_s)
+        raise PlanError(
+            "model: the ranks were given different models, or use their parts in different orders (example=), "
+            f"so each would run a Plan of its own: {unlike}. Build the same model on every rank, and give all the same "
+            "kind of example"
+        )
+    return outline
+
+
+def _engine(
+    model: nn.Module,
+    parts: Parts,
+    given: _Given,
+    original: Original,
+    uncut: Uncut | None,
+    outline: Outline,
+    walker: Walker,
+) -> Engine:
+    """Return the engine that runs ``parts``, with the weights of ``init_from``. Collective."""
+    settings, site = parts.config, parts.site
+    mesh, world, groups = site.mesh, site.world, site.groups
     pipeline = None
     if mesh.pp > 1:
-        peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
-        pipeline = Pipeline(parts, settings.pipeline, loss, peers)
+        peers = world.peers(groups["pp"], settings.comm, mesh.groups("pp"))
+        pipeline = Pipeline(parts, settings.pipeline, given.loss, peers)
     end = StepEnd(parts)
     schedule = None if pipeline is None else pipeline.schedule
     walker.handlers.update(handlers_of(parts.hooks, end, parts.program.tables, schedule))
     parts.program.begin(parts.program.microbatches)
-    outline.replay.draws.share(site.groups["tp"], site.groups["pp"], model, device)
+    outline.replay.draws.share(groups["tp"], groups["pp"], model, world.device)
     site.traffic.clear()
-    if site.world.rank == 0 and site.world.size > 1:
-        _log.info("the ranks exchange through %s", site.world.transports())
+    if world.rank == 0 and world.size > 1:
+        _log.info("the ranks exchange through %s", world.transports())
     check = None
     if settings.check_first_step == "auto" and _cuts_the_model(mesh):
-        check = Check(parts, settings, loss, uncut, outline.to_recompute)
+        check = Check(parts, settings, given.loss, uncut, outline.to_recompute)
         outline.replay.draws.keeps = uncut is not None
-    engine = Engine(parts, original, loss, on_step, end, pipeline, check)
+    engine = Engine(parts, original, given.loss, given.on_step, end, pipeline, check)
     _start_from_step(engine)
     return engine
 
@@ -341,6 +360,7 @@ def _tables(model: nn.Module, stages: Stages, site: Site, outline: Outline) -> T
         model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock, dense_bytes
     )
     register_tables(outline.plan, tables, outline.planned.policies.microbatches)
+    check_tables(settings.ema is not None, bool(tables))
     return tables
 
 
@@ -354,9 +374,6 @@ def _uncut(model: nn.Module, site: Site) -> Uncut | None:
     tp, pp = site.groups["tp"], site.groups["pp"]
     compares = _cuts_the_model(site.mesh) and tp.index == 0 and pp.index == pp.size - 1
     return keep_uncut(model) if compares and site.settings.check_first_step == "auto" else None
-
-
-# Parts -------------------------------------------------------------------------------------------------------------
 
 
 def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
@@ -376,117 +393,4 @@ def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
             "Use the parameters of the module that the loss is given, on their own stage, or engine.full_parameters()"
         ),
         {},
-    )
-
-
-def _own_use(owners: Mapping[str, str], stages: Sequence[Stage], compiled: bool) -> OwnUse:
-    """Return the object that finds uses of slices by modules that do not own them.
-
-    The owner of every slice inside a compiled block is the block.
-    """
-    owned: list[tuple[str, nn.Parameter, nn.Module]] = []
-    names: dict[nn.Module, str] = {}
-    for stage in stages if owners else ():
-        modules = dict(stage.module.named_modules(remove_duplicate=False))
-        blocks = [state.unit.name for state in stage.hooks.states[1:]] if compiled else []
-        for name, parameter in stage.module.named_parameters(remove_duplicate=False):
-            if name not in owners:
-                continue
-            owner = owners[name]
-            owner = next((each for each in blocks if f"{owner}.".startswith(f"{each}.")), owner)
-            owned.append((name, parameter, modules[owner]))
-            names.setdefault(modules[owner], owner or "the model")
-    return OwnUse(owned, names)
-
-
-def _parts(
-    model: nn.Module,
-    site: Site,
-    recipe: Recipe,
-    optimizer_of: Callable[[BucketState], FlatOptimizer],
-    outline: Outline,
-    tables: Tables,
-    stages: list[Stage],
-    vocabulary: Vocabulary,
-    walker: Walker,
-) -> Parts:
-    settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
-    owned = [
-        (stage.index, bucket)
-        for stage in stages
-        for state in stage.hooks.states
-        for bucket in state.buckets
-        if bucket.layout.key.trained
-    ]
-    slices = Slices(outline.plan.registry, mesh, world.rank)
-    shared = SharedGradients(
-        owned,
-        slices,
-        lambda kin: world.groups_among(kin, "shared", settings.comm, site.clock, site.traffic),
-    )
-    trained = [Trained(bucket, optimizer_of(bucket)) for _, bucket in owned]
-    for bucket, made in trained:
-        if bucket.state is None:
-            site.ledger.take("moments", bucket.what, made.state.count_bytes)
-    if tables:
-        site.ledger.take("tables", "rows and their moments", lambda: tables.nbytes)
-        if tables.step_bytes:
-            site.ledger.take("table steps", "of each row", tables.step_bytes)
-    if tables.is_dynamic:
-        site.ledger.take("dynamic tables", "rows in use", lambda: tables.dynamic_bytes)
-    # Of the whole model: a stage without fp16 of its own scales and skips with the others.
-    half = settings.precision.operations == "fp16" or any(
-        entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16
-        for entry in outline.described.spec.parameters.values()
-    )
-    loss_scale = LossScale(settings.precision.loss_scale) if half else None
-    spec, exchanges = outline.described.spec, outline.plan.exchanges
-    if site.levels:
-        in_blocks = outline.planned.policies.in_blocks
-        exchanges = exchanges_of(spec, mesh, outline.plan.registry, site.levels[0].size, in_blocks)
-    notes = (*outline.plan.notes, *site.notes, *tables.choices)
-    noted = replace(outline.plan, notes=notes, exchanges=exchanges)
-    planned = outline.planned._replace(plan=noted)
-    peers = None
-    if noted.registry.needs("matrix"):
-        peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic)
-    orders = {stage.index: stage.hooks.order for stage in stages}
-    outline.loads.routers = {
-        name: layer.router
-        for stage in stages
-        for name, layer in mixtures(stage.module, by_first_name=True).items()
-    }
-    # Rank 0 alone writes them, so a script may ask for them there alone; the squares come from all ranks.
-    asks = settings.monitor.unit_norms
-    unit_squares = UnitSquares()
-    if not groups["world"].all_equal(int(asks), "monitor.unit_norms", world.device) or asks:
-        unit_squares = UnitSquares.of(planned, [bucket for bucket, _ in trained])
-    folders = Folders(world, settings.checkpoint, world.next_engine())
-    site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
-    return Parts(
-        model=stages[0].module if mesh.pp == 1 else model,
-        site=site,
-        program=ActionLists(planned, orders, TableUnits(tables, noted.own, orders, walker), walker),
-        slices=slices,
-        stages=stages,
-        trained=trained,
-        shared=shared,
-        tables=tables,
-        accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
-        optimizer_groups=recipe.groups,
-        passes=PassContext(
-            dp=groups["dp"],
-            tp=groups["tp"],
-            clock=site.clock,
-            replay=outline.replay,
-            loads=outline.loads,
-            vocabulary=vocabulary,
-            profile=ModuleProfile(
-                settings, world, outline.plan.registry, modules_of(stages), walker.trace.clock
-            ),
-            own_use=_own_use(outline.described.owners, stages, settings.compile.scope == "blocks"),
-        ),
-        folders=folders,
-        unit_squares=unit_squares,
-        stage_peers=peers,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.compose.apply import (
@@ -80,60 +81,71 @@ def make_stage(
     settings, device, mesh = site.settings, site.world.device, site.mesh
     is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
 
-    def hooks(states: list[UnitState]) -> UnitHooks:
-        first = outline.plan.own.units_of(index)[0].index
-        windows = UnitWindows(
-            states,
-            walker,
-            first,
-            _gathers_once(site),
-            int(settings.zero.reductions_under_way),
-            overlaps=int(settings.zero.prefetch_bytes) > 0,
-        )
-        order = Order(
-            [state.unit for state in states],
-            [state.strategy for state in states],
-            int(settings.zero.prefetch_bytes),
-            first,
-        )
-        is_compiled = settings.compile.scope != "none" or any(
-            hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
-            for each in module.modules()
-        )
-        made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
-        _gather_around_methods(made, settings, mesh)
-        return made
-
-    def recompute(module: nn.Module) -> None:
-        outline.operations.apply_to(module)  # first, so that recomputation repeats the operations' dtypes
-        recompute_blocks(module, outline.to_recompute, settings.recompute, outline.replay)
-
     saved: list[Activations] = []
 
     def offload(module: nn.Module) -> None:
         if outline.to_offload:
-            activations = Activations(module, device, mesh.pp == 1, outline.alike)
-            site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
-            offload_blocks(module, outline.to_offload, activations)
-            saved.append(activations)
+            saved.append(_offloaded(module, index, site, outline))
 
     made, handles = apply_to_stage(
         module,
         buffers=lambda module: move_buffers(module, device, settings.precision),
         weights=lambda module: _unit_states(module, index, outline, _bucket_contexts(site), start, filled),
         compiled=_compiler(settings.compile, device),
-        recompute=recompute,
+        recompute=lambda module: _recompute(module, settings, outline),
         offload=offload,
-        hooks=hooks,
+        hooks=lambda states: _hooks(index, module, states, site, outline, walker),
         casts=lambda module: cast_at_the_root(module, settings.precision, device, casts_output and is_last),
     )
     for activations in saved:
         activations.microbatch = lambda: made.microbatch
         made.windows.on_recall = activations.recall
-    if settings.compile.cuda_graphs:  # a pass of the stage is one step of its blocks' graphs
-        begins = module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-        handles = [*handles, begins]
+    if settings.compile.cuda_graphs:
+        handles = [*handles, _mark_passes(module)]
     return Stage(index, module, made, run, handles)
+
+
+def _hooks(
+    index: int, module: nn.Module, states: list[UnitState], site: Site, outline: Outline, walker: Walker
+) -> UnitHooks:
+    """Return the hooks that walk the list when the Units of a stage run."""
+    settings, mesh = site.settings, site.mesh
+    first = outline.plan.own.units_of(index)[0].index
+    windows = UnitWindows(
+        states,
+        walker,
+        first,
+        _gathers_once(site),
+        int(settings.zero.reductions_under_way),
+        overlaps=int(settings.zero.prefetch_bytes) > 0,
+    )
+    order = Order(
+        [state.unit for state in states],
+        [state.strategy for state in states],
+        int(settings.zero.prefetch_bytes),
+        first,
+    )
+    is_compiled = settings.compile.scope != "none" or any(
+        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
+        for each in module.modules()
+    )
+    made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
+    _gather_around_methods(made, settings, mesh)
+    return made
+
+
+def _recompute(module: nn.Module, settings: RunConfig, outline: Outline) -> None:
+    """Give the stage the dtypes of operations, and let blocks compute their activations again."""
+    outline.operations.apply_to(module)  # first, so that recomputation repeats the operations' dtypes
+    recompute_blocks(module, outline.to_recompute, settings.recompute, outline.replay)
+
+
+def _offloaded(module: nn.Module, index: int, site: Site, outline: Outline) -> Activations:
+    """Let the activations of the stage's blocks wait in host memory, and return these activations."""
+    activations = Activations(module, site.world.device, site.mesh.pp == 1, outline.alike)
+    site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
+    offload_blocks(module, outline.to_offload, activations)
+    return activations
 
 
 def _compiler(
@@ -150,6 +162,11 @@ def _compiler(
         return None
     options = {"triton.cudagraphs": True} if policy.cuda_graphs else None
     return partial(torch.compile, backend=policy.backend, options=options)
+
+
+def _mark_passes(module: nn.Module) -> RemovableHandle:
+    """Begin a new step of CUDA graphs with each pass of a stage, and return the handle of the hook that does so."""
+    return module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
 
 
 def _gathers_once(site: Site) -> bool:

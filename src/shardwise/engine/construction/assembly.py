@@ -1,0 +1,199 @@
+"""Assembly: the parts that an engine runs, made from the stages and the tables of this rank.
+
+Optimizers of the trained buckets, gradients that ranks share, the memory of state in the ledger, the last notes of the
+Plan, and the parts that surround every pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shardwise.compose.plan import Planned, exchanges_of
+from shardwise.compose.spec import ModelSpec
+from shardwise.config.run import RunConfig
+from shardwise.engine.construction.outline import Outline
+from shardwise.engine.construction.recipe import Recipe
+from shardwise.engine.construction.stages import modules_of
+from shardwise.engine.parts.accumulation import Accumulation
+from shardwise.engine.parts.folders import Folders
+from shardwise.engine.parts.module_profile import ModuleProfile
+from shardwise.engine.parts.parts import Parts, Site, Stage, Trained
+from shardwise.engine.parts.pass_context import PassContext
+from shardwise.engine.parts.program import ActionLists
+from shardwise.engine.parts.shared import SharedGradients
+from shardwise.engine.parts.table_units import TableUnits
+from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.unit_norms import UnitSquares
+from shardwise.engine.parts.vocabulary import Vocabulary
+from shardwise.memory.ledger import Ledger
+from shardwise.optim.flat import FlatOptimizer
+from shardwise.parallel.expert.apply import mixtures
+from shardwise.parallel.tensor.own_use import OwnUse
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.slices import Slices
+from shardwise.plan.walker import Walker
+from shardwise.precision.loss_scale import LossScale
+
+
+def assemble(
+    model: nn.Module,
+    site: Site,
+    recipe: Recipe,
+    optimizer_of: Callable[[BucketState], FlatOptimizer],
+    outline: Outline,
+    tables: Tables,
+    stages: list[Stage],
+    vocabulary: Vocabulary,
+    walker: Walker,
+) -> Parts:
+    """Return the parts of one engine. Collective.
+
+    Args:
+        model: The whole model.
+        site: The ranks and their configuration.
+        recipe: The recipe of the optimizers.
+        optimizer_of: Function that returns the optimizer of a bucket.
+        outline: The model as data, and the Plan.
+        tables: The tables of the model.
+        stages: This rank's stages, with their weights.
+        vocabulary: The vocabulary to which the tokens of a batch belong.
+        walker: The walker of this rank's list.
+    """
+    settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
+    owned = _trained_buckets(stages)
+    slices = Slices(outline.plan.registry, mesh, world.rank)
+    shared = SharedGradients(
+        owned,
+        slices,
+        lambda kin: world.groups_among(kin, "shared", settings.comm, site.clock, site.traffic),
+    )
+    trained = [Trained(bucket, optimizer_of(bucket)) for _, bucket in owned]
+    _count_state(site.ledger, trained, tables)
+    planned = _noted(outline, site, tables)
+    peers = None
+    if planned.plan.registry.needs("matrix"):
+        peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic)
+    orders = {stage.index: stage.hooks.order for stage in stages}
+    table_units = TableUnits(tables, planned.plan.own, orders, walker)
+    loss_scale = _loss_scale(settings, outline.described.spec)
+    unit_squares = _unit_squares(site, planned, trained)
+    folders = Folders(world, settings.checkpoint, world.next_engine())
+    site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
+    return Parts(
+        model=stages[0].module if mesh.pp == 1 else model,
+        site=site,
+        program=ActionLists(planned, orders, table_units, walker),
+        slices=slices,
+        stages=stages,
+        trained=trained,
+        shared=shared,
+        tables=tables,
+        accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
+        optimizer_groups=recipe.groups,
+        passes=_pass_context(site, outline, stages, vocabulary, walker),
+        folders=folders,
+        unit_squares=unit_squares,
+        stage_peers=peers,
+    )
+
+
+def _trained_buckets(stages: Sequence[Stage]) -> list[tuple[int, BucketState]]:
+    """Return the buckets that optimizers update, each with the index of its stage."""
+    return [
+        (stage.index, bucket)
+        for stage in stages
+        for state in stage.hooks.states
+        for bucket in state.buckets
+        if bucket.layout.key.trained
+    ]
+
+
+def _count_state(ledger: Ledger, trained: Sequence[Trained], tables: Tables) -> None:
+    """Register the memory of moments and of tables."""
+    for bucket, made in trained:
+        if bucket.state is None:
+            ledger.take("moments", bucket.what, made.state.count_bytes)
+    if tables:
+        ledger.take("tables", "rows and their moments", lambda: tables.nbytes)
+        if tables.step_bytes:
+            ledger.take("table steps", "of each row", tables.step_bytes)
+    if tables.is_dynamic:
+        ledger.take("dynamic tables", "rows in use", lambda: tables.dynamic_bytes)
+
+
+def _noted(outline: Outline, site: Site, tables: Tables) -> Planned:
+    """Return the Plan with the notes of the dtypes and the tables, and with the exchanges of experts between levels."""
+    spec, exchanges = outline.described.spec, outline.plan.exchanges
+    if site.levels:
+        in_blocks = outline.planned.policies.in_blocks
+        exchanges = exchanges_of(spec, site.mesh, outline.plan.registry, site.levels[0].size, in_blocks)
+    notes = (*outline.plan.notes, *site.notes, *tables.choices)
+    return outline.planned._replace(plan=replace(outline.plan, notes=notes, exchanges=exchanges))
+
+
+def _loss_scale(settings: RunConfig, spec: ModelSpec) -> LossScale | None:
+    """Return the scale of the loss if any part of the whole model computes in fp16, else None.
+
+    A stage without fp16 of its own scales and skips with the others.
+    """
+    half = settings.precision.operations == "fp16" or any(
+        entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16
+        for entry in spec.parameters.values()
+    )
+    return LossScale(settings.precision.loss_scale) if half else None
+
+
+def _unit_squares(site: Site, planned: Planned, trained: Sequence[Trained]) -> UnitSquares:
+    """Return the squares of every Unit's gradient and weight if any rank asks for them, else none. Collective."""
+    # Rank 0 alone writes them, so a script may ask for them there alone; the squares come from all ranks.
+    asks = site.settings.monitor.unit_norms
+    if not site.groups["world"].all_equal(int(asks), "monitor.unit_norms", site.world.device) or asks:
+        return UnitSquares.of(planned, [bucket for bucket, _ in trained])
+    return UnitSquares()
+
+
+def _pass_context(
+    site: Site, outline: Outline, stages: Sequence[Stage], vocabulary: Vocabulary, walker: Walker
+) -> PassContext:
+    """Return what surrounds every pass of the stages."""
+    settings = site.settings
+    outline.loads.routers = {
+        name: layer.router
+        for stage in stages
+        for name, layer in mixtures(stage.module, by_first_name=True).items()
+    }
+    profile = ModuleProfile(
+        settings, site.world, outline.plan.registry, modules_of(stages), walker.trace.clock
+    )
+    return PassContext(
+        dp=site.groups["dp"],
+        tp=site.groups["tp"],
+        clock=site.clock,
+        replay=outline.replay,
+        loads=outline.loads,
+        vocabulary=vocabulary,
+        profile=profile,
+        own_use=_own_use(outline.described.owners, stages, settings.compile.scope == "blocks"),
+    )
+
+
+def _own_use(owners: Mapping[str, str], stages: Sequence[Stage], compiled: bool) -> OwnUse:
+    """Return the object that finds uses of slices by modules that do not own them.
+
+    The owner of every slice inside a compiled block is the block.
+    """
+    owned: list[tuple[str, nn.Parameter, nn.Module]] = []
+    names: dict[nn.Module, str] = {}
+    for stage in stages if owners else ():
+        modules = dict(stage.module.named_modules(remove_duplicate=False))
+        blocks = [state.unit.name for state in stage.hooks.states[1:]] if compiled else []
+        for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+            if name not in owners:
+                continue
+            owner = owners[name]
+            owner = next((each for each in blocks if f"{owner}.".startswith(f"{each}.")), owner)
+            owned.append((name, parameter, modules[owner]))
+            names.setdefault(modules[owner], owner or "the model")
+    return OwnUse(owned, names)
