@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.optim import by_chunk, flat
+from shardwise.optim import flat
 from shardwise.optim.classes import from_policy
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
@@ -45,7 +45,7 @@ def run(
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_chunks_have_the_bits_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_chunk, "CHUNK", 64)
+    monkeypatch.setattr(flat, "CHUNK", 64)
     policy = OptimizerPolicy(lr=0.1, **POLICIES[name])
     fp32, fp64, fp16, bf16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
     cases = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, optim
 
 from shardwise.kernels.philox import key_of, words_of
-from shardwise.optim import by_chunk, rounding
+from shardwise.optim import rounding
 from shardwise.optim.classes import from_torch, labels_of, make_state
 from shardwise.optim.coded_moments import CodedMoments, CodedPart, refused
 from shardwise.optim.flat import FlatOptimizer
@@ -230,7 +230,7 @@ def whole_tensors(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_is_that_of_fp32(name: str, form: StateForm, monkeypatch: pytest.MonkeyPatch) -> None:
     """By chunks, with parts that are not used, whose counts stand still: compared where counts agree."""
-    monkeypatch.setattr(by_chunk, "CHUNK", 64)
+    monkeypatch.setattr("shardwise.optim.flat.CHUNK", 64)
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(TOTAL, generator=generator)
     grads = [torch.randn(TOTAL, generator=generator) for _ in UNUSED]
@@ -257,7 +257,7 @@ def test_an_update_is_that_of_fp32(name: str, form: StateForm, monkeypatch: pyte
 
 def test_state_goes_through_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``saving`` does: read, written, restored with the counts."""
-    monkeypatch.setattr(by_chunk, "CHUNK", 64)
+    monkeypatch.setattr("shardwise.optim.flat.CHUNK", 64)
     make = from_torch(optim.AdamW([torch.zeros(1)], lr=0.1))
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(TOTAL, generator=generator) for _ in range(4)]
