@@ -54,7 +54,7 @@ from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.region import Region
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.hooks import UnitHooks
-from shardwise.parallel.zero.unit_state import UnitState
+from shardwise.parallel.zero.windows import UnitState
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute
 from shardwise.passes.replay import Replay
 from shardwise.passes.tiles import TilesPolicy

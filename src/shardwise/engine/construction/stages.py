@@ -32,8 +32,7 @@ from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.modules import Holding, held
 from shardwise.parallel.zero.order import Order
-from shardwise.parallel.zero.unit_state import UnitState
-from shardwise.parallel.zero.windows import UnitWindows
+from shardwise.parallel.zero.windows import UnitState, UnitWindows
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.state_form import stored_dtype, stored_elements

@@ -63,8 +63,7 @@ from shardwise.comm.duals import apart
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.marks import Marks
 from shardwise.parallel.zero.order import Order
-from shardwise.parallel.zero.unit_state import UnitState, Window
-from shardwise.parallel.zero.windows import UnitWindows
+from shardwise.parallel.zero.windows import UnitState, UnitWindows, Window
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.lists import is_inside
 from shardwise.plan.walker import Walker
