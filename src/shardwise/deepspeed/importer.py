@@ -183,10 +183,10 @@ def install(root: str) -> None:
 def answer_as(root: str) -> None:
     """Replace the imported module ``root`` (``deepspeed``) and all modules below it with this package, in this process.
 
-    If torch has no CUDA, calls of scripts that name CUDA then use the CPU (cpu_for_cuda.py).
+    If torch has no CUDA, calls of scripts that name CUDA then use the CPU (calls/cpu_for_cuda.py).
     """
     own, module = importlib.import_module(_OURS), sys.modules[root]
     module.__class__ = TableModule
     vars(module).update({name: value for name, value in vars(own).items() if name.startswith(_TOLD)})
     install(root)
-    importlib.import_module(f"{_OURS}.cpu_for_cuda").begin()
+    importlib.import_module(f"{_OURS}.calls.cpu_for_cuda").begin()
