@@ -150,8 +150,8 @@ PLANTED = [
     ("zero1", drop("all", NORM), r"STEP\(u0\) before NORM"),
     ("zero1", double("all", NORM), "NORM twice"),
     ("zero2", before("all", NORM, unit(Kind.REDUCE, 0, 1)), r"REDUCE\(u0,1\) after NORM"),
-    ("zero1", drop("all", unit(Kind.UNSHARD, 1)), r"STEP\(u1\) without UNSHARD\(u1\) after it"),
-    ("zero1", double("all", unit(Kind.UNSHARD, 1)), r"UNSHARD\(u1\) twice after its STEP"),
+    ("zero1", drop("all", unit(Kind.UNSHARD, 1)), r"no UNSHARD\(u1\) after its update"),
+    ("zero1", double("all", unit(Kind.UNSHARD, 1)), r"UNSHARD\(u1\) twice; expected once"),
     ("zero1", swap("all", STEP1, unit(Kind.UNSHARD, 1)), r"UNSHARD\(u1\) before STEP\(u1\)"),
     ("zero1", drop("all", unit(Kind.F, 2, 0)), "0 F and 1 B of Unit 2 in microbatch 0"),
     ("zero1", drop("all", unit(Kind.B, 2, 0)), "1 F and 0 B of Unit 2 in microbatch 0"),
@@ -182,20 +182,20 @@ PLANTED = [
         drop("all", unit(Kind.RESHARD, 2, 0)),
         r"UNSHARD\(u2,0\) while its weights are gathered already",
     ),
-    ("zero3", add("all", unit(Kind.RESHARD, 1)), r"RESHARD\(u1\) after NORM"),
+    ("zero3", add("all", unit(Kind.RESHARD, 1)), r"RESHARD\(u1\) after STEP"),
     ("zero2", lambda rows: rows["all"].insert(1, unit(Kind.UNSHARD, 0, 0)), "weights every rank keeps whole"),
     ("hsdp", drop("all", unit(Kind.UNSHARD, 3, 1)), r"F\(u3,1\) while its weights are not gathered"),
-    ("tp", drop("all", SUM), "NORM without SUM before it, but hold addends"),
+    ("tp", drop("all", SUM), "NORM before SUM, but hold addends"),
     ("tp", double("all", SUM), "SUM twice"),
-    ("tp", swap("all", SUM, NORM), "NORM without SUM before it"),
+    ("tp", swap("all", SUM, NORM), "NORM before SUM"),
     ("tp", before("all", SUM, unit(Kind.REDUCE, 0, 1)), r"REDUCE\(u0,1\) after SUM"),
     (
         "zero1",
         lambda rows: rows["all"].insert(rows["all"].index(NORM), SUM),
         "SUM though they hold no gradient",
     ),
-    ("tied", drop("pp 0", SUM), "pp 0 ranks have NORM without SUM"),
-    ("tied", drop("pp 1", SUM), "pp 1 ranks have NORM without SUM"),
+    ("tied", drop("pp 0", SUM), "pp 0 ranks have NORM before SUM"),
+    ("tied", drop("pp 1", SUM), "pp 1 ranks have NORM before SUM"),
     ("norms", drop("pp 1", TRUST), r"pp 1 ranks have STEP\(u0\) before TRUST"),
     ("norms", double("pp 0", TRUST), "TRUST twice"),
     ("norms", before("pp 0", TRUST, unit(Kind.DIRECT, 1)), r"TRUST before DIRECT\(u1\)"),
@@ -204,7 +204,7 @@ PLANTED = [
     ("norms", before("pp 0", unit(Kind.DIRECT, 1), NORM), r"DIRECT\(u1\) before NORM"),
     ("norms", before("pp 0", STEP1, TRUST), r"STEP\(u1\) before TRUST"),
     ("norms", add("pp 0", DEAL), "DEAL though no update here needs it"),
-    ("matrices", drop("all", DEAL), r"STEP\(u1\) before DEAL"),
+    ("matrices", drop("all", DEAL), r"STEP\(u0\) before DEAL"),
     ("matrices", add("all", TRUST), "TRUST though no update here needs it"),
     (
         "matrices",
@@ -222,7 +222,7 @@ PLANTED = [
         drop("all", unit(Kind.REDUCE, 1, 0)),
         r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
     ),
-    ("delayed", drop("all", unit(Kind.ADOPT, 4)), r"UNSHARD\(u4\) not between ADOPT\(u4\), .* and STEP"),
+    ("delayed", drop("all", unit(Kind.ADOPT, 4)), r"UNSHARD\(u4\) before ADOPT\(u4\)"),
     ("delayed", before("all", unit(Kind.ADOPT, 4), NORM), r"ADOPT\(u4\) before NORM"),
     ("delayed", swap("all", unit(Kind.ADOPT, 4), unit(Kind.STEP, 4)), r"STEP\(u4\) before LOAD\(u4\)"),
     (
@@ -230,13 +230,13 @@ PLANTED = [
         swap("all", unit(Kind.UNSHARD, 4), unit(Kind.STORE, 4)),
         r"STORE\(u4\) before STEP\(u4\)",
     ),
-    ("delayed", add("all", unit(Kind.UNSHARD, 4)), r"UNSHARD\(u4\) not between ADOPT|UNSHARD\(u4\) twice"),
+    ("delayed", add("all", unit(Kind.UNSHARD, 4)), r"UNSHARD\(u4\) twice"),
     ("disk", add("all", unit(Kind.ADOPT, 4)), r"ADOPT\(u4\) of a Unit whose updates count at once"),
     ("weights on disk", double("all", unit(Kind.BRING, 3, 0)), r"BRING\(u3,0\) while .* or on their way"),
     (
         "weights on disk",
         swap("all", unit(Kind.BRING, 4, 1), unit(Kind.UNSHARD, 4, 1)),
-        r"BRING\(u4,1\) while its weights are gathered",
+        r"UNSHARD\(u4,1\) without BRING\(u4,1\) before it",
     ),
     (
         "weights on disk",
@@ -337,7 +337,7 @@ PLANTED = [
         lambda rows: rows["all"].insert(2, unit(Kind.F, 5, 0)),
         r"F\(u5,0\) of a Unit of embedding tables",
     ),
-    ("tables tp", drop("all", SUM), "NORM without SUM before it"),
+    ("tables tp", drop("all", SUM), "NORM before SUM"),
     ("tables tp", swap("all", unit(Kind.DELIVER, 6), SUM), r"DELIVER\(u6\) after SUM"),
     ("tables pp", drop("pp 1", unit(Kind.FETCH, 3, 1)), "pp 1 ranks have 0 FETCH of Unit 3 in microbatch 1"),
     (
@@ -377,14 +377,41 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
     ],
 )
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
-    """Of every list, all of its Actions; but what nobody has brought, the gather brings."""
+    """Of every list, all of its Actions."""
     whole = good(name)
     for key, row in row_of(whole).items():
         for i in range(len(row)):
-            left_out = [row[:i] + row[i + 1 :]] * (row[i].kind is not Kind.BRING)
-            for kept in (*left_out, row[: i + 1] + row[i:]):
+            for kept in (row[:i] + row[i + 1 :], row[: i + 1] + row[i:]):
                 with pytest.raises(PlanError):
                     validate_plan(with_rows(whole, row_of(whole) | {key: kept}), MICROBATCHES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero1",
+        "zero3",
+        "tp",
+        "pp",
+        "norms",
+        "matrices",
+        "disk",
+        "delayed",
+        "weights on disk",
+        "saved",
+        "tables",
+    ],
+)
+def test_no_kind_may_be_left_out(name: str) -> None:
+    """Of every list, all Actions of a Kind, of one Unit and of all Units."""
+    whole = good(name)
+    for key, row in row_of(whole).items():
+        left_out = [[each for each in row if each.kind is not kind] for kind in {each.kind for each in row}]
+        pairs = {each[:2] for each in row if each.unit >= 0}
+        left_out += [[each for each in row if each[:2] != pair] for pair in pairs]
+        for kept in left_out:
+            with pytest.raises(PlanError):
+                validate_plan(with_rows(whole, row_of(whole) | {key: kept}), MICROBATCHES)
 
 
 # What the validator lets pass ----------------------------------------------------------------------------------------
@@ -477,6 +504,13 @@ QKV = "blocks.0.qkv.weight"
         ("pp", "parameter", QKV, {"stages": (1,)}, "the registry has it on stages"),
         ("tied", "parameter", QKV, {"stages": (0, 1)}, "tied to nothing"),
         ("zero0", "parameter", QKV, {"shape": (32, 15)}, "its slot is"),
+        ("zero1", "master", QKV, {"shape": (16, 16)}, r"master is registered as .*\[16, 16\]"),
+        ("zero1", "master", QKV, {"dtype": torch.bfloat16}, "master is registered as torch.bfloat16"),
+        ("zero2", "gradient", QKV, {"shape": (16, 16)}, r"grad is registered as \[16, 16\]"),
+        ("zero2", "gradient", QKV, {"dtype": torch.float64}, "grad is registered as torch.float64"),
+        ("zero3", "moment", QKV, {"shape": (16, 16)}, r"exp_avg is registered as \[16, 16\]"),
+        ("zero3", "moment", QKV, {"dtype": torch.float64}, "exp_avg is registered as torch.float64"),
+        ("zero3", "moment", QKV, {"label": "other"}, "exp_avg|other"),
     ],
 )
 def test_wrong_placements(name: str, kind: str, tensor: str, changes: dict[str, Any], says: str) -> None:
@@ -490,6 +524,43 @@ def test_a_gradient_that_nobody_sums() -> None:
     whole = registered(registered(good("zero0"), "parameter", QKV, **alone), "gradient", QKV, **alone)
     with pytest.raises(PlanError, match=r"its gradient is registered R on dp_shard.*expected P"):
         validate_plan(whole, MICROBATCHES)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "disk"])
+def test_a_moment_without_a_buffer(name: str) -> None:
+    whole = good(name)
+    classes = {
+        key: replace(
+            each,
+            buffers={
+                place: tuple(row for row in rows if row.kind != "exp_avg")
+                for place, rows in each.buffers.items()
+            },
+        )
+        for key, each in whole.classes.items()
+    }
+    with pytest.raises(PlanError, match="its moment exp_avg is registered, but has no buffer"):
+        validate_plan(replace(whole, classes=classes), MICROBATCHES)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("zero1", {"weight": (Replicate(), Shard())}, "its weight lies R/R .* strategy says R/S"),
+        ("zero3", {"master": (Replicate(), Replicate())}, "lies R/S in device memory, but .* says R/R"),
+        ("zero2", {"grad": (Partial(), Partial())}, "its grad lies .* but the Unit's strategy says P/P"),
+        ("disk", {"tier": "device"}, "in disk memory, but the Unit's strategy says .* in device memory"),
+    ],
+)
+def test_a_strategy_that_differs_from_the_buffers(name: str, changes: dict[str, Any], says: str) -> None:
+    """The strategy decides which Actions a Unit has, so it must be that of the registered tensors."""
+    whole = good(name)
+    own = whole.own
+    strategies = [replace(each, **changes) if i == 4 else each for i, each in enumerate(own.strategies)]
+    with pytest.raises(PlanError, match=says):
+        validate_plan(
+            replace(whole, classes={"all": replace(own, strategies=tuple(strategies))}), MICROBATCHES
+        )
 
 
 def test_a_tensor_that_no_bucket_holds() -> None:
@@ -529,6 +600,7 @@ def test_a_table_that_no_unit_has(name: str) -> None:
             each,
             units=each.units[:-1],
             unit_stages=each.unit_stages[:-1],
+            strategies=each.strategies[:-1],
             actions=tuple(action for action in each.actions if action.unit != last),
         )
         with pytest.raises(PlanError, match="table '(users.a|blocks.2.items.c)' is in 0 Units on stage"):

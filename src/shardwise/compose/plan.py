@@ -45,7 +45,6 @@ from shardwise.plan.dataflow import Lists
 from shardwise.plan.lists import (
     Boundary,
     Prefetch,
-    Strategy,
     backward_actions,
     forward_actions,
     is_inside,
@@ -127,7 +126,7 @@ class Planned(NamedTuple):
         """
         plan, (zero, pipeline, *_) = self.plan, self.policies
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
-        strategies, ahead = strategies_of(plan.own, plan.registry, self.policies), _prefetch(zero, plan.units)
+        strategies, ahead = plan.own.strategies, _prefetch(zero, plan.units)
         known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
 
         @cache
@@ -227,7 +226,7 @@ def _actions(
     orders: Orders,
 ) -> tuple[Action, ...]:
     prefetch = _prefetch(policies.zero, ranks.units)
-    strategies = strategies_of(ranks, plan.registry, policies)
+    strategies = ranks.strategies
     trained = ranks.trained
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
 
@@ -257,20 +256,6 @@ def _actions(
         NORM,
         *update_actions(trained, strategies, directed, between, policies.offload.buffers),
         *rows,
-    )
-
-
-def strategies_of(ranks: RankClass, registry: Registry, policies: Policies) -> list[Strategy]:
-    """Return the Strategy of each Unit: the placements and tiers of its state.
-
-    Args:
-        ranks: Class of ranks with the Units.
-        registry: The registered tensors.
-        policies: Inputs of the Plan.
-    """
-    shares = Slices(registry, registry.mesh, 0).shares_gradients(ranks.stages)
-    return layout.strategies_of(
-        policies.zero, registry.mesh, ranks.units, policies.offload, not shares, policies.blocks
     )
 
 
@@ -390,9 +375,9 @@ def _class(
         if stage_of[name] in stages:
             units.append(Unit(len(units), name, (), has_rows=True))
             unit_stages.append(stage_of[name])
-    windows = layout.strategy_of(policies.zero, mesh).windows
-    ranks = RankClass(stages, tuple(units), tuple(unit_stages), {}, windows)
-    strategies = strategies_of(ranks, registry, policies)
+    # A gradient may leave the device only if no sum over ranks of the model follows its reduction.
+    leaves = not slices.shares_gradients(stages)
+    strategies = layout.strategies_of(policies.zero, mesh, units, policies.offload, leaves, policies.blocks)
     buffers = {}
     for (unit, place), dtypes in held.items():
         key = units[unit].buckets[place].key
@@ -401,7 +386,7 @@ def _class(
         buffers[unit, place] = layout.buffers(
             strategies[unit], dtypes, key.trained, moments, form, exact=(EMA,)
         )
-    return replace(ranks, buffers=buffers)
+    return RankClass(stages, tuple(units), tuple(unit_stages), tuple(strategies), buffers)
 
 
 def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes:

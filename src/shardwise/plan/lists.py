@@ -33,92 +33,17 @@ Cost: one look at each Action; for a gather, one look at each Action that it goe
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.mesh import DENSE, StateAxes
-from shardwise.plan.placement import Placement, Shard, Tier
+from shardwise.plan.strategy import Strategy
 
 _HELD = 4
 """Number of gathers that stay behind their updates, including the step's first.
 
 With this number an update may take three quarters of its Unit's forward pass and more.
 """
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Placements of a Unit's state on an outer and an inner axis, its tiers, and the times of its moves."""
-
-    weight: tuple[Placement, Placement]
-    grad: tuple[Placement, Placement]
-    master: tuple[Placement, Placement]
-    windows: bool = False
-    """True if weights that are not cut have windows too."""
-    tier: Tier = "device"
-    """Tier on which master and moments lie and are updated."""
-    weight_tier: Tier = "device"
-    """Tier on which the weight lies between its windows."""
-    is_delayed: bool = False
-    """True if an update takes effect one step late: ADOPT, at the next step's end."""
-    grad_tier: Tier = "device"
-    """Tier on which the gradient lies from a reduction to the next reduction of the step, or to the update."""
-    leaves_each: bool = False
-    """True if the gradient moves to its tier after every microbatch though no axis cuts it: one rank has the sum."""
-    saved_tier: Tier = "device"
-    """Tier on which tensors that the forward saves wait for the backward."""
-    axes: StateAxes = DENSE
-    """The two axes, whose ranks together sum the gradient. Units may have different axes (experts, for example)."""
-
-    def __post_init__(self) -> None:
-        # The UNSHARD behind STEP, which gathers what was updated in pieces, would be mistaken for a window's UNSHARD.
-        assert not self.has_windows or self.cuts_weight or not self.cuts_master, (
-            "windows on updates in pieces"
-        )
-        assert self.weight_tier in ("device", self.tier), (
-            "weights lie where their masters lie, or on the device"
-        )
-
-    @cached_property
-    def has_windows(self) -> bool:
-        """True if the whole weight is on the device only inside its Unit's windows.
-
-        This holds if the weight is cut or lies on another tier, and if the caller sets ``windows``.
-        """
-        return self.windows or self.cuts_weight or self.weight_tier != "device"
-
-    @cached_property
-    def brings_shard(self) -> bool:
-        """True if a rank's shard of the weights comes from another tier before it is gathered."""
-        return self.cuts_weight and self.weight_tier != "device"
-
-    @cached_property
-    def gathers_behind_update(self) -> bool:
-        """True if the weight is gathered from the result of an update that runs beside the forward pass."""
-        return self.cuts_weight and self.tier != "device" and not self.is_delayed
-
-    @cached_property
-    def cuts_weight(self) -> bool:
-        """True if a rank keeps only its shard of the weights."""
-        return self.weight[1] == Shard()
-
-    @cached_property
-    def cuts_grad(self) -> bool:
-        """True if a rank keeps only its shard of the gradients."""
-        return self.grad[1] == Shard()
-
-    @cached_property
-    def reduces_each(self) -> bool:
-        """True if gradients are reduced with every microbatch."""
-        return self.cuts_grad or self.leaves_each
-
-    @cached_property
-    def cuts_master(self) -> bool:
-        """True if a rank updates only its shard."""
-        return self.master[1] == Shard()
 
 
 class Prefetch(NamedTuple):
@@ -261,15 +186,18 @@ def _without_pauses(actions: list[Action]) -> list[Action]:
 
 
 def _moved_ahead(actions: list[Action], strategies: Sequence[Strategy], prefetch: Prefetch) -> list[Action]:
-    """Move gathers ahead of their use, and each BRING as far ahead of its gather."""
-    if not prefetch.limit_bytes:
-        return actions
+    """Move gathers ahead of their use, and each BRING as far ahead of its gather.
+
+    Without prefetching, a BRING stands directly in front of its gather.
+    """
+    if prefetch.limit_bytes:
+        actions = _ahead(Kind.UNSHARD, actions, prefetch)
     brought: list[Action] = []
-    for action in _ahead(Kind.UNSHARD, actions, prefetch):
+    for action in actions:
         if action.kind is Kind.UNSHARD and strategies[action.unit].brings_shard:
             brought.append(action._replace(kind=Kind.BRING))
         brought.append(action)
-    return _ahead(Kind.BRING, brought, prefetch)
+    return _ahead(Kind.BRING, brought, prefetch) if prefetch.limit_bytes else brought
 
 
 def _ahead(kind: Kind, actions: Sequence[Action], prefetch: Prefetch) -> list[Action]:

@@ -20,6 +20,7 @@ from shardwise.plan.mesh import DENSE, EXPERT, Mesh, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
 from shardwise.plan.registry import Registry
 from shardwise.plan.state_form import StateForm, stored_elements
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket, Unit
 
 
@@ -70,10 +71,10 @@ class RankClass:
     """Units of all the rank's stages, numbered consecutively; collections of embedding tables behind all others."""
     unit_stages: tuple[int, ...]
     """Stage of each Unit."""
+    strategies: tuple[Strategy, ...]
+    """Placements, tiers and times of the moves of each Unit's state."""
     buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
     """Persistent buffers by (Unit, bucket)."""
-    windows: bool = False
-    """True if weights that no axis cuts are also gathered before use and released after use."""
     actions: tuple[Action, ...] = ()
     """Actions of one optimizer step."""
 
@@ -299,7 +300,7 @@ def _summary(actions: tuple[Action, ...]) -> str:
     """Return how often each Action occurs; (u) marks an Action on a Unit."""
     counts: dict[str, int] = {}
     for action in actions:
-        name = action.kind.value + "(u)" * (action.unit >= 0)
+        name = action.kind.name + "(u)" * (action.unit >= 0)
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 

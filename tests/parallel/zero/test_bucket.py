@@ -19,9 +19,9 @@ from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.gradient import GradientState
 from shardwise.parallel.zero.weight import WeightState
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Replicate, Shard
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import BucketKey, lay_out
 from shardwise.precision.policy import Dtypes
 

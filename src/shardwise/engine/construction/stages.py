@@ -16,7 +16,7 @@ from shardwise.compose.apply import (
     offload_blocks,
     recompute_blocks,
 )
-from shardwise.compose.plan import dtypes_of, strategies_of
+from shardwise.compose.plan import dtypes_of
 from shardwise.config.run import CompilePolicy, RunConfig
 from shardwise.engine.construction.outline import Outline
 from shardwise.engine.parts.inputs import cast_at_the_root
@@ -33,9 +33,9 @@ from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.modules import Holding, held
 from shardwise.parallel.zero.order import Order
 from shardwise.parallel.zero.windows import UnitState, UnitWindows
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.state_form import stored_dtype, stored_elements
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.walker import Walker
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.tiers.activations import Activations
@@ -231,10 +231,7 @@ def _unit_states(
     """
     spec, precision = outline.planned.spec, outline.planned.policies.precision
     own = outline.plan.own
-    units, strategies = (
-        own.units_of(index),
-        strategies_of(own, outline.plan.registry, outline.planned.policies),
-    )
+    units, strategies = own.units_of(index), own.strategies
     parameters_here = held(module, units, spec.canonical, f"stage {index}")
     fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
     states: list[UnitState] = []

@@ -147,8 +147,8 @@ def _with_units(
         if once:
             if stage not in begun:
                 begun.add(stage)
-                gathered = dict.fromkeys(a.unit for a in served if a.kind is Kind.UNSHARD)
-                done += [Action(Kind.UNSHARD, unit) for unit in gathered]
+                gathers = dict.fromkeys(a[:2] for a in served if a.kind in (Kind.BRING, Kind.UNSHARD))
+                done += [Action(kind, unit) for kind, unit in gathers]
             served = _gathered_once(served, frees=i == last_of_stage[stage])
         done.append(action)
         done += [own._replace(microbatch=action.microbatch) for own in served]

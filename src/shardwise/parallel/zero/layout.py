@@ -20,11 +20,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard, Tier
 from shardwise.plan.plan import Buffers
 from shardwise.plan.state_form import StateForm, stored_dtype
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Unit
 from shardwise.precision.policy import Dtypes
 from shardwise.tiers.offload import OffloadPolicy

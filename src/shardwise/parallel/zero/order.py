@@ -12,13 +12,13 @@ from shardwise.plan.action import Action
 from shardwise.plan.lists import (
     Boundary,
     Prefetch,
-    Strategy,
     backward_actions,
     forward_actions,
     registration_boundaries,
     with_absent,
     with_fetches,
 )
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Unit
 
 

@@ -32,7 +32,7 @@ from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Pending
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
-from shardwise.plan.lists import Strategy
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Unit
 from shardwise.plan.walker import Walker
 
