@@ -13,7 +13,8 @@ from torch import nn
 
 from shardwise.base.errors import PlanError
 from shardwise.compose.describe import describe
-from shardwise.compose.plan import Planned, Policies, StageOrder, make_plan, registered
+from shardwise.compose.lists import StageOrder, registered
+from shardwise.compose.plan import Planned, Policies, make_plan
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy

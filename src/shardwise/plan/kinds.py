@@ -102,7 +102,7 @@ class RankFacts(NamedTuple):
     """True if updates of these ranks need whole matrices."""
 
 
-class Order(NamedTuple):
+class OrderRule(NamedTuple):
     """A condition on the order of a Kind and another Kind in a list."""
 
     other: str
@@ -130,7 +130,7 @@ class Use(NamedTuple):
     """Rest of the error's sentence if the Kind is missing in a list that needs it."""
     inside: tuple[str, ...] = ("F", "B")
     """Passes of a stage in which the Kind may stand."""
-    order: tuple[Order, ...] = ()
+    order: tuple[OrderRule, ...] = ()
 
 
 class Move(NamedTuple):
@@ -273,9 +273,13 @@ class Kind(AnyKind):
                 "at the end of the step, where nothing is to be gathered",
                 "after its update: others would keep the old weights",
                 order=(
-                    Order("STEP", True, "unit", ", which changes what is gathered", lambda f: not f.adopts),
-                    Order("ADOPT", True, "unit", ", which changes what is gathered"),
-                    Order("STEP", False, "units", ", which runs beside the next step", lambda f: f.adopts),
+                    OrderRule(
+                        "STEP", True, "unit", ", which changes what is gathered", lambda f: not f.adopts
+                    ),
+                    OrderRule("ADOPT", True, "unit", ", which changes what is gathered"),
+                    OrderRule(
+                        "STEP", False, "units", ", which runs beside the next step", lambda f: f.adopts
+                    ),
                 ),
             ),
         ),
@@ -315,7 +319,7 @@ class Kind(AnyKind):
                 _reduces,
                 "of a Unit in which nothing trains",
                 inside=("B",),
-                order=(Order("B", True, "unit"),),
+                order=(OrderRule("B", True, "unit"),),
             ),
         ),
         handler=("windows", "reduce"),
@@ -326,7 +330,6 @@ class Kind(AnyKind):
         "send the keys of a batch to the owners of their rows, ahead of the batch's step",
         "input dist",
         of="tables",
-        handler=("tables", "ask"),
     )
     FETCH = Definition(
         "gather the table rows that a batch uses",
@@ -345,8 +348,8 @@ class Kind(AnyKind):
                 _once("has_rows"),
                 missing="though the Unit's rows get gradients",
                 order=(
-                    Order("SUM", False, "rank", ", which would leave out its gradients"),
-                    Order("NORM", False, "rank", ", which would leave out its gradients"),
+                    OrderRule("SUM", False, "rank", ", which would leave out its gradients"),
+                    OrderRule("NORM", False, "rank", ", which would leave out its gradients"),
                 ),
             ),
         ),
@@ -362,7 +365,7 @@ class Kind(AnyKind):
                 _once("sums"),
                 "though they hold no gradient that other ranks of the model add to",
                 "though they hold addends of gradients (registry: Partial, tied or copied)",
-                order=(Order("NORM", False, "rank", ", which would leave out what is summed"),),
+                order=(OrderRule("NORM", False, "rank", ", which would leave out what is summed"),),
             ),
         ),
         handler=("end", "sum"),
@@ -377,7 +380,7 @@ class Kind(AnyKind):
                 lambda facts: Times.STEP,
                 missing="; expected one after the last REDUCE",
                 order=(
-                    Order(
+                    OrderRule(
                         "SUM",
                         True,
                         "rank",
@@ -411,7 +414,7 @@ class Kind(AnyKind):
                 _once("norms"),
                 "though no update here needs it (registry: needs)",
                 "though updates need it (registry: needs)",
-                order=(Order("DIRECT", True, "units", ", whose directions it looks at"),),
+                order=(OrderRule("DIRECT", True, "units", ", whose directions it looks at"),),
             ),
         ),
         handler=("end", "trust"),
@@ -426,7 +429,7 @@ class Kind(AnyKind):
                 _once("matrices"),
                 "though no update here needs it (registry: needs)",
                 "though updates need it (registry: needs)",
-                order=(Order("DIRECT", True, "units", ", whose directions it looks at"),),
+                order=(OrderRule("DIRECT", True, "units", ", whose directions it looks at"),),
             ),
         ),
         handler=("end", "deal"),
@@ -440,7 +443,7 @@ class Kind(AnyKind):
                 _once("adopts"),
                 "of a Unit whose updates count at once",
                 "though its updates take effect one step late",
-                order=(Order("STEP", False, "units", ", which a skipped step leaves out"),),
+                order=(OrderRule("STEP", False, "units", ", which a skipped step leaves out"),),
             ),
         ),
         handler=("end", "adopt"),
@@ -457,7 +460,7 @@ class Kind(AnyKind):
                 _once("loads"),
                 _IN_MEMORY,
                 "though its state lies on a disk",
-                order=(Order("STEP", False, "unit", ", which updates what it moves"),),
+                order=(OrderRule("STEP", False, "unit", ", which updates what it moves"),),
             ),
         ),
         handler=("end", "load"),
@@ -475,11 +478,15 @@ class Kind(AnyKind):
                 "of a Unit in which nothing trains",
                 "though the Unit trains",
                 order=(
-                    Order("LOAD", True, "unit", ", which brings what it updates"),
-                    Order("ADOPT", True, "unit", ", which takes what it writes over"),
-                    Order("DIRECT", True, "unit", ", which computes what it applies"),
-                    Order("TRUST", True, "rank", ", which computes what its update needs of whole tensors"),
-                    Order("DEAL", True, "rank", ", which computes what its update needs of whole tensors"),
+                    OrderRule("LOAD", True, "unit", ", which brings what it updates"),
+                    OrderRule("ADOPT", True, "unit", ", which takes what it writes over"),
+                    OrderRule("DIRECT", True, "unit", ", which computes what it applies"),
+                    OrderRule(
+                        "TRUST", True, "rank", ", which computes what its update needs of whole tensors"
+                    ),
+                    OrderRule(
+                        "DEAL", True, "rank", ", which computes what its update needs of whole tensors"
+                    ),
                 ),
             ),
         ),
@@ -495,7 +502,7 @@ class Kind(AnyKind):
                 _once("loads"),
                 _IN_MEMORY,
                 "though its updated state belongs on a disk",
-                order=(Order("STEP", True, "unit", ", which updates what it moves"),),
+                order=(OrderRule("STEP", True, "unit", ", which updates what it moves"),),
             ),
         ),
         handler=("end", "store"),

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from shardwise.base.errors import PlanError
 from shardwise.plan.action import NORM, Action
-from shardwise.plan.kinds import Kind, Order, RankFacts, Times, UnitFacts, Use
-from shardwise.plan.plan import Plan, RankClass
+from shardwise.plan.kinds import Kind, OrderRule, RankFacts, Times, UnitFacts, Use
+from shardwise.plan.plan import Plan, RankClass, class_of
 from shardwise.plan.registry import Registry
 from shardwise.plan.slices import Slices
 from shardwise.plan.validate_registry import validate_registered
@@ -45,20 +45,22 @@ def validate_plan(plan: Plan, microbatches: int, kinds: Sequence[Kind] = tuple(K
         _RankList(name, each, each.actions, microbatches, slices, kinds).check()
 
 
-def validate_forward(plan: Plan, name: str, actions: Sequence[Action], microbatches: int) -> None:
-    """Check that a list of one class of ranks is an evaluation: forward passes without a backward pass.
+def validate_forward(
+    plan: Plan, actions: Sequence[Action], microbatches: int, stage: int | None = None
+) -> None:
+    """Check that a list of the Plan's rank is an evaluation: forward passes without a backward pass.
 
     Args:
         plan: The Plan.
-        name: Class of ranks.
         actions: The list.
         microbatches: Forward passes.
+        stage: The stage whose passes the list has; None: all stages of the rank.
 
     Raises:
         PlanError: if not; the message names ranks and Action.
     """
-    slices = Slices(plan.registry, plan.mesh, 0)
-    _RankList(name, plan.classes[name], actions, microbatches, slices, tuple(Kind), trains=False).check()
+    name, slices = class_of(plan.mesh, plan.rank), Slices(plan.registry, plan.mesh, 0)
+    _RankList(name, plan.own, actions, microbatches, slices, tuple(Kind), False, stage).check()
 
 
 def facts_of(ranks: RankClass, registry: Registry, trains: bool = True) -> list[UnitFacts]:
@@ -88,7 +90,9 @@ class _RankList:
         slices: Slices,
         kinds: Sequence[Kind],
         trains: bool = True,
+        stage: int | None = None,
     ):
+        self._stage = stage
         self._name = name
         self._ranks = ranks
         self._actions = actions
@@ -261,7 +265,7 @@ class _RankList:
                     side = "before" if order.follows else "after"
                     self._refuse(action, f"{side} {other}{order.why}")
 
-    def _others(self, action: Action, order: Order) -> list[Action]:
+    def _others(self, action: Action, order: OrderRule) -> list[Action]:
         """Return the Actions that a condition concerns: of those that must stand before, only those that are needed."""
         kind = self._kinds[order.other]
         if kind.computes:
@@ -304,15 +308,18 @@ class _RankList:
         self._end_pass()
         for unit in self._open["gathered"]:
             self._refuse(f"Unit {unit}", "gathered to the end: its last RESHARD is missing")
-        for unit, facts in enumerate(self._units):
-            if not facts.has_rows:
+        stages = self._ranks.unit_stages
+        walked = [unit for unit, at in enumerate(stages) if self._stage in (None, at)]
+        for unit in walked:
+            if not self._units[unit].has_rows:
                 self._complete_passes(unit)
         for kind in self._kinds.values():
             for use in kind.row.uses:
                 if kind.row.of == "rank":
                     self._complete_once(Action(kind), use, self._rank)
                     continue
-                for unit, facts in enumerate(self._units):
+                for unit in walked:
+                    facts = self._units[unit]
                     if kind.row.of == "any unit" or facts.has_rows == (kind.row.of == "tables"):
                         self._complete_unit(kind, unit, use, facts)
 

@@ -23,6 +23,7 @@ from shardwise.engine.parts.inputs import cast_at_the_root
 from shardwise.engine.parts.named import methods_of
 from shardwise.engine.parts.out_of_memory import making
 from shardwise.engine.parts.parts import Site, Stage
+from shardwise.engine.parts.program import StageLists
 from shardwise.engine.state.start_weights import StartWeights
 from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.slots import SlotPool
@@ -118,17 +119,13 @@ def _hooks(
         int(settings.zero.reductions_under_way),
         overlaps=int(settings.zero.prefetch_bytes) > 0,
     )
-    order = Order(
-        [state.unit for state in states],
-        [state.strategy for state in states],
-        int(settings.zero.prefetch_bytes),
-        first,
-    )
+    order = Order([state.unit for state in states])
+    lists = StageLists(outline.planned, index, order)
     is_compiled = settings.compile.scope != "none" or any(
         hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
         for each in module.modules()
     )
-    made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
+    made = UnitHooks(windows, order, lists, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
     _gather_around_methods(made, settings, mesh)
     return made
 
