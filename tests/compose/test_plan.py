@@ -93,7 +93,7 @@ def test_a_plan_reads_as_a_table() -> None:
     assert "(root)" in text and "blocks.0 .. blocks.2" in text
     assert "weight=R/S grad=P/S" in text
     assert "tied: head.weight share another parameter's slot" in text
-    assert len(plan.actions["all"]) == 2 * (2 + 4 * 3 + 4 * 4) + 1 + 4
+    assert len(plan.actions["all"]) == 2 * (2 + 4 * 3 + 4 * 5) + 1 + 4
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_nobody_said_how_the_model_lies_on_tp() -> None:
 def test_a_whole_step() -> None:
     plan = planned(Net(), 2, Mesh(dp_shard=2), microbatches=2, units=["blocks.0"])
     assert " ".join(map(str, plan.actions["all"])) == (
-        "F(0,0) F(u0,0) F(u1,0) B(0,0) B(u0,0) B(u1,0) REDUCE(u1,0) REDUCE(u0,0) "
-        "F(0,1) F(u0,1) F(u1,1) B(0,1) B(u0,1) B(u1,1) REDUCE(u1,1) REDUCE(u0,1) "
+        "F(0,0) F(u0,0) F(u1,0) B(0,0) B(u0,0) B(u1,0) REDUCE(u1,0) ARRIVE(u1,0) REDUCE(u0,0) ARRIVE(u0,0) "
+        "F(0,1) F(u0,1) F(u1,1) B(0,1) B(u0,1) B(u1,1) REDUCE(u1,1) ARRIVE(u1,1) REDUCE(u0,1) ARRIVE(u0,1) "
         "NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1)"
     )
 

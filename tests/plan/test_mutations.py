@@ -122,18 +122,54 @@ def before(name: str, action: Action, other: Action) -> Callable[[Rows], None]:
     return broken
 
 
+def both(name: str, change: Any, kind: Kind, number: int, microbatch: int) -> Callable[[Rows], None]:
+    """The same change to a REDUCE and to the ARRIVE that waits for it."""
+
+    def broken(rows: Rows) -> None:
+        change(name, unit(kind, number, microbatch))(rows)
+        change(name, unit(Kind.ARRIVE, number, microbatch))(rows)
+
+    return broken
+
+
+def later(name: str, number: int, microbatch: int, other: Action) -> Callable[[Rows], None]:
+    """A reduction and its wait move to just behind ``other``."""
+
+    def broken(rows: Rows) -> None:
+        row, pair = rows[name], [unit(kind, number, microbatch) for kind in (Kind.REDUCE, Kind.ARRIVE)]
+        rows[name] = [each for each in row if each not in pair]
+        place = rows[name].index(other) + 1
+        rows[name][place:place] = pair
+
+    return broken
+
+
 STEP0, STEP1 = unit(Kind.STEP, 0), unit(Kind.STEP, 1)
 PLANTED = [
     (
         "zero0",
         drop("all", unit(Kind.REDUCE, 1, 1)),
+        r"ARRIVE\(u1,1\) though no reduction of Unit 1",
+    ),
+    (
+        "zero0",
+        double("all", unit(Kind.REDUCE, 1, 1)),
+        r"REDUCE\(u1,1\) while the reductions of 1 Units are under way",
+    ),
+    (
+        "zero2",
+        both("all", drop, Kind.REDUCE, 1, 0),
+        r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
+    ),
+    (
+        "zero0",
+        both("all", drop, Kind.REDUCE, 1, 1),
         r"REDUCE of Unit 1 in microbatches \[\]; .* asks for \[1\]",
     ),
-    ("zero0", double("all", unit(Kind.REDUCE, 1, 1)), r"REDUCE of Unit 1 in microbatches \[1, 1\]"),
     (
         "zero2",
         drop("all", unit(Kind.REDUCE, 1, 0)),
-        r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
+        r"ARRIVE\(u1,0\) though no reduction of Unit 1",
     ),
     ("zero1", before("all", unit(Kind.REDUCE, 1, 1), unit(Kind.B, 1, 1)), r"REDUCE\(u1,1\) before B\(u1,1\)"),
     (
@@ -220,7 +256,7 @@ PLANTED = [
     (
         "leaving",
         drop("all", unit(Kind.REDUCE, 1, 0)),
-        r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
+        r"ARRIVE\(u1,0\) though no reduction of Unit 1",
     ),
     ("delayed", drop("all", unit(Kind.ADOPT, 4)), r"UNSHARD\(u4\) before ADOPT\(u4\)"),
     ("delayed", before("all", unit(Kind.ADOPT, 4), NORM), r"ADOPT\(u4\) before NORM"),
@@ -418,14 +454,14 @@ def test_no_kind_may_be_left_out(name: str) -> None:
 
 UNSEEN = {
     "blocks in another order": ("zero0", swap("all", unit(Kind.F, 1, 0), unit(Kind.F, 2, 0))),
-    "reductions in another order": ("zero2", swap("all", unit(Kind.REDUCE, 1, 1), unit(Kind.REDUCE, 0, 1))),
-    "a reduction that waits": ("zero2", swap("all", unit(Kind.REDUCE, 4, 0), unit(Kind.B, 3, 0))),
+    "reductions in another order": ("zero2", later("all", 1, 1, unit(Kind.ARRIVE, 0, 1))),
+    "a reduction that waits": ("zero2", later("all", 4, 0, unit(Kind.B, 3, 0))),
     "steps in another order": ("zero0", swap("all", STEP0, STEP1)),
     "a gather ahead": ("zero3", swap("all", unit(Kind.F, 0, 0), unit(Kind.UNSHARD, 1, 0))),
     "a gather before the release": ("zero3", swap("all", unit(Kind.RESHARD, 1, 0), unit(Kind.UNSHARD, 2, 0))),
     "what was saved comes earlier": ("saved", swap("pp 0", unit(Kind.B, 0, 0), unit(Kind.RECALL, 2, 0))),
     "rows that wait for a block": ("tables", swap("all", unit(Kind.FETCH, 5, 0), unit(Kind.F, 1, 0))),
-    "a message that waits for a reduction": ("pp", swap("pp 0", unit(Kind.REDUCE, 0, 0), RECV(0, 1, 1))),
+    "a message that waits for a reduction": ("pp", later("pp 0", 0, 0, RECV(0, 1, 1))),
 }
 """Other lists that make the same numbers: what ran differs from them, which the trace shows."""
 

@@ -81,14 +81,16 @@ class UnitLists:
         what = "first forward" if is_first else "forward"
         return self._cached(tuple(order.boundaries), tuple(order.fetches.items()), what)
 
-    def backward(self, boundaries: Sequence[Boundary], is_last: bool) -> list[Action]:
+    def backward(self, boundaries: Sequence[Boundary], is_last: bool, is_first: bool) -> list[Action]:
         """Return the Units' Actions of a backward pass.
 
         Args:
             boundaries: Order of the forward pass.
             is_last: True for the stage's last backward pass of a step.
+            is_first: True for the stage's first backward pass of a step.
         """
-        return self._cached(tuple(boundaries), (), "last backward" if is_last else "backward")
+        what = ("first " if is_first else "") + ("last " if is_last else "") + "backward"
+        return self._cached(tuple(boundaries), (), what)
 
     def foreign(self, boundaries: Sequence[Boundary]) -> list[Action]:
         """Return the Units' Actions of a backward pass that adds to no gradient: another engine's loss.
@@ -108,7 +110,9 @@ class UnitLists:
             return with_fetches(forward_actions(boundaries, strategies, prefetch), dict(fetches))
         if what == "foreign":
             trained = (False,) * len(trained)
-        return backward_actions(boundaries, strategies, trained, what.startswith("last"), prefetch)
+        return backward_actions(
+            boundaries, strategies, trained, "last" in what, prefetch, self._ranks.under_way, "first" in what
+        )
 
 
 def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
@@ -152,8 +156,8 @@ def step_actions(
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
     actions = add_sharding(
         {0: row},
-        lambda stage, is_first: lists.forward(known[stage], is_first),
-        lambda stage, is_last: lists.backward(known[stage].boundaries, is_last),
+        lambda stage, is_first, is_last: lists.forward(known[stage], is_first),
+        lambda stage, is_first, is_last: lists.backward(known[stage].boundaries, is_last, is_first),
         zero.reshard_after_forward or not any(each.has_windows for each in strategies),
     )[0]
     actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
@@ -187,7 +191,7 @@ def forward_actions_of(
     row = forward_lists(plan.mesh.pp, batches, pipeline)[place]
     lists = UnitLists(ranks, zero)
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
-    made = add_sharding({0: row}, lambda stage, _: lists.forward(known[stage]), lambda stage, _: [])[0]
+    made = add_sharding({0: row}, lambda stage, *_: lists.forward(known[stage]), lambda *_: [])[0]
     validate_forward(plan, made, batches)
     return made
 

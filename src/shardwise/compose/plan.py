@@ -259,7 +259,15 @@ def _class(
         buffers[unit, place] = layout.buffers(
             strategies[unit], dtypes, key.trained, moments, form, exact=(EMA,)
         )
-    return RankClass(stages, tuple(units), tuple(unit_stages), tuple(strategies), buffers)
+    under_way = policies.zero.reductions_under_way
+    return RankClass(
+        stages,
+        tuple(units),
+        tuple(unit_stages),
+        tuple(strategies),
+        buffers,
+        0 if under_way == "auto" else int(under_way),
+    )
 
 
 def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes:

@@ -1,8 +1,8 @@
 """Action: one operation of a rank in a training step.
 
 What each Kind of operation does, where it may stand and what it costs is one row of the table in ``kinds.py``:
-F, B, I, W, SEND, RECV, BRING, UNSHARD, RESHARD, RECALL, REDUCE, ASK, FETCH, DELIVER, SUM, NORM, DIRECT, TRUST, DEAL,
-ADOPT, LOAD, STEP, STORE.
+F, B, I, W, SEND, RECV, BRING, UNSHARD, RESHARD, RECALL, REDUCE, ARRIVE, ASK, FETCH, DELIVER, SUM, NORM, DIRECT, TRUST,
+DEAL, ADOPT, LOAD, STEP, STORE, WAIT.
 
 A step is a list of Actions. Under a schedule a loop walks the list. In a user's own loop the user's Python decides the
 order of Units, and the module hooks follow the same list with a cursor.

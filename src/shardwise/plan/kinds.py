@@ -26,9 +26,9 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.plan.strategy import Strategy
 
-Lane = Literal["exchange", "disk", "down", "up"]
-"""Equipment that moves bytes beside the computation: the network between ranks, a disk, the link from the device to
-the host, the link from the host to the device."""
+Lane = Literal["compute", "exchange", "updates", "disk", "leaving", "down", "up"]
+"""What moves or changes bytes: the device that computes, the network between ranks, the thread of updates off the
+device, a disk, a disk with few requests at once (gradients), the link from the device to the host, and back."""
 
 
 class Times(Enum):
@@ -39,6 +39,7 @@ class Times(Enum):
     LAST = "once, in the last microbatch"
     MICROBATCH = "once per microbatch"
     PASS = "as often as the Unit's forward pass"
+    AT_MOST_REDUCED = "at most once for each reduction of the Unit's gradient"
     WINDOW = "once for each window of the Unit's weights"
 
 
@@ -52,6 +53,8 @@ class UnitFacts(NamedTuple):
     """True for a collection of embedding tables."""
     directs: bool = False
     """True if the Unit's updates look at whole tensors."""
+    is_skipped: bool = False
+    """True in the list of a step that is skipped, which updates nothing."""
 
     @property
     def moves(self) -> bool:
@@ -71,9 +74,8 @@ class UnitFacts(NamedTuple):
     @property
     def returns(self) -> bool:
         """True if the weights are whole but updated in pieces, and so gathered after the update."""
-        return (
-            self.trains and not self.has_rows and self.strategy.cuts_master and not self.strategy.has_windows
-        )
+        in_pieces = self.strategy.cuts_master and not self.strategy.has_windows
+        return self.trains and not self.has_rows and in_pieces and (self.adopts or not self.is_skipped)
 
     @property
     def recalls(self) -> bool:
@@ -86,9 +88,24 @@ class UnitFacts(NamedTuple):
         return self.trains and self.strategy.is_delayed
 
     @property
+    def updates(self) -> bool:
+        """True if the step updates the Unit's state."""
+        return self.trains and not self.is_skipped
+
+    @property
+    def needs_directions(self) -> bool:
+        """True if the step computes directions of updates before it applies them."""
+        return self.directs and not self.is_skipped
+
+    @property
+    def waits(self) -> bool:
+        """True if the step ends when updates on another tier have ended."""
+        return self.updates and self.strategy.waits_at_end and not self.has_rows
+
+    @property
     def loads(self) -> bool:
         """True if masters and moments lie on a disk."""
-        return self.trains and self.strategy.tier == "disk"
+        return self.updates and self.strategy.tier == "disk" and not self.has_rows
 
 
 class RankFacts(NamedTuple):
@@ -138,7 +155,9 @@ class Move(NamedTuple):
 
     lane: Lane
     quantity: str
-    """Name of the Unit's bytes, a field of ``simulate.price.UnitQuantities``."""
+    """Name of the Unit's bytes, a field of ``simulate.quantities.UnitQuantities``."""
+    is_aside: bool = False
+    """True if no later move of the Action waits for this one."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +177,10 @@ class Definition:
     """State of a Unit's weights that begins with the Action."""
     closes: Literal["", "brought", "gathered"] = ""
     """State of a Unit's weights that ends with the Action."""
+    holds: tuple[str, ...] = ()
+    """Results of earlier Actions of the Unit that the computation waits for before it goes on."""
     waits_for: tuple[str, ...] = ()
-    """Results of earlier Actions of the Unit that the Action's moves wait for."""
+    """Results of earlier Actions of the Unit that the Action's moves wait for, while the computation goes on."""
     moves: tuple[Move, ...] = ()
     """Bytes that travel one after another."""
     gives: str = ""
@@ -177,6 +198,10 @@ def _reduces(facts: UnitFacts) -> Times:
     if not facts.trains:
         return Times.NEVER
     return Times.MICROBATCH if facts.reduces_each else Times.LAST
+
+
+def _arrives(facts: UnitFacts) -> Times:
+    return Times.AT_MOST_REDUCED if facts.trains else Times.NEVER
 
 
 def _windows(facts: UnitFacts) -> Times:
@@ -227,6 +252,8 @@ class Kind(AnyKind):
         "forward",
         of="pass",
         handler=("passes", "forward"),
+        holds=("updated", "gathered"),
+        moves=(Move("down", "saved"),),
         memory=("forward",),
     )
     B = Definition(
@@ -234,6 +261,7 @@ class Kind(AnyKind):
         "backward",
         of="pass",
         handler=("passes", "backward"),
+        holds=("updated", "gathered", "recalled"),
         memory=("backward",),
     )
     I = Definition("compute the gradient of a stage's input", "dgrad", of="pass")  # noqa: E741 - the field's letter
@@ -323,8 +351,28 @@ class Kind(AnyKind):
             ),
         ),
         handler=("windows", "reduce"),
-        moves=(Move("exchange", "reduced"), Move("down", "gradients_down"), Move("up", "gradients_brought")),
-        memory=("reduce",),
+        moves=(Move("exchange", "reduced"),),
+        gives="reduced",
+    )
+    ARRIVE = Definition(
+        "wait for the sum of a Unit's gradients; a gradient that is updated on another tier leaves for it",
+        "wait for reduce-scatter",
+        uses=(
+            Use(
+                "pass",
+                _arrives,
+                "of a Unit in which nothing trains",
+                inside=("B",),
+            ),
+        ),
+        handler=("windows", "arrive"),
+        holds=("reduced",),
+        moves=(
+            Move("down", "gradients_down"),
+            Move("up", "gradients_brought", is_aside=True),
+            Move("leaving", "gradients_left"),
+        ),
+        memory=("arrive",),
     )
     ASK = Definition(
         "send the keys of a batch to the owners of their rows, ahead of the batch's step",
@@ -397,7 +445,7 @@ class Kind(AnyKind):
         uses=(
             Use(
                 "update",
-                _once("directs"),
+                _once("needs_directions"),
                 "of a Unit whose updates look at each element alone",
                 "though its updates need whole tensors (registry: needs)",
             ),
@@ -447,8 +495,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "adopt"),
-        waits_for=("updated",),
-        gives="adopted",
+        holds=("update",),
         memory=("drop late gradients",),
     )
     LOAD = Definition(
@@ -474,7 +521,7 @@ class Kind(AnyKind):
         uses=(
             Use(
                 "update",
-                _once("trains"),
+                _once("updates"),
                 "of a Unit in which nothing trains",
                 "though the Unit trains",
                 order=(
@@ -491,7 +538,13 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "step"),
-        memory=(),
+        waits_for=("loaded",),
+        moves=(
+            Move("compute", "updated_on_device"),
+            Move("updates", "updated_on_host"),
+            Move("up", "updated_up"),
+        ),
+        gives="update",
     )
     STORE = Definition(
         "write a Unit's masters and moments to the disk after their update",
@@ -506,6 +559,24 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "store"),
-        waits_for=("updated",),
+        waits_for=("update",),
         moves=(Move("disk", "state_written"),),
+    )
+    WAIT = Definition(
+        "wait for a Unit's update on another tier (offload.step: at_end)",
+        "synchronize",
+        uses=(
+            Use(
+                "update",
+                _once("waits"),
+                "of a Unit whose update is waited for before its next use",
+                "though its update ends with the step",
+                order=(
+                    OrderRule("STEP", True, "unit", ", which it waits for"),
+                    OrderRule("STORE", True, "unit", ", which must not wait for it"),
+                ),
+            ),
+        ),
+        handler=("end", "wait"),
+        holds=("update",),
     )

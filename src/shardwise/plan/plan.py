@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from shardwise.base.words import counted, grouped
 from shardwise.plan.action import Action
+from shardwise.plan.lists import skipped_updates
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
 from shardwise.plan.registry import Registry
@@ -75,8 +76,15 @@ class RankClass:
     """Placements, tiers and times of the moves of each Unit's state."""
     buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
     """Persistent buffers by (Unit, bucket)."""
+    under_way: int = 0
+    """Units of a stage whose reductions may run while a pass goes on."""
     actions: tuple[Action, ...] = ()
     """Actions of one optimizer step."""
+
+    @property
+    def skipped(self) -> tuple[Action, ...]:
+        """Actions behind NORM of a step that is skipped."""
+        return tuple(skipped_updates(self.actions))
 
     def units_of(self, stage: int) -> tuple[Unit, ...]:
         """Return the Units of parameters of one stage, its root first."""

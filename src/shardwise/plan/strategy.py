@@ -35,6 +35,8 @@ class Strategy:
     """Tier on which the weight lies between its windows."""
     is_delayed: bool = False
     """True if an update takes effect one step late: ADOPT, at the next step's end."""
+    waits_at_end: bool = False
+    """True if the end of a step waits for updates on another tier: WAIT."""
     grad_tier: Tier = "device"
     """Tier on which the gradient lies from a reduction to the next reduction of the step, or to the update."""
     leaves_each: bool = False

@@ -43,6 +43,8 @@ def validate_plan(plan: Plan, microbatches: int, kinds: Sequence[Kind] = tuple(K
     validate_registered(plan, slices)
     for name, each in plan.classes.items():
         _RankList(name, each, each.actions, microbatches, slices, kinds).check()
+        skipped = (*each.actions[: each.actions.index(NORM) + 1], *each.skipped)
+        _RankList(name, each, skipped, microbatches, slices, kinds, is_skipped=True).check()
 
 
 def validate_forward(
@@ -91,6 +93,7 @@ class _RankList:
         kinds: Sequence[Kind],
         trains: bool = True,
         stage: int | None = None,
+        is_skipped: bool = False,
     ):
         self._stage = stage
         self._name = name
@@ -99,12 +102,14 @@ class _RankList:
         self._microbatches = microbatches
         self._kinds = {kind.name: kind for kind in kinds}
         self._trains = trains
-        self._units = facts_of(ranks, slices.registry, trains)
+        self._units = [
+            facts._replace(is_skipped=is_skipped) for facts in facts_of(ranks, slices.registry, trains)
+        ]
         needs = [slices.registry.needs_of(unit) for unit in ranks.units]
         self._rank = RankFacts(
             sums=slices.shares_gradients(ranks.stages),
-            norms=bool(slices.registry.needs("norm")),
-            matrices=any("matrix" in each for each in needs),
+            norms=bool(slices.registry.needs("norm")) and not is_skipped,
+            matrices=any("matrix" in each for each in needs) and not is_skipped,
         )
         self._pass: Action | None = None
         self._is_sent = False
@@ -113,6 +118,8 @@ class _RankList:
         """True if the root of the pass's stage has begun, which encloses all other Units."""
         self._open: dict[str, set[int]] = {"brought": set(), "gathered": set()}
         """Units in each state of weights that a row of the table opens and closes."""
+        self._travelling: dict[int, list[int]] = {stage: [] for stage in ranks.stages}
+        """Units whose reductions are under way, by stage, the oldest first."""
         self._counts: Counter[tuple[str, Action]] = Counter()
         """Actions so far, by phase."""
         self._ended: list[Action] = []
@@ -126,6 +133,8 @@ class _RankList:
         """
         for action in self._actions:
             kind = action.kind
+            if kind is not Kind.ARRIVE:
+                self._check_under_way(action)
             if kind.row.of == "message":
                 self._is_sent |= (
                     kind is Kind.SEND and self._pass is not None and action[2:4] == self._pass[2:4]
@@ -235,12 +244,16 @@ class _RankList:
         self._is_ordered(action, use)
         if times is Times.PASS:
             self._is_ahead(action)
+        if times is Times.AT_MOST_REDUCED:
+            self._is_under_way(action)
         if use.phase == "pass":
             self._move(action, facts)
         else:
             if use.phase == "sums" and self._ended and self._ended[-1].kind.updates:
                 self._refuse(action, f"after {self._ended[-1]}")
             self._ended.append(action)
+        if action.kind is Kind.REDUCE:
+            self._travelling[self._ranks.unit_stages[action.unit]].append(action.unit)
         self._counts[use.phase, action] += 1
 
     def _is_ahead(self, action: Action) -> None:
@@ -252,6 +265,23 @@ class _RankList:
             self._refuse(action, f"behind {action._replace(kind=Kind.B)}, which needs it")
         if done == saved:  # a Unit that runs twice in a row has both ahead of its first B
             self._refuse(action, f"more often than {action._replace(kind=Kind.F)}, which saves it")
+
+    def _check_under_way(self, action: Action) -> None:
+        """Check that no more reductions are under way than the Plan allows."""
+        for units in self._travelling.values():
+            if len(units) > self._ranks.under_way and NORM not in self._ended:
+                self._refuse(
+                    action,
+                    f"while the reductions of {len(units)} Units are under way; expected at most "
+                    f"{self._ranks.under_way}, and ARRIVE(u{units[0]}) before it",
+                )
+
+    def _is_under_way(self, action: Action) -> None:
+        """Check an Action that waits for a reduction: one of the Unit's that nothing has waited for."""
+        units = self._travelling[self._ranks.unit_stages[action.unit]]
+        if action.unit not in units:
+            self._refuse(action, f"though no reduction of Unit {action.unit} is under way")
+        units.remove(action.unit)
 
     def _is_ordered(self, action: Action, use: Use) -> None:
         """Check that the Kinds that the row names stand on the right side of ``action``."""

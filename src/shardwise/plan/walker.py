@@ -194,9 +194,11 @@ class Walker:
                 self._do(action)
         self._point = self._cursor
 
-    def skip_rest(self) -> None:
-        """Leave out the rest of the list, as all ranks have decided."""
-        self._cursor = self._stop = len(self._actions)
+    def end_with(self, actions: Sequence[Action]) -> None:
+        """Replace the rest of the step's list by ``actions``, as all ranks have decided, and run them."""
+        self._actions = (*self._actions[: self._cursor], *actions)
+        self._stop = self._cursor
+        self.run()
 
     # A user's own loop -----------------------------------------------------------------------------------------
 

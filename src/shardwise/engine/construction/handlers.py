@@ -5,9 +5,9 @@ The table of Kinds (plan/kinds.py) names the object and the method of each Kind;
     passes       F and B: of a stage by the schedule's executor, or by the user's own Python; of a Unit that no hook
                  reported, so that the walker went past it
     schedule     SEND, RECV                                   parallel/pipeline/executor.py
-    windows      BRING, UNSHARD, RESHARD, RECALL, REDUCE      parallel/zero/windows.py, of the stage that has the Unit
+    windows      BRING, UNSHARD, RESHARD, RECALL, REDUCE, ARRIVE: parallel/zero/windows.py, of the Unit's stage
     tables       FETCH, DELIVER                               engine/parts/table_units.py
-    end          SUM, NORM, DIRECT, TRUST, DEAL, ADOPT, LOAD, STEP, STORE      engine/step/end.py
+    end          SUM, NORM, DIRECT, TRUST, DEAL, ADOPT, LOAD, STEP, STORE, WAIT   engine/step/end.py
 
 Each method writes the row of its Action into the trace (``plan.trace.recorded``).
 """

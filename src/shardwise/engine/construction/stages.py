@@ -116,7 +116,7 @@ def _hooks(
         walker,
         first,
         _gathers_once(site),
-        int(settings.zero.reductions_under_way),
+        outline.plan.own.under_way,
         overlaps=int(settings.zero.prefetch_bytes) > 0,
     )
     order = Order([state.unit for state in states])

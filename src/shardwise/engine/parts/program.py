@@ -57,9 +57,9 @@ class StageLists:
             self._proved = order, made
         return self._proved[1]
 
-    def backward(self, order: Sequence[Boundary], last: bool) -> list[Action]:
-        """Return the list of the backward pass of ``order``; ``last`` is True for the last one of the step."""
-        return self._planned.lists.backward(self._on_rank(order), last)
+    def backward(self, order: Sequence[Boundary], last: bool, first: bool) -> list[Action]:
+        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
+        return self._planned.lists.backward(self._on_rank(order), last, first)
 
     def foreign(self, order: Sequence[Boundary]) -> list[Action]:
         """Return the list of a backward pass that adds to no gradient."""

@@ -447,6 +447,12 @@ class StepEnd:
         for state in self._states(action):
             state.tiers.begin(state.store)
 
+    @recorded
+    def wait(self, action: Action) -> None:
+        """Run WAIT: wait until a Unit's update on another tier has reached its weights."""
+        for (bucket, _), _ in self._units[action.unit]:
+            bucket.weight.finish_update()
+
     def _states(self, action: Action) -> list[TierState]:
         return [bucket.state for (bucket, _), _ in self._units[action.unit] if bucket.state is not None]
 

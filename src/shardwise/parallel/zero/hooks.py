@@ -102,8 +102,8 @@ class PassLists(Protocol):
     def forward(self) -> Sequence[Action]:
         """Return the list of a forward pass without a backward pass, in the agreed order."""
 
-    def backward(self, order: Sequence[Boundary], last: bool) -> Sequence[Action]:
-        """Return the list of the backward pass of ``order``; ``last`` is True for the last one of the step."""
+    def backward(self, order: Sequence[Boundary], last: bool, first: bool) -> Sequence[Action]:
+        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
 
     def foreign(self, order: Sequence[Boundary]) -> Sequence[Action]:
         """Return the list of a backward pass that adds to no gradient."""
@@ -435,7 +435,10 @@ class UnitHooks:
             assert is_entered, "the step's list has a pair of passes for every backward pass"
         order = self.order.of_passes(self.microbatch)
         if order != self.order.agreed:
-            self._walker.replan(self.lists.backward(order, last), "the forward pass took another way")
+            self._walker.replan(
+                self.lists.backward(order, last, not self.windows.adds_up),
+                "the forward pass took another way",
+            )
         self.windows.begin_backward(last, self._is_differentiated_twice)
         self._watch(False)
         self._enter(Pass.BACKWARD)

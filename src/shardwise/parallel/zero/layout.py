@@ -118,6 +118,7 @@ def strategies_of(
                 grad_tier=offload.optimizer if leaves else "device",
                 leaves_each=leaves and is_alone,
                 is_delayed=offload.step == "delayed" and any(bucket.key.trained for bucket in unit.buckets),
+                waits_at_end=offload.step == "at_end" and offload.optimizer != "device",
             )
         if unit.name in blocks:
             strategy = replace(strategy, saved_tier=offload.activations)

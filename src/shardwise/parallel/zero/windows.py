@@ -248,12 +248,28 @@ class UnitWindows:
                 bucket.gradient.reduce()
         state.is_reduced = True
         self._travelling.append((state, self._is_last))
-        while len(self._travelling) > self._reductions:
-            first, is_last = self._travelling.popleft()
-            for bucket in first.buckets:
-                bucket.gradient.arrive()
-                if bucket.gradient.leaves:
-                    self.on_reduced(bucket, is_last)
+        while len(self._travelling) > self._reductions + 1:
+            late = self._travelling[0][0]
+            self._walker.diverge(f"no ARRIVE of the list has waited for the reduction of {late.unit.title}")
+            self._let_arrive(*self._travelling.popleft())
+
+    @recorded
+    def arrive(self, action: Action) -> None:
+        """Run ARRIVE: wait for the sum of a Unit's gradients; a gradient for another tier leaves the device."""
+        state = self.of(action)
+        place = next((i for i, (each, _) in enumerate(self._travelling) if each is state), None)
+        if place is None:
+            self._walker.diverge(f"{action}: no reduction of {state.unit.title} is under way")
+            return
+        found = self._travelling[place]
+        del self._travelling[place]
+        self._let_arrive(*found)
+
+    def _let_arrive(self, state: UnitState, is_last: bool) -> None:
+        for bucket in state.buckets:
+            bucket.gradient.arrive()
+            if bucket.gradient.leaves:
+                self.on_reduced(bucket, is_last)
 
     # Windows ---------------------------------------------------------------------------------------------------
 
