@@ -1,9 +1,14 @@
-"""What a rank did in its steps beside what the Plan had for it."""
+"""What a rank did in its steps beside what the Plan had for it: Actions, and the bytes that each of them sent."""
 
 import sys
+from collections import Counter
 from typing import Any
 
-from shardwise.plan.action import Action
+from shardwise.parallel.zero.cost import unit_bytes
+from shardwise.plan.action import Action, Kind
+
+SILENT = (Kind.BRING, Kind.RESHARD, Kind.ADOPT, Kind.LOAD, Kind.STORE, Kind.WAIT)
+"""Kinds that send nothing to other ranks."""
 
 
 class Conformance:
@@ -11,6 +16,8 @@ class Conformance:
 
     def __init__(self, engine: Any):
         self._planned = engine.plan.own.actions
+        self._counted: int | None = None
+        self._aside = engine._parts.walker.last_aside
         self.departures: list[str] = []
         """In words, by step; empty where the trace is the Plan, Action by Action."""
         engine.on_step.append(self._after)
@@ -22,8 +29,38 @@ class Conformance:
         if text or trace.divergences or result.divergences:
             self.departures.append(f"step {result.step}: {text}; {trace.divergences[:3]}")
             print(f"rank {engine.world.rank}, {self.departures[-1]}", file=sys.stderr)
+        self.departures += [f"step {result.step}: {each}" for each in self._bytes_beside(engine)]
         if any(stop < start for start, stop in zip(trace.starts_s, trace.stops_s, strict=True)):
             self.departures.append(f"step {result.step}: an Action ended before it began")
+
+    def _bytes_beside(self, engine: Any) -> list[str]:
+        """Bytes that rows of the last step have and the Plan does not, or the other way round."""
+        trace, plan, found = engine.trace, engine.plan, []
+        own, told = plan.own, Counter()
+        for done, size in zip(trace.actions, trace.bytes, strict=True):
+            if done.kind in SILENT and size:
+                found.append(f"{done} sent {size} bytes; expected none")
+            told[done.kind, done.unit] += size
+        times = Counter((each.kind, each.unit) for each in trace.actions)
+        for unit, strategy in zip(own.units, own.strategies, strict=True):
+            if unit.has_rows:
+                continue
+            price, of = unit_bytes(unit, strategy, plan.mesh), unit.index
+            gathers = told[Kind.UNSHARD, of], times[Kind.UNSHARD, of] * price.gather
+            # What is still on its way at the end of the passes arrives in SUM or NORM.
+            sums = told[Kind.REDUCE, of] + told[Kind.ARRIVE, of], times[Kind.REDUCE, of] * price.reduce
+            if gathers[0] != gathers[1]:
+                found.append(f"gathers of {unit.title} sent {gathers[0]} bytes; the Plan has {gathers[1]}")
+            if sums[0] != sums[1] and not own.under_way:
+                found.append(f"reductions of {unit.title} sent {sums[0]} bytes; the Plan has {sums[1]}")
+        sent = sum(trace.bytes) + trace.outside_bytes
+        before, self._counted = self._counted, engine.traffic.bytes
+        # Other lists (evaluations, further passes) have traces of their own.
+        is_alone = before is not None and engine._parts.walker.last_aside is self._aside
+        if is_alone and sent != self._counted - before:
+            found.append(f"rows have {sent} bytes, but {self._counted - before} were sent")
+        self._aside = engine._parts.walker.last_aside
+        return found
 
 
 def evaluation_departures(engine: Any, batches: list[Any]) -> list[str]:

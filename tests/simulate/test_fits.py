@@ -111,8 +111,7 @@ def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> N
         engine.train_step([batch] * engine.accumulation)
         tiers.settle()
         counted.append((Counter(tiers.scratch.bytes_read), Counter(tiers.scratch.bytes_written)))
-    strategies = engine.plan.own.strategies
-    told = tier_traffic(engine.plan.own, engine.plan.mesh, strategies)
+    told = tier_traffic(engine.plan.own, engine.plan.mesh)
     engine.close()
     read, written = counted[2][0] - counted[1][0], counted[2][1] - counted[1][1]
     assert read.total() == told.read + told.weights_read + told.gradients_read > 0

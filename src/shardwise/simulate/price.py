@@ -6,11 +6,12 @@
     disk         reads and writes, one after another
     down, up     gradients to the host and weights to the device, if they are two, and what blocks save both ways
 
-An Action begins when its list has reached it, its clock is free, and its inputs are there. The computing clock goes
-on while an Action runs on another clock, and waits where the result is used: F(u) for the gather and the update of u,
-NORM for all reductions, RECV for its SEND, all ranks of a pipeline together. The time that it waits is the cost of the
-other clocks' work beyond what computation covers. Of three steps the last counts, because updates of one step run
-beside the next.
+An Action begins when its list has reached it, its clock is free, and its inputs are there. Which results it waits for,
+and which bytes it moves on which clock, stands in the row of its Kind (plan/kinds.py); the bytes are those of
+quantities.py. The computing clock goes on while an Action runs on another clock, and waits where the result is used:
+F(u) for the gather and the update of u, ARRIVE(u) and NORM for reductions, RECV for its SEND, all ranks of a pipeline
+together. The time that it waits is the cost of the other clocks' work beyond what computation covers. Of three steps
+the last counts, because updates of one step run beside the next.
 
     F, B          operations / flops_s + bytes of other operations / memory rate, including recomputation and tiles
                   + what experts and slices send inside of them / exchange rate (passes.py)
@@ -22,18 +23,18 @@ the time that Python takes for each Action.
 Cost: a look at each Action of a list, three times.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from shardwise.compose.plan import Policies
-from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import need, result, stages_of
+from shardwise.plan.kinds import Lane
 from shardwise.plan.plan import Plan, class_of
-from shardwise.simulate.passes import MeasuredPass, UnitPass
+from shardwise.simulate.passes import MeasuredPass
+from shardwise.simulate.quantities import Quantities
 from shardwise.simulate.rates import Rates
-from shardwise.tiers.tier_cost import unit_traffic
 
 _STEPS = 3
 """Number of simulated steps; the first has no update before it."""
@@ -79,7 +80,7 @@ def step_seconds(
     """
     firsts = plan.mesh.ranks("pp", 0)
     clocks = {
-        place: _Clocks(_Quantities(plan, policies, passed, rates, is_cpu, rank))
+        place: _Clocks(Quantities(plan, passed, rank), rates, is_cpu, policies.offload.leaving)
         for place, rank in enumerate(firsts)
     }
     lists = {place: plan.classes[class_of(plan.mesh, rank)].actions for place, rank in enumerate(firsts)}
@@ -87,8 +88,6 @@ def step_seconds(
         for each in clocks.values():
             each.begin_step()
         _walk(lists, clocks)
-        for each in clocks.values():
-            each.end_step()
     slowest = max(clocks.values(), key=lambda each: sum(each.spent.values()))
     return StepSeconds(**slowest.spent)
 
@@ -121,87 +120,30 @@ def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_Clocks
                 position[place] += 1
 
 
-class _Quantities:
-    """Bytes and operations of the Actions of one rank."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        policies: Policies,
-        passed: Mapping[int, MeasuredPass],
-        rates: Rates,
-        is_cpu: bool,
-        rank: int,
-    ):
-        self.tp = plan.mesh.tp
-        self.ranks = plan.classes[class_of(plan.mesh, rank)]
-        self.strategies = self.ranks.strategies
-        saving = [unit for unit, each in enumerate(self.strategies) if each.saved_tier != "device"]
-        self.kept = saving[-1] if saving and plan.mesh.pp == 1 else -1
-        """Unit whose saved tensors stay on the device, because its backward comes at once; -1: none."""
-        self.passed = passed
-        self.rates = rates
-        self.is_cpu = is_cpu
-        self.near_bytes_s = rates.host_bytes_s if is_cpu else rates.device_bytes_s
-        self.counts_late = policies.offload.step == "delayed"
-        self.waits_at_end = policies.offload.step == "at_end"
-        self.leaving = 2 * policies.offload.buffers
-        """Most gradients that move to a disk at once."""
-        self.moved = unit_traffic(self.ranks, plan.mesh, self.strategies)
-        self.between = [
-            unit_bytes(unit, strategy, plan.mesh)
-            for unit, strategy in zip(self.ranks.units, self.strategies, strict=True)
-        ]
-        self.times = Counter((action.kind, action.unit) for action in self.ranks.actions)
-        self.gradients = [0] * len(self.ranks.units)
-        """Bytes of gradients, by Unit."""
-        for (unit, bucket), rows in self.ranks.buffers.items():
-            laid_out = self.ranks.units[unit].buckets[bucket]
-            self.gradients[unit] += sum(row.nbytes(laid_out, plan.mesh) for row in rows if row.kind == "grad")
-
-    def share(self, kind: Kind, unit: int) -> UnitPass:
-        """Return the part of a Unit in a pass of one microbatch."""
-        return self.passed[self.ranks.unit_stages[unit]].of(kind, self.ranks.units[unit].name)
-
-    def saved(self, unit: int) -> tuple[int, int]:
-        """Return the bytes that a Unit's forward saves elsewhere.
-
-        The first number is for this rank's host, the second for parts on the hosts of other ranks on "tp".
-        """
-        if unit == self.kept:
-            return 0, 0
-        name, passed = self.ranks.units[unit].name, self.passed[self.ranks.unit_stages[unit]]
-        alike = passed.alike_bytes.get(name, 0)
-        others = alike - -(-alike // self.tp)
-        return max(self.share(Kind.F, unit).net_bytes - others, 0), others
-
-    def message(self, action: Action) -> int:
-        """Return the bytes of a SEND or RECV."""
-        first, last = sorted((action.stage, action.other))
-        return (
-            self.passed[first].answered_bytes if action.carries_gradient else self.passed[last].received_bytes
-        )
-
-
 class _Clocks:
     """Clocks of one rank, in seconds since the first step."""
 
-    def __init__(self, job: _Quantities):
+    def __init__(self, job: Quantities, rates: Rates, is_cpu: bool, leaving: int):
         self._job = job
+        self._rates = rates
+        self._is_cpu = is_cpu
+        self._near_bytes_s = rates.host_bytes_s if is_cpu else rates.device_bytes_s
         self.spent: dict[Spent, float] = {}
         self.sent_s = 0.0
         """Time at which the last message has arrived."""
         self._now = 0.0
         self._free: dict[str, float] = dict.fromkeys(("exchange", "updates", "disk", "down", "up"), 0.0)
         self._there: dict[tuple[str, int], float] = {}
-        """Time at which a result of a Unit is available: "gathered", "brought", "recalled", "loaded", "updated"."""
+        """Time at which a result of a Unit is available, by the result's name in the table of Kinds."""
+        self._most_leaving = leaving
+        """Most gradients that move to a disk at once."""
         self._leaving: deque[float] = deque()
 
     def begin_step(self) -> None:
         """Reset the seconds spent."""
         self.spent = dict.fromkeys(("compute", "update", "exchange", "waits", "bubble"), 0.0)
 
-    # The computing clock -------------------------------------------------------------------------------------------
+    # Clocks ----------------------------------------------------------------------------------------------------
 
     def _do(self, seconds: float, what: Spent) -> None:
         self.spent[what] += seconds
@@ -220,8 +162,8 @@ class _Clocks:
 
     def _exchange(self, nbytes: float, after_s: float = 0.0) -> float:
         """Return the time at which so many bytes, available from ``after_s`` on, have been sent to other ranks."""
-        seconds = nbytes / self._job.rates.exchange_bytes_s
-        if not self._job.is_cpu:
+        seconds = nbytes / self._rates.exchange_bytes_s
+        if not self._is_cpu:
             return self._beside("exchange", seconds, after_s)
         if seconds:
             self._wait(after_s, "waits")
@@ -229,43 +171,66 @@ class _Clocks:
             return self._now
         return max(self._now, after_s)
 
-    def _link(self, clock: str, nbytes: float, after_s: float = 0.0) -> float:
-        """Return the time at which so many bytes have moved between device and host."""
-        return self._beside(
-            clock, 0.0 if self._job.is_cpu else nbytes / self._job.rates.link_bytes_s, after_s
-        )
+    def _move(self, lane: Lane, nbytes: float, after_s: float) -> float:
+        """Return the time at which so many bytes, available from ``after_s`` on, have moved on a lane."""
+        if lane == "compute":
+            self._do(nbytes / self._near_bytes_s, "update")
+            return max(self._now, after_s)
+        if lane == "exchange":
+            return self._exchange(nbytes, after_s)
+        if lane == "updates":
+            return self._beside(lane, nbytes / self._rates.host_bytes_s, after_s)
+        if lane == "disk":
+            return self._beside(lane, nbytes / self._rates.disk_bytes_s, after_s)
+        if lane == "leaving":
+            return self._leave(nbytes, after_s)
+        return self._beside(lane, 0.0 if self._is_cpu else nbytes / self._rates.link_bytes_s, after_s)
 
-    def _disk(self, nbytes: float, after_s: float = 0.0) -> float:
-        return self._beside("disk", nbytes / self._job.rates.disk_bytes_s, after_s)
+    def _leave(self, nbytes: float, after_s: float) -> float:
+        """Return ``after_s``: gradients go to a disk behind the computation, which waits if too many are going."""
+        if nbytes:
+            self._leaving.append(self._move("disk", nbytes, after_s))
+            while len(self._leaving) > self._most_leaving:
+                self._wait(self._leaving.popleft(), "waits")
+        return after_s
 
-    # Actions -------------------------------------------------------------------------------------------------------
+    # Actions ---------------------------------------------------------------------------------------------------
 
     def run(self, action: Action, arrived_s: float) -> None:
-        """Simulate one Action; ``arrived_s`` is the time at which the message of a RECV arrived."""
-        kind, unit = action.kind, action.unit
-        if kind in (Kind.SEND, Kind.RECV):
+        """Simulate one Action by the row of its Kind; ``arrived_s`` is the time at which a RECV's message arrived."""
+        row, unit = action.kind.row, action.unit
+        if row.of == "message":
             self._message(action, arrived_s)
-        elif unit < 0 or self._job.ranks.units[unit].has_rows:
             return
-        elif kind is Kind.BRING:
-            self._there["brought", unit] = self._bring(unit)
-        elif kind is Kind.UNSHARD:
-            self._unshard(unit)
-        elif kind in (Kind.F, Kind.B):
+        if unit < 0 or self._job.ranks.units[unit].has_rows:
+            return
+        for held in row.holds:
+            self._wait(self._ready(held, unit), self._waiting_for(held, unit))
+        if action.kind.computes:
             self._compute(action)
-        elif kind is Kind.RECALL:
-            own, others = self._job.saved(unit)
-            self._there["recalled", unit] = self._exchange(others, self._link("up", own))
-        elif kind is Kind.REDUCE:
-            self._reduce(unit)
-        elif kind is Kind.ADOPT:
-            self._wait(self._there.get(("updated", unit), 0.0), "waits")
-        elif kind is Kind.LOAD:
-            self._there["loaded", unit] = self._disk(self._job.moved[unit].read)
-        elif kind is Kind.STEP:
-            self._step(unit)
-        elif kind is Kind.STORE:
-            self._disk(self._job.moved[unit].written, self._there.get(("updated", unit), 0.0))
+        there = max((self._ready(each, unit) for each in row.waits_for), default=0.0)
+        quantities = self._job.of[unit]
+        for lane, quantity, is_aside in row.moves:
+            moved = self._move(lane, getattr(quantities, quantity), there)
+            there = there if is_aside else moved
+        if row.gives:
+            self._there[row.gives, unit] = there
+
+    def _ready(self, result: str, unit: int) -> float:
+        """Return the time at which a result of a Unit is there: 0.0 if nothing gives it.
+
+        Weights are "updated" when their "update" has ended; updates that count one step late are not waited for.
+        """
+        if result == "updated":
+            return 0.0 if self._job.strategies[unit].is_delayed else self._there.get(("update", unit), 0.0)
+        return self._there.get((result, unit), 0.0)
+
+    def _waiting_for(self, result: str, unit: int) -> Spent:
+        """Return how a wait of the computation for a result is counted."""
+        is_sent = result == "reduced" or (
+            result == "gathered" and self._job.strategies[unit].weight_tier == "device"
+        )
+        return "exchange" if is_sent else "waits"
 
     def _message(self, action: Action, arrived_s: float) -> None:
         is_sent = action.kind is Kind.SEND
@@ -273,56 +238,21 @@ class _Clocks:
         if not is_sent:
             self._wait(arrived_s, "bubble")
         # On CPU ranks the sender copies the message in and the receiver copies it out.
-        if self._job.is_cpu:
+        if self._is_cpu:
             self._exchange(size / 2)
             self.sent_s = self._now
         elif is_sent:
             self.sent_s = self._exchange(size)
 
-    def _bring(self, unit: int) -> float:
-        moved, windows = self._job.moved[unit], self._job.times[Kind.UNSHARD, unit]
-        there = self._disk(moved.weights_read / windows, self._updated(unit))
-        return self._link("up", moved.weights_brought / windows, there)
-
-    def _unshard(self, unit: int) -> None:
-        strategy, there = self._job.strategies[unit], self._updated(unit)
-        if strategy.weight_tier != "device":
-            there = (
-                self._there.pop(("brought", unit)) if ("brought", unit) in self._there else self._bring(unit)
-            )
-        self._there["gathered", unit] = self._exchange(self._job.between[unit].gather, there)
-
-    def _updated(self, unit: int) -> float:
-        """Return the time at which a Unit's weights are up to date; delayed updates are not waited for."""
-        return 0.0 if self._job.counts_late else self._there.get(("updated", unit), 0.0)
-
     def _compute(self, action: Action) -> None:
-        unit, rates = action.unit, self._job.rates
-        self._wait(self._updated(unit), "waits")
-        is_brought = self._job.strategies[unit].weight_tier != "device"
-        self._wait(self._there.pop(("gathered", unit), 0.0), "waits" if is_brought else "exchange")
-        self._wait(self._there.pop(("recalled", unit), 0.0), "waits")
-        share = self._job.share(action.kind, unit)
-        seconds = share.flops / rates.flops_s + share.touched_bytes / self._job.near_bytes_s
-        self._do(share.sent_bytes / rates.exchange_bytes_s, "exchange")
-        if (
-            action.kind is Kind.B
-        ):  # the first microbatch writes gradients into their buffer, later ones add to it
+        share = self._job.share(action.kind, action.unit)
+        seconds = share.flops / self._rates.flops_s + share.touched_bytes / self._near_bytes_s
+        self._do(share.sent_bytes / self._rates.exchange_bytes_s, "exchange")
+        if action.kind is Kind.B:
+            # The first microbatch writes gradients into their buffer, and later ones add to it.
             times = 3 if action.microbatch > 0 else 2
-            seconds += times * self._job.gradients[unit] / self._job.near_bytes_s
+            seconds += times * self._job.gradients[action.unit] / self._near_bytes_s
         self._do(seconds, "compute")
-        if action.kind is Kind.F and self._job.strategies[unit].saved_tier != "device":
-            self._link("down", self._job.saved(unit)[0])
-
-    def _reduce(self, unit: int) -> None:
-        moved, times = self._job.moved[unit], self._job.times[Kind.REDUCE, unit]
-        there = self._exchange(self._job.between[unit].reduce)
-        there = self._link("down", moved.down / times, there)
-        self._link("up", moved.gradients_brought / times, there)
-        if moved.gradients_written:
-            self._leaving.append(self._disk((moved.gradients_written + moved.gradients_read) / times, there))
-            while len(self._leaving) > self._job.leaving:
-                self._wait(self._leaving.popleft(), "waits")
 
     def all_reduced(self) -> float:
         """Return the time at which this rank reaches its norm with all gradients summed."""
@@ -330,21 +260,6 @@ class _Clocks:
 
     def norm(self, together_s: float) -> None:
         """Simulate NORM; ``together_s`` is the time at which the last rank reaches it."""
-        self._wait(self.all_reduced(), "exchange")
+        self._wait(self._exchange(self._job.over_replicas, self.all_reduced()), "exchange")
         self._wait(together_s, "bubble")
-        self._do(sum(self._job.gradients) / self._job.near_bytes_s, "update")
-
-    def _step(self, unit: int) -> None:
-        moved = self._job.moved[unit]
-        self._do(moved.updated_on_device / self._job.near_bytes_s, "update")
-        if not moved.updated_on_host:
-            return
-        there = self._there.get(("loaded", unit), 0.0)
-        there = self._beside("updates", moved.updated_on_host / self._job.rates.host_bytes_s, there)
-        self._there["updated", unit] = self._link("up", moved.up, there)
-
-    def end_step(self) -> None:
-        """Wait for the work that must not run beside the next step."""
-        if self._job.waits_at_end:
-            updated = (at_s for (what, _), at_s in self._there.items() if what == "updated")
-            self._wait(max(updated, default=0.0), "waits")
+        self._do(sum(self._job.gradients) / self._near_bytes_s, "update")

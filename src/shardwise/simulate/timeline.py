@@ -1,9 +1,9 @@
 """Memory of a rank at each moment of a step: its Plan's list, walked with the bytes of each Action.
 
     weights, master, moments     from the Plan, always there
-    gathered, staging            slots: UNSHARD and B take one, RESHARD and REDUCE release it; memory stays (slots.py)
+    gathered, staging            slots: UNSHARD and B take one, RESHARD and ARRIVE release it; memory stays (slots.py)
     brought                      shards from another tier, from BRING to the end of their gather
-    gradients                    from a Unit's first B to the step's end; gradients for a tier leave at REDUCE
+    gradients                    from a Unit's first B to the step's end; gradients for a tier leave at ARRIVE
     loaded                       blocks that state passes through on its way from and to a disk, the most at once
     leaving                      gradients that a disk has not stored yet, the most at once
     kept                         what F leaves for B, of all microbatches in flight     (passes.py)
@@ -20,7 +20,7 @@ Cost: one look at each Action of a list, twice.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ from shardwise.memory.slots import SlotPool
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import Buffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
-from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.tiers.scratch import SPARE_BYTES
@@ -144,13 +143,27 @@ class _WalkedStep:
         self._gradients: dict[tuple[int, int], int] = {}
         self._late: dict[tuple[int, int], int] = {}
         """Bytes of gradients of the step before, whose updates run beside this step."""
-        self._limit = 2 * policies.offload.buffers
+        self._limit = policies.offload.leaving
         self._leaving: deque[int] = deque()
         alike = {unit: size for each in passed.values() for unit, size in each.alike_bytes.items()}
         self.blocks = _KeptBlocks(set(moved), alike, plan.mesh.tp)
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
         self.rows |= self._staging_rows()
+        self._effects: Mapping[str, Callable[[Action], object]] = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "receive": self._receive,
+            "take brought": self._bring,
+            "take gathered": self._unshard,
+            "free gathered": lambda action: self._release("gathered", action.unit),
+            "recall": lambda action: self.blocks.recall(
+                self.ranks.units[action.unit].name, action.microbatch
+            ),
+            "arrive": self._arrive,
+            "drop late gradients": self._drop_late,
+        }
+        """Effects on the memory, by their names in the table of Kinds (plan/kinds.py)."""
 
     # Reading the Plan ----------------------------------------------------------------------------------------------
 
@@ -185,37 +198,32 @@ class _WalkedStep:
                 for is_gradient in (False, True):
                     self._received.pop((ending.stage, ending.microbatch, is_gradient), None)
                 ending = None
-            if action.kind is Kind.RECV:
-                self._receive(action)
-            elif action.kind is Kind.B and action.unit < 0:
+            if action.kind is Kind.B and action.unit < 0:
                 ending = action
-            if action.unit < 0 or self.ranks.units[action.unit].has_rows:
+            if action.unit < 0 and action.kind.row.of != "message":
                 continue
-            unit, strategy = action.unit, self._strategies[action.unit]
-            if action.kind in (Kind.BRING, Kind.UNSHARD) and strategy.brings_shard:
-                for place, bucket, _ in self._buckets(unit):
-                    self._take("brought", (unit, place), bucket, bucket.shard_elements)
-            if action.kind is Kind.UNSHARD and strategy.has_windows:
-                self._gather(unit)
-            elif action.kind is Kind.RESHARD:
-                self._release("gathered", unit)
-            elif action.kind is Kind.F:
-                self._forward(action)
-            elif action.kind is Kind.B:
-                self._backward(action)
-            elif action.kind is Kind.RECALL:
-                self.blocks.recall(self.ranks.units[unit].name, action.microbatch)
-            elif action.kind is Kind.REDUCE:
-                self._reduce(unit, strategy)
-            elif action.kind is Kind.ADOPT:
-                for place, _, _ in self._buckets(unit):
-                    self._late.pop((unit, place), None)
+            if action.unit < 0 or not self.ranks.units[action.unit].has_rows:
+                for effect in action.kind.row.memory:
+                    self._effects[effect](action)
         for unit, place in list(self._gradients):
             strategy = self._strategies[unit]
             if strategy.is_delayed and "host" in self._near:
                 self._late[unit, place] = self._gradients.pop((unit, place))
             elif strategy.tier == "device":
                 del self._gradients[unit, place]
+
+    def _bring(self, action: Action) -> None:
+        if self._strategies[action.unit].brings_shard:
+            for place, bucket, _ in self._buckets(action.unit):
+                self._take("brought", (action.unit, place), bucket, bucket.shard_elements)
+
+    def _unshard(self, action: Action) -> None:
+        if self._strategies[action.unit].has_windows:
+            self._gather(action.unit)
+
+    def _drop_late(self, action: Action) -> None:
+        for place, _, _ in self._buckets(action.unit):
+            self._late.pop((action.unit, place), None)
 
     def _receive(self, action: Action) -> None:
         passed, is_gradient = self._passed[action.stage], action.carries_gradient
@@ -264,7 +272,8 @@ class _WalkedStep:
         self.blocks.behind(kind, name, action.microbatch, share.net_bytes)
         self.most_on_host = max(self.most_on_host, self.blocks.on_host)
 
-    def _reduce(self, unit: int, strategy: Strategy) -> None:
+    def _arrive(self, action: Action) -> None:
+        unit, strategy = action.unit, self._strategies[action.unit]
         for place, bucket, rows in self._buckets(unit):
             if "grad" not in rows:
                 continue

@@ -39,6 +39,11 @@ class OffloadPolicy(Policy):
     ``at_end``: at the step's end; ``delayed``: after the next step's backward pass, which runs on the weights
     before the update (other numbers: each update counts one step late)."""
 
+    @property
+    def leaving(self) -> int:
+        """Most Units whose state or gradients are on their way to or from a disk at once."""
+        return 2 * self.buffers
+
     @model_validator(mode="after")
     def _has_folder(self) -> "OffloadPolicy":
         if self.optimizer == "disk" and self.disk_path is None:

@@ -17,13 +17,11 @@ of its Unit in a step:
 A master that is the weight itself counts once. On CPU ranks nothing goes up or down: device and host are one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from shardwise.plan.action import Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import RankClass
-from shardwise.plan.strategy import Strategy
 
 
 @dataclass
@@ -54,31 +52,29 @@ class TierTraffic:
     """Bytes of ``weights_brought`` that are read from the disk."""
 
 
-def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> TierTraffic:
+def tier_traffic(ranks: RankClass, mesh: Mesh) -> TierTraffic:
     """Return the bytes that one rank moves and updates in one step.
 
     Args:
         ranks: The rank's class in the Plan.
         mesh: The mesh of the job.
-        strategies: The strategy of each Unit.
 
     Returns:
         The sum over all Units.
     """
     found = TierTraffic()
-    for each in unit_traffic(ranks, mesh, strategies):
+    for each in unit_traffic(ranks, mesh):
         for row in fields(TierTraffic):
             setattr(found, row.name, getattr(found, row.name) + getattr(each, row.name))
     return found
 
 
-def unit_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> list[TierTraffic]:
+def unit_traffic(ranks: RankClass, mesh: Mesh) -> list[TierTraffic]:
     """Return the bytes that one rank moves and updates in one step, for each Unit.
 
     Args:
         ranks: The rank's class in the Plan.
         mesh: The mesh of the job.
-        strategies: The strategy of each Unit.
 
     Returns:
         One row per Unit.
@@ -91,7 +87,7 @@ def unit_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -
             reductions[action.unit] += 1
     by_unit = [TierTraffic() for _ in ranks.units]
     for (unit, place), rows in ranks.buffers.items():
-        found, strategy, bucket = by_unit[unit], strategies[unit], ranks.units[unit].buckets[place]
+        found, strategy, bucket = by_unit[unit], ranks.strategies[unit], ranks.units[unit].buckets[place]
         sizes = {row.kind: row.nbytes(bucket, mesh) for row in rows}
         weight, grad = sizes.pop("weight"), sizes.pop("grad", 0)
         sizes.pop("next weight", None)

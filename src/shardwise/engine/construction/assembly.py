@@ -18,6 +18,14 @@ from shardwise.engine.construction.recipe import Recipe
 from shardwise.engine.construction.stages import modules_of
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.folders import Folders
+from shardwise.engine.parts.followers import (
+    LoadsFollower,
+    OwnUseFollower,
+    ProfileFollower,
+    StepFollower,
+    TablesFollower,
+    UnitNormsFollower,
+)
 from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.parts import Parts, Site, Stage, Trained
 from shardwise.engine.parts.pass_context import PassContext
@@ -78,7 +86,8 @@ def assemble(
     orders = {stage.index: stage.hooks.order for stage in stages}
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
     loss_scale = _loss_scale(settings, outline.described.spec)
-    unit_squares = _unit_squares(site, planned, trained)
+    passes = _pass_context(site, outline, stages, vocabulary, walker)
+    followers = _followers(site, passes, tables, _unit_squares(site, planned, trained))
     folders = Folders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
     return Parts(
@@ -92,9 +101,9 @@ def assemble(
         tables=tables,
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         optimizer_groups=recipe.groups,
-        passes=_pass_context(site, outline, stages, vocabulary, walker),
+        passes=passes,
         folders=folders,
-        unit_squares=unit_squares,
+        followers=followers,
         stage_peers=peers,
     )
 
@@ -145,13 +154,31 @@ def _loss_scale(settings: RunConfig, spec: ModelSpec) -> LossScale | None:
     return LossScale(settings.precision.loss_scale) if half else None
 
 
-def _unit_squares(site: Site, planned: Planned, trained: Sequence[Trained]) -> UnitSquares:
-    """Return the squares of every Unit's gradient and weight if any rank asks for them, else none. Collective."""
+def _followers(
+    site: Site, passes: PassContext, tables: Tables, units: UnitSquares | None
+) -> tuple[StepFollower, ...]:
+    """Return the techniques of the run that take part in every step, alike on all ranks."""
+    found: list[StepFollower] = []
+    if tables:
+        found.append(TablesFollower(tables))
+    if passes.loads.layers:
+        found.append(LoadsFollower(passes.loads, site.world.device))
+    if units is not None:
+        found.append(UnitNormsFollower(units))
+    if site.mesh.tp > 1:
+        found.append(OwnUseFollower(passes.own_use))
+    if passes.is_profiled:
+        found.append(ProfileFollower(passes.profile))
+    return tuple(found)
+
+
+def _unit_squares(site: Site, planned: Planned, trained: Sequence[Trained]) -> UnitSquares | None:
+    """Return the positions of the Units' squares if any rank asks for them, else None. Collective."""
     # Rank 0 alone writes them, so a script may ask for them there alone; the squares come from all ranks.
     asks = site.settings.monitor.unit_norms
     if not site.groups["world"].all_equal(int(asks), "monitor.unit_norms", site.world.device) or asks:
         return UnitSquares.of(planned, [bucket for bucket, _ in trained])
-    return UnitSquares()
+    return None
 
 
 def _pass_context(
@@ -175,6 +202,7 @@ def _pass_context(
         loads=outline.loads,
         vocabulary=vocabulary,
         profile=profile,
+        is_profiled=settings.module_profile is not None,
         own_use=_own_use(outline.described.owners, stages, settings.compile.scope == "blocks"),
     )
 

@@ -1,6 +1,6 @@
 """Parts: the objects that ``build`` makes and the engine runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +15,11 @@ from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.folders import Folders
+from shardwise.engine.parts.followers import StepFollower
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.engine.parts.program import ActionLists
 from shardwise.engine.parts.shared import SharedGradients
 from shardwise.engine.parts.tables import Tables
-from shardwise.engine.parts.unit_norms import UnitSquares
 from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
@@ -120,8 +120,8 @@ class Parts:
     """The contexts in which every pass of the model runs."""
     folders: Folders
     """Folders of saved steps."""
-    unit_squares: UnitSquares = field(default_factory=UnitSquares)
-    """Positions of the Units' squares among the numbers of NORM; empty without ``monitor.unit_norms``."""
+    followers: Sequence[StepFollower] = ()
+    """Techniques of this run that take part in every step."""
     stage_peers: Group | None = None
     """The ranks that hold the same stage, if matrices are dealt among them."""
     progress: Progress = field(default_factory=Progress)

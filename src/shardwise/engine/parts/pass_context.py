@@ -10,7 +10,7 @@ shapes        if shapes do not fit in a first pass over slices, the error names 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ class PassContext:
     """The costs of modules, in the step that is measured."""
     loads: ExpertLoads
     """The token counts of every expert."""
+    is_profiled: bool = False
+    """True if a step of the run measures its modules."""
 
     @contextmanager
     def at(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> Iterator[None]:
@@ -60,9 +62,12 @@ class PassContext:
             DataError: if tokens are outside the model's vocabulary.
             PlanError: if shapes do not fit in a first pass over slices.
         """
-        self.loads.microbatch = microbatch
-        place, looked_at = self.place(step, microbatch, batch, rows), self.own_use.looked_at()
-        counted = self.profile.forward()
+        if self.loads.layers:
+            self.loads.microbatch = microbatch
+        place = self.place(step, microbatch, batch, rows)
+        # A run enters only the contexts of the techniques that it contains.
+        looked_at = self.own_use.looked_at() if self.tp.size > 1 else nullcontext()
+        counted = self.profile.forward() if self.is_profiled else nullcontext()
         draws = self.replay.draws.at(microbatch, torch.is_grad_enabled())
         with (
             self._told_as_cut(),
@@ -74,6 +79,10 @@ class PassContext:
             draws,
         ):
             yield
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass."""
+        return self.profile.backward() if self.is_profiled else nullcontext()
 
     def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:
         """Return the position of the samples of ``batch`` in the global batch of ``step``."""

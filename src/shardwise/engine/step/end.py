@@ -4,8 +4,8 @@
              gradients that model-parallel ranks hold in common               (engine/parts/shared.py)
     NORM     one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units,
              a hash of the collectives so far                                 (the step fails if it differs),
-             hashes of learning rates and the like, and of the first step's batches; token counts of experts;
-             the passes through tables that had a backward pass, and the rows of these tables;
+             hashes of learning rates and the like, and of the first step's batches; the numbers of techniques that
+             follow the step (engine/parts/followers.py);
              a second all-reduce runs over the ranks that share a model, which also compare their losses;
              then all ranks decide alike: scale, clip, or skip
     DIRECT   of each Unit whose optimizer looks at whole tensors: moments and directions; then
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from shardwise.base.errors import CommError
 from shardwise.comm.equality import are_equal, differ, terms
+from shardwise.engine.parts.followers import BucketSquares
 from shardwise.engine.parts.parts import Parts, Trained
 from shardwise.engine.parts.sums import Number, read, summed
 from shardwise.engine.parts.unit_norms import mean_norm
@@ -132,14 +133,10 @@ class Totals(NamedTuple):
     """True if the ranks that share a model were given the same batches."""
     loss_spread: float = 0.0
     """Standard deviation of the mean loss over the ranks of one model that compute the loss."""
-    experts: Sequence[float] = ()
-    """Token counts of every expert (parallel/expert/loads.py)."""
     draws: bool = False
     """True if passes on the ranks of this model have drawn from random generators."""
     guesses: Sequence[float] = (0.0,) * 5
     """Sums over all ranks' microbatches whose weights are guessed."""
-    units: Sequence[float] = ()
-    """Σ g² by Unit of the whole model; empty without ``monitor.unit_norms`` (engine/parts/unit_norms.py)."""
 
 
 def finish_reductions(trained: Sequence[Trained]) -> None:
@@ -173,8 +170,12 @@ def exchange(
     """
     trained, dp = parts.trained, parts.dp
     finish_reductions(trained)
-    parts.tables.compare()
-    squares = of_tables = parts.tables.square_sum()
+    beside = torch.zeros((), dtype=torch.float64)
+    for follower in parts.followers:
+        follower.before_norm()
+        more = follower.squares()
+        beside = beside if more is None else beside + more
+    squares = beside
     of_buckets: dict[BucketState, Sequence[Tensor]] = {}
     used: list[Number] = []
     for bucket, _ in trained:
@@ -195,10 +196,9 @@ def exchange(
         "guesses": local.guesses,
         "batches": seats,
         "used": used,
-        "experts": parts.passes.loads.numbers(parts.device),
-        "units": parts.unit_squares.add_up(of_buckets, of_tables),
-        "tables": parts.tables.numbers(),
     }
+    all_squares = BucketSquares(of_buckets, beside)
+    own |= {each.name: each.numbers(all_squares) for each in parts.followers if each.name}
     total = summed(dp, own, "the gradient norm", parts.device)
     model, clock = parts.groups["model"], parts.walker.trace.clock
     if model.size == 1:
@@ -221,7 +221,9 @@ def exchange(
             "data may make a rank skip Units, but not run them in another order than other ranks. Departures from the "
             f"Plan here: {divergences or 'none'}"
         )
-    parts.tables.settle(found["tables"], above.get("tables", (0.0, 0.0)))
+    for follower in parts.followers:
+        if follower.name:
+            follower.settle(found[follower.name], above.get(follower.name))
     squared, weight, loss, flags = above.get("sums", found["sums"])
     totals = Totals(
         squares=squared,
@@ -232,9 +234,7 @@ def exchange(
         orders_agree=faults[1] == 0,
         rates_agree=faults[2] == 0,
         batches=tuple(map(int, found["batches"])),
-        experts=above.get("experts", found["experts"]),
         guesses=above.get("guesses", found["guesses"]),
-        units=above.get("units", found["units"]),
     )
     if not above:
         return totals
@@ -267,10 +267,8 @@ def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict
         "rates": terms(local.rates, _BITS),
         "batches": terms(local.batches or 0),
         "guesses": total["guesses"] * brings_loss,
-        "experts": total["experts"],
-        "units": total["units"],
-        "tables": parts.tables.verdict(total["tables"]),
     }
+    own |= {each.name: each.over_model(total[each.name]) for each in parts.followers if each.name}
     return summed(parts.groups["model"], own, "the gradient norm over the model", parts.device)
 
 

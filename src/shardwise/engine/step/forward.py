@@ -86,7 +86,9 @@ class Forward:
             if record.check is not None:
                 output = record.check.returned(output, step.passes)
             record.returned(output)
-            self._parts.passes.own_use.begin()  # until backward: the user may compute on the loss with weights
+            if self._parts.mesh.tp > 1:
+                # Until the backward pass: the user may compute on the loss with weights.
+                self._parts.passes.own_use.begin()
         return output
 
     def _make_room(self) -> None:

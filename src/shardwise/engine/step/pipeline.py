@@ -403,9 +403,10 @@ class _Training(_Forward):
         if loss is not None:
             scale = self._scales.pop(microbatch)
         first = None if loss is None else filled_like(loss, scale)
-        passes.loads.count(microbatch, scale)
+        for follower in self._parts.followers:
+            follower.begin_backward(microbatch, scale)
         hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
-        with passes.profile.backward(), passes.replay.scaled(scale), told_again(passes.replay):
+        with passes.backward(), passes.replay.scaled(scale), told_again(passes.replay):
             hooks.run_backward(lambda: run(first))
         if not passes.loads.layers:
             return None

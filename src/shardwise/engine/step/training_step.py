@@ -68,14 +68,13 @@ class StepDiscard:
 
     def __call__(self) -> None:
         """Drop the microbatches of the running step and their gradients. Implements ``Engine.discard``."""
-        self._parts.passes.own_use.end()
         self._parts.passes.replay.scale = 1.0  # a plain backward pass that failed leaves its scale behind
         for hooks in self._parts.hooks:
             hooks.abandon()
         self._parts.program.begin(self._parts.program.microbatches)
         self._end.forget()
-        self._parts.tables.drop()
-        self._parts.passes.loads.forget()
+        for follower in self._parts.followers:
+            follower.drop()
         self._parts.accumulation.clear()
         self._weighing.take_guesses()
         self._record.discard()
@@ -173,7 +172,7 @@ class TrainingStep:
         scaled = parts.passes.replay.scaled(scale)
         with (
             self._discard.on_error(),
-            parts.passes.profile.backward(),
+            parts.passes.backward(),
             scaled,
             told_again(parts.passes.replay),
         ):
@@ -226,9 +225,9 @@ class TrainingStep:
             parts.clock.step = self._number
         self._unstepped.watch()
         counted = step.weight_of(None if weight is None else float(weight), found)
-        parts.passes.own_use.end()
         scale = step.scale_of(counted)
-        parts.passes.loads.count(step.passes, counted)
+        for follower in parts.followers:
+            follower.begin_backward(step.passes, counted)
         hooks = parts.hooks[0]
         hooks.recover()
         is_last = step.is_last_backward
@@ -286,19 +285,20 @@ class TrainingStep:
         else:
             parts.walker.end_with(parts.program.plan.own.skipped)
             self._finish_gathers()
-            parts.tables.drop()
-        parts.passes.loads.end_step(totals.experts)
+        for follower in parts.followers:
+            follower.end_step(applies)
         parts.progress.count(applies)
         if applies:
             parts.optimizer_groups.note_step()
-            parts.passes.loads.tell_routers()
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
             parts.program.adopt_order()
         self.stop.seen = totals.flags > 0
-        units = parts.unit_squares.norms(totals.units, totals.weight, divisor)
-        return self._close_step(totals, norm, units, float(rates[0]["lr"]), skipped=not applies)
+        fields: dict[str, Any] = {}
+        for follower in parts.followers:
+            fields |= follower.results(totals.weight, divisor)
+        return self._close_step(totals, norm, float(rates[0]["lr"]), not applies, fields)
 
     def _finish_gathers(self) -> None:
         for hooks in self._parts.hooks:
@@ -372,7 +372,7 @@ class TrainingStep:
         return result
 
     def _close_step(
-        self, totals: Totals, norm: float, units: dict[str, float], lr: float, skipped: bool
+        self, totals: Totals, norm: float, lr: float, skipped: bool, fields: Mapping[str, Any]
     ) -> StepResult:
         parts, walker = self._parts, self._parts.walker
         for bucket, _ in parts.trained:
@@ -382,15 +382,17 @@ class TrainingStep:
         self._record.end_step()
         news = walker.trace.news(walker.last)
         skips = progress.step_count - progress.applied_steps
-        result = StepResult(progress.step_count, loss, norm, lr, totals.weight, skipped, news, skips, units)
+        result = StepResult(
+            progress.step_count, loss, norm, lr, totals.weight, skipped, news, skips, **fields
+        )
         walker.close()
         for hooks in parts.hooks:
             hooks.end_step()
         parts.program.begin(self._accumulation.end_step())
         self._end.forget()
         parts.clock.step_ended()
-        parts.passes.own_use.step_ended()
-        parts.passes.profile.step_ended(progress.step_count, walker.last)
+        for follower in parts.followers:
+            follower.after_step(progress.step_count, walker.last)
         self._ended(result)
         return result
 

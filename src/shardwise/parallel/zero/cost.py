@@ -59,12 +59,14 @@ class UnitBytes(NamedTuple):
     gather: int
     """Bytes of one UNSHARD."""
     reduce: int
-    """Bytes of one REDUCE."""
+    """Bytes of one REDUCE, with the ARRIVE that waits for it."""
+    replicas: int = 0
+    """Bytes of the sum over replicas of the shards, once per step, before NORM."""
 
 
 def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
     """Return the bytes that one rank sends for each UNSHARD and each REDUCE of a Unit."""
-    gather = reduce = 0
+    gather = reduce = over_replicas = 0
     replicas, shards = (mesh.size(axis) for axis in strategy.axes)
     for bucket in unit.buckets:
         key = bucket.key
@@ -74,10 +76,11 @@ def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
             continue
         if strategy.cuts_master:
             elements = elements_sent(Partial(), Shard(), bucket.elements, shards)
-            elements += elements_sent(Partial(), Replicate(), bucket.shard_elements, replicas)
         else:
             elements = elements_sent(Partial(), Replicate(), bucket.elements, shards * replicas)
         wire = (key.reduce_dtype or key.dtype).itemsize
         # A gradient that is reduced as autograd made it travels in no more bits than autograd's dtype has.
         reduce += elements * (min(wire, key.dtype.itemsize) if strategy.cuts_grad else wire)
-    return UnitBytes(gather, reduce)
+        if strategy.cuts_master:
+            over_replicas += elements_sent(Partial(), Replicate(), bucket.shard_elements, replicas) * wire
+    return UnitBytes(gather, reduce, over_replicas)

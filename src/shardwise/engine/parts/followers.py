@@ -1,0 +1,219 @@
+"""Followers: techniques that take part in every step, called at fixed points of it by a list.
+
+    begin_backward     a microbatch's backward pass begins
+    before_norm        every gradient of the step has arrived
+    squares            Σ g² that a technique adds to the norm of all gradients
+    numbers            numbers that NORM sums over the data-parallel ranks, in the one all-reduce of a step
+    over_model         numbers made of these sums that NORM sums over the ranks that share a model
+    settle             the sums, on the host; all ranks have the same, and may raise alike
+    end_step           the list of the step has run, with or without an update
+    after_step         the step is over and counted
+    drop               the running step is discarded
+
+``training_step.py`` and ``end.py`` name no technique. A run has a follower only for what it contains: without tables,
+experts, tensor parallelism and monitors the list is empty, and a step passes through none of their files.
+
+Cost: one call at each point for each follower.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.parts.module_profile import ModuleProfile
+from shardwise.engine.parts.sums import Number
+from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.unit_norms import UnitSquares
+from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.tensor.own_use import OwnUse
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.trace import Trace
+
+
+class BucketSquares(NamedTuple):
+    """Σ g² of the gradients that a rank counts."""
+
+    of_buckets: Mapping[BucketState, Sequence[Tensor]]
+    """Σ g² of the counted ranges of each bucket."""
+    beside: Tensor
+    """Σ g² that followers add: of rows of embedding tables."""
+
+
+class StepFollower:
+    """A technique that follows the steps of an engine; each method does nothing unless the technique defines it."""
+
+    name = ""
+    """Name of the technique's numbers in NORM."""
+
+    def begin_backward(self, microbatch: int, weight: Number) -> None:
+        """Note that the backward pass of a microbatch, which counts ``weight``, begins."""
+
+    def before_norm(self) -> None:
+        """Check what ranks must have in common before NORM. Collective where the technique says so."""
+
+    def squares(self) -> Tensor | None:
+        """Return Σ g² of gradients beside the buckets that this rank counts, or None."""
+        return None
+
+    def numbers(self, squares: BucketSquares) -> Sequence[Number] | Tensor:
+        """Return the numbers that NORM sums over the data-parallel ranks, as many on all ranks."""
+        return ()
+
+    def over_model(self, sums: Tensor) -> Sequence[Number] | Tensor:
+        """Return the numbers that NORM sums over the ranks that share a model.
+
+        Args:
+            sums: ``numbers``, summed over the data-parallel ranks, on the device.
+        """
+        return sums
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
+        """Take the sums of NORM, before any weight changes.
+
+        Args:
+            sums: ``numbers``, summed over the data-parallel ranks.
+            over_model: ``over_model``, summed over the ranks that share a model; None if no ranks share one.
+        """
+
+    def results(self, weight: float, divisor: float) -> Mapping[str, Any]:
+        """Return fields of ``StepResult`` that the technique fills.
+
+        Args:
+            weight: Summed weights of the step's microbatches.
+            divisor: Number that turns summed gradients into means.
+        """
+        return {}
+
+    def end_step(self, applied: bool) -> None:
+        """Note that the step's list has run; ``applied`` is True if the weights were updated."""
+
+    def after_step(self, step: int, trace: Trace) -> None:
+        """Note that step number ``step`` is over."""
+
+    def drop(self) -> None:
+        """Drop everything of the running step."""
+
+
+class TablesFollower(StepFollower):
+    """Embedding tables: their row gradients join the norm, and their rows are counted over the ranks."""
+
+    name = "tables"
+
+    def __init__(self, tables: Tables):
+        self._tables = tables
+
+    def before_norm(self) -> None:
+        """Compare the row gradients of ranks along "tp"."""
+        self._tables.compare()
+
+    def squares(self) -> Tensor:
+        """Return Σ g² of the rows that this rank counts."""
+        return self._tables.square_sum()
+
+    def numbers(self, squares: BucketSquares) -> Sequence[Number]:
+        """Return passes and rows of the tables."""
+        return self._tables.numbers()
+
+    def over_model(self, sums: Tensor) -> Tensor:
+        """Return whether a pass is dropped, and whether a table is too full."""
+        return self._tables.verdict(sums)
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
+        """Drop passes without a backward pass; raise on all ranks if a table is too full."""
+        self._tables.settle(sums, over_model or (0.0, 0.0))
+
+    def end_step(self, applied: bool) -> None:
+        """Drop the row gradients of a skipped step."""
+        if not applied:
+            self._tables.drop()
+
+    def drop(self) -> None:
+        """Drop the row gradients."""
+        self._tables.drop()
+
+
+class LoadsFollower(StepFollower):
+    """Experts: the tokens of each expert over all ranks, by which routers move their biases."""
+
+    name = "experts"
+
+    def __init__(self, loads: ExpertLoads, device: torch.device):
+        self._loads = loads
+        self._device = device
+        self._sums: Sequence[float] = ()
+
+    def begin_backward(self, microbatch: int, weight: Number) -> None:
+        """Count the tokens of the microbatch."""
+        self._loads.count(microbatch, weight)
+
+    def numbers(self, squares: BucketSquares) -> Tensor:
+        """Return this rank's counts of all layers of the model."""
+        return self._loads.numbers(self._device)
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
+        """Keep the counts of all ranks for the end of the step."""
+        self._sums = sums if over_model is None else over_model
+
+    def end_step(self, applied: bool) -> None:
+        """Store the loads of the step; after an update let routers move by them."""
+        self._loads.end_step(self._sums)
+        if applied:
+            self._loads.tell_routers()
+
+    def drop(self) -> None:
+        """Drop the counts."""
+        self._loads.forget()
+
+
+class UnitNormsFollower(StepFollower):
+    """``monitor.unit_norms``: the norm of each Unit's gradient."""
+
+    name = "units"
+
+    def __init__(self, squares: UnitSquares):
+        self._squares = squares
+        self._sums: Sequence[float] = ()
+
+    def numbers(self, squares: BucketSquares) -> Sequence[Number]:
+        """Return Σ g² by Unit of the whole model."""
+        return self._squares.add_up(*squares)
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
+        """Keep the sums of all ranks for the result."""
+        self._sums = sums if over_model is None else over_model
+
+    def results(self, weight: float, divisor: float) -> Mapping[str, Any]:
+        """Return the norms by Unit."""
+        return {"unit_norms": self._squares.norms(self._sums, weight, divisor)}
+
+
+class OwnUseFollower(StepFollower):
+    """Tensor parallelism: slices may only be used by their owners, which the first step checks."""
+
+    def __init__(self, own_use: OwnUse):
+        self._own_use = own_use
+
+    def begin_backward(self, microbatch: int, weight: Number) -> None:
+        """Give the slices back, because the backward pass reads them."""
+        self._own_use.end()
+
+    def after_step(self, step: int, trace: Trace) -> None:
+        """End the checks after the first step."""
+        self._own_use.step_ended()
+
+    def drop(self) -> None:
+        """Give the slices back."""
+        self._own_use.end()
+
+
+class ProfileFollower(StepFollower):
+    """``module_profile``: the costs of modules in one step."""
+
+    def __init__(self, profile: ModuleProfile):
+        self._profile = profile
+
+    def after_step(self, step: int, trace: Trace) -> None:
+        """Write the profile if the step was counted, and begin to count if the next step is to be."""
+        self._profile.step_ended(step, trace)
