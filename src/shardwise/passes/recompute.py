@@ -19,7 +19,7 @@ Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.
 Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Annotated, Any, Literal, Self
@@ -275,8 +275,8 @@ def _wrap_forward(
 
 
 def _without_caches(
-    block: nn.Module, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    block: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a block's arguments with None in the place of an empty cache of transformers.
 
     Both runs of the block would extend the cache, the second run by tokens that the cache holds already. Training does
@@ -300,7 +300,7 @@ def _without_caches(
                 "(num_kv_shared_layers), and recomputed blocks do not fill the cache. Take a newer release of "
                 f"transformers, which passes them as {_SHARED_KEYS}, or set recompute: none"
             )
-    args = [None if is_transformers_cache(each) else each for each in args]
+    args = tuple(None if is_transformers_cache(each) else each for each in args)
     kwargs = {
         key: None if key in _HUGGING_FACE_CACHES or is_transformers_cache(each) else each
         for key, each in kwargs.items()

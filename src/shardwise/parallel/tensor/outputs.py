@@ -238,9 +238,9 @@ class WithheldCache(WithheldValue):
 
     def __init__(self, cache: Any, path: str, what: str) -> None:
         super().__init__(
-            f"{path or 'the output'} of {what}: under tensor parallelism each rank caches the keys and values of its own "
-            "heads, so a loss on them would be another one on each rank. Give the cache back to the model in its next "
-            "pass, compute what you need from the model's final output or its hidden states, which are given back "
+            f"{path or 'the output'} of {what}: under tensor parallelism each rank caches the keys and values of its "
+            "own heads, so a loss on them would be another one on each rank. Give the cache back to the model in its "
+            "next pass, compute what you need from the model's final output or its hidden states, which are given back "
             "whole, or set mesh.tp: 1"
         )
         self._cache = cache
