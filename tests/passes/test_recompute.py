@@ -25,7 +25,7 @@ from shardwise.passes.recompute_cost import BlockShape, kept_elements, repeated_
 from shardwise.passes.replay import Again, BatchPosition, Replay
 from shardwise.passes.second_run import SecondRuns
 from shardwise.plan.mesh import Mesh
-from tests.engine.nets import LLAMA
+from tests.engine.nets import LLAMA, cache_name
 
 SCOPES: list[dict[str, Any]] = [
     {"scope": "full"},
@@ -490,20 +490,72 @@ def test_with_zero_on_two_ranks(ranks: Any, stage: int) -> None:
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_hugging_face_caches_are_left_out() -> None:
-    """A training pass of transformers fills a cache that nobody reads; a second run would fill it twice."""
+GPT2 = dict(n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def hugging_face(kind: str, keys: dict[str, Any]) -> Any:
+    """Return a model of transformers whose blocks recompute; GPT-2 passes its cache by position, LLaMA by name."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(vocab_size=11, **LLAMA)
+    torch.manual_seed(0)
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=11, **LLAMA))
+        blocks = model.model.layers
+    else:
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, **GPT2))
+        blocks = model.transformer.h
+    named = [(f"blocks.{i}", block) for i, block in enumerate(blocks)]
+    apply_recompute(named, RecomputePolicy(**keys), Replay())
+    return model.train()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_hugging_face_caches_are_left_out(kind: str) -> None:
+    """A training pass of transformers fills a cache that nobody reads; a second run would fill it twice."""
     results = []
-    for keys in ({}, {"scope": "full"}, {"scope": "selective"}):
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).train()
-        blocks = [(f"model.layers.{i}", block) for i, block in enumerate(model.model.layers)]
-        apply_recompute(blocks, RecomputePolicy(**keys), Replay())
+    for keys in ({}, {"scope": "full"}, {"scope": "selective"}, {"scope": "full", "blocks": ["blocks.1"]}):
+        model = hugging_face(kind, keys)
         model(input_ids=TOKENS, labels=TOKENS, use_cache=True).loss.backward()
         results.append([parameter.grad for parameter in model.parameters()])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_hugging_face_cache_with_past_tokens_is_refused(kind: str) -> None:
+    """Without the cache the block would not attend to the tokens before, silently (a tuned prefix, for example)."""
+    model = hugging_face(kind, {"scope": "full"})
+    name = cache_name(model)
+    with torch.no_grad():
+        past = model(input_ids=TOKENS[:, :3], use_cache=True)[name]
+    assert past.get_seq_length() == 3
+    with pytest.raises(
+        UsageError, match="block blocks.0 was given a cache that holds keys and values of past"
+    ):
+        model(input_ids=TOKENS[:, 3:], labels=TOKENS[:, 3:], use_cache=True, **{name: past})
+
+
+class Sharing(nn.Module):
+    """A block that attends to the keys of an earlier block, which older releases keep in the cache (Gemma 3n)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_kv_shared_layer, self.layer_idx = True, 1
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor, cache: Any = None, **shared: Any) -> Tensor:
+        return x * self.weight
+
+
+def test_keys_that_blocks_share_through_a_cache_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    block = Sharing()
+    apply_recompute([("1", block)], RecomputePolicy(scope="full"), Replay())
+    with pytest.raises(
+        UsageError, match="block 1 takes the keys and values of an earlier block from the cache"
+    ):
+        block(torch.ones(2), cache=transformers.DynamicCache())
+    block(torch.ones(2), cache=transformers.DynamicCache(), shared_kv_states={}).sum().backward()
+    assert block.weight.grad is not None
 
 
 class Exchanging(nn.Module):

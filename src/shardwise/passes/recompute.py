@@ -35,6 +35,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from shardwise.base.caches import holds_past, is_transformers_cache
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.names import chosen_by
 from shardwise.base.policy import Policy
@@ -48,7 +49,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 _ATTENTION = "attention"
 """Name of the attribute that holds a block's attention function."""
 
-_HUGGING_FACE_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_HUGGING_FACE_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""Arguments of transformers' blocks that are a cache whatever their class is; tuples in models of older releases."""
 
 
 class RecomputePolicy(Policy):
@@ -266,19 +268,67 @@ def _wrap_forward(
     @wraps(block.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            # A cache would be extended a second time. Training does not read it, as in Hugging Face's own checkpoints.
-            kwargs = {key: None if key in _HUGGING_FACE_CACHES else value for key, value in kwargs.items()}
-            if any(
-                hasattr(value, "extend") and not isinstance(value, list)
-                for value in [*args, *kwargs.values()]
-            ):
-                raise UsageError(
-                    f"recompute: block {name} was given a cache in a pass with gradients, which its second run would "
-                    "extend again; generate under torch.no_grad(), or set recompute: none"
-                )
+            args, kwargs = _without_caches(block, name, args, kwargs)
         return inner(*args, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+def _without_caches(
+    block: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a block's arguments with None in the place of an empty cache of transformers.
+
+    Both runs of the block would extend the cache, the second run by tokens that the cache holds already. Training does
+    not read the cache, and transformers' own checkpoints leave it out as well.
+
+    Raises:
+        UsageError: If the block would read keys and values from the cache, or if the cache is not of transformers.
+    """
+    if getattr(block, _ONLY_READS, False):
+        return args, kwargs
+    for cache in filter(is_transformers_cache, (*args, *kwargs.values())):
+        if any(holds_past(cache, layer) for layer in _layers_of(block)):
+            raise UsageError(
+                f"recompute: block {name} was given a cache that holds keys and values of past tokens in a pass with "
+                "gradients, and its second run would extend the cache again. Leave the block out (recompute.blocks), "
+                "run the pass under torch.no_grad(), or set recompute: none"
+            )
+        if _reads_keys_from_cache(block) and _SHARED_KEYS not in kwargs:
+            raise UsageError(
+                f"recompute: block {name} takes the keys and values of an earlier block from the cache "
+                "(num_kv_shared_layers), and recomputed blocks do not fill the cache. Take a newer release of "
+                f"transformers, which passes them as {_SHARED_KEYS}, or set recompute: none"
+            )
+    args = tuple(None if is_transformers_cache(each) else each for each in args)
+    kwargs = {
+        key: None if key in _HUGGING_FACE_CACHES or is_transformers_cache(each) else each
+        for key, each in kwargs.items()
+    }
+    if any(hasattr(each, "extend") and not isinstance(each, list) for each in (*args, *kwargs.values())):
+        raise UsageError(
+            f"recompute: block {name} was given a cache in a pass with gradients, which its second run would extend "
+            "again; generate under torch.no_grad(), or set recompute: none"
+        )
+    return args, kwargs
+
+
+_ONLY_READS = "_can_checkpoint_with_cache"
+"""Flag of transformers' blocks that read a cache and never write into it."""
+
+
+def _layers_of(block: nn.Module) -> set[int]:
+    """Return the indices under which modules of transformers inside the block write into a cache."""
+    found = (getattr(module, "layer_idx", None) for module in block.modules())
+    return {index for index in found if isinstance(index, int)}
+
+
+_SHARED_KEYS = "shared_kv_states"
+"""Argument in which newer releases of transformers pass shared keys and values beside the cache."""
+
+
+def _reads_keys_from_cache(block: nn.Module) -> bool:
+    return any(getattr(module, "is_kv_shared_layer", False) for module in block.modules())
 
 
 # Selective ---------------------------------------------------------------------------------------------------------

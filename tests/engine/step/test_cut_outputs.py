@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
-from tests.engine.nets import LLAMA, seeded
+from tests.engine.nets import LLAMA, cache_name, seeded
 
 transformers = pytest.importorskip("transformers")
 
@@ -243,7 +243,7 @@ def cached(world: World) -> tuple[str, float, float, list[int]]:
     engine = shardwise.initialize(
         made("llama"), {"mesh": {"tp": world.size}, "optimizer": {"type": "sgd", "lr": 1e-12}}, world=world
     )
-    cache = engine(input_ids=tokens(8), use_cache=True).past_key_values
+    cache = engine(input_ids=tokens(8), use_cache=True)[cache_name(engine.module)]
     assert cache.get_seq_length() == 8
     said = []
     for use in (lambda: cache.layers[0].keys.pow(2).mean(), lambda: cache[0], lambda: list(cache)):
@@ -251,7 +251,7 @@ def cached(world: World) -> tuple[str, float, float, list[int]]:
             use()
         said.append(str(error.value))
     assert len(set(said)) == 1
-    loss = continued(engine)
+    loss = continued(engine, cache_name(engine.module))
     engine.backward(loss)
     norm = engine.step().grad_norm
     with engine.full_parameters(), torch.no_grad():
@@ -260,22 +260,23 @@ def cached(world: World) -> tuple[str, float, float, list[int]]:
     return said[0], float(loss.detach()), norm, words.flatten().tolist()
 
 
-def continued(call: Callable[..., Any]) -> Tensor:
+def continued(call: Callable[..., Any], name: str) -> Tensor:
     """Return a loss of two passes, the second of which goes on from the cache of the first."""
     ids = tokens(8)
     first = call(input_ids=ids[:, :5], use_cache=True)
-    second = call(input_ids=ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    second = call(input_ids=ids[:, 5:], use_cache=True, **{name: first[name]})
     return second.logits.pow(2).mean() + first.logits.pow(3).mean()
 
 
 def test_cached_keys_and_values(ranks: Any) -> None:
     """A loss on them was one of this rank's heads; given back to the model they are right, and generation works."""
     model = made("llama")
-    loss = continued(model)
+    name = cache_name(model)
+    loss = continued(model, name)
     loss.backward()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
     words = model.generate(tokens(4), max_new_tokens=4, do_sample=False, pad_token_id=0).flatten().tolist()
     for said, found, found_norm, found_words in ranks(2).run(cached):
-        assert "past_key_values of LlamaForCausalLM: under tensor parallelism" in said
+        assert f"{name} of LlamaForCausalLM: under tensor parallelism" in said
         assert (found, found_norm) == pytest.approx((float(loss.detach()), norm), rel=1e-9)
         assert found_words == words

@@ -87,7 +87,7 @@ def _mpt(module: Any) -> dict[str, str]:
 def _codegen(module: Any) -> dict[str, str]:
     quarter = str(module.num_attention_heads // 4)
     return {
-        "": "num_attention_heads",
+        "": "num_attention_heads embed_dim",  # transformers reads the first up to 5.23, the second since 5.24
         ".qkv_proj": f"column {'+'.join([quarter] * 12)}",
         ".out_proj": f"row {'+'.join([quarter] * 4)}",
     }

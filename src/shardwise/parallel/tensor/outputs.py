@@ -15,9 +15,10 @@ the nearest functions of the cut layers that the tensor was computed from.
 A tensor without a graph is compared over the ranks: if values differ, the shape determines what was cut. The first pass
 of each kind decides; later passes of the kind repeat the decision.
 
-Keys and values in a cache object of transformers (``past_key_values``) are this rank's heads, which is what the cut
-layers need in the next pass. A pass with gradients returns a stand-in that the model accepts as the cache; no other
-code can use its keys and values. Passes without gradients, generation among them, return the cache itself.
+Keys and values in a cache object of transformers (``cache``, or ``past_key_values`` in older releases) are this rank's
+heads, which is what the cut layers need in the next pass. A pass with gradients returns a stand-in that the model
+accepts as the cache; no other code can use its keys and values. Passes without gradients, generation among them, return
+the cache itself.
 
 Cost: a walk over some nodes of the graph and one small all-gather for each kind of pass; in later passes the gathers of
 the tensors that are joined. A model that returns a loss or whole logits pays nothing.
@@ -33,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.pytree import part_named, rebuilt, tensors_by_path
+from shardwise.base.caches import is_transformers_cache
+from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.comm import duals
 from shardwise.parallel.tensor.region import Region, WithheldValue
 from shardwise.passes.absent import Absent
@@ -44,6 +46,7 @@ _WORDS = 1 << 18
 """Elements of a projection that are multiplied at once."""
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "heads")
 _CACHE = "past_key_values"
+"""Name of cached keys and values that a model returns as tuples of tensors, or in an object of a class of its own."""
 _LENGTHS = frozenset(
     (
         "get_seq_length",
@@ -107,9 +110,9 @@ class CutOutputs:
         ):  # a stage's output goes to the next stage
             return None
         made: dict[int, Any] = {}
-        cache = part_named(output, _CACHE) if torch.is_grad_enabled() else None
-        if is_cache(cache) and self._is_cut_cache(cache):
-            made[id(cache)] = WithheldCache(cache, self._what)
+        for path, cache in _caches_by_path(output) if torch.is_grad_enabled() else ():
+            if self._is_cut_cache(cache):
+                made[id(cache)] = WithheldCache(cache, path, self._what)
         found = [
             (path, each) for path, each in tensors_by_path(output) if each.is_floating_point() and each.dim()
         ]
@@ -229,15 +232,16 @@ class WithheldCache(WithheldValue):
 
     Args:
         cache: The cache.
+        path: Path of the cache in the output.
         what: Name of the module that returned the cache, in errors.
     """
 
-    def __init__(self, cache: Any, what: str) -> None:
+    def __init__(self, cache: Any, path: str, what: str) -> None:
         super().__init__(
-            f"{_CACHE} of {what}: under tensor parallelism each rank caches the keys and values of its own heads, so a "
-            "loss on them would be another one on each rank. Give the cache back to the model (past_key_values=...), "
-            "compute what you need from the model's final output or its hidden states, which are given back whole, or "
-            "set mesh.tp: 1"
+            f"{path or 'the output'} of {what}: under tensor parallelism each rank caches the keys and values of its "
+            "own heads, so a loss on them would be another one on each rank. Give the cache back to the model in its "
+            "next pass, compute what you need from the model's final output or its hidden states, which are given back "
+            "whole, or set mesh.tp: 1"
         )
         self._cache = cache
 
@@ -250,6 +254,18 @@ class WithheldCache(WithheldValue):
 def is_cache(value: Any) -> bool:
     """Return True for a cache object of transformers, and for the stand-in of a cache."""
     return type(value).__name__.endswith("Cache") and not isinstance(value, Tensor)
+
+
+def _caches_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every cache of a model's output with its path: ``cache``, or ``[1]``."""
+    if is_transformers_cache(value) or (path == _CACHE and is_cache(value)):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _caches_by_path(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for i, inner in enumerate(value):
+            yield from _caches_by_path(inner, f"{path}[{i}]")
 
 
 def _cached(cache: Any) -> Iterator[Tensor]:

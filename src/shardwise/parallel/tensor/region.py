@@ -37,7 +37,7 @@ from shardwise.passes.replay import Replay
 from shardwise.tiers.alike import Alike
 
 _TOKENS = ("tokens", "input_ids", "inputs_embeds")
-_LATEST_ONLY = ("cache", "past_key_values", "logits_to_keep")
+_LATEST_ONLY = ("cache", "past_key_values", "cache_params", "logits_to_keep")
 """Arguments with which a model reads single positions of the sequence, which a cut sequence may not hold."""
 
 

@@ -227,6 +227,11 @@ def _planned(model: nn.Module) -> Table | None:
 
 def _planned_owner(owner: str, modules: dict[str, nn.Module], words: dict[str, str]) -> dict[str, str] | None:
     module = modules[owner]
+    known = _known_attention(owner, module)
+    if known is not None:
+        return (
+            known  # a plan does not say how many heads a fused matrix holds, nor which dropout is behind it
+        )
     words = {name: word for name, word in words.items() if word not in _WHOLE_WORDS}
     linears = {name: modules[name] for name in words}
     if set(words.values()) != {"colwise", "rowwise"} or not all(map(_linear, linears.values())):
@@ -280,15 +285,10 @@ def _projections(model: nn.Module) -> Table | None:
     """
     rows: dict[str, str] = {}
     for name, module in model.named_modules():
-        own = row_of(name, module)
-        kind = type(module).__name__
-        if own is None and kind in (*_PROJECTING, *_GROUPED):
-            own = (_grouped_rows if kind in _GROUPED else _projecting_rows)(name, module)
-            if own is None:
-                return None
+        own = _known_attention(name, module)
+        if own is None and type(module).__name__ in (*_PROJECTING, *_GROUPED):
+            return None
         rows |= own or {}
-        if own and isinstance(getattr(module, _BEHIND, None), nn.Dropout):
-            rows[f"{name}.{_BEHIND}"] = "replicate"
     if not rows:
         return None
     for name, module in model.named_modules():
@@ -300,6 +300,16 @@ def _projections(model: nn.Module) -> Table | None:
                 rows |= {f"{name}.{pair[0]}": "column", f"{name}.{pair[1]}": "row"}
     note = "what lies between the cut layers is not known for this family, so the sequence stays whole there"
     return Table(_with_rest(model, rows), sequence=False, note=note)
+
+
+def _known_attention(name: str, module: nn.Module) -> dict[str, str] | None:
+    """Return the rows of a module of a listed class, or None for other classes and for unknown forms of a class."""
+    rows, kind = row_of(name, module), type(module).__name__
+    if rows is None and kind in (*_PROJECTING, *_GROUPED):
+        rows = (_grouped_rows if kind in _GROUPED else _projecting_rows)(name, module)
+    if rows and isinstance(getattr(module, _BEHIND, None), nn.Dropout):
+        rows[f"{name}.{_BEHIND}"] = "replicate"
+    return rows
 
 
 def _projecting_rows(name: str, module: nn.Module) -> dict[str, str] | None:
