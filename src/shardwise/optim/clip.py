@@ -41,3 +41,19 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + _EPSILON))
+
+
+def mean_norm(squares: float, weight: float, divisor: float) -> float:
+    """Return the norm of a mean gradient.
+
+    Args:
+        squares: Σ g² of the sum of gradients.
+        weight: Summed weight of the step; if it is 0 nothing counts, and the norm is 0.
+        divisor: Number that turns the sum into the mean.
+
+    Returns:
+        The norm; ``squares`` itself if it is infinite or NaN.
+    """
+    if not math.isfinite(squares) or weight == 0:
+        return squares if weight else 0.0
+    return math.sqrt(squares) / divisor

@@ -159,7 +159,10 @@ class ActionLists:
 
     def adopt_order(self) -> None:
         """Follow the new order of Units in the next list, after all ranks have seen one order."""
-        if any([*(order.adopt() for order in self._orders.values()), self.tables.adopt()]):
+        changed = [order.adopt() for order in self._orders.values()]
+        if self.planned.plan.own.tables:
+            changed.append(self.tables.adopt())
+        if any(changed):
             self._plans.clear()
             self._forwards.clear()
             self._asks = None

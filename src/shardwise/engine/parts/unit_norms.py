@@ -12,13 +12,13 @@ tables have one position together, behind the Units.
 Cost: 8 bytes a Unit in an all-reduce that runs anyway.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from shardwise.compose.plan import Planned, titles_of_units
 from shardwise.engine.parts.sums import Number, number_of
+from shardwise.optim.clip import mean_norm
 from shardwise.parallel.zero.bucket import BucketState
 
 TABLES = "(tables)"
@@ -72,19 +72,3 @@ class UnitSquares:
             name: mean_norm(squares, weight, divisor)
             for name, squares in zip(self.names, totals, strict=True)
         }
-
-
-def mean_norm(squares: float, weight: float, divisor: float) -> float:
-    """Return the norm of a mean gradient.
-
-    Args:
-        squares: Σ g² of the sum of gradients.
-        weight: Summed weight of the step; if it is 0 nothing counts, and the norm is 0.
-        divisor: Number that turns the sum into the mean.
-
-    Returns:
-        The norm; ``squares`` itself if it is infinite or NaN.
-    """
-    if not math.isfinite(squares) or weight == 0:
-        return squares if weight else 0.0
-    return math.sqrt(squares) / divisor

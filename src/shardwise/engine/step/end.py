@@ -37,11 +37,10 @@ from shardwise.comm.equality import are_equal, differ, terms
 from shardwise.engine.parts.followers import BucketSquares
 from shardwise.engine.parts.parts import Parts, Trained
 from shardwise.engine.parts.sums import Number, read, summed
-from shardwise.engine.parts.unit_norms import mean_norm
 from shardwise.engine.step.whole_matrices import WholeMatrices
 from shardwise.engine.step.whole_norms import WholeNorms
 from shardwise.memory.streams import reached, to_be_written, to_host
-from shardwise.optim.clip import share, square_sum
+from shardwise.optim.clip import mean_norm, share, square_sum
 from shardwise.optim.flat import Factor, FlatOptimizer
 from shardwise.optim.two_pass import Whole
 from shardwise.parallel.zero.bucket import BucketState
@@ -306,6 +305,7 @@ class StepEnd:
         self._norms = WholeNorms(
             parts.trained, parts.shared, parts.registry, parts.groups["world"], parts.device
         )
+        self._has_norms = bool(parts.registry.needs("norm"))
         self._matrices = WholeMatrices(parts.trained, parts.slices, parts.stage_peers, parts.device)
         self.local: Local | None = None
         """Numbers that this rank contributes to NORM."""
@@ -476,7 +476,8 @@ class StepEnd:
 
     def forget(self) -> None:
         """Drop the numbers of the step that has ended."""
-        self._norms.forget()
+        if self._has_norms:
+            self._norms.forget()
         self._squares.clear()
         self.local = self.totals = self.update = None
 
