@@ -16,7 +16,6 @@ from shardwise.kernels.rms_norm import rms_norm
 from shardwise.precision import operations
 from shardwise.precision.operations import DtypeByOperation, functions_named
 from shardwise.precision.policy import PrecisionPolicy
-from shardwise.precision.resolve import names_of, resolved
 
 F16, F32, B16 = torch.float16, torch.float32, torch.bfloat16
 
@@ -47,27 +46,6 @@ def model() -> nn.Sequential:
 
 def squared(net: nn.Module, x: Tensor) -> Tensor:
     return net(x).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "wanted"),
-    [
-        ("class:LayerNorm", {"1.weight", "1.bias"}),
-        ("class:torch.nn.LayerNorm", {"1.weight", "1.bias"}),
-        ("class:torch.nn.modules.linear.Lin*", {"0.weight", "0.bias", "2.linear.weight", "2.linear.bias"}),
-        ("class:Router", {"2.bias", "2.count", "2.other", "2.linear.weight", "2.linear.bias"}),
-        ("class:Norm", set()),
-        ("1.*", set()),
-    ],
-)
-def test_names_of_a_class(pattern: str, wanted: set[str]) -> None:
-    assert set(names_of(pattern, model())) == wanted
-
-
-def test_of_tied_parameters_the_first_name() -> None:
-    net = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
-    net[1].weight = net[0].weight
-    assert set(names_of("class:Linear", net)) == {"0.weight"}
 
 
 def kept(world: World, stage: int) -> dict[str, torch.dtype]:
@@ -286,29 +264,6 @@ def test_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         RunConfig.parse({"precision": given})
     assert "\n" not in str(error.value)
-
-
-def test_refused_with_a_model() -> None:
-    for precision, said in (
-        (
-            {"operations": "bf16", "narrow_reduce": ["class:Conv2d"]},
-            "narrow_reduce: pattern 'class:Conv2d' matches no",
-        ),
-        (
-            {"compute": "bf16", "keep_fp32": ["class:Typo"]},
-            "keep_fp32: pattern 'class:Typo' matches no parameter",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            shardwise.initialize(model(), {"precision": precision}, world=join(quiet=True))
-    with pytest.raises(ConfigError, match="compiled block hides its operations"):
-        shardwise.initialize(
-            model(), {"precision": {"amp": "O1"}, "compile": "blocks"}, world=join(quiet=True)
-        )
-    net = model()
-    net.gradient_checkpointing = True
-    with pytest.raises(ConfigError, match="recomputes by itself"):
-        resolved(PrecisionPolicy(operations="bf16"), net)
 
 
 def test_levels_with_bf16_and_again() -> None:

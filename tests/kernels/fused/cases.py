@@ -43,3 +43,22 @@ def plain() -> Iterator[None]:
         yield
     finally:
         choice.DEVICES = served
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+def compare(
+    fused: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    bound: float,
+    least: float = 1,
+) -> None:
+    """Values and gradients, against the reference in fp64 on the same rounded inputs; ``least``: of terms that may
+    cancel each other."""
+    found = given_and_gradients(fused, inputs)
+    expected = given_and_gradients(reference, [x.detach().double() for x in inputs])
+    for a, b, x in zip(found, expected, [inputs[0], *inputs], strict=True):
+        assert a.dtype == x.dtype
+        assert away(a, b, least=least) < bound

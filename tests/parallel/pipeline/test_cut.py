@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
 from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, stages_of_modules, weigh
+from shardwise.parallel.pipeline.blocks import stages_of_modules
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from tests.engine.nets import Language, seeded
@@ -92,31 +91,6 @@ class Pairs(nn.Module):
         x = self.embed(tokens)
         a, rest = self.blocks((x, {"b": x * 2, "a": x}))
         return (a * rest["b"] * rest["a"]).mean()
-
-
-class Skipping(Language):
-    """The embedding reaches every block beside the block's input: more than one output passes."""
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        first = x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x + first)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-class Backwards(Language):
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in reversed(self.blocks):
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-class LateScale(Patches):
-    """A parameter that starts as zero is registered first and used last."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) + self.first.sum()
 
 
 def on_images(shape: tuple[int, ...]) -> Callable[[nn.Module], Tensor]:
@@ -223,14 +197,6 @@ def test_inner_weights_tied_across_stages_are_copied_with_the_modules_around_the
     assert model.blocks[2].up.weight is model.blocks[0].up.weight
 
 
-def test_a_block_that_stands_twice_in_a_stage_ends_it_the_second_time() -> None:
-    model = seeded(Language, 2)
-    one, other = model.blocks
-    model.blocks = nn.ModuleList([one, one, other, other])
-    check_cut(model, loss, ("blocks.2",))
-    assert error_of_cut(model, loss, ("blocks.2",)) <= 1e-12
-
-
 def test_hooks_on_blocks_see_an_ordinary_pass() -> None:
     """Those on the root's output run where that output is, on the last stage (test_root_hooks.py)."""
     model = seeded(Language)
@@ -298,60 +264,6 @@ def test_compiled_and_checkpointed_blocks() -> None:
         plain = block.forward
         block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
     assert error_of_cut(model, loss, ("blocks.1", "blocks.2")) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("make", "call", "starts", "stage"),
-    [
-        (lambda: seeded(Skipping), loss, ("blocks.1",), "stage 1 of 2"),
-        (lambda: seeded(Skipping), loss, ("blocks.1", "blocks.2"), "stage 1 of 3"),
-        (lambda: seeded(LateScale), on_images((2, 3, 4, 4)), ("layers.1", "layers.2"), "stage 2 of 3"),
-    ],
-    ids=["a second value passes", "of three stages", "a parameter that is zero"],
-)
-def test_a_model_that_cannot_be_cut_names_the_first_stage(
-    make: Any, call: Any, starts: Any, stage: str
-) -> None:
-    model = make()
-    with pytest.raises(PlanError, match=f"{stage}.*list of layers"):
-        check_cut(model, call, starts)
-    assert model.training
-
-
-def test_blocks_that_run_in_another_order_are_found() -> None:
-    with pytest.raises(PlanError, match="order"):
-        check_cut(seeded(Backwards), loss, ("blocks.1",))
-
-
-def test_dropout_and_batch_norm_stay_as_they_were_after_the_check() -> None:
-    model = seeded(Images)
-    model.layer1.eval()
-    before = model.norm.running_mean.clone()
-    check_cut(model, on_images((2, 3, 9, 9)), ("layer2",))
-    assert torch.equal(model.norm.running_mean, before)
-    assert model.training and not model.layer1.training
-
-
-def test_a_model_on_meta_is_compared_by_shapes() -> None:
-    with torch.device("meta"):
-        model = Gpt(GptPolicy(layers=2, width=8, heads=2, context=8, vocab=11, hidden=8))
-    check_cut(model, lambda m: m(TOKENS.to("meta"), TOKENS.to("meta")), ("blocks.1",))
-    assert all(p.is_meta for s in cut(model, ("blocks.1",), [0, 1]).values() for p in s.module.parameters())
-
-
-def test_blocks_are_found() -> None:
-    assert find_blocks(gpt()) == tuple(f"blocks.{i}" for i in range(4))
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == ("0", "1")
-    with pytest.raises(PlanError, match="pipeline.partition"):
-        find_blocks(nn.Linear(2, 2))
-    assert blocks_around(Images(), ("layer3",)) == ("stem", "norm", "layer1", "layer2", "layer3", "head")
-
-
-def test_weights_of_blocks_count_what_stands_around_them() -> None:
-    model = seeded(Language)
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    weights, front, back = weigh(model, find_blocks(model))
-    assert (weights, front, back) == ([block] * 3, 66, 66 + 12)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from math import cos, log, pi
 from typing import Any
 
 import pytest
-from torch import nn, ones, optim
 
 from shardwise.base.errors import ConfigError
 from shardwise.config.auto import resolve
@@ -55,13 +54,6 @@ def test_warmup_begins_twice_at_the_bottom() -> None:
     )
 
 
-def test_warmup_rises_to_the_groups_own_rates() -> None:
-    given = {"type": "warmup_linear", "warmup_steps": 2, "total_steps": 6, "rise": "linear"}
-    parts = [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]
-    assert rates(given, 9) == near([0.4 * part for part in parts])
-    assert rates(given, 9, 1) == near([0.1 * part for part in parts])
-
-
 def test_a_warmup_of_one_step_counts_as_two() -> None:
     assert rates({"type": "warmup", "warmup_steps": 1}, 4) == near([0, 0, 0.4, 0.4])
 
@@ -105,30 +97,6 @@ def test_stairs_of_one_cycle() -> None:
     )
 
 
-def test_one_cycle_of_sgd() -> None:
-    groups = groups_of(CYCLE, type="sgd", momentum=0.5)
-    assert [groups.rates(step)[1]["momentum"] for step in (0, 1, 4)] == near([0.8, 0.875, 0.8])
-    with pytest.raises(ConfigError, match="neither betas nor a momentum above 0.*cycle_momentum: false"):
-        groups_of(CYCLE, type="sgd")
-    still = groups_of({**CYCLE, "cycle_momentum": False}, type="sgd")
-    assert [still.rates(step)[0]["momentum"] for step in (0, 4)] == [0, 0]
-
-
-def test_schedulers_of_torch_by_name() -> None:
-    """Also backwards, as after a step that was loaded."""
-    groups = groups_of({"type": "torch", "scheduler": "StepLR", "arguments": {"step_size": 2, "gamma": 0.5}})
-    assert [groups.rates(step)[0]["lr"] for step in (0, 1, 2, 5, 1)] == near([0.4, 0.4, 0.2, 0.1, 0.4])
-    assert groups.tables_factor(2) == 0.5
-    cycle = {
-        "type": "torch",
-        "scheduler": "OneCycleLR",
-        "arguments": {"max_lr": 1.0, "total_steps": 10, "pct_start": 0.3},
-    }
-    numbers = groups_of(cycle).rates(0)[0]
-    assert numbers["lr"] == pytest.approx(1 / 25) and numbers["betas"] == (0.95, 0.999)
-    assert groups_of(cycle).rates(2)[1]["betas"] == (0.85, 0.999)
-
-
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
@@ -155,24 +123,3 @@ def test_what_is_refused(schedule: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(RunConfig.parse({"schedule": schedule}), 1, "cpu")
         groups_of(schedule)
-
-
-def test_a_given_optimizer_with_a_schedule_of_torch_by_name_is_refused() -> None:
-    config = RunConfig.parse(
-        {"schedule": {"type": "torch", "scheduler": "StepLR", "arguments": {"step_size": 2}}}
-    )
-    given = optim.SGD([nn.Parameter(ones(1))], lr=0.1)
-    with pytest.raises(ConfigError, match="make StepLR on that one"):
-        OptimizerGroups(config.optimizer, config.schedule, given)
-
-
-def test_rates_of_tables_follow_as_parts() -> None:
-    warmup = {"type": "warmup", "max_lr": 0.5, "min_lr": 0.1, "warmup_steps": 4}
-    wanted = [
-        (warmup, 0.2 + 0.8 * log(2) / log(4)),
-        ({"type": "warmup", "warmup_steps": 2, "rise": "linear"}, 0.5),
-        (CYCLE, 0.6),
-        ({"type": "range_test", "interval_steps": 1}, 3.0),
-    ]
-    for schedule, part in wanted:
-        assert groups_of(schedule).tables_factor(2) == pytest.approx(part), schedule

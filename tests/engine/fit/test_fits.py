@@ -27,6 +27,8 @@ RATES = Rates(
     disk_bytes_s=1e9,
     exchange_bytes_s=2.5e9,
 )
+
+
 TOKENS = torch.empty(4, 64, dtype=torch.int64, device="meta")
 
 

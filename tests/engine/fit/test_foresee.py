@@ -14,6 +14,8 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.simulate.passes import LiveBytes
 
 SHAPE: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "context": 64, "vocab": 256}
+
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"recompute": "full"},

@@ -1,7 +1,6 @@
 """Parameters tied in other places than embedding and head: on two stages of one rank, and on three stages.
 
-Each row is held to one process, and each has a bug of its own planted, which its figures must show.
-"""
+Each row is held to one process, and each has a bug of its own planted, which its figures must show."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +27,8 @@ class Row(NamedTuple):
 
 
 ON_ONE_RANK = Row(2, 2, 4, (0, 2))
+
+
 ON_THREE_STAGES = Row(3, 1, 3, (0, 1, 2))
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import shardwise.deepspeed as deepspeed
 from shardwise.base.errors import DataError, ShardwiseError, UsageError
 from shardwise.comm.world import World
-from shardwise.deepspeed.training.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from shardwise.deepspeed.training.topology import PipeDataParallelTopology
 from tests.ranks import RankPool
 
 PARTS, MICRO, STEPS = 3, 2, 3
@@ -145,19 +145,6 @@ def test_a_pipeline_of_deepspeeds(
         assert {f"{i}.weight" for i in (0, 1, 3, 5, 6)} <= whole.keys()
 
 
-def test_start_weights_follow_the_seeds() -> None:
-    def first(**more: Any) -> Tensor:
-        return PipelineModule([LayerSpec(nn.Linear, 2, 2), nn.ReLU()], 1, **more).get_parameter("0.weight")
-
-    torch.manual_seed(1240)
-    wanted = nn.Linear(2, 2).weight
-    assert torch.equal(first(seed_layers=True, base_seed=1240), wanted)
-    torch.manual_seed(1)
-    one, same = first(), first()
-    torch.manual_seed(2)
-    assert torch.equal(one, same) and not torch.equal(one, first())
-
-
 def test_labels_keep_their_dtype_in_16_bits() -> None:
     seen = []
 
@@ -219,23 +206,3 @@ def test_bad_input_is_refused_on_all_ranks(ranks: Callable[[int], RankPool]) -> 
         for (kind, text), (wanted_kind, pattern) in zip(found, wanted, strict=True):
             assert kind == wanted_kind, (kind, text)
             assert pattern.replace("\\", "") in text
-
-
-@pytest.mark.parametrize(
-    ("layers", "more", "text"),
-    [
-        ([nn.Linear(2, 2)], {}, "give num_stages, or a topology"),
-        ([nn.Linear(2, 2)], {"num_stages": 0}, "num_stages 0; expected"),
-        ([nn.Linear(2, 2), 3], {"num_stages": 1}, "layer 1 is a int"),
-        ([nn.Linear(2, 2)], {"topology": PipeModelDataParallelTopology(1, 2, 1)}, "autotp_size"),
-        ([nn.Linear(2, 2)], {"num_stages": 1, "activation_checkpoint_func": print}, "leave it out"),
-        (
-            [TiedLayerSpec("k", nn.ReLU)],
-            {"num_stages": 1},
-            "tied_weight_attr 'weight' is no parameter of ReLU",
-        ),
-    ],
-)
-def test_lists_that_are_refused(layers: list[Any], more: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        PipelineModule(layers, **more)
