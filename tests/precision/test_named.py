@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.precision.modules import Router, model
 from torch import Tensor, nn
 
 import shardwise
@@ -18,30 +19,6 @@ from shardwise.precision.operations import DtypeByOperation, functions_named
 from shardwise.precision.policy import PrecisionPolicy
 
 F16, F32, B16 = torch.float16, torch.float32, torch.bfloat16
-
-
-class OwnNorm(nn.LayerNorm):
-    """Derived from one of torch's."""
-
-
-class Router(nn.Module):
-    """Holds a buffer that 16 bits would spoil."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("bias", torch.arange(4) / 100)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("other", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x) * self.other.to(x.dtype)
-        return result + self.bias.to(x.dtype)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), OwnNorm(4), Router(), nn.BatchNorm1d(4))
 
 
 def squared(net: nn.Module, x: Tensor) -> Tensor:

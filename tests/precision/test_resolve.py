@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.precision.modules import model
+from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError
@@ -26,30 +27,6 @@ def test_which_norms() -> None:
     assert resolved(PrecisionPolicy(compute="bf16", buffers="bf16"), model)[1] == ()
     assert resolved(PrecisionPolicy(compute="bf16", buffers="bf16", keep_fp32=["1.*"]), model)[1] != ()
     assert resolved(bf16, model.bfloat16())[1] == ()
-
-
-class OwnNorm(nn.LayerNorm):
-    """Derived from one of torch's."""
-
-
-class Router(nn.Module):
-    """Holds a buffer that 16 bits would spoil."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("bias", torch.arange(4) / 100)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("other", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x) * self.other.to(x.dtype)
-        return result + self.bias.to(x.dtype)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), OwnNorm(4), Router(), nn.BatchNorm1d(4))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data.images.test_sources import truncated
+from tests.data.images.test_build import truncated
 
 from shardwise.base.errors import DataError
 from shardwise.data import Loader, evaluation_batches

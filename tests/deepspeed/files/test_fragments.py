@@ -1,7 +1,6 @@
 """Parameters in pieces are read and written as if they were whole, and what is written stays."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,23 +10,8 @@ import shardwise.deepspeed as deepspeed
 from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
 from shardwise.deepspeed.files import fragments
+from tests.deepspeed.files.whole import engine_of, net
 from tests.ranks import RankPool
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
-        **more,
-    }
-    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def inputs(rank: int) -> Tensor:

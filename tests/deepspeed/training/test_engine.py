@@ -13,33 +13,8 @@ import shardwise.deepspeed as deepspeed
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm.world import World
 from shardwise.deepspeed.calls.enums import OffloadStateTypeEnum
+from tests.deepspeed.training.script import MICRO, PARTS, STEPS, configuration, made, net, samples
 from tests.ranks import RankPool
-
-STEPS, PARTS, MICRO = 3, 2, 2
-
-
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def samples() -> list[tuple[Tensor, int]]:
-    drawn = torch.Generator().manual_seed(5)
-    return [(torch.randn(4, generator=drawn, dtype=torch.float64), place % 3) for place in range(24)]
-
-
-def configuration(stage: int, **more: Any) -> dict[str, Any]:
-    """A None leaves a key out."""
-    keys: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": PARTS,
-        "gradient_clipping": 0.3,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_num_steps": 2}},
-        **more,
-    }
-    return {key: value for key, value in keys.items() if value is not None}
 
 
 class Seen(NamedTuple):
@@ -117,11 +92,6 @@ def test_the_loader_begins_again_in_the_same_order() -> None:
     assert first == second and len(first) == len(loader) == 2
     endless = deepspeed.utils.RepeatingLoader(loader)
     assert [next(endless).tolist() for _ in range(4)] == first + first
-
-
-def made(**arguments: Any) -> Any:
-    model = net()
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), **arguments)
 
 
 def test_two_configurations_or_none() -> None:

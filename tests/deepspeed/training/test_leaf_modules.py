@@ -1,15 +1,10 @@
 """Leaf modules of DeepSpeed: marked by class, by name, and by the configuration."""
 
 import pytest
-import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+from tests.deepspeed.files.whole import net
 
 
 def test_leaf_modules_are_marked() -> None:

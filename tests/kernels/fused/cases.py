@@ -6,12 +6,14 @@ from contextlib import contextmanager
 
 import torch
 from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.kernels import choice
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = int(os.environ.get("EXAMPLES", 5 if INTERPRETED else 40))
 """Of a property. The interpreter takes a thousand times what a device takes; it runs 40 in the soak."""
@@ -43,9 +45,6 @@ def plain() -> Iterator[None]:
         yield
     finally:
         choice.DEVICES = served
-
-
-SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
 def compare(

@@ -11,22 +11,8 @@ from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_replay import StepHistory, catch_up, plain_catch_up
 from shardwise.kernels.tables.row_rules import (
     Adam,
-    RowOptimizer,
 )
-
-ROWS, WIDTH = 50, 19
-
-
-def slab_of(optimizer: RowOptimizer, weights: Tensor) -> Tensor:
-    rows, width = weights.shape
-    state = torch.tensor([optimizer.start(width)], dtype=weights.dtype).expand(rows, -1)
-    assert state.shape[1] == optimizer.columns(width)
-    return torch.cat([weights, state], 1).contiguous()
-
-
-def batch(dtype: torch.dtype, rows: int = ROWS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-    touched = torch.randperm(rows)[: 3 * rows // 5]
-    return touched, torch.randn(len(touched), width, dtype=dtype)
+from tests.kernels.tables.cases import ROWS, WIDTH, batch, slab_of
 
 
 def told_catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:

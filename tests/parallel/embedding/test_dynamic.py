@@ -17,26 +17,10 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
+from tests.parallel.embedding.grown import collection_of, keys_of, train_on
 from tests.parallel.embedding.threads import on_ranks
 
-SGD = RowOptimizerPolicy(type="sgd", lr=0.1)
 LARGEST = (1 << 63) - 1
-
-
-def collection_of(dynamic: DynamicPolicy, placement: str = "auto", **fields: Any) -> EmbeddingCollection:
-    table = TablePolicy(**({"name": "t", "width": 3, "dynamic": dynamic, "placement": placement} | fields))
-    return EmbeddingCollection([table], SGD, seed=1, dtype=torch.float64)
-
-
-def train_on(collection: EmbeddingCollection, keys: list[int]) -> torch.Tensor:
-    out = collection({"t": Ragged.of_ones(torch.tensor(keys, dtype=torch.int64))})["t"]
-    out.sum().backward()
-    collection.step()
-    return out.detach()
-
-
-def keys_of(collection: EmbeddingCollection) -> list[int]:
-    return sorted(collection.rows_here("t").keys.tolist())
 
 
 def test_any_key_gets_a_row_and_it_begins_by_its_key() -> None:

@@ -1,42 +1,16 @@
 """Blocks of a model: found by their list, weighed with what stands around them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
-from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, stages_of_modules, weigh
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from tests.engine.nets import Language, seeded
+from tests.parallel.pipeline.cuttable import Images, gpt
 from tests.parallel.pipeline.test_absent import TOKENS, WIDTH, Backwards, Looped, Net
-
-
-def gpt(**keys: Any) -> nn.Module:
-    shape = {"layers": 4, "width": 8, "heads": 2, "context": 8, "vocab": 11, "hidden": 8}
-    return Gpt(GptPolicy(**shape, **keys)).double()
-
-
-class Images(nn.Module):
-    """Blocks are attributes of the root, with an activation that writes in place between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.layer1 = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
-        self.layer2 = nn.Conv2d(4, 6, 3, stride=2)
-        self.layer3 = nn.Conv2d(6, 6, 1)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.relu(self.norm(self.stem(images)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        return self.head(self.pool(x).flatten(1)).logsumexp(1).mean()
 
 
 def test_blocks_are_found() -> None:

@@ -1,6 +1,5 @@
 """A cut model is compared with the whole one, and what differs is named."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,52 +13,7 @@ from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from tests.engine.nets import Language, seeded
 from tests.parallel.pipeline.chain import error_of_cut
-
-TOKENS = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
-def loss(model: nn.Module) -> Tensor:
-    return model(TOKENS, TOKENS)
-
-
-class Images(nn.Module):
-    """Blocks are attributes of the root, with an activation that writes in place between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.layer1 = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
-        self.layer2 = nn.Conv2d(4, 6, 3, stride=2)
-        self.layer3 = nn.Conv2d(6, 6, 1)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.relu(self.norm(self.stem(images)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        return self.head(self.pool(x).flatten(1)).logsumexp(1).mean()
-
-
-class Patches(nn.Module):
-    """Parameters of the root itself, a convolution in front, and a buffer that every block is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(1, 1, 6))
-        self.places = nn.Parameter(torch.randn(1, 5, 6))
-        self.embed = nn.Conv2d(3, 6, 2, 2)
-        self.register_buffer("scale", torch.full((6,), 1.5))
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embed(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.scale
-        return self.norm(x).square().mean()
+from tests.parallel.pipeline.cuttable import TOKENS, Images, Patches, loss, on_images
 
 
 class Skipping(Language):
@@ -85,11 +39,6 @@ class LateScale(Patches):
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images) + self.first.sum()
-
-
-def on_images(shape: tuple[int, ...]) -> Callable[[nn.Module], Tensor]:
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return lambda model: model(images)
 
 
 def test_a_block_that_stands_twice_in_a_stage_ends_it_the_second_time() -> None:
