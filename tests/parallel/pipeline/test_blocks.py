@@ -10,7 +10,7 @@ from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, stage
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from tests.engine.nets import Language, seeded
 from tests.parallel.pipeline.cuttable import Images, gpt
-from tests.parallel.pipeline.test_absent import TOKENS, WIDTH, Backwards, Looped, Net
+from tests.parallel.pipeline.test_stand_in import TOKENS, WIDTH, Backwards, Looped, Net
 
 
 def test_blocks_are_found() -> None:

@@ -14,7 +14,7 @@ from shardwise.parallel.pipeline.blocks import find_blocks
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from tests.parallel.pipeline.chain import forward_backward, gradients_of
-from tests.parallel.pipeline.test_absent import TOKENS, WIDTH, HeadFirst, Net, NormFirst
+from tests.parallel.pipeline.test_stand_in import TOKENS, WIDTH, HeadFirst, Net, NormFirst
 
 
 def call(model: nn.Module) -> Tensor:

@@ -12,58 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.cut import cut
-from shardwise.parallel.pipeline.stage_module import kind_of
+from tests.parallel.pipeline.absent_nets import TOKENS, WIDTH, Net
 from tests.parallel.pipeline.chain import forward_backward
 from tests.parallel.pipeline.ordinary import Doubled
-
-WIDTH = 6
-TOKENS = torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(0))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.aux: Any = 0.0
-        self.kept: Any = None
-
-    def forward(self, x: Tensor, sink: list[Tensor] | None = None) -> Tensor:
-        y = torch.tanh(self.inner(x))
-        self.aux = y.square().mean()
-        if sink is not None:
-            sink.append(y)
-        return x + y
-
-
-class Net(nn.Module):
-    """``use`` is given the net, the embedding and the blocks' result, and says what becomes of the result."""
-
-    def __init__(self, use: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("moving", torch.zeros(WIDTH))
-        self.use = use
-
-    def begin(self, tokens: Tensor) -> Tensor:
-        return self.embed(tokens)
-
-    def walk(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def end(self, x: Tensor) -> Tensor:
-        return self.norm(x).square().mean() + (self.norm(x)[..., 0] - x[..., 1]).abs().mean()
-
-    def forward(self, tokens: Tensor) -> Any:
-        first = self.begin(tokens)
-        x = self.walk(first)
-        if self.use is not None:
-            x = self.use(self, first, x)
-        return self.end(x)
 
 
 class NormFirst(Net):
@@ -337,31 +288,6 @@ def test_later_passes_of_a_kind_are_plain_and_other_shapes_are_watched() -> None
         stage.run(lambda model, tokens=tokens: model(tokens), received[:, : tokens.shape[1]])
     assert [kind.__name__ for kind in seen] == ["Absent", "Tensor", "Absent"]
     assert not stage.module.blocks[2]._forward_hooks and not stage.module.blocks[2]._forward_pre_hooks
-
-
-@pytest.mark.parametrize("values", [(0, 1), (0.0, 0.5), ("no", "yes"), ({"sink": 0}, {"sink": 2})])
-def test_another_number_may_be_another_path(values: tuple[Any, Any]) -> None:
-    """It was one kind with every other number, so a side loss that a flag switched on lacked blocks, unseen."""
-
-    class Switched(Net):
-        def forward(self, tokens: Tensor, flag: Any) -> Any:
-            is_on = any(flag.values()) if isinstance(flag, dict) else flag not in (0, "no")
-            sink: list[Tensor] = []
-            x = self.begin(tokens)
-            for block in self.blocks:
-                x = block(x, sink if is_on else None)
-            return self.end(x) + sum(y.square().mean() for y in sink)
-
-    stages = cut(Switched().double(), ("blocks.2",), [0, 1])
-
-    def step(flag: Any) -> None:
-        for stage in stages.values():
-            received = None if stage.stage == 0 else torch.randn(2, 4, WIDTH, dtype=torch.float64)
-            stage.run(lambda model: model(TOKENS, flag), received, kind_of(flag))
-
-    step(values[0])
-    with pytest.raises(PlanError, match="adds to a list that block"):
-        step(values[1])
 
 
 def test_the_exceptions_of_a_model_itself_stay_what_they_are() -> None:

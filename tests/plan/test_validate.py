@@ -6,75 +6,20 @@ and listed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from tests.plan.described import model, plan
+from tests.plan.described import plan
+from tests.plan.planted import MICROBATCHES, QKV, good, registered
 
 from shardwise.base.errors import PlanError
 from shardwise.plan.action import DEAL, NORM, RECV, SEND, SUM, TRUST, Action, B, F, Kind
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Partial, Placement, Replicate, Shard
 from shardwise.plan.plan import Plan
-from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
+from shardwise.plan.registry import TensorInfo, UpdateRule
 from shardwise.plan.validate import validate_plan
 
 Rows = dict[str, list[Action]]
-MICROBATCHES = 2
-
-
-@cache
-def good(name: str) -> Plan:
-    made: dict[str, Callable[[], Plan]] = {
-        "zero0": lambda: plan(Mesh(dp_shard=2)),
-        "zero1": lambda: plan(Mesh(dp_shard=2), 1),
-        "zero2": lambda: plan(Mesh(dp_shard=2), 2),
-        "zero3": lambda: plan(Mesh(dp_shard=2), 3),
-        "hsdp": lambda: plan(Mesh(dp_replicate=2, dp_shard=2), 3, prefetch_bytes=1),
-        "frozen": lambda: plan(Mesh(dp_shard=2), 3, spec=frozen_block()),
-        "tp": lambda: plan(Mesh(dp_shard=2, tp=4), 1),
-        "pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3),
-        "tied": lambda: plan(Mesh(pp=2, dp_shard=2), 2, spec=model(tied=True)),
-        "interleaved": lambda: plan(Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2),
-        "step": lambda: plan(
-            Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2, reshard_after_forward=False
-        ),
-        "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
-        "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
-        "disk": lambda: plan(Mesh(dp_shard=2), 1, on_disk=0.5),
-        "leaving": lambda: plan(Mesh(), on_disk=1.0),
-        "delayed": lambda: plan(Mesh(dp_shard=2), 1, on_disk=1.0, delayed=True),
-        "weights on disk": lambda: plan(Mesh(dp_shard=2), 3, on_disk=0.5, weights_too=True, prefetch_bytes=1),
-        "saved": lambda: plan(Mesh(pp=2, dp_shard=2), 3, saves=True, prefetch_bytes=1),
-        "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
-        "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
-        "tables pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3, spec=with_tables()),
-    }
-    return made[name]()
-
-
-MIXED = (UpdateRule(("momentum_buffer",), "matrix"), UpdateRule(("exp_avg", "exp_avg_sq")))
-
-
-def matrix_or_rest(name: str) -> int:
-    """The matrices of blocks, and all else: Unit 0 has no matrix."""
-    return 0 if name.startswith("blocks") and name.endswith(("qkv.weight", "out.weight")) else 1
-
-
-def frozen_block() -> Any:
-    whole = model()
-    frozen = {
-        name: each._replace(trained=not name.startswith("blocks.1."))
-        for name, each in whole.parameters.items()
-    }
-    return replace(whole, parameters=frozen)
-
-
-def with_tables() -> Any:
-    """Collections in front of the blocks and in one: Units 5 and 6, with stages 3 of either."""
-    return model(tables={"users": ("users",), "blocks.2.items": ("blocks.2.items",)})
 
 
 def with_rows(whole: Plan, rows: Mapping[str, list[Action]]) -> Plan:
@@ -413,92 +358,6 @@ def test_lists_that_are_as_good(what: str) -> None:
 
 
 # Registry ------------------------------------------------------------------------------------------------------------
-
-
-def registered(whole: Plan, kind: str, name: str, **changes: Any) -> Plan:
-    changed = Registry(whole.mesh)
-    for info in whole.registry:
-        is_meant = (info.kind, info.name) == (kind, name)
-        changed.add(replace(info, **changes) if is_meant else info)
-    return replace(whole, registry=changed)
-
-
-CUT, WHOLE, ADDEND = Shard(), Replicate(), Partial()
-DP: dict[str, Placement] = {"dp_replicate": WHOLE, "dp_shard": WHOLE}
-QKV = "blocks.0.qkv.weight"
-
-
-@pytest.mark.parametrize(
-    "name, kind, tensor, changes, says",
-    [
-        (
-            "zero3",
-            "parameter",
-            QKV,
-            {"placement": DP},
-            "weight is registered R on dp_shard, but its buffer is S",
-        ),
-        (
-            "zero0",
-            "parameter",
-            QKV,
-            {"placement": {"dp_shard": CUT}},
-            "registered S on dp_shard, but its buffer is R",
-        ),
-        (
-            "zero2",
-            "gradient",
-            QKV,
-            {"placement": {"dp_shard": ADDEND}},
-            "its grad is registered R on dp_replicate",
-        ),
-        (
-            "zero1",
-            "moment",
-            QKV,
-            {"placement": DP},
-            "exp_avg is registered R on dp_shard, but its buffer is S",
-        ),
-        ("tp", "parameter", QKV, {"grad_placement": {"dp_shard": WHOLE}}, "different gradient placements"),
-        (
-            "tp",
-            "parameter",
-            QKV,
-            {"placement": DP},
-            r"its slot is \[12, 16\], but by the registry .* \[32, 16\]",
-        ),
-        (
-            "tp",
-            "parameter",
-            "blocks.0.out.weight",
-            {"placement": {"tp": Shard(0)}},
-            r"holds \[4, 16\] of \[16, 16\]",
-        ),
-        ("pp", "parameter", QKV, {"stages": (1,)}, "the registry has it on stages"),
-        ("tied", "parameter", QKV, {"stages": (0, 1)}, "tied to nothing"),
-        ("zero0", "parameter", QKV, {"shape": (32, 15)}, "its slot is"),
-    ],
-)
-def test_wrong_placements(name: str, kind: str, tensor: str, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        validate_plan(registered(good(name), kind, tensor, **changes), MICROBATCHES)
-
-
-def test_a_gradient_that_nobody_sums() -> None:
-    """Both entries say that each rank has the whole gradient of its own samples: data-parallel ranks would part."""
-    alone = {"grad_placement": {"dp_shard": WHOLE}}
-    whole = registered(registered(good("zero0"), "parameter", QKV, **alone), "gradient", QKV, **alone)
-    with pytest.raises(PlanError, match=r"its gradient is registered R on dp_shard.*expected P"):
-        validate_plan(whole, MICROBATCHES)
-
-
-def test_a_tensor_that_no_bucket_holds() -> None:
-    whole = good("zero0")
-    own = whole.own
-    units = tuple(replace(each, buckets=()) if each.name == "blocks.2" else each for each in own.units)
-    classes = {"all": replace(own, units=units)}
-    with pytest.raises(PlanError, match=r"REDUCE\(u3,1\) of a Unit in which nothing trains|in 0 buckets"):
-        validate_plan(replace(whole, classes=classes), MICROBATCHES)
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
