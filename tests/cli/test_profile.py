@@ -17,6 +17,7 @@ class Recorder:
 
     def __init__(self, **options: Any) -> None:
         self.first = self.last = -1
+        self.activities = options["activities"]
 
     def start(self) -> None:
         self.first = Recorder.now
@@ -25,12 +26,12 @@ class Recorder:
         self.last = Recorder.now
 
     def export_chrome_trace(self, path: str) -> None:
-        Path(path).write_text(f"{self.first} to {self.last}")
+        Path(path).write_text(f"{self.first} to {self.last} on {len(self.activities)}")
 
 
-def traced(path: Path, steps: int, ran: int) -> str:
+def traced(path: Path, steps: int, ran: int, device: str = "cpu") -> str:
     """The steps in the trace; empty if there is none."""
-    profile = StepProfile(path, steps, torch.device("cpu"))
+    profile = StepProfile(path, steps, torch.device(device))
     for Recorder.now in range(ran):
         profile.before_step()
         profile.after_step()
@@ -40,11 +41,11 @@ def traced(path: Path, steps: int, ran: int) -> str:
 
 def test_steps_behind_the_warm_up_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "profile", Recorder)
-    assert traced(tmp_path / "folder" / "trace.json", 2, 6) == "2 to 3"
-    assert traced(tmp_path / "one.json", 1, 6) == "2 to 2"
+    assert traced(tmp_path / "folder" / "trace.json", 2, 6) == "2 to 3 on 1"
+    assert traced(tmp_path / "one.json", 1, 6, "cuda") == "2 to 2 on 2"
 
 
 def test_a_run_that_ends_early_writes_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "profile", Recorder)
-    assert traced(tmp_path / "trace.json", 5, 3) == "2 to 2"
+    assert traced(tmp_path / "trace.json", 5, 3) == "2 to 2 on 1"
     assert traced(tmp_path / "none.json", 0, 4) == "" and traced(tmp_path / "short.json", 3, 2) == ""

@@ -80,5 +80,8 @@ def test_a_save_that_failed_behind_training_is_tried_once_more_at_the_end() -> N
     saves.finish(0.25)
     assert disk.saved == [(1, None), (1, 0.25)]
     disk.late_failures = 2
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="was full"):
+        saves.finish(0.25)
+    disk.late_failures = disk.failures = 1
+    with pytest.raises(CheckpointError, match="is full"):
         saves.finish(0.25)

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.engine.parts.pass_context import PassContext, rows_of
+from shardwise.passes.replay import BatchPosition
 
 
 def context(tp: int = 2, steps_done: int = 0) -> tuple[PassContext, list[Any]]:
@@ -38,13 +39,13 @@ def test_samples_of_a_rank_lie_behind_those_of_the_ranks_before() -> None:
         with here.at(5, microbatch, batch):
             pass
         assert here.loads.microbatch == microbatch
-    assert [(place.step, place.first, place.rows) for place in places] == [(5, 1 * 4, 4), (5, (2 * 3 + 1) * 4, 4)]
-    assert here.place(5, 1, None, rows=2)[:3] == (5, (1 * 3 + 1) * 2, 2)
+    assert places == [BatchPosition(5, 1 * 4, 4), BatchPosition(5, (2 * 3 + 1) * 4, 4)]
+    assert here.place(5, 1, None, rows=2) == BatchPosition(5, (1 * 3 + 1) * 2, 2)
 
 
 def test_rows_are_those_of_the_first_tensor_that_has_any() -> None:
     assert rows_of({"scale": torch.tensor(1.0), "x": torch.zeros(3, 2)}) == 3
-    assert rows_of("no tensor") == 0 and context()[0].place(1, 0, "no tensor")[2] is None
+    assert rows_of("no tensor") == 0 and context()[0].place(1, 0, "no tensor").samples is None
 
 
 def test_a_misfit_of_shapes_in_the_first_pass_names_the_table() -> None:
