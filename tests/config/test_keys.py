@@ -10,7 +10,7 @@ import shardwise
 from shardwise.config import keys
 from shardwise.config.run import RunConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 FOLDER = ROOT / "docs" / "reference"
