@@ -13,7 +13,8 @@ from torch import nn
 
 from shardwise.base.errors import PlanError
 from shardwise.compose.describe import describe
-from shardwise.compose.plan import Planned, Policies, StageOrder, make_plan, registered
+from shardwise.compose.lists import StageOrder, registered
+from shardwise.compose.plan import Planned, Policies, make_plan
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -109,8 +110,8 @@ def test_nobody_said_how_the_model_lies_on_tp() -> None:
 def test_a_whole_step() -> None:
     plan = planned(Net(), 2, Mesh(dp_shard=2), microbatches=2, units=["blocks.0"])
     assert " ".join(map(str, plan.actions["all"])) == (
-        "F(0,0) F(u0,0) F(u1,0) B(0,0) B(u0,0) B(u1,0) REDUCE(u1,0) REDUCE(u0,0) "
-        "F(0,1) F(u0,1) F(u1,1) B(0,1) B(u0,1) B(u1,1) REDUCE(u1,1) REDUCE(u0,1) "
+        "F(0,0) F(u0,0) F(u1,0) B(0,0) B(u0,0) B(u1,0) REDUCE(u1,0) ARRIVE(u1,0) REDUCE(u0,0) ARRIVE(u0,0) "
+        "F(0,1) F(u0,1) F(u1,1) B(0,1) B(u0,1) B(u1,1) REDUCE(u1,1) ARRIVE(u1,1) REDUCE(u0,1) ARRIVE(u0,1) "
         "NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1)"
     )
 

@@ -30,7 +30,7 @@ def evaluation_departures(engine: Any, batches: list[Any]) -> list[str]:
     """What an evaluation of ``batches`` did beside its list, in words. Collective."""
     parts = engine._parts
     piped = parts.mesh.pp > 1
-    planned = parts.program.forward(len(batches)) if piped else parts.hooks[0].order.forward()
+    planned = parts.program.forward(len(batches)) if piped else parts.hooks[0].lists.forward()
     engine.evaluate([(batch, 1.0) for batch in batches])
     trace = parts.walker.last_aside
     text = first_difference(tuple(trace.actions), tuple(planned))

@@ -1,6 +1,7 @@
 """Lists of Units, as pure data."""
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,15 +49,15 @@ def test_lists_of_a_row() -> None:
         "UNSHARD(u0) F(u0) UNSHARD(u1) F(u1) RESHARD(u1) UNSHARD(u2) F(u2) RESHARD(u2) RESHARD(u0)"
     )
     assert text(backward_actions(row, ZERO3, [True] * 3, last=False)) == (
-        "UNSHARD(u0) B(u0) UNSHARD(u2) B(u2) RESHARD(u2) REDUCE(u2) "
-        "UNSHARD(u1) B(u1) RESHARD(u1) REDUCE(u1) RESHARD(u0) REDUCE(u0)"
+        "UNSHARD(u0) B(u0) UNSHARD(u2) B(u2) RESHARD(u2) REDUCE(u2) ARRIVE(u2) "
+        "UNSHARD(u1) B(u1) RESHARD(u1) REDUCE(u1) ARRIVE(u1) RESHARD(u0) REDUCE(u0) ARRIVE(u0)"
     )
     assert text(backward_actions(row, ZERO2, [True, False, True], last=False)) == (
-        "B(u0) B(u2) REDUCE(u2) B(u1) REDUCE(u0)"
+        "B(u0) B(u2) REDUCE(u2) ARRIVE(u2) B(u1) REDUCE(u0) ARRIVE(u0)"
     )
     assert text(backward_actions(row, ZERO1, [True] * 3, last=False)) == "B(u0) B(u2) B(u1)"
     assert text(backward_actions(row, ZERO1, [True] * 3, last=True)) == (
-        "B(u0) B(u2) REDUCE(u2) B(u1) REDUCE(u1) REDUCE(u0)"
+        "B(u0) B(u2) REDUCE(u2) ARRIVE(u2) B(u1) REDUCE(u1) ARRIVE(u1) REDUCE(u0) ARRIVE(u0)"
     )
 
 
@@ -83,7 +84,7 @@ def test_gathers_run_ahead_by_bytes() -> None:
 
 
 def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
-    """Where nothing goes ahead the gather brings it itself."""
+    """Where nothing goes ahead it comes directly in front of the gather."""
     away = [replace(each, tier="disk", weight_tier="disk") for each in ZERO3]
     strategies = [ZERO3[0], *away[1:]]
     row = opens(1, 2, 3)
@@ -91,7 +92,10 @@ def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
         "BRING(u1) BRING(u2) UNSHARD(u0) UNSHARD(u1) F(u0) BRING(u3) UNSHARD(u2) F(u1) RESHARD(u1) "
         "UNSHARD(u3) F(u2) RESHARD(u2) F(u3) RESHARD(u3) RESHARD(u0)"
     )
-    assert forward_actions(row, strategies) == forward_actions(row, ZERO3)
+    assert text(forward_actions(row, strategies)) == (
+        "UNSHARD(u0) F(u0) BRING(u1) UNSHARD(u1) F(u1) RESHARD(u1) BRING(u2) UNSHARD(u2) F(u2) RESHARD(u2) "
+        "BRING(u3) UNSHARD(u3) F(u3) RESHARD(u3) RESHARD(u0)"
+    )
     assert not strategies[0].brings_shard and not replace(ZERO1[0], tier="disk").brings_shard
 
 
@@ -108,8 +112,8 @@ def test_what_was_saved_elsewhere_comes_one_such_unit_ahead() -> None:
     cut = [replace(each, saved_tier="host") for each in ZERO3]
     row = backward_actions(opens(1, 2), [ZERO3[0], *cut[1:]], [True] * 3, False, Prefetch(1, [10] * 3))
     assert text(row) == (
-        "UNSHARD(u0) UNSHARD(u2) B(u0) RECALL(u2) RECALL(u1) UNSHARD(u1) B(u2) RESHARD(u2) REDUCE(u2) "
-        "B(u1) RESHARD(u1) REDUCE(u1) RESHARD(u0) REDUCE(u0)"
+        "UNSHARD(u0) UNSHARD(u2) B(u0) RECALL(u2) RECALL(u1) UNSHARD(u1) B(u2) RESHARD(u2) REDUCE(u2) ARRIVE(u2) "
+        "B(u1) RESHARD(u1) REDUCE(u1) ARRIVE(u1) RESHARD(u0) REDUCE(u0) ARRIVE(u0)"
     )
 
 
@@ -136,11 +140,11 @@ def test_only_the_first_pass_of_a_step_gathers_behind_updates() -> None:
     away = [replace(each, tier="host") for each in ZERO3]
     row, ahead = opens(1, 2), Prefetch(1, [10] * 3)
 
-    def forward(stage: int, first: bool) -> list[Action]:
+    def forward(stage: int, first: bool, last: bool) -> list[Action]:
         return forward_actions(row, away, ahead.behind_updates(row, away, [True] * 3) if first else ahead)
 
     passes = [Action(kind, stage=0, microbatch=each) for each in range(2) for kind in (Kind.F, Kind.B)]
-    made = add_sharding({0: passes}, forward, lambda stage, last: [])[0]
+    made = add_sharding({0: passes}, forward, lambda *_: [])[0]
     assert [text(made).count(each) for each in ("UNSHARD(u1,0) F(u0,0)", "UNSHARD(u1,1) F(u0,1)")] == [0, 1]
 
 
@@ -158,8 +162,8 @@ def test_a_unit_that_runs_twice() -> None:
         "UNSHARD(u0) F(u0) UNSHARD(u1) F(u1) F(u1) RESHARD(u1) RESHARD(u0)"
     )
     assert text(backward_actions(opens(1, 2, 1), ZERO3, [True] * 3, last=True)) == (
-        "UNSHARD(u0) B(u0) UNSHARD(u1) B(u1) RESHARD(u1) UNSHARD(u2) B(u2) RESHARD(u2) REDUCE(u2) "
-        "UNSHARD(u1) B(u1) RESHARD(u1) REDUCE(u1) RESHARD(u0) REDUCE(u0)"
+        "UNSHARD(u0) B(u0) UNSHARD(u1) B(u1) RESHARD(u1) UNSHARD(u2) B(u2) RESHARD(u2) REDUCE(u2) ARRIVE(u2) "
+        "UNSHARD(u1) B(u1) RESHARD(u1) REDUCE(u1) ARRIVE(u1) RESHARD(u0) REDUCE(u0) ARRIVE(u0)"
     )
 
 
@@ -229,11 +233,32 @@ def test_every_list_can_be_run(boundaries: list[Boundary], limit: int, sizes: li
             elif kind is Kind.REDUCE:
                 assert unit not in reduced and unit not in open_units
                 reduced.add(unit)
+            elif kind is Kind.ARRIVE:
+                assert unit in reduced
             else:
                 assert unit in open_units
         assert not open_units
         used = {boundary.unit for boundary in boundaries}
         assert reduced == (used if reduces else set())
+
+
+def arrivals(under_way: int, first: bool, strategies: Any = ZERO2) -> str:
+    row = backward_actions(opens(1, 2, 3), strategies, [True] * 4, True, under_way=under_way, first=first)
+    return text([each for each in row if each.kind in (Kind.REDUCE, Kind.ARRIVE)])
+
+
+def test_reductions_are_waited_for_behind_later_ones() -> None:
+    """A pass that follows another one also waits for the reductions which that pass left under way."""
+    assert arrivals(0, True) == (
+        "REDUCE(u3) ARRIVE(u3) REDUCE(u2) ARRIVE(u2) REDUCE(u1) ARRIVE(u1) REDUCE(u0) ARRIVE(u0)"
+    )
+    assert arrivals(1, True) == "REDUCE(u3) REDUCE(u2) ARRIVE(u3) REDUCE(u1) ARRIVE(u2) REDUCE(u0) ARRIVE(u1)"
+    assert arrivals(1, False) == (
+        "REDUCE(u3) ARRIVE(u0) REDUCE(u2) ARRIVE(u3) REDUCE(u1) ARRIVE(u2) REDUCE(u0) ARRIVE(u1)"
+    )
+    assert arrivals(9, True) == "REDUCE(u3) REDUCE(u2) REDUCE(u1) REDUCE(u0)"
+    whole = arrivals(1, False, ZERO1)
+    assert whole == arrivals(1, True, ZERO1), "whole gradients are reduced in the last pass alone"
 
 
 def test_the_end_of_a_step() -> None:

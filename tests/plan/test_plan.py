@@ -42,7 +42,7 @@ def test_a_plan_reads_as_a_table() -> None:
     assert "(root)" in text and "blocks.0 .. blocks.2" in text
     assert "weight=R/S grad=P/S" in text
     assert "tied: head.weight share another parameter's slot" in text
-    assert len(plan.actions["all"]) == 2 * (2 + 4 * 3 + 4 * 4) + 1 + 4
+    assert len(plan.actions["all"]) == 2 * (2 + 4 * 3 + 4 * 5) + 1 + 4
 
 
 @pytest.mark.parametrize(

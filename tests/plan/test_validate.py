@@ -6,6 +6,7 @@ and listed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -67,18 +68,54 @@ def before(name: str, action: Action, other: Action) -> Callable[[Rows], None]:
     return broken
 
 
+def both(name: str, change: Any, kind: Kind, number: int, microbatch: int) -> Callable[[Rows], None]:
+    """The same change to a REDUCE and to the ARRIVE that waits for it."""
+
+    def broken(rows: Rows) -> None:
+        change(name, unit(kind, number, microbatch))(rows)
+        change(name, unit(Kind.ARRIVE, number, microbatch))(rows)
+
+    return broken
+
+
+def later(name: str, number: int, microbatch: int, other: Action) -> Callable[[Rows], None]:
+    """A reduction and its wait move to just behind ``other``."""
+
+    def broken(rows: Rows) -> None:
+        row, pair = rows[name], [unit(kind, number, microbatch) for kind in (Kind.REDUCE, Kind.ARRIVE)]
+        rows[name] = [each for each in row if each not in pair]
+        place = rows[name].index(other) + 1
+        rows[name][place:place] = pair
+
+    return broken
+
+
 STEP0, STEP1 = unit(Kind.STEP, 0), unit(Kind.STEP, 1)
 PLANTED = [
     (
         "zero0",
         drop("all", unit(Kind.REDUCE, 1, 1)),
+        r"ARRIVE\(u1,1\) though no reduction of Unit 1",
+    ),
+    (
+        "zero0",
+        double("all", unit(Kind.REDUCE, 1, 1)),
+        r"REDUCE\(u1,1\) while the reductions of 1 Units are under way",
+    ),
+    (
+        "zero2",
+        both("all", drop, Kind.REDUCE, 1, 0),
+        r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
+    ),
+    (
+        "zero0",
+        both("all", drop, Kind.REDUCE, 1, 1),
         r"REDUCE of Unit 1 in microbatches \[\]; .* asks for \[1\]",
     ),
-    ("zero0", double("all", unit(Kind.REDUCE, 1, 1)), r"REDUCE of Unit 1 in microbatches \[1, 1\]"),
     (
         "zero2",
         drop("all", unit(Kind.REDUCE, 1, 0)),
-        r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
+        r"ARRIVE\(u1,0\) though no reduction of Unit 1",
     ),
     ("zero1", before("all", unit(Kind.REDUCE, 1, 1), unit(Kind.B, 1, 1)), r"REDUCE\(u1,1\) before B\(u1,1\)"),
     (
@@ -95,8 +132,8 @@ PLANTED = [
     ("zero1", drop("all", NORM), r"STEP\(u0\) before NORM"),
     ("zero1", double("all", NORM), "NORM twice"),
     ("zero2", before("all", NORM, unit(Kind.REDUCE, 0, 1)), r"REDUCE\(u0,1\) after NORM"),
-    ("zero1", drop("all", unit(Kind.UNSHARD, 1)), r"STEP\(u1\) without UNSHARD\(u1\) after it"),
-    ("zero1", double("all", unit(Kind.UNSHARD, 1)), r"UNSHARD\(u1\) twice after its STEP"),
+    ("zero1", drop("all", unit(Kind.UNSHARD, 1)), r"no UNSHARD\(u1\) after its update"),
+    ("zero1", double("all", unit(Kind.UNSHARD, 1)), r"UNSHARD\(u1\) twice; expected once"),
     ("zero1", swap("all", STEP1, unit(Kind.UNSHARD, 1)), r"UNSHARD\(u1\) before STEP\(u1\)"),
     ("zero1", drop("all", unit(Kind.F, 2, 0)), "0 F and 1 B of Unit 2 in microbatch 0"),
     ("zero1", drop("all", unit(Kind.B, 2, 0)), "1 F and 0 B of Unit 2 in microbatch 0"),
@@ -127,20 +164,20 @@ PLANTED = [
         drop("all", unit(Kind.RESHARD, 2, 0)),
         r"UNSHARD\(u2,0\) while its weights are gathered already",
     ),
-    ("zero3", add("all", unit(Kind.RESHARD, 1)), r"RESHARD\(u1\) after NORM"),
+    ("zero3", add("all", unit(Kind.RESHARD, 1)), r"RESHARD\(u1\) after STEP"),
     ("zero2", lambda rows: rows["all"].insert(1, unit(Kind.UNSHARD, 0, 0)), "weights every rank keeps whole"),
     ("hsdp", drop("all", unit(Kind.UNSHARD, 3, 1)), r"F\(u3,1\) while its weights are not gathered"),
-    ("tp", drop("all", SUM), "NORM without SUM before it, but hold addends"),
+    ("tp", drop("all", SUM), "NORM before SUM, but hold addends"),
     ("tp", double("all", SUM), "SUM twice"),
-    ("tp", swap("all", SUM, NORM), "NORM without SUM before it"),
+    ("tp", swap("all", SUM, NORM), "NORM before SUM"),
     ("tp", before("all", SUM, unit(Kind.REDUCE, 0, 1)), r"REDUCE\(u0,1\) after SUM"),
     (
         "zero1",
         lambda rows: rows["all"].insert(rows["all"].index(NORM), SUM),
         "SUM though they hold no gradient",
     ),
-    ("tied", drop("pp 0", SUM), "pp 0 ranks have NORM without SUM"),
-    ("tied", drop("pp 1", SUM), "pp 1 ranks have NORM without SUM"),
+    ("tied", drop("pp 0", SUM), "pp 0 ranks have NORM before SUM"),
+    ("tied", drop("pp 1", SUM), "pp 1 ranks have NORM before SUM"),
     ("norms", drop("pp 1", TRUST), r"pp 1 ranks have STEP\(u0\) before TRUST"),
     ("norms", double("pp 0", TRUST), "TRUST twice"),
     ("norms", before("pp 0", TRUST, unit(Kind.DIRECT, 1)), r"TRUST before DIRECT\(u1\)"),
@@ -149,7 +186,7 @@ PLANTED = [
     ("norms", before("pp 0", unit(Kind.DIRECT, 1), NORM), r"DIRECT\(u1\) before NORM"),
     ("norms", before("pp 0", STEP1, TRUST), r"STEP\(u1\) before TRUST"),
     ("norms", add("pp 0", DEAL), "DEAL though no update here needs it"),
-    ("matrices", drop("all", DEAL), r"STEP\(u1\) before DEAL"),
+    ("matrices", drop("all", DEAL), r"STEP\(u0\) before DEAL"),
     ("matrices", add("all", TRUST), "TRUST though no update here needs it"),
     (
         "matrices",
@@ -165,9 +202,9 @@ PLANTED = [
     (
         "leaving",
         drop("all", unit(Kind.REDUCE, 1, 0)),
-        r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
+        r"ARRIVE\(u1,0\) though no reduction of Unit 1",
     ),
-    ("delayed", drop("all", unit(Kind.ADOPT, 4)), r"UNSHARD\(u4\) not between ADOPT\(u4\), .* and STEP"),
+    ("delayed", drop("all", unit(Kind.ADOPT, 4)), r"UNSHARD\(u4\) before ADOPT\(u4\)"),
     ("delayed", before("all", unit(Kind.ADOPT, 4), NORM), r"ADOPT\(u4\) before NORM"),
     ("delayed", swap("all", unit(Kind.ADOPT, 4), unit(Kind.STEP, 4)), r"STEP\(u4\) before LOAD\(u4\)"),
     (
@@ -175,13 +212,13 @@ PLANTED = [
         swap("all", unit(Kind.UNSHARD, 4), unit(Kind.STORE, 4)),
         r"STORE\(u4\) before STEP\(u4\)",
     ),
-    ("delayed", add("all", unit(Kind.UNSHARD, 4)), r"UNSHARD\(u4\) not between ADOPT|UNSHARD\(u4\) twice"),
+    ("delayed", add("all", unit(Kind.UNSHARD, 4)), r"UNSHARD\(u4\) twice"),
     ("disk", add("all", unit(Kind.ADOPT, 4)), r"ADOPT\(u4\) of a Unit whose updates count at once"),
     ("weights on disk", double("all", unit(Kind.BRING, 3, 0)), r"BRING\(u3,0\) while .* or on their way"),
     (
         "weights on disk",
         swap("all", unit(Kind.BRING, 4, 1), unit(Kind.UNSHARD, 4, 1)),
-        r"BRING\(u4,1\) while its weights are gathered",
+        r"UNSHARD\(u4,1\) without BRING\(u4,1\) before it",
     ),
     (
         "weights on disk",
@@ -282,7 +319,7 @@ PLANTED = [
         lambda rows: rows["all"].insert(2, unit(Kind.F, 5, 0)),
         r"F\(u5,0\) of a Unit of embedding tables",
     ),
-    ("tables tp", drop("all", SUM), "NORM without SUM before it"),
+    ("tables tp", drop("all", SUM), "NORM before SUM"),
     ("tables tp", swap("all", unit(Kind.DELIVER, 6), SUM), r"DELIVER\(u6\) after SUM"),
     ("tables pp", drop("pp 1", unit(Kind.FETCH, 3, 1)), "pp 1 ranks have 0 FETCH of Unit 3 in microbatch 1"),
     (
@@ -322,28 +359,55 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
     ],
 )
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
-    """Of every list, all of its Actions; but what nobody has brought, the gather brings."""
+    """Of every list, all of its Actions."""
     whole = good(name)
     for key, row in row_of(whole).items():
         for i in range(len(row)):
-            left_out = [row[:i] + row[i + 1 :]] * (row[i].kind is not Kind.BRING)
-            for kept in (*left_out, row[: i + 1] + row[i:]):
+            for kept in (row[:i] + row[i + 1 :], row[: i + 1] + row[i:]):
                 with pytest.raises(PlanError):
                     validate_plan(with_rows(whole, row_of(whole) | {key: kept}), MICROBATCHES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero1",
+        "zero3",
+        "tp",
+        "pp",
+        "norms",
+        "matrices",
+        "disk",
+        "delayed",
+        "weights on disk",
+        "saved",
+        "tables",
+    ],
+)
+def test_no_kind_may_be_left_out(name: str) -> None:
+    """Of every list, all Actions of a Kind, of one Unit and of all Units."""
+    whole = good(name)
+    for key, row in row_of(whole).items():
+        left_out = [[each for each in row if each.kind is not kind] for kind in {each.kind for each in row}]
+        pairs = {each[:2] for each in row if each.unit >= 0}
+        left_out += [[each for each in row if each[:2] != pair] for pair in pairs]
+        for kept in left_out:
+            with pytest.raises(PlanError):
+                validate_plan(with_rows(whole, row_of(whole) | {key: kept}), MICROBATCHES)
 
 
 # What the validator lets pass ----------------------------------------------------------------------------------------
 
 UNSEEN = {
     "blocks in another order": ("zero0", swap("all", unit(Kind.F, 1, 0), unit(Kind.F, 2, 0))),
-    "reductions in another order": ("zero2", swap("all", unit(Kind.REDUCE, 1, 1), unit(Kind.REDUCE, 0, 1))),
-    "a reduction that waits": ("zero2", swap("all", unit(Kind.REDUCE, 4, 0), unit(Kind.B, 3, 0))),
+    "reductions in another order": ("zero2", later("all", 1, 1, unit(Kind.ARRIVE, 0, 1))),
+    "a reduction that waits": ("zero2", later("all", 4, 0, unit(Kind.B, 3, 0))),
     "steps in another order": ("zero0", swap("all", STEP0, STEP1)),
     "a gather ahead": ("zero3", swap("all", unit(Kind.F, 0, 0), unit(Kind.UNSHARD, 1, 0))),
     "a gather before the release": ("zero3", swap("all", unit(Kind.RESHARD, 1, 0), unit(Kind.UNSHARD, 2, 0))),
     "what was saved comes earlier": ("saved", swap("pp 0", unit(Kind.B, 0, 0), unit(Kind.RECALL, 2, 0))),
     "rows that wait for a block": ("tables", swap("all", unit(Kind.FETCH, 5, 0), unit(Kind.F, 1, 0))),
-    "a message that waits for a reduction": ("pp", swap("pp 0", unit(Kind.REDUCE, 0, 0), RECV(0, 1, 1))),
+    "a message that waits for a reduction": ("pp", later("pp 0", 0, 0, RECV(0, 1, 1))),
 }
 """Other lists that make the same numbers: what ran differs from them, which the trace shows."""
 
@@ -388,6 +452,7 @@ def test_a_table_that_no_unit_has(name: str) -> None:
             each,
             units=each.units[:-1],
             unit_stages=each.unit_stages[:-1],
+            strategies=each.strategies[:-1],
             actions=tuple(action for action in each.actions if action.unit != last),
         )
         with pytest.raises(PlanError, match="table '(users.a|blocks.2.items.c)' is in 0 Units on stage"):

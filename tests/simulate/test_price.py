@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
-from shardwise.compose.plan import strategies_of
 from shardwise.engine.fit.foresee import Known, read
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.pipeline.cost import bubble_s
@@ -49,7 +48,7 @@ def sent_bytes(world: World, given: dict[str, Any]) -> list[tuple[str, int, int]
     engine = shardwise.initialize(gpt(), settings | given, world=world)
     for _ in range(2):
         engine.train_step([tokens()])
-    found = [(done.action.kind.value, done.action.unit, done.bytes) for done in engine.trace.rows()]
+    found = [(done.action.kind.name, done.action.unit, done.bytes) for done in engine.trace.rows()]
     engine.close()
     return found
 
@@ -66,8 +65,7 @@ def sent_bytes(world: World, given: dict[str, Any]) -> list[tuple[str, int, int]
 )
 def test_bytes_between_ranks_are_those_of_the_trace(ranks: Any, given: dict[str, Any]) -> None:
     plan = shardwise.foresee(gpt, given, 2).plan
-    known = read(gpt, given, 2, CPU)
-    strategies = strategies_of(plan.own, plan.registry, known.policies)
+    strategies = plan.own.strategies
     told = [unit_bytes(unit, each, plan.mesh) for unit, each in zip(plan.units, strategies, strict=True)]
     moved = [row for row in ranks(2).run(sent_bytes, given)[0] if row[0] in ("UNSHARD", "REDUCE")]
     assert any(nbytes for _, _, nbytes in moved)

@@ -6,14 +6,7 @@
                    behind them collections of embedding tables, without buckets
     4  buckets     those of one dtype, trained or frozen, and one optimizer group, laid out flat
     5  buffers     of each bucket on the mesh                        parallel/zero/layout.py
-    6  Actions     one list for each class of ranks:
-
-        F and B of the stages      parallel/pipeline/schedules.py, also if there is one stage
-        + SEND and RECV            parallel/pipeline/passes.py
-        + UNSHARD, RESHARD, REDUCE of the Units inside each pass, F and B of the Units between them    plan/lists.py
-        + FETCH of tables in each forward pass                                                         plan/lists.py
-        + DELIVER, SUM, NORM, DIRECT, TRUST, DEAL, STEP, UNSHARD at the end                            plan/lists.py
-
+    6  Actions     one list for each class of ranks              compose/lists.py
     7  validated                                                     plan/validate.py
 
 Units are numbered through all stages of a rank. Their order inside a pass is that of registration until the first step
@@ -23,8 +16,8 @@ Cost: one look at each tensor of the model and at each Action of each class; not
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -32,26 +25,16 @@ import torch
 from shardwise.base.errors import PlanError
 from shardwise.base.names import matching
 from shardwise.base.words import counted
+from shardwise.compose.lists import Orders, UnitLists, forward_actions_of, schedule_lists, step_actions
 from shardwise.compose.spec import ModelSpec, ParameterSpec
 from shardwise.optim.average import EMA
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
-from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
-from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, Kind
-from shardwise.plan.dataflow import Lists
+from shardwise.plan.action import Action
 from shardwise.plan.lists import (
-    Boundary,
-    Prefetch,
-    Strategy,
-    backward_actions,
-    forward_actions,
     is_inside,
-    registration_boundaries,
-    update_actions,
-    with_fetches,
 )
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
@@ -62,20 +45,6 @@ from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from shardwise.plan.validate import validate_plan
 from shardwise.precision.policy import Dtypes, PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
-
-
-class StageOrder(NamedTuple):
-    """Order in which the Units of a stage run, by their numbers on the rank."""
-
-    boundaries: Sequence[Boundary]
-    fetches: Mapping[int, int]
-    """Unit behind whose F a collection of embedding tables is fetched, by number of the collection, in the order of
-    FETCHes.
-    """
-
-
-Orders = Mapping[int, StageOrder]
-"""Orders of Units, by stage."""
 
 
 class Policies(NamedTuple):
@@ -99,7 +68,8 @@ class Policies(NamedTuple):
     """Names of the blocks whose saved tensors may move."""
 
 
-class Planned(NamedTuple):
+@dataclass(frozen=True)
+class Planned:
     """A Plan and its inputs."""
 
     spec: ModelSpec
@@ -125,17 +95,13 @@ class Planned(NamedTuple):
             orders: Orders of the stages that differ from that of registration.
             batches: Number of forward passes.
         """
-        plan, (zero, pipeline, *_) = self.plan, self.policies
-        row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
-        strategies, ahead = strategies_of(plan.own, plan.registry, self.policies), _prefetch(zero, plan.units)
-        known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
+        zero, pipeline, *_ = self.policies
+        return forward_actions_of(self.plan, pipeline, zero, orders, batches)
 
-        @cache
-        def forward(stage: int, first: bool) -> list[Action]:
-            boundaries, fetches = known[stage]
-            return with_fetches(forward_actions(boundaries, strategies, ahead), fetches)
-
-        return add_sharding({0: row}, forward, _none)[0]
+    @cached_property
+    def lists(self) -> UnitLists:
+        """The maker of the lists of single passes of this rank."""
+        return UnitLists(self.plan.own, self.policies.zero)
 
 
 def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) -> Plan:
@@ -181,125 +147,17 @@ def with_orders(plan: Plan, policies: Policies, orders: Orders | None = None) ->
     """
     rows = schedule_lists(plan.mesh.pp, policies.microbatches, policies.pipeline)
     classes = {
-        name: replace(each, actions=_actions(each, rows[place], plan, policies, orders or {}))
+        name: replace(
+            each,
+            actions=step_actions(
+                each, rows[place], plan, policies.zero, policies.offload.buffers, orders or {}
+            ),
+        )
         for place, (name, each) in enumerate(plan.classes.items())
     }
     made = replace(plan, classes=classes)
     validate_plan(made, policies.microbatches)
     return made
-
-
-# Schedules ---------------------------------------------------------------------------------------------------------
-
-
-def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
-    """Return F, B, SEND and RECV of one optimizer step, by index on "pp"; without a pipeline F and B in turn.
-
-    Args:
-        ranks: Ranks on "pp".
-        microbatches: Microbatches of one optimizer step.
-        policy: Keys under ``pipeline:``.
-    """
-    if ranks == 1:
-        return schedule("1f1b", 1, microbatches)
-    return add_communication(schedule(policy.schedule, ranks, microbatches, policy.virtual_stages), ranks)
-
-
-def forward_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
-    """Return F, SEND and RECV of microbatches without a backward pass, by index on "pp".
-
-    Args:
-        ranks: Ranks on "pp".
-        microbatches: Number of microbatches.
-        policy: Keys under ``pipeline:``.
-    """
-    return add_communication(forward_only(ranks, microbatches, policy.virtual_stages), ranks)
-
-
-# Lists of Actions --------------------------------------------------------------------------------------------------
-
-
-def _actions(
-    ranks: RankClass,
-    row: Sequence[Action],
-    plan: Plan,
-    policies: Policies,
-    orders: Orders,
-) -> tuple[Action, ...]:
-    prefetch = _prefetch(policies.zero, ranks.units)
-    strategies = strategies_of(ranks, plan.registry, policies)
-    trained = ranks.trained
-    known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
-
-    @cache
-    def forward(stage: int, first: bool) -> list[Action]:
-        boundaries, fetches = known[stage]
-        ahead = prefetch.behind_updates(boundaries, strategies, trained) if first else prefetch
-        return with_fetches(forward_actions(boundaries, strategies, ahead), fetches)
-
-    @cache
-    def backward(stage: int, last: bool) -> list[Action]:
-        return backward_actions(known[stage].boundaries, strategies, trained, last, prefetch)
-
-    reshards = policies.zero.reshard_after_forward or not any(each.has_windows for each in strategies)
-    actions = add_sharding({0: row}, forward, backward, reshards)[0]
-    actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
-    if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
-        actions.append(SUM)
-    rows = (Action(Kind.STEP, unit.index) for unit in ranks.tables)
-    needs = {unit.index: plan.registry.needs_of(unit) for unit in ranks.units}
-    directed = [unit for unit, found in needs.items() if found - {"elements"}]
-    # Norms are summed over all ranks of the job, matrices are distributed among the ranks of a stage.
-    between = [TRUST] * bool(plan.registry.needs("norm"))
-    between += [DEAL] * any("matrix" in found for found in needs.values())
-    return (
-        *actions,
-        NORM,
-        *update_actions(trained, strategies, directed, between, policies.offload.buffers),
-        *rows,
-    )
-
-
-def strategies_of(ranks: RankClass, registry: Registry, policies: Policies) -> list[Strategy]:
-    """Return the Strategy of each Unit: the placements and tiers of its state.
-
-    Args:
-        ranks: Class of ranks with the Units.
-        registry: The registered tensors.
-        policies: Inputs of the Plan.
-    """
-    shares = Slices(registry, registry.mesh, 0).shares_gradients(ranks.stages)
-    return layout.strategies_of(
-        policies.zero, registry.mesh, ranks.units, policies.offload, not shares, policies.blocks
-    )
-
-
-def _prefetch(zero: ZeroPolicy, units: Sequence[Unit]) -> Prefetch:
-    limit = 0 if zero.prefetch_bytes == "auto" else int(zero.prefetch_bytes)
-    return Prefetch(limit, [unit.weight_bytes for unit in units])
-
-
-def _none(stage: int, is_at_end: bool) -> list[Action]:
-    return []
-
-
-def registered(ranks: RankClass, stage: int) -> StageOrder:
-    """Return the order of registration, by the Units' numbers on the rank.
-
-    Args:
-        ranks: Class of ranks with the Units.
-        stage: The stage.
-    """
-    units = ranks.units_of(stage)
-    boundaries = [
-        Boundary(enters, units[place].index)
-        for enters, place in registration_boundaries([unit.name for unit in units])
-    ]
-    fetches = {}
-    for table in ranks.tables_of(stage):
-        around = [unit for unit in units if is_inside(table.name, unit.name)]
-        fetches[table.index] = max(around, key=lambda unit: len(unit.name)).index
-    return StageOrder(boundaries, fetches)
 
 
 # What ranks hold ---------------------------------------------------------------------------------------------------
@@ -390,9 +248,9 @@ def _class(
         if stage_of[name] in stages:
             units.append(Unit(len(units), name, (), has_rows=True))
             unit_stages.append(stage_of[name])
-    windows = layout.strategy_of(policies.zero, mesh).windows
-    ranks = RankClass(stages, tuple(units), tuple(unit_stages), {}, windows)
-    strategies = strategies_of(ranks, registry, policies)
+    # A gradient may leave the device only if no sum over ranks of the model follows its reduction.
+    leaves = not slices.shares_gradients(stages)
+    strategies = layout.strategies_of(policies.zero, mesh, units, policies.offload, leaves, policies.blocks)
     buffers = {}
     for (unit, place), dtypes in held.items():
         key = units[unit].buckets[place].key
@@ -401,7 +259,15 @@ def _class(
         buffers[unit, place] = layout.buffers(
             strategies[unit], dtypes, key.trained, moments, form, exact=(EMA,)
         )
-    return replace(ranks, buffers=buffers)
+    under_way = policies.zero.reductions_under_way
+    return RankClass(
+        stages,
+        tuple(units),
+        tuple(unit_stages),
+        tuple(strategies),
+        buffers,
+        0 if under_way == "auto" else int(under_way),
+    )
 
 
 def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes:

@@ -122,7 +122,7 @@ def _has_several_stages(timeline: Timeline) -> bool:
 
 def _label(span: Span, with_stage: bool) -> str:
     stage = str(span.action.stage) if with_stage else ""
-    return f"{stage}{span.action.kind.value}{span.action.microbatch}"
+    return f"{stage}{span.action.kind.name}{span.action.microbatch}"
 
 
 def _colour(stage: int, stages: int, kind: Kind) -> tuple[float, float, float]:

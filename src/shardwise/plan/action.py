@@ -1,21 +1,8 @@
 """Action: one operation of a rank in a training step.
 
-    F  forward            B  backward (= I input gradient + W weight gradient)
-    SEND, RECV            send and receive an activation or its gradient between pipeline stages
-    BRING                 copy a rank's shard of a Unit's weights from its tier to the device, ahead of its UNSHARD
-    UNSHARD, RESHARD      gather a Unit's weights; free the gathered memory
-    RECALL                bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it
-    REDUCE                reduce a Unit's gradients over the data-parallel ranks
-    ASK                   send the keys of a batch to the owners of their rows, ahead of the batch's step
-    FETCH, DELIVER        gather the table rows that a batch uses; send their gradients to the owners of the rows
-    SUM                   sum the gradients that model-parallel ranks hold in common
-    NORM                  compute the norm of all gradients and what all ranks derive from it: scale, clip, or skip
-    DIRECT                compute a Unit's moments and update directions, if the update needs more than its own element
-    TRUST                 compute the norms of whole tensors, of weights and of directions
-    DEAL                  send whole matrices of directions to one rank each, and receive the updates back
-    ADOPT                 replace a Unit's weights by the result of the previous step's update (delayed updates)
-    LOAD, STORE           read a Unit's masters and moments from a disk into host memory; write them back
-    STEP                  update a Unit's masters and moments on their tier
+What each Kind of operation does, where it may stand and what it costs is one row of the table in ``kinds.py``:
+F, B, I, W, SEND, RECV, BRING, UNSHARD, RESHARD, RECALL, REDUCE, ARRIVE, ASK, FETCH, DELIVER, SUM, NORM, DIRECT, TRUST,
+DEAL, ADOPT, LOAD, STEP, STORE, WAIT.
 
 A step is a list of Actions. Under a schedule a loop walks the list. In a user's own loop the user's Python decides the
 order of Units, and the module hooks follow the same list with a cursor.
@@ -44,62 +31,9 @@ ASK is the half of FETCH that reads no weight. ASKs have a list of their own, wh
 before are computed (``plan.lists.keys_ahead``). A FETCH without an earlier ASK does both halves.
 """
 
-from enum import Enum
-from functools import cached_property
 from typing import NamedTuple
 
-
-class Kind(Enum):
-    """The operation that an Action stands for."""
-
-    F = "F"
-    B = "B"
-    I = "I"  # noqa: E741 - the field's own letter for the input gradient
-    W = "W"
-    SEND = "SEND"
-    RECV = "RECV"
-    BRING = "BRING"
-    UNSHARD = "UNSHARD"
-    RESHARD = "RESHARD"
-    RECALL = "RECALL"
-    REDUCE = "REDUCE"
-    ASK = "ASK"
-    FETCH = "FETCH"
-    DELIVER = "DELIVER"
-    SUM = "SUM"
-    NORM = "NORM"
-    DIRECT = "DIRECT"
-    TRUST = "TRUST"
-    DEAL = "DEAL"
-    ADOPT = "ADOPT"
-    LOAD = "LOAD"
-    STEP = "STEP"
-    STORE = "STORE"
-
-    @cached_property
-    def ends_step(self) -> bool:
-        """True for the Kinds that follow all passes of a step."""
-        return self in _ENDS_STEP
-
-    @cached_property
-    def updates(self) -> bool:
-        """True for the Kinds that follow NORM. A skipped step runs only ADOPT of these."""
-        return self in _UPDATES
-
-    @cached_property
-    def is_announced(self) -> bool:
-        """True for the Kinds that the user's model reaches by itself inside a pass, as module hooks report."""
-        return self.computes or self is Kind.FETCH
-
-    @cached_property
-    def computes(self) -> bool:
-        """True for the passes through a model, False for the Actions that serve a pass."""
-        return self in _COMPUTES
-
-
-_COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-_UPDATES = frozenset({Kind.ADOPT, Kind.DIRECT, Kind.TRUST, Kind.DEAL, Kind.LOAD, Kind.STEP, Kind.STORE})
-_ENDS_STEP = frozenset({Kind.DELIVER, Kind.SUM, Kind.NORM, *_UPDATES})
+from shardwise.plan.kinds import Kind as Kind
 
 
 class Action(NamedTuple):
@@ -118,7 +52,7 @@ class Action(NamedTuple):
         """Return the Action as text: ``F(2,5)`` for stage 2, ``F(u2,5)`` for Unit 2."""
         where = [f"u{self.unit}"] if self.unit >= 0 else [str(self.stage)] if self.stage >= 0 else []
         where += [str(number) for number in (self.microbatch, self.other) if number >= 0]
-        return f"{self.kind.value}({','.join(where)})" if where else self.kind.value
+        return f"{self.kind.name}({','.join(where)})" if where else self.kind.name
 
     @property
     def carries_gradient(self) -> bool:

@@ -13,8 +13,10 @@ so gathers come in the reverse order of closing and reductions in the reverse or
 every rank, whatever order the gradients arrive in. Gathers go ahead of their use in this order, limited by bytes
 (``Prefetch``); if a shard lies on another tier, BRING(u) goes as far ahead of its gather. Tensors that a Unit's forward
 saved on another tier are brought back one such Unit ahead of its backward: RECALL(u3) RECALL(u2) B(u3) ... RECALL(u1)
-B(u2) ... B(u1). Vectors of embedding tables are fetched where the model calls the tables: FETCH(t) behind some F(u).
-Their keys may go ahead of the step, in a list of their own: ASK(t) (``keys_ahead``).
+B(u2) ... B(u1). The sums of gradients travel beside the computation: ARRIVE(u) waits for the oldest as soon as more
+than a given number are under way, and NORM waits for the rest. Vectors of embedding tables are fetched where the model
+calls the tables: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: ASK(t)
+(``keys_ahead``).
 
 [Note: gathers behind updates]
 If STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) the gather would delay F(u-1)
@@ -32,93 +34,19 @@ gather over a network (benchmarks/offload: 1 % of it), which is why only few gat
 Cost: one look at each Action; for a gather, one look at each Action that it goes ahead of.
 """
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.mesh import DENSE, StateAxes
-from shardwise.plan.placement import Placement, Shard, Tier
+from shardwise.plan.strategy import Strategy
 
 _HELD = 4
 """Number of gathers that stay behind their updates, including the step's first.
 
 With this number an update may take three quarters of its Unit's forward pass and more.
 """
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Placements of a Unit's state on an outer and an inner axis, its tiers, and the times of its moves."""
-
-    weight: tuple[Placement, Placement]
-    grad: tuple[Placement, Placement]
-    master: tuple[Placement, Placement]
-    windows: bool = False
-    """True if weights that are not cut have windows too."""
-    tier: Tier = "device"
-    """Tier on which master and moments lie and are updated."""
-    weight_tier: Tier = "device"
-    """Tier on which the weight lies between its windows."""
-    is_delayed: bool = False
-    """True if an update takes effect one step late: ADOPT, at the next step's end."""
-    grad_tier: Tier = "device"
-    """Tier on which the gradient lies from a reduction to the next reduction of the step, or to the update."""
-    leaves_each: bool = False
-    """True if the gradient moves to its tier after every microbatch though no axis cuts it: one rank has the sum."""
-    saved_tier: Tier = "device"
-    """Tier on which tensors that the forward saves wait for the backward."""
-    axes: StateAxes = DENSE
-    """The two axes, whose ranks together sum the gradient. Units may have different axes (experts, for example)."""
-
-    def __post_init__(self) -> None:
-        # The UNSHARD behind STEP, which gathers what was updated in pieces, would be mistaken for a window's UNSHARD.
-        assert not self.has_windows or self.cuts_weight or not self.cuts_master, (
-            "windows on updates in pieces"
-        )
-        assert self.weight_tier in ("device", self.tier), (
-            "weights lie where their masters lie, or on the device"
-        )
-
-    @cached_property
-    def has_windows(self) -> bool:
-        """True if the whole weight is on the device only inside its Unit's windows.
-
-        This holds if the weight is cut or lies on another tier, and if the caller sets ``windows``.
-        """
-        return self.windows or self.cuts_weight or self.weight_tier != "device"
-
-    @cached_property
-    def brings_shard(self) -> bool:
-        """True if a rank's shard of the weights comes from another tier before it is gathered."""
-        return self.cuts_weight and self.weight_tier != "device"
-
-    @cached_property
-    def gathers_behind_update(self) -> bool:
-        """True if the weight is gathered from the result of an update that runs beside the forward pass."""
-        return self.cuts_weight and self.tier != "device" and not self.is_delayed
-
-    @cached_property
-    def cuts_weight(self) -> bool:
-        """True if a rank keeps only its shard of the weights."""
-        return self.weight[1] == Shard()
-
-    @cached_property
-    def cuts_grad(self) -> bool:
-        """True if a rank keeps only its shard of the gradients."""
-        return self.grad[1] == Shard()
-
-    @cached_property
-    def reduces_each(self) -> bool:
-        """True if gradients are reduced with every microbatch."""
-        return self.cuts_grad or self.leaves_each
-
-    @cached_property
-    def cuts_master(self) -> bool:
-        """True if a rank updates only its shard."""
-        return self.master[1] == Shard()
 
 
 class Prefetch(NamedTuple):
@@ -189,6 +117,8 @@ def backward_actions(
     trained: Sequence[bool],
     last: bool,
     prefetch: Prefetch = NO_PREFETCH,
+    under_way: int = 0,
+    first: bool = True,
 ) -> list[Action]:
     """Return the Actions of the backward pass of one microbatch: the mirror image of ``boundaries``.
 
@@ -201,6 +131,8 @@ def backward_actions(
         trained: True for each Unit with a trained parameter.
         last: True for the last microbatch: gradients that stay whole between microbatches are reduced now.
         prefetch: How far gathers go ahead of their use.
+        under_way: Number of Units whose reductions may still run while the pass goes on.
+        first: True for the first microbatch; later ones also wait for the last reductions of the pass before.
     """
     mirror = [Boundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
     last_close = {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
@@ -215,7 +147,28 @@ def backward_actions(
         actions += [Action(Kind.RESHARD, unit)] * moves
         if trained[unit] and (last or strategies[unit].reduces_each) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
-    return _moved_ahead(_without_pauses(actions), strategies, prefetch)
+    before = [] if first else [each.unit for each in actions if each.kind is Kind.REDUCE]
+    before = [unit for unit in before if strategies[unit].reduces_each]
+    travelling = deque(before[len(before) - min(under_way, len(before)) :])
+    return _with_arrivals(_moved_ahead(_without_pauses(actions), strategies, prefetch), travelling, under_way)
+
+
+def _with_arrivals(actions: Sequence[Action], travelling: deque[int], under_way: int) -> list[Action]:
+    """Return ``actions`` with an ARRIVE of the oldest reduction wherever more than ``under_way`` would run at once.
+
+    Args:
+        actions: Actions of a backward pass.
+        travelling: Units whose reductions run when the pass begins, the oldest first.
+        under_way: Number of Units whose reductions may run while the pass goes on.
+    """
+    made: list[Action] = []
+    for action in actions:
+        made.append(action)
+        if action.kind is Kind.REDUCE:
+            travelling.append(action.unit)
+            if len(travelling) > under_way:
+                made.append(Action(Kind.ARRIVE, travelling.popleft()))
+    return made
 
 
 def _recalls(mirror: Sequence[Boundary], strategies: Sequence[Strategy]) -> dict[int, list[int]]:
@@ -261,15 +214,18 @@ def _without_pauses(actions: list[Action]) -> list[Action]:
 
 
 def _moved_ahead(actions: list[Action], strategies: Sequence[Strategy], prefetch: Prefetch) -> list[Action]:
-    """Move gathers ahead of their use, and each BRING as far ahead of its gather."""
-    if not prefetch.limit_bytes:
-        return actions
+    """Move gathers ahead of their use, and each BRING as far ahead of its gather.
+
+    Without prefetching, a BRING stands directly in front of its gather.
+    """
+    if prefetch.limit_bytes:
+        actions = _ahead(Kind.UNSHARD, actions, prefetch)
     brought: list[Action] = []
-    for action in _ahead(Kind.UNSHARD, actions, prefetch):
+    for action in actions:
         if action.kind is Kind.UNSHARD and strategies[action.unit].brings_shard:
             brought.append(action._replace(kind=Kind.BRING))
         brought.append(action)
-    return _ahead(Kind.BRING, brought, prefetch)
+    return _ahead(Kind.BRING, brought, prefetch) if prefetch.limit_bytes else brought
 
 
 def _ahead(kind: Kind, actions: Sequence[Action], prefetch: Prefetch) -> list[Action]:
@@ -369,7 +325,26 @@ def update_actions(
         if unit in on_disk:
             actions += [Action(Kind.STORE, unit), *left[:1]]
             left = left[1:]
-    return actions if is_delayed else actions + [action for unit in away for action in gathered(unit)]
+    if not is_delayed:
+        actions += [action for unit in away for action in gathered(unit)]
+    return actions + [Action(Kind.WAIT, unit) for unit in away if strategies[unit].waits_at_end]
+
+
+def skipped_updates(actions: Sequence[Action]) -> list[Action]:
+    """Return the Actions behind NORM of a step that is skipped, given the list of a step that is not.
+
+    A skipped step leaves all state as it is. The result of the step before, which delayed updates install now, belongs
+    to that step: its ADOPTs and their gathers stay.
+    """
+    made: list[Action] = []
+    adopted: set[int] = set()
+    for action in actions:
+        if action.kind is Kind.ADOPT:
+            adopted.add(action.unit)
+            made.append(action)
+        elif action.kind is Kind.UNSHARD and action.unit in adopted:
+            made.append(action)
+    return made
 
 
 def registration_boundaries(names: Sequence[str]) -> list[Boundary]:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from shardwise.base.words import counted, grouped
 from shardwise.plan.action import Action
+from shardwise.plan.lists import skipped_updates
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
 from shardwise.plan.registry import Registry
 from shardwise.plan.state_form import StateForm, stored_elements
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket, Unit
 
 
@@ -70,12 +72,19 @@ class RankClass:
     """Units of all the rank's stages, numbered consecutively; collections of embedding tables behind all others."""
     unit_stages: tuple[int, ...]
     """Stage of each Unit."""
+    strategies: tuple[Strategy, ...]
+    """Placements, tiers and times of the moves of each Unit's state."""
     buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
     """Persistent buffers by (Unit, bucket)."""
-    windows: bool = False
-    """True if weights that no axis cuts are also gathered before use and released after use."""
+    under_way: int = 0
+    """Units of a stage whose reductions may run while a pass goes on."""
     actions: tuple[Action, ...] = ()
     """Actions of one optimizer step."""
+
+    @property
+    def skipped(self) -> tuple[Action, ...]:
+        """Actions behind NORM of a step that is skipped."""
+        return tuple(skipped_updates(self.actions))
 
     def units_of(self, stage: int) -> tuple[Unit, ...]:
         """Return the Units of parameters of one stage, its root first."""
@@ -299,7 +308,7 @@ def _summary(actions: tuple[Action, ...]) -> str:
     """Return how often each Action occurs; (u) marks an Action on a Unit."""
     counts: dict[str, int] = {}
     for action in actions:
-        name = action.kind.value + "(u)" * (action.unit >= 0)
+        name = action.kind.name + "(u)" * (action.unit >= 0)
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 

@@ -3,8 +3,15 @@
     Plan.actions   F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what is to be done
     trace.actions  F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what was done: equal if the model follows the Plan
 
-The walker writes each Action into the trace. ``divergences`` describes each departure from the list (a Unit that the
-data skipped, another order, a second use): at most 100 of a step, while ``diverged`` counts all.
+The function that does an Action writes the row (``recorded``), not the walker that calls it: an Action that nobody has
+done has no row, and the walker reports it. A pass that the user's model computes is written when its hook reports it.
+``divergences`` describes each departure from the list (a Unit that the data skipped, another order, a second use, a
+gather that no UNSHARD of the list asked for): at most 100 of a step, while ``diverged`` counts all.
+
+Every byte that the rank sends belongs to one row: the row that began last and has not ended, or the pass of the Unit
+that the model computes then. Bytes that are sent outside of every row are ``outside_bytes``, so that
+
+    sum(trace.bytes) + trace.outside_bytes = bytes that the transports counted since the trace began
 
 Times are marks of a ``TraceClock``. A mark of a CPU's clock is a number, the host's time. A device runs behind the
 host: a mark is an event on the device (memory/streams.py), whose time is known after the device has passed it, so a
@@ -15,9 +22,11 @@ Cost: two marks and four appends per Action; a step's trace is kept until the ne
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.timeline import Span
@@ -96,7 +105,9 @@ class Trace:
     """Marks of ``clock`` at which the Actions began, as ``stops`` for their ends."""
     stops: list[Any] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
-    """Bytes that each Action sent, including the Actions inside: a pass contains what its Units do."""
+    """Bytes that each Action sent, without the Actions inside."""
+    outside_bytes: int = 0
+    """Bytes that were sent while no Action ran."""
     divergences: list[str] = field(default_factory=list)
     ahead: list[Done] = field(default_factory=list)
     """Actions that ran ahead of the step from a list of their own (ASK), as far as the step used their results."""
@@ -104,38 +115,81 @@ class Trace:
     """Number of divergences of the step, including those that are not kept."""
     update_before: tuple[Any, Any] | None = None
     """Marks at which the update of the step before began and ended."""
+    _owner: int = -1
+    """Row to which bytes are counted now; -1: none."""
+    _outer: list[int] = field(default_factory=list)
+    """Row to which bytes are counted after each row."""
+    _counted: int = 0
+    """Bytes of ``sent`` that are counted already."""
+
+    def __post_init__(self) -> None:
+        self._counted = 0 if self.sent is None else self.sent.bytes
 
     def begin(self) -> "Trace":
         """Return a new trace for the next step; this trace stays as it is."""
+        self._count()
         update = (self._update() or self.update_before) if self.clock.runs_behind else None
         return Trace(self.sent, self.clock, update_before=update)
 
-    def start(self, action: Action) -> int:
-        """Record that ``action`` begins, and return its position for ``stop``."""
-        self.actions.append(action)
-        now = self.clock.mark()
-        self.starts.append(now)
-        self.stops.append(now)
-        self.bytes.append(0 if self.sent is None else -self.sent.bytes)
-        return len(self.actions) - 1
+    def _count(self) -> None:
+        """Count the bytes that were sent since the last call to the row that owns them."""
+        if self.sent is None or self.sent.bytes == self._counted:
+            return
+        new = self.sent.bytes - self._counted
+        self._counted += new
+        if self._owner < 0:
+            self.outside_bytes += new
+        else:
+            self.bytes[self._owner] += new
 
-    def stop(self, place: int) -> None:
-        """Record that the Action at position ``place`` is over."""
-        self.stops[place] = self.clock.mark()
-        if self.sent is not None:
-            self.bytes[place] += self.sent.bytes
+    def finish(self) -> None:
+        """Count the last bytes, before another list runs."""
+        self._count()
 
-    def passed(self, action: Action) -> None:
-        """Record a Unit's pass, which the user's model computes; its time is the time until the next Action begins."""
+    def resume(self) -> None:
+        """Continue the trace after another list ran in between, whose bytes its own trace has counted."""
+        self._counted = 0 if self.sent is None else self.sent.bytes
+
+    def _append(self, action: Action) -> int:
+        self._count()
+        place = len(self.actions)
         self.actions.append(action)
         now = self.clock.mark()
         self.starts.append(now)
         self.stops.append(now)
         self.bytes.append(0)
+        self._outer.append(self._owner)
+        self._owner = place
+        return place
+
+    def start(self, action: Action) -> int:
+        """Record that ``action`` begins, and return its position for ``stop``."""
+        return self._append(action)
+
+    def stop(self, place: int) -> None:
+        """Record that the Action at position ``place`` is over."""
+        self.stops[place] = self.clock.mark()
+        self._count()
+        self._owner = self._outer[place]
+
+    @contextmanager
+    def again(self, place: int) -> Iterator[None]:
+        """Count the bytes that are sent inside the ``with`` block to the row at position ``place``, which is over."""
+        self._count()
+        before, self._owner = self._owner, place
+        yield
+        self._count()
+        self._owner = before
+
+    def passed(self, action: Action) -> None:
+        """Record a Unit's pass, which the user's model computes; its time is the time until the next Action begins."""
+        self._owner = self._append(action)
 
     def passed_at(self, place: int) -> None:
         """Record that the pass at position ``place``, which ``passed`` began, is over."""
         self.stops[place] = self.clock.mark()
+        self._count()
+        self._owner = self._outer[place]
 
     def diverge(self, text: str) -> None:
         """Record a departure from the list, described by ``text``."""
@@ -149,8 +203,11 @@ class Trace:
 
     def cut(self, actions: int, diverged: int) -> None:
         """Keep only the first ``actions`` Actions and the first ``diverged`` divergences."""
-        for column in (self.actions, self.starts, self.stops, self.bytes):
+        self._count()
+        self.outside_bytes += sum(self.bytes[actions:])
+        for column in (self.actions, self.starts, self.stops, self.bytes, self._outer):
             del column[actions:]
+        self._owner = -1
         del self.divergences[diverged:]
         self.diverged = diverged
 
@@ -199,3 +256,27 @@ class Trace:
     def spans(self, rank: int) -> list[Span]:
         """Return the Actions as spans of ``rank``, in seconds of the host's monotonic clock."""
         return [Span(rank, done.action, done.start_s, done.stop_s) for done in self.rows()]
+
+
+class Recording(Protocol):
+    """An object with a walker, in whose running trace the methods of the object write their rows."""
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+
+
+_Actor = TypeVar("_Actor", bound=Recording)
+
+
+def recorded(act: Callable[[_Actor, Action], None]) -> Callable[[_Actor, Action], None]:
+    """Return the method ``act``, which does an Action, so that it writes the Action's row in the running trace."""
+
+    @wraps(act)
+    def handler(self: _Actor, action: Action) -> None:
+        trace = self.trace
+        place = trace.start(action)
+        act(self, action)
+        trace.stop(place)
+
+    return handler

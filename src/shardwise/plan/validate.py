@@ -1,42 +1,38 @@
 """Proof of a Plan: the conditions that its lists must fulfil before they may run.
 
     schedule     passes and messages of all stages                                     (validate_schedule.py)
-    registry     buffers, buckets and Units agree with the registered tensors          (validate_registry.py)
-    Units        F and B of a Unit only while its weights are gathered, and inside a pass of its own stage; what was
-                 brought is gathered in that pass, what was gathered is released; one REDUCE per step, or per
-                 microbatch if the gradient is kept cut
-    tables       one FETCH of each collection per microbatch, inside its forward pass; one DELIVER after all passes
-    end          SUM if ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
-                 tables among them, and the gather of weights that are whole but were updated in pieces; if updates
-                 need whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL if needed;
-                 if state lies on a disk, LOAD of the Unit before its STEP and STORE after it; if updates take effect
-                 one step late, ADOPT of each Unit, and its gather, before the first STEP
+    registry     buffers, buckets, strategies and Units agree with the registered tensors    (validate_registry.py)
+    passes       each Action of a Unit stands in a pass of its stage and microbatch; F and B of a Unit stand only
+                 while its weights are gathered, and inside those of the root
+    windows      what was brought is gathered in that pass, and what was gathered is released
+    the table    each Kind stands where its row allows, behind and before the Kinds that its row names, and as often as
+                 the placements of the Unit ask for                                    (kinds.py)
+
+The checks of single Kinds are read off the table of Kinds, so a new Kind is checked by its row.
 
 Cost: one look at each Action and at each tensor.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from shardwise.base.errors import PlanError
-from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, Kind
-from shardwise.plan.mesh import DENSE
-from shardwise.plan.placement import FLAT, Shard
-from shardwise.plan.plan import Plan, RankClass
-from shardwise.plan.registry import Kind as RegisteredKind
+from shardwise.plan.action import NORM, Action
+from shardwise.plan.kinds import Kind, OrderRule, RankFacts, Times, UnitFacts, Use
+from shardwise.plan.plan import Plan, RankClass, class_of
 from shardwise.plan.registry import Registry
 from shardwise.plan.slices import Slices
 from shardwise.plan.validate_registry import validate_registered
 from shardwise.plan.validate_schedule import validate_schedule
 
 
-def validate_plan(plan: Plan, microbatches: int) -> None:
+def validate_plan(plan: Plan, microbatches: int, kinds: Sequence[Kind] = tuple(Kind)) -> None:
     """Check that the lists of ``plan`` are one optimizer step and that its parts fit together.
 
     Args:
         plan: The Plan.
         microbatches: Microbatches of the step.
+        kinds: Table of the Kinds.
 
     Raises:
         PlanError: if not; the message names ranks and Action or tensor.
@@ -46,210 +42,88 @@ def validate_plan(plan: Plan, microbatches: int) -> None:
     slices = Slices(plan.registry, plan.mesh, 0)
     validate_registered(plan, slices)
     for name, each in plan.classes.items():
-        _RankList(name, each, microbatches, slices).check()
+        _RankList(name, each, each.actions, microbatches, slices, kinds).check()
+        skipped = (*each.actions[: each.actions.index(NORM) + 1], *each.skipped)
+        _RankList(name, each, skipped, microbatches, slices, kinds, is_skipped=True).check()
 
 
-class _Rules(NamedTuple):
-    """Conditions that the placements of a Unit's tensors set for its Actions."""
+def validate_forward(
+    plan: Plan, actions: Sequence[Action], microbatches: int, stage: int | None = None
+) -> None:
+    """Check that a list of the Plan's rank is an evaluation: forward passes without a backward pass.
 
-    trains: bool
-    moves: bool
-    """The Unit's weights are cut or have windows: gathered before use, released after use."""
-    reduces_each: bool
-    """The Unit's gradients are cut between microbatches, or lie on another tier."""
-    returns: bool
-    """The Unit's weights are whole, but updated in pieces: gathered after STEP."""
-    directs: bool = False
-    """The Unit's updates need whole tensors: a DIRECT before STEP."""
-    brings: bool = False
-    """The Unit's shard comes from another tier before it is gathered; a BRING may start this."""
-    adopts: bool = False
-    """The Unit's updates take effect one step late: an ADOPT before STEP."""
-    loads: bool = False
-    """The Unit's masters and moments lie on a disk: a LOAD before STEP, a STORE after it."""
+    Args:
+        plan: The Plan.
+        actions: The list.
+        microbatches: Forward passes.
+        stage: The stage whose passes the list has; None: all stages of the rank.
+
+    Raises:
+        PlanError: if not; the message names ranks and Action.
+    """
+    name, slices = class_of(plan.mesh, plan.rank), Slices(plan.registry, plan.mesh, 0)
+    _RankList(name, plan.own, actions, microbatches, slices, tuple(Kind), False, stage).check()
 
 
-def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
-    found: list[_Rules] = []
-    names = [
-        [(slot.name, bucket.key.trained) for bucket in unit.buckets for slot in bucket.slots]
-        for unit in ranks.units
-    ]
-    # A root that holds no parameter is gathered if the dense Units are.
-    dense = [held for unit, held in zip(ranks.units, names, strict=True) if unit.axes == DENSE and held]
-    any_moves = any(_is_cut(registry, "parameter", name) for held in dense or names for name, _ in held)
-    for unit, held in zip(ranks.units, names, strict=True):
-        if unit.has_rows:
-            found.append(_Rules(trains=True, moves=False, reduces_each=False, returns=False))
-            continue
-        trained = [name for name, trains in held if trains]
-        moves = any(_is_cut(registry, "parameter", name) for name, _ in held) if held else any_moves
-        rows = [row for place in range(len(unit.buckets)) for row in ranks.buffers[unit.index, place]]
-        is_away = any(row.kind == "weight" and row.tier != "device" for row in rows)
-        brings = moves and is_away
-        moves |= ranks.windows or is_away
-        reduces_each = any(_is_cut(registry, "gradient", name) for name in trained)
-        is_alone = all(registry.mesh.size(axis) == 1 for axis in unit.axes)
-        reduces_each |= is_alone and any(row.kind == "grad" and row.tier != "device" for row in rows)
-        returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
+def facts_of(ranks: RankClass, registry: Registry, trains: bool = True) -> list[UnitFacts]:
+    """Return the facts about each Unit of a class of ranks, from which the Actions of the Unit follow.
+
+    Args:
+        ranks: The class of ranks.
+        registry: The registered tensors.
+        trains: False for a list without backward passes.
+    """
+    found = []
+    for unit, strategy, is_trained in zip(ranks.units, ranks.strategies, ranks.trained, strict=True):
         directs = bool(registry.needs_of(unit) - {"elements"})
-        loads = bool(trained) and any(row.tier == "disk" for row in rows)
-        adopts = any(row.kind == "next weight" for row in rows)
-        found.append(_Rules(bool(trained), moves, reduces_each, returns, directs, brings, adopts, loads))
+        found.append(UnitFacts(strategy, trains and (is_trained or unit.has_rows), unit.has_rows, directs))
     return found
 
 
-def _is_cut(registry: Registry, kind: RegisteredKind, name: str) -> bool:
-    """Return whether a rank keeps only a range of the tensor's elements."""
-    placed = registry.get(kind, name).placement.values()
-    return any(isinstance(where, Shard) and where.dim == FLAT for where in placed)
-
-
-_INSIDE = {Kind.F: (Kind.F,), Kind.FETCH: (Kind.F,)} | {
-    kind: (Kind.B,) for kind in (Kind.B, Kind.RECALL, Kind.REDUCE)
-}
-"""Passes of a stage in which an Action may stand, for Kinds that may not stand in both."""
-
-
-class _Updates:
-    """Checks of the Actions after NORM.
-
-    ``ended`` is the caller's list of DELIVER, SUM, NORM and the other Actions that end the step, which grows meanwhile.
-    """
+class _RankList:
+    """Check of one list of one class of ranks, Action by Action."""
 
     def __init__(
         self,
-        rules: Sequence[_Rules],
+        name: str,
         ranks: RankClass,
-        registry: Registry,
-        ended: list[Action],
-        refuse: Callable[[Action | str, str], None],
+        actions: Sequence[Action],
+        microbatches: int,
+        slices: Slices,
+        kinds: Sequence[Kind],
+        trains: bool = True,
+        stage: int | None = None,
+        is_skipped: bool = False,
     ):
-        self._rules = rules
-        self._ended = ended
-        self._refuse = refuse
-        self.between: list[Action] = [TRUST] * bool(registry.needs("norm"))
-        """Actions that stand between DIRECT and STEP."""
-        if any("matrix" in registry.needs_of(unit) for unit in ranks.units):
-            self.between.append(DEAL)
-        self._directed: set[int] = set()
-        self.stepped: set[int] = set()
-        self.returned: set[int] = set()
-        self._moved: set[Action] = set()
-        """LOAD, STORE and ADOPT so far."""
-
-    def of_unit(self, action: Action, rules: _Rules) -> None:
-        """Check a DIRECT, ADOPT, LOAD, STEP, STORE, or the UNSHARD behind STEP or ADOPT."""
-        if action.kind is Kind.UNSHARD:
-            self._return(action, rules)
-            return
-        if NORM not in self._ended:
-            self._refuse(action, "before NORM, which decides by what the gradient is scaled")
-        if action.kind is Kind.DIRECT:
-            self._direct(action, rules)
-        elif action.kind is Kind.ADOPT:
-            self._adopt(action, rules)
-        elif action.kind in (Kind.LOAD, Kind.STORE):
-            self._move(action, rules)
-        else:
-            self._step(action, rules)
-
-    def look(self, action: Action) -> None:
-        """Check a TRUST or DEAL."""
-        if action not in self.between:
-            self._refuse(action, "though no update here needs it (registry: needs)")
-        for unit, rules in enumerate(self._rules):
-            if rules.directs and unit not in self._directed:
-                self._refuse(action, f"before {Action(Kind.DIRECT, unit)}, whose directions it looks at")
-
-    def complete(self) -> None:
-        """Check that no Action is missing between the halves of updates."""
-        for action in self.between:
-            if action not in self._ended:
-                self._refuse(f"no {action}", "though updates need it (registry: needs)")
-        for unit, rules in enumerate(self._rules):
-            if rules.loads and Action(Kind.STORE, unit) not in self._moved:
-                self._refuse(f"no STORE(u{unit})", "though its updated state belongs on a disk")
-
-    def _adopt(self, action: Action, rules: _Rules) -> None:
-        if not rules.adopts:
-            self._refuse(action, "of a Unit whose updates count at once")
-        if action in self._moved:
-            self._refuse(action, "twice; expected once per step")
-        if self.stepped:
-            self._refuse(action, f"after STEP(u{min(self.stepped)}), which a skipped step leaves out")
-        self._moved.add(action)
-
-    def _move(self, action: Action, rules: _Rules) -> None:
-        if not rules.loads:
-            self._refuse(action, "of a Unit whose state stays in memory")
-        if action in self._moved:
-            self._refuse(action, "twice; expected once per step")
-        if (action.unit in self.stepped) != (action.kind is Kind.STORE):
-            where = "before" if action.kind is Kind.STORE else "after"
-            self._refuse(action, f"{where} STEP(u{action.unit}), which updates what it moves")
-        self._moved.add(action)
-
-    def _direct(self, action: Action, rules: _Rules) -> None:
-        if not rules.directs:
-            self._refuse(action, "of a Unit whose updates look at each element alone")
-        if action.unit in self._directed:
-            self._refuse(action, "twice; expected once per step")
-        self._directed.add(action.unit)
-
-    def _step(self, action: Action, rules: _Rules) -> None:
-        if not rules.trains:
-            self._refuse(action, "of a Unit in which nothing trains")
-        if rules.loads and Action(Kind.LOAD, action.unit) not in self._moved:
-            self._refuse(action, f"before LOAD(u{action.unit}), which brings what it updates")
-        if rules.adopts and Action(Kind.ADOPT, action.unit) not in self._moved:
-            self._refuse(action, f"before ADOPT(u{action.unit}), which takes what it writes over")
-        missing = [each for each in self.between if each not in self._ended] if rules.directs else []
-        if missing:
-            self._refuse(action, f"before {missing[0]}, which tells what its update needs of whole tensors")
-        if action.unit in self.stepped:
-            self._refuse(action, "twice; expected once per step")
-        self.stepped.add(action.unit)
-
-    def _return(self, action: Action, rules: _Rules) -> None:
-        if not rules.returns:
-            self._refuse(action, "at the end of the step, where nothing is to be gathered")
-        if rules.adopts and (Action(Kind.ADOPT, action.unit) not in self._moved or self.stepped):
-            self._refuse(
-                action, f"not between ADOPT(u{action.unit}), which changes what is gathered, and STEP"
-            )
-        if not rules.adopts and action.unit not in self.stepped:
-            self._refuse(action, f"before STEP(u{action.unit}), which changes what is gathered")
-        if action.unit in self.returned:
-            self._refuse(action, "twice after its STEP")
-        self.returned.add(action.unit)
-
-
-class _RankList:
-    """Check of the list of one class of ranks, Action by Action."""
-
-    def __init__(self, name: str, ranks: RankClass, microbatches: int, slices: Slices):
+        self._stage = stage
         self._name = name
         self._ranks = ranks
+        self._actions = actions
         self._microbatches = microbatches
-        self._sums = slices.shares_gradients(ranks.stages)
-        self._rules = _rules(ranks, slices.registry)
-        self._roots = {
-            stage: ranks.units_of(stage)[0].index for stage in ranks.stages if ranks.units_of(stage)
-        }
+        self._kinds = {kind.name: kind for kind in kinds}
+        self._trains = trains
+        self._units = [
+            facts._replace(is_skipped=is_skipped) for facts in facts_of(ranks, slices.registry, trains)
+        ]
+        needs = [slices.registry.needs_of(unit) for unit in ranks.units]
+        self._rank = RankFacts(
+            sums=slices.shares_gradients(ranks.stages),
+            norms=bool(slices.registry.needs("norm")) and not is_skipped,
+            matrices=any("matrix" in each for each in needs) and not is_skipped,
+        )
         self._pass: Action | None = None
         self._is_sent = False
         """True if the result of the running pass has been sent."""
         self._is_opened = False
         """True if the root of the pass's stage has begun, which encloses all other Units."""
-        self._gathered: set[int] = set()
-        self._brought: set[int] = set()
-        """Units whose BRING has run and whose gather has not."""
-        self._counts: Counter[Action] = Counter()
-        """F, B, REDUCE and FETCH of Units so far."""
+        self._open: dict[str, set[int]] = {"brought": set(), "gathered": set()}
+        """Units in each state of weights that a row of the table opens and closes."""
+        self._travelling: dict[int, list[int]] = {stage: [] for stage in ranks.stages}
+        """Units whose reductions are under way, by stage, the oldest first."""
+        self._counts: Counter[tuple[str, Action]] = Counter()
+        """Actions so far, by phase."""
         self._ended: list[Action] = []
-        """DELIVER, SUM, NORM, TRUST and DEAL so far."""
-        self._updates = _Updates(self._rules, ranks, slices.registry, self._ended, self._refuse)
+        """Actions behind the last pass, in order."""
 
     def check(self) -> None:
         """Check the list.
@@ -257,193 +131,264 @@ class _RankList:
         Raises:
             PlanError: at the first Action that is missing or wrong.
         """
-        for action in self._ranks.actions:
-            if action.kind in (Kind.SUM, Kind.NORM):
-                self._end(action)
-            elif action in (TRUST, DEAL):
-                self._updates.look(action)
-                self._end(action)
-            elif action.unit >= 0:
-                self._of_unit(action)
-            elif self._ended:
-                self._refuse(action, f"after {self._ended[-1]}")
-            elif action.kind.computes:
-                self._end_pass()
-                self._pass, self._is_sent, self._is_opened = action, False, False
-            elif self._pass is not None and action.kind is Kind.SEND:
-                self._is_sent |= action[2:4] == self._pass[2:4]
+        for action in self._actions:
+            kind = action.kind
+            if kind is not Kind.ARRIVE:
+                self._check_under_way(action)
+            if kind.row.of == "message":
+                self._is_sent |= (
+                    kind is Kind.SEND and self._pass is not None and action[2:4] == self._pass[2:4]
+                )
+            elif kind.computes and action.unit < 0:
+                self._begin_pass(action)
+            elif kind.computes:
+                self._compute(action)
+            else:
+                self._serve(action, self._use_of(action))
         self._complete()
 
     def _refuse(self, action: Action | str, why: str) -> None:
         raise PlanError(f"plan: {self._name} ranks have {action} {why}")
 
-    def _end_pass(self) -> None:
-        for unit in self._brought:
-            self._refuse(f"BRING(u{unit})", f"without UNSHARD(u{unit}) behind it in its pass, which sends it")
+    # Passes ----------------------------------------------------------------------------------------------------
 
-    def _end(self, action: Action) -> None:
-        if any(done[:2] == action[:2] for done in self._ended):
-            self._refuse(action, "twice; expected once per step")
-        if action.kind is Kind.DELIVER and self._ended and self._ended[-1].kind is not Kind.DELIVER:
-            self._refuse(action, f"after {self._ended[-1]}, which would leave out its gradients")
-        if action.kind is Kind.SUM and not self._sums:
-            self._refuse(action, "though they hold no gradient that other ranks of the model add to")
-        if action.kind is Kind.SUM and self._is_normed:
-            self._refuse(action, "after NORM, which would leave out what is summed")
-        if action.kind is Kind.NORM and self._sums and SUM not in self._ended:
-            self._refuse(
-                action,
-                "without SUM before it, but hold addends of gradients (registry: Partial, tied or copied)",
-            )
-        if self._updates.stepped:
-            self._refuse(action, f"after STEP(u{min(self._updates.stepped)})")
-        self._ended.append(action)
-
-    @property
-    def _is_normed(self) -> bool:
-        return NORM in self._ended
-
-    def _of_unit(self, action: Action) -> None:
-        kind, unit, microbatch, _, _ = action
-        if unit >= len(self._rules):
-            self._refuse(action, f"but {len(self._rules)} Units")
-        rules = self._rules[unit]
-        if kind is Kind.ASK:
-            self._refuse(action, "in the list of a step; it goes ahead of the step, in a list of its own")
-        if kind.updates or (kind is Kind.UNSHARD and self._ended):
-            self._updates.of_unit(action, rules)
-            return
-        has_rows = self._ranks.units[unit].has_rows
-        if has_rows != (kind in (Kind.FETCH, Kind.DELIVER)):
-            self._refuse(action, f"of a Unit of {'embedding tables' if has_rows else 'parameters'}")
-        if kind is Kind.DELIVER:
-            self._end(action)
-            return
+    def _begin_pass(self, action: Action) -> None:
         if self._ended:
             self._refuse(action, f"after {self._ended[-1]}")
-        self._in_its_pass(action)
-        if kind in (Kind.F, Kind.B, Kind.FETCH):
-            root = self._roots[self._ranks.unit_stages[unit]]
-            if self._is_sent:
-                self._refuse(action, f"after the result of {self._pass} was sent")
-            if unit != root and not self._is_opened:
-                around = Action(Kind.B if kind is Kind.B else Kind.F, root, microbatch)
-                self._refuse(action, f"before {around}, inside of which it runs")
-        if kind in (Kind.F, Kind.B):
-            self._is_opened = True
-            for needed in (unit, root):
-                if self._rules[needed].moves and needed not in self._gathered:
-                    whose = (
-                        "its weights are" if needed == unit else f"the weights of its root, Unit {root}, are"
-                    )
-                    self._refuse(action, f"while {whose} not gathered")
-            if kind is Kind.B and self._counts[Action(Kind.REDUCE, unit, microbatch)]:
-                self._refuse(action, "after the REDUCE that its gradient belongs to")
-        elif kind is Kind.BRING:
-            if not rules.brings:
-                self._refuse(action, "of a Unit whose shard lies on the device, or that is whole")
-            is_here = unit in self._brought or unit in self._gathered
-            self._changes(action, rules, is_here, "while its weights are gathered, or on their way")
-            self._brought.add(unit)
-        elif kind is Kind.UNSHARD:
-            self._changes(action, rules, unit in self._gathered, "while its weights are gathered already")
-            self._gathered.add(unit)
-            self._brought.discard(unit)
-        elif kind is Kind.RESHARD:
-            self._changes(action, rules, unit not in self._gathered, "while its weights are not gathered")
-            self._gathered.discard(unit)
-        elif kind is Kind.RECALL:
-            recalled, opened, saved = (
-                self._counts[Action(each, unit, microbatch)] for each in (kind, Kind.B, Kind.F)
-            )
-            if opened == saved:
-                self._refuse(action, f"behind {Action(Kind.B, unit, microbatch)}, which needs it")
-            if recalled == saved:  # a Unit that runs twice in a row has both ahead of its first B
-                self._refuse(action, f"more often than {Action(Kind.F, unit, microbatch)}, which saves it")
-        elif kind is Kind.REDUCE:
-            if not rules.trains:
-                self._refuse(action, "of a Unit in which nothing trains")
-            if not self._counts[Action(Kind.B, unit, microbatch)]:
-                self._refuse(action, f"before {Action(Kind.B, unit, microbatch)}")
-        self._counts[Action(kind, unit, microbatch)] += 1
+        self._end_pass()
+        self._pass, self._is_sent, self._is_opened = action, False, False
 
-    def _changes(self, action: Action, rules: _Rules, is_so: bool, why: str) -> None:
-        if not rules.moves:
-            self._refuse(action, "of a Unit whose weights every rank keeps whole")
-        if is_so:
-            self._refuse(action, why)
+    def _end_pass(self) -> None:
+        for unit in self._open["brought"]:
+            self._refuse(f"BRING(u{unit})", f"without UNSHARD(u{unit}) behind it in its pass, which sends it")
 
-    def _in_its_pass(self, action: Action) -> None:
+    def _compute(self, action: Action) -> None:
+        """Check the F or B of a Unit."""
+        kind, unit, _, _, _ = action
+        self._is_of_units(action)
+        if self._ended:
+            self._refuse(action, f"after {self._ended[-1]}")
+        self._is_in_pass(action, (kind.name,))
+        root = self._is_inside_root(action)
+        for needed in (unit, root):
+            if self._units[needed].moves and needed not in self._open["gathered"]:
+                whose = "its weights are" if needed == unit else f"the weights of its root, Unit {root}, are"
+                self._refuse(action, f"while {whose} not gathered")
+        if kind is Kind.B and self._counts["pass", action._replace(kind=Kind.REDUCE)]:
+            self._refuse(action, "after the REDUCE that its gradient belongs to")
+        self._is_opened = True
+        self._counts["pass", action] += 1
+
+    def _is_inside_root(self, action: Action) -> int:
+        """Check that ``action`` stands between the beginning of its stage's root and the sending of its result."""
+        root = self._ranks.units_of(self._ranks.unit_stages[action.unit])[0].index
+        if self._is_sent:
+            self._refuse(action, f"after the result of {self._pass} was sent")
+        if action.unit != root and not self._is_opened:
+            around = Action(Kind.B if action.kind is Kind.B else Kind.F, root, action.microbatch)
+            self._refuse(action, f"before {around}, inside of which it runs")
+        return root
+
+    def _is_in_pass(self, action: Action, wanted: Sequence[str]) -> None:
         """Check that ``action`` stands inside a pass of its stage and microbatch.
 
-        Gathers and releases for a whole step name no microbatch.
+        A gather for all passes of a step names no microbatch.
         """
-        stage = self._ranks.unit_stages[action.unit]
-        if action.microbatch < 0 and action.kind is Kind.UNSHARD:
+        if action.microbatch < 0 and action.kind.row.opens:
             return
-        around = self._pass
-        wanted = _INSIDE.get(action.kind, (Kind.F, Kind.B))
+        stage, around = self._ranks.unit_stages[action.unit], self._pass
         if around is None or (around.stage, around.microbatch) != (stage, action.microbatch):
             self._refuse(action, f"outside a pass of stage {stage} with microbatch {action.microbatch}")
-        elif around.kind not in wanted:
-            self._refuse(action, f"inside {around}; expected inside {' or '.join(k.value for k in wanted)}")
+        elif around.kind.name not in wanted:
+            self._refuse(action, f"inside {around}; expected inside {' or '.join(wanted)}")
 
-    @property
-    def _recalled(self) -> set[int]:
-        """Units whose forward saves tensors on another tier."""
-        return {action.unit for action in self._counts if action.kind is Kind.RECALL}
+    # Actions that serve a pass, and the end of the step ----------------------------------------------------------
+
+    def _is_of_units(self, action: Action) -> None:
+        if action.unit >= len(self._units):
+            self._refuse(action, f"but {len(self._units)} Units")
+        of, has_rows = action.kind.row.of, self._units[action.unit].has_rows
+        if of != "any unit" and has_rows != (of == "tables"):
+            self._refuse(action, f"of a Unit of {'embedding tables' if has_rows else 'parameters'}")
+
+    def _use_of(self, action: Action) -> Use:
+        """Return the row's use of the place at which ``action`` stands."""
+        uses = action.kind.row.uses
+        if not uses:
+            self._refuse(action, "in the list of a step; it goes ahead of the step, in a list of its own")
+        phase = "update" if NORM in self._ended else "sums" if self._ended else "pass"
+        for use in uses:
+            if use.phase == phase or (use.phase == "update" and self._ended and len(uses) > 1):
+                return use
+        return uses[0]
+
+    def _serve(self, action: Action, use: Use) -> None:
+        """Check an Action against the row of its Kind."""
+        is_of_rank = action.kind.row.of == "rank"
+        if not is_of_rank:
+            self._is_of_units(action)
+        if use.phase == "pass" and self._ended:
+            self._refuse(action, f"after {self._ended[-1]}")
+        if use.phase == "update" and NORM not in self._ended:
+            self._refuse(action, "before NORM, which decides by what the gradient is scaled")
+        facts = self._rank if is_of_rank else self._units[action.unit]
+        if use.phase == "pass":
+            self._is_in_pass(action, use.inside)
+            if action.kind.is_announced:
+                self._is_inside_root(action)
+        times = use.times(facts)
+        if times is Times.NEVER:
+            self._refuse(action, use.unasked)
+        if times is Times.STEP and self._counts[use.phase, action]:
+            self._refuse(action, "twice; expected once per step")
+        self._is_ordered(action, use)
+        if times is Times.PASS:
+            self._is_ahead(action)
+        if times is Times.AT_MOST_REDUCED:
+            self._is_under_way(action)
+        if use.phase == "pass":
+            self._move(action, facts)
+        else:
+            if use.phase == "sums" and self._ended and self._ended[-1].kind.updates:
+                self._refuse(action, f"after {self._ended[-1]}")
+            self._ended.append(action)
+        if action.kind is Kind.REDUCE:
+            self._travelling[self._ranks.unit_stages[action.unit]].append(action.unit)
+        self._counts[use.phase, action] += 1
+
+    def _is_ahead(self, action: Action) -> None:
+        """Check an Action that serves the Unit's B, and comes as often as its F."""
+        done, opened, saved = (
+            self._counts["pass", action._replace(kind=kind)] for kind in (action.kind, Kind.B, Kind.F)
+        )
+        if opened == saved:
+            self._refuse(action, f"behind {action._replace(kind=Kind.B)}, which needs it")
+        if done == saved:  # a Unit that runs twice in a row has both ahead of its first B
+            self._refuse(action, f"more often than {action._replace(kind=Kind.F)}, which saves it")
+
+    def _check_under_way(self, action: Action) -> None:
+        """Check that no more reductions are under way than the Plan allows."""
+        for units in self._travelling.values():
+            if len(units) > self._ranks.under_way and NORM not in self._ended:
+                self._refuse(
+                    action,
+                    f"while the reductions of {len(units)} Units are under way; expected at most "
+                    f"{self._ranks.under_way}, and ARRIVE(u{units[0]}) before it",
+                )
+
+    def _is_under_way(self, action: Action) -> None:
+        """Check an Action that waits for a reduction: one of the Unit's that nothing has waited for."""
+        units = self._travelling[self._ranks.unit_stages[action.unit]]
+        if action.unit not in units:
+            self._refuse(action, f"though no reduction of Unit {action.unit} is under way")
+        units.remove(action.unit)
+
+    def _is_ordered(self, action: Action, use: Use) -> None:
+        """Check that the Kinds that the row names stand on the right side of ``action``."""
+        facts = self._rank if action.unit < 0 else self._units[action.unit]
+        for order in use.order:
+            if not order.when(facts):
+                continue
+            for other in self._others(action, order):
+                has_run = any(self._counts[phase, other] for phase in ("pass", "sums", "update"))
+                if has_run != order.follows:
+                    side = "before" if order.follows else "after"
+                    self._refuse(action, f"{side} {other}{order.why}")
+
+    def _others(self, action: Action, order: OrderRule) -> list[Action]:
+        """Return the Actions that a condition concerns: of those that must stand before, only those that are needed."""
+        kind = self._kinds[order.other]
+        if kind.computes:
+            return [action._replace(kind=kind)]
+        use = kind.row.uses[-1]
+
+        def is_needed(facts: UnitFacts | RankFacts) -> bool:
+            return not order.follows or use.times(facts) is not Times.NEVER
+
+        if order.scope == "rank":
+            return [Action(kind)] * is_needed(self._rank)
+        units = [action.unit] if order.scope == "unit" else range(len(self._units))
+        return [Action(kind, unit) for unit in units if is_needed(self._units[unit])]
+
+    def _move(self, action: Action, facts: UnitFacts | RankFacts) -> None:
+        """Check and change the state of a Unit's weights."""
+        row, unit, gathered, brought = (
+            action.kind.row,
+            action.unit,
+            self._open["gathered"],
+            self._open["brought"],
+        )
+        if row.opens and (unit in gathered or unit in self._open[row.opens]):
+            is_there = "gathered already" if row.opens == "gathered" else "gathered, or on their way"
+            self._refuse(action, f"while its weights are {is_there}")
+        if row.closes == "gathered" and unit not in gathered:
+            self._refuse(action, "while its weights are not gathered")
+        if row.closes == "brought" and unit not in brought and isinstance(facts, UnitFacts) and facts.brings:
+            needed = action._replace(kind=Kind.BRING)
+            self._refuse(action, f"without {needed} before it, which brings the shard that it sends")
+        if row.closes:
+            self._open[row.closes].discard(unit)
+        if row.opens:
+            self._open[row.opens].add(unit)
+
+    # The end ---------------------------------------------------------------------------------------------------
 
     def _complete(self) -> None:
+        """Check that nothing is missing."""
         self._end_pass()
-        if not self._is_normed:
-            self._refuse("no NORM", "; expected one after the last REDUCE")
-        self._updates.complete()
-        for unit, rules in enumerate(self._rules):
-            if unit in self._gathered:
-                self._refuse(f"Unit {unit}", "gathered to the end: its last RESHARD is missing")
-            if self._ranks.units[unit].has_rows:
-                self._complete_table(unit)
-            else:
-                self._complete_unit(unit, rules)
+        for unit in self._open["gathered"]:
+            self._refuse(f"Unit {unit}", "gathered to the end: its last RESHARD is missing")
+        stages = self._ranks.unit_stages
+        walked = [unit for unit, at in enumerate(stages) if self._stage in (None, at)]
+        for unit in walked:
+            if not self._units[unit].has_rows:
+                self._complete_passes(unit)
+        for kind in self._kinds.values():
+            for use in kind.row.uses:
+                if kind.row.of == "rank":
+                    self._complete_once(Action(kind), use, self._rank)
+                    continue
+                for unit in walked:
+                    facts = self._units[unit]
+                    if kind.row.of == "any unit" or facts.has_rows == (kind.row.of == "tables"):
+                        self._complete_unit(kind, unit, use, facts)
 
-    def _complete_table(self, unit: int) -> None:
-        for i in range(self._microbatches):
-            fetched = self._counts[Action(Kind.FETCH, unit, i)]
-            if fetched != 1:
-                self._refuse(f"{fetched} FETCH", f"of Unit {unit} in microbatch {i}; expected one")
-        delivered = Action(Kind.DELIVER, unit)
-        if delivered not in self._ended:
-            self._refuse(f"no {delivered}", "though the Unit's rows get gradients")
-        if unit not in self._updates.stepped:
-            self._refuse(f"no STEP(u{unit})", "though the Unit trains")
+    def _complete_once(self, action: Action, use: Use, facts: UnitFacts | RankFacts) -> None:
+        needed = use.times(facts) is Times.STEP and (self._trains or use.phase == "pass")
+        if needed and not self._counts[use.phase, action]:
+            self._refuse(f"no {action}", use.missing)
 
-    def _complete_unit(self, unit: int, rules: _Rules) -> None:
-        of = self._counts
+    def _complete_unit(self, kind: Kind, unit: int, use: Use, facts: UnitFacts) -> None:
+        times = use.times(facts)
+        of = [self._counts[use.phase, Action(kind, unit, i)] for i in range(self._microbatches)]
+        if times is Times.STEP:
+            self._complete_once(Action(kind, unit), use, facts)
+        elif times in (Times.MICROBATCH, Times.LAST) and kind.row.of == "tables":
+            for i, found in enumerate(of):
+                if found != 1:
+                    self._refuse(f"{found} {kind.name}", f"of Unit {unit} in microbatch {i}; expected one")
+        elif times in (Times.MICROBATCH, Times.LAST):
+            done = [i for i, found in enumerate(of) for _ in range(found)]
+            wanted = list(range(self._microbatches))[0 if times is Times.MICROBATCH else -1 :]
+            if done != wanted:
+                self._refuse(
+                    f"{kind.name} of Unit {unit}",
+                    f"in microbatches {done}; its gradient's placement asks for {wanted}",
+                )
+        elif times is Times.PASS and self._trains:
+            for i, found in enumerate(of):
+                backward = self._counts["pass", Action(Kind.B, unit, i)]
+                if found != backward:
+                    self._refuse(
+                        f"{found} {kind.name} and {backward} B",
+                        f"of Unit {unit} in microbatch {i}; expected as many of each",
+                    )
+
+    def _complete_passes(self, unit: int) -> None:
         for i in range(self._microbatches):
-            forward, backward = of[Action(Kind.F, unit, i)], of[Action(Kind.B, unit, i)]
-            if not forward or forward != backward:
+            forward, backward = (self._counts["pass", Action(kind, unit, i)] for kind in (Kind.F, Kind.B))
+            if not forward or backward != forward * self._trains:
                 self._refuse(
                     f"{forward} F and {backward} B",
-                    f"of Unit {unit} in microbatch {i}; expected as many of each",
+                    f"of Unit {unit} in microbatch {i}; expected {'as many of each' if self._trains else 'F alone'}",
                 )
-            recalled = of[Action(Kind.RECALL, unit, i)]
-            if recalled != backward and unit in self._recalled:
-                self._refuse(
-                    f"{recalled} RECALL and {backward} B",
-                    f"of Unit {unit} in microbatch {i}; expected as many of each",
-                )
-        if not rules.trains:
-            return
-        reduced = [i for i in range(self._microbatches) for _ in range(of[Action(Kind.REDUCE, unit, i)])]
-        wanted = list(range(self._microbatches)) if rules.reduces_each else [self._microbatches - 1]
-        if reduced != wanted:
-            self._refuse(
-                f"REDUCE of Unit {unit}",
-                f"in microbatches {reduced}; its gradient's placement asks for {wanted}",
-            )
-        if unit not in self._updates.stepped:
-            self._refuse(f"no STEP(u{unit})", "though the Unit trains")
-        if rules.returns and unit not in self._updates.returned:
-            self._refuse(
-                f"STEP(u{unit})", f"without UNSHARD(u{unit}) after it: others would keep the old weights"
-            )

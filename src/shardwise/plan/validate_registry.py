@@ -1,6 +1,8 @@
 """Proof that a Plan and its registry agree.
 
-    buffers      lie as the tensors in them are registered
+    buffers      lie as the tensors in them are registered, and have their dtypes
+    strategies   of Units lie as the buffers, so that the registry decides which Actions a Unit needs
+    state        every gradient, master and moment has the shape of its parameter, and a buffer
     parameters   every parameter in one bucket of each stage that holds it
     tables       every table in one Unit of its stage
     gradients    every gradient with addends on several ranks is summed
@@ -8,8 +10,8 @@
 Cost: one look at each tensor.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwise.base.errors import PlanError
 from shardwise.plan.lists import is_inside
@@ -17,8 +19,9 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Shard
 from shardwise.plan.plan import Buffers, Plan, RankClass
 from shardwise.plan.registry import Kind as RegisteredKind
-from shardwise.plan.registry import TensorInfo
+from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.slices import Slices
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket, Slot
 
 
@@ -38,8 +41,11 @@ def validate_registered(plan: Plan, slices: Slices) -> None:
 
 
 def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None:
-    """Check that buffers lie as the tensors in them are registered."""
-    for unit, stage in zip(ranks.units, ranks.unit_stages, strict=True):
+    """Check that buffers and strategies lie as the tensors in them are registered."""
+    moments: dict[str, set[str]] = defaultdict(set)
+    for info in slices.registry.of_kind("moment"):
+        moments[info.name].add(info.label)
+    for unit, stage, strategy in zip(ranks.units, ranks.unit_stages, ranks.strategies, strict=True):
         for place, bucket in enumerate(unit.buckets):
             rows = ranks.buffers.get((unit.index, place), ())
             axis = bucket.key.axes[1]
@@ -50,6 +56,10 @@ def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None
                 )
             for slot in bucket.slots:
                 _check_slot(slot, bucket, rows, stage, slices)
+                _check_state(slot, rows, stage, moments[slot.name], slices.registry)
+            _check_strategy(
+                f"plan: bucket {place} of Unit {unit.title} on {name} ranks", strategy, bucket, rows
+            )
 
 
 def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int, slices: Slices) -> None:
@@ -75,10 +85,7 @@ def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int,
             f"{' and '.join(info.axes)}"
         )
     for row in rows:
-        if row.is_moment:
-            kept = registry.get("moment", slot.name, row.kind)
-        else:
-            kept = registry.get(_KIND_OF[row.kind], slot.name)
+        kept = _registered_as(row, slot.name, registry)
         for axis, placement in row.placement.items():
             if kept.on(axis) != placement:
                 raise PlanError(
@@ -86,6 +93,64 @@ def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int,
                 )
     if bucket.key.trained:
         _check_gradient(where, registry.get("gradient", slot.name), info, rows[0].placement, slices.mesh)
+
+
+def _check_state(
+    slot: Slot, rows: Sequence[Buffers], stage: int, moments: Collection[str], registry: Registry
+) -> None:
+    """Check that what is registered beside a parameter has its shape, its dtype, and a buffer."""
+    info, where = registry.get("parameter", slot.name), f"plan: {slot.name!r} on stage {stage}"
+    held = {row.kind: row for row in rows}
+    missing = sorted(set(moments) - set(held))
+    if missing and "grad" in held:
+        raise PlanError(f"{where}: its moment {missing[0]} is registered, but has no buffer")
+    for row in rows:
+        kept = _registered_as(row, slot.name, registry)
+        if kept.shape != info.shape:
+            raise PlanError(
+                f"{where}: its {row.kind} is registered as {list(kept.shape)}, but the parameter is {list(info.shape)}"
+            )
+        # A moment may be stored in another form than its dtype, and what is adopted later is a weight.
+        if row.kind in ("weight", "grad", "master") and kept.dtype.itemsize != row.itemsize:
+            raise PlanError(
+                f"{where}: its {row.kind} is registered as {kept.dtype}, but an element of its buffer has "
+                f"{row.itemsize} bytes"
+            )
+    if "grad" in held:
+        master = registry.get("master", slot.name)
+        if master.shape != info.shape or ("master" not in held and master.dtype != info.dtype):
+            raise PlanError(
+                f"{where}: its master is registered as {master.dtype} {list(master.shape)}, but the weight, which is "
+                f"its own master, is {info.dtype} {list(info.shape)}"
+            )
+        for label in moments:
+            dtype = registry.get("moment", slot.name, label).dtype
+            if dtype != master.dtype:
+                raise PlanError(
+                    f"{where}: its {label} is registered as {dtype}, but its master as {master.dtype}"
+                )
+
+
+def _registered_as(row: Buffers, name: str, registry: Registry) -> TensorInfo:
+    """Return the registered tensor that lies in a buffer."""
+    return registry.get("moment", name, row.kind) if row.is_moment else registry.get(_KIND_OF[row.kind], name)
+
+
+def _check_strategy(where: str, strategy: Strategy, bucket: Bucket, rows: Sequence[Buffers]) -> None:
+    """Check that a bucket's buffers lie as the strategy of its Unit says, which decides the Unit's Actions."""
+    wanted = {
+        "weight": (strategy.weight, strategy.weight_tier),
+        "grad": (strategy.grad, strategy.grad_tier),
+        "next weight": (strategy.master, "host"),
+    }
+    for row in rows:
+        placement, tier = wanted.get(row.kind, (strategy.master, strategy.tier))
+        if dict(row.placement) != dict(zip(bucket.key.axes, placement, strict=True)) or row.tier != tier:
+            lies = "/".join(map(str, row.placement.values()))
+            raise PlanError(
+                f"{where}: its {row.kind} lies {lies} in {row.tier} memory, but the Unit's strategy says "
+                f"{'/'.join(map(str, placement))} in {tier} memory"
+            )
 
 
 _KIND_OF: Mapping[str, RegisteredKind] = {

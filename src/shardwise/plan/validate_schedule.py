@@ -82,8 +82,8 @@ def _passes_once(
             has = {kind for kind in Kind if kind.computes and Action(kind, -1, i, stage) in counts}
             wanted = [{Kind.F}] if forward_only else [{Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}]
             if has not in wanted:
-                found = ", ".join(sorted(kind.value for kind in has)) or "nothing"
-                expected = " or ".join(" ".join(sorted(kind.value for kind in kinds)) for kinds in wanted)
+                found = ", ".join(sorted(kind.name for kind in has)) or "nothing"
+                expected = " or ".join(" ".join(sorted(kind.name for kind in kinds)) for kinds in wanted)
                 raise PlanError(
                     f"schedule: rank {rank}, stage {stage}, microbatch {i} has {found}; expected {expected}"
                 )

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from shardwise.base.errors import PlanError
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.trace import Trace
 
@@ -32,6 +33,16 @@ Handler = Callable[[Action], None]
 
 The handler of a pass is also called for a Unit's pass that no hook announced, because the data skipped the Unit.
 """
+
+
+class _Handlers(dict[Kind, Handler]):
+    """The handler of each Kind; a Kind without a handler is an error with the Kind's name."""
+
+    def __missing__(self, kind: Kind) -> Handler:
+        raise PlanError(
+            f"plan: the list has {kind.name}, but no handler does it; expected one in the table of "
+            "engine/construction/handlers.py"
+        )
 
 
 class _Interrupted(NamedTuple):
@@ -54,7 +65,7 @@ class Walker:
     """
 
     def __init__(self, handlers: Mapping[Kind, Handler], trace: Trace):
-        self.handlers = dict(handlers)
+        self.handlers = _Handlers(handlers)
         self.trace = trace
         """Trace of the list that is running."""
         self.last = trace
@@ -140,8 +151,10 @@ class Walker:
         """Continue the interrupted list; do nothing if a step that began meanwhile has dropped it."""
         if not self._outer:
             return
+        self.trace.finish()
         place = self._outer.pop()
         self._actions, self._cursor, self._stop, self._point, self._is_aside, self.trace = place
+        self.trace.resume()
 
     @property
     def is_aside(self) -> bool:
@@ -181,9 +194,11 @@ class Walker:
                 self._do(action)
         self._point = self._cursor
 
-    def skip_rest(self) -> None:
-        """Leave out the rest of the list, as all ranks have decided."""
-        self._cursor = self._stop = len(self._actions)
+    def end_with(self, actions: Sequence[Action]) -> None:
+        """Replace the rest of the step's list by ``actions``, as all ranks have decided, and run them."""
+        self._actions = (*self._actions[: self._cursor], *actions)
+        self._stop = self._cursor
+        self.run()
 
     # A user's own loop -----------------------------------------------------------------------------------------
 
@@ -237,6 +252,9 @@ class Walker:
         else:
             return False
         self.target = actions[place]
+        point = actions[self._point]
+        if point[1] < 0 and point[2] != self.target[2] and not self._is_aside:
+            self.diverge(f"{self.target} stands in the list of {point}, which is of another microbatch")
         self._serve(place)
         self._cursor = place + 1
         self.trace.passed(self.target)
@@ -253,10 +271,7 @@ class Walker:
         while self._cursor < place:
             action = self._actions[self._cursor]
             self._cursor += 1
-            if action[0].is_announced:
-                self.handlers[action[0]](action)
-            else:
-                self._do(action)
+            self._do(action)
 
     def next_in_pass(self) -> Action | None:
         """Return the Action at the cursor, or None at the end of the pass."""
@@ -310,10 +325,12 @@ class Walker:
         self.trace.diverge(text)
 
     def _do(self, action: Action) -> None:
+        """Call the handler of an Action, which writes the Action's row; report an Action that nobody has done."""
         trace = self.trace
-        place = trace.start(action)
+        rows, diverged = len(trace.actions), trace.diverged
         self.handlers[action[0]](action)
-        trace.stop(place)
+        if len(trace.actions) == rows and trace.diverged == diverged:
+            trace.diverge(f"{action} was not done: its handler wrote no row")
 
 
 def _end_of_pass(actions: Sequence[Action], place: int) -> int:

@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from shardwise.compose.plan import Policies, strategies_of
+from shardwise.compose.plan import Policies
 from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import need, result, stages_of
@@ -135,7 +135,7 @@ class _Quantities:
     ):
         self.tp = plan.mesh.tp
         self.ranks = plan.classes[class_of(plan.mesh, rank)]
-        self.strategies = strategies_of(self.ranks, plan.registry, policies)
+        self.strategies = self.ranks.strategies
         saving = [unit for unit, each in enumerate(self.strategies) if each.saved_tier != "device"]
         self.kept = saving[-1] if saving and plan.mesh.pp == 1 else -1
         """Unit whose saved tensors stay on the device, because its backward comes at once; -1: none."""

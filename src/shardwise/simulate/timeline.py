@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.compose.plan import Policies, strategies_of
+from shardwise.compose.plan import Policies
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.slots import SlotPool
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.lists import Strategy
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import Buffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.tiers.scratch import SPARE_BYTES
@@ -132,7 +132,7 @@ class _WalkedStep:
         """Tiers in the memory whose peak is computed."""
         self._plan = plan
         self._passed = passed
-        self._strategies = strategies_of(self.ranks, plan.registry, policies)
+        self._strategies = self.ranks.strategies
         keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
         ahead = int(policies.zero.prefetch_bytes) if policies.zero.prefetch_bytes != "auto" else 0
         shares = policies.zero.reuse_buffers and not keeps

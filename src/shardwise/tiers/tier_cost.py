@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from shardwise.plan.action import Kind
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import RankClass
+from shardwise.plan.strategy import Strategy
 
 
 @dataclass

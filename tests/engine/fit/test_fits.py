@@ -10,7 +10,6 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError
-from shardwise.compose.plan import strategies_of
 from shardwise.engine.fit import foresee as foreseeing
 from shardwise.engine.fit.fits import Fit, Memory, budget, fits, longest
 from shardwise.engine.fit.foresee import read
@@ -106,7 +105,7 @@ def test_sizes_are_read() -> None:
 def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> None:
     offload = {"optimizer": "disk", "disk_path": str(tmp_path), **given.get("offload", {})}
     engine = shardwise.initialize(gpt(3, 64), {"optimizer": {"type": "adamw"}, **given, "offload": offload})
-    tiers, parts = engine._parts.site.tiers, engine._parts
+    tiers = engine._parts.site.tiers
     assert tiers is not None and tiers.scratch is not None
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "targets": torch.zeros(1, 8, dtype=torch.int64)}
     counted = []
@@ -114,8 +113,7 @@ def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> N
         engine.train_step([batch] * engine.accumulation)
         tiers.settle()
         counted.append((Counter(tiers.scratch.bytes_read), Counter(tiers.scratch.bytes_written)))
-    policies = parts.program.planned.policies
-    strategies = strategies_of(engine.plan.own, engine.plan.registry, policies)
+    strategies = engine.plan.own.strategies
     told = tier_traffic(engine.plan.own, engine.plan.mesh, strategies)
     engine.close()
     read, written = counted[2][0] - counted[1][0], counted[2][1] - counted[1][1]

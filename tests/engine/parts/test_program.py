@@ -5,8 +5,7 @@ and the parity figures or an error of the engine show it.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.base.errors import UsageError
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.comm.world import World
 from shardwise.engine.parts.program import ActionLists
-from shardwise.plan.action import SUM, Action, Kind
+from shardwise.plan.action import NORM, Action, Kind
+from shardwise.plan.kinds import AnyKind, Definition, OrderRule, Times, Use
+from shardwise.plan.trace import Trace, recorded
+from shardwise.plan.validate import validate_plan
+from shardwise.plan.walker import Walker
 from tests.engine.nets import Language, seeded
 from tests.engine.test_model_parallel import Layout, config_of, model_of, pieces
 from tests.engine.test_model_parallel import measure as measure_layout
@@ -105,42 +108,89 @@ def test_a_changed_list_shows(ranks: Any, name: str) -> None:
 # A Kind of one's own -------------------------------------------------------------------------------------------------
 
 
-class Own(Enum):
-    """As ``Kind``."""
+class Own(AnyKind):
+    """A table of one Kind, in the form of ``Kind``."""
 
-    LOOK = "LOOK"
+    LOOK = Definition(
+        "look at the gradients before they are summed",
+        of="rank",
+        uses=(
+            Use(
+                "sums",
+                lambda facts: Times.STEP,
+                missing="though every step looks",
+                order=(OrderRule("NORM", False, "rank", ", which has summed them"),),
+            ),
+        ),
+    )
 
-    computes = False
-    ends_step = True
+
+class Looker:
+    """Does LOOK."""
+
+    def __init__(self, walker: Walker) -> None:
+        self._walker = walker
+        self.seen: list[str] = []
 
     @property
-    def updates(self) -> bool:
-        return False
+    def trace(self) -> Trace:
+        return self._walker.trace
+
+    @recorded
+    def look(self, action: Action) -> None:
+        self.seen.append(str(action))
 
 
-def look_before_the_sum(world: Any) -> list[str]:
-    """A new Kind is a handler, and an Action in the list."""
-    seen: list[str] = []
+def with_look(row: Sequence[Action]) -> list[Action]:
+    place = next(i for i, each in enumerate(row) if each.kind.ends_step)
+    return [*row[:place], Action(Own.LOOK), *row[place:]]  # type: ignore[arg-type]
+
+
+def look_before_the_sum(world: Any) -> tuple[list[str], bool, tuple[str, ...]]:
     right = ActionLists.step
-
-    def with_look(self: ActionLists) -> Sequence[Action]:
-        row = list(right(self))
-        place = next(i for i, each in enumerate(row) if each.kind.ends_step)
-        return (*row[:place], Action(Own.LOOK), *row[place:])  # type: ignore[arg-type]
-
-    with patch.object(ActionLists, "step", with_look):
+    with patch.object(ActionLists, "step", lambda self: tuple(with_look(right(self)))):
         engine = shardwise.initialize(seeded(Language), {"zero": {"stage": 2}}, world=world)
-        engine._parts.walker.handlers[Own.LOOK] = lambda action: seen.append(str(action))  # type: ignore[index]
-        engine.train_step([data(world.rank)])
-    with suppress(ValueError):
-        seen.append(str(engine.trace.actions.index(Action(Own.LOOK)) > 0))  # type: ignore[arg-type]
+        looker = Looker(engine._parts.walker)
+        engine._parts.walker.handlers[Own.LOOK] = looker.look  # type: ignore[index]
+        result = engine.train_step([data(world.rank)])
+    planned = with_look(engine.plan.own.actions)
+    found = looker.seen, engine.trace.actions == planned, result.divergences
     engine.close()
-    return seen
+    return found
 
 
-def test_a_new_kind_needs_a_handler_alone(ranks: Any) -> None:
-    assert ranks(2).run(look_before_the_sum) == [["LOOK", "True"]] * 2
-    assert not SUM.kind.computes
+def test_a_new_kind_is_a_row_and_a_function(ranks: Any) -> None:
+    """The list that has it is proved by the row, walked with the function, and repeated by the trace."""
+    assert ranks(2).run(look_before_the_sum) == [(["LOOK"], True, ())] * 2
+    plan, kinds = (
+        shardwise.foresee(lambda: seeded(Language), {"zero": {"stage": 2}}, 2).plan,
+        (*Kind, Own.LOOK),
+    )
+    row, look = with_look(plan.own.actions), Action(Own.LOOK)  # type: ignore[arg-type]
+
+    def validated(actions: Sequence[Action]) -> None:
+        own = replace(plan.own, actions=tuple(actions))
+        validate_plan(replace(plan, classes={"all": own}), 1, kinds)  # type: ignore[arg-type]
+
+    validated(row)
+    late = [each for each in row if each != look]
+    late.insert(late.index(NORM) + 1, look)
+    for broken, says in (
+        (plan.own.actions, "no LOOK though every step looks"),
+        ([each for each in row for _ in range(1 + (each == look))], "LOOK twice"),
+        (late, "LOOK after NORM"),
+        ([look, *plan.own.actions], "after LOOK"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            validated(broken)
+
+
+def test_a_kind_without_a_handler_is_named() -> None:
+    engine = shardwise.initialize(seeded(Language), {}, world=World(0, 1))
+    del engine._parts.walker.handlers[Kind.REDUCE]
+    with pytest.raises(PlanError, match="the list has REDUCE, but no handler does it"):
+        engine.train_step([data(0)])
+    engine.close()
 
 
 # Interrupted ---------------------------------------------------------------------------------------------------------

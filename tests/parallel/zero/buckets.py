@@ -11,8 +11,8 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
-from shardwise.plan.lists import Strategy
 from shardwise.plan.placement import Partial, Replicate, Shard
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import BucketKey, lay_out
 from shardwise.precision.policy import Dtypes
 

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.base.errors import UsageError
 from shardwise.parallel.zero.weight import WeightState
-from shardwise.plan.lists import Strategy
+from shardwise.plan.strategy import Strategy
 from tests.parallel.zero.buckets import CUT, WHOLE, bucket
 
 WINDOWS = replace(WHOLE, windows=True)

@@ -130,7 +130,7 @@ def _noted(outline: Outline, site: Site, tables: Tables) -> Planned:
         in_blocks = outline.planned.policies.in_blocks
         exchanges = exchanges_of(spec, site.mesh, outline.plan.registry, site.levels[0].size, in_blocks)
     notes = (*outline.plan.notes, *site.notes, *tables.choices)
-    return outline.planned._replace(plan=replace(outline.plan, notes=notes, exchanges=exchanges))
+    return replace(outline.planned, plan=replace(outline.plan, notes=notes, exchanges=exchanges))
 
 
 def _loss_scale(settings: RunConfig, spec: ModelSpec) -> LossScale | None:

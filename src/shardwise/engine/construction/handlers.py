@@ -1,14 +1,15 @@
-"""The table from Kind to handler: the function that a rank calls for each Action of its list.
+"""The handlers: the function that a rank calls for each Action of its list.
 
-    F, B           of a stage: its module computes, by the schedule's executor or by the user's own Python
-                   of a Unit: no hook reported the pass, so the walker went past it
-    SEND, RECV     parallel/pipeline/executor.py
-    BRING, UNSHARD, RESHARD, RECALL, REDUCE      parallel/zero/windows.py
-    ASK, FETCH, DELIVER (and STEP of tables)     engine/parts/table_units.py
-    SUM, NORM, DIRECT, TRUST, DEAL               engine/step/end.py
-    ADOPT, LOAD, STEP, STORE                     engine/step/end.py
+The table of Kinds (plan/kinds.py) names the object and the method of each Kind; this module resolves the names:
 
-A new Kind needs a line in this table and a handler.
+    passes       F and B: of a stage by the schedule's executor, or by the user's own Python; of a Unit that no hook
+                 reported, so that the walker went past it
+    schedule     SEND, RECV                                   parallel/pipeline/executor.py
+    windows      BRING, UNSHARD, RESHARD, RECALL, REDUCE, ARRIVE: parallel/zero/windows.py, of the Unit's stage
+    tables       FETCH, DELIVER                               engine/parts/table_units.py
+    end          SUM, NORM, DIRECT, TRUST, DEAL, ADOPT, LOAD, STEP, STORE, WAIT   engine/step/end.py
+
+Each method writes the row of its Action into the trace (``plan.trace.recorded``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,33 @@ from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.walker import Handler
+
+
+class Passes:
+    """The handlers of F and B.
+
+    Args:
+        hooks_of: Hooks of the stage that has each Unit, by the Unit's number on the rank.
+        schedule: The executor of a pipeline's schedule, or None.
+    """
+
+    def __init__(self, hooks_of: Sequence[UnitHooks], schedule: ScheduleExecutor | None):
+        self._hooks_of = hooks_of
+        self._schedule = schedule
+
+    def forward(self, action: Action) -> None:
+        """Run the forward pass of a stage; note a Unit's pass that no hook has reported."""
+        if action.unit >= 0:
+            self._hooks_of[action.unit].passed_by(action)
+        elif self._schedule is not None:
+            self._schedule.forward(action)
+
+    def backward(self, action: Action) -> None:
+        """Run the backward pass of a stage; note a Unit's pass that no hook has reported."""
+        if action.unit >= 0:
+            self._hooks_of[action.unit].passed_by(action)
+        elif self._schedule is not None:
+            self._schedule.backward(action)
 
 
 def handlers_of(
@@ -34,40 +62,17 @@ def handlers_of(
         schedule: the executor of a pipeline's schedule, or None.
     """
     hooks_of = [hooks for hooks in stages for _ in hooks.states]
+    actors = {"passes": Passes(hooks_of, schedule), "schedule": schedule, "tables": tables, "end": end}
 
-    def of_unit(do: Callable[[UnitWindows, Action], None]) -> Handler:
+    def of_windows(method: str) -> Handler:
+        do: Callable[[UnitWindows, Action], None] = getattr(UnitWindows, method)
         return lambda action: do(hooks_of[action.unit].windows, action)
 
-    def computes(stage: Handler | None) -> Handler:
-        def handle(action: Action) -> None:
-            if action.unit >= 0:
-                hooks_of[action.unit].passed_by(action)
-            elif stage is not None:
-                stage(action)
-
-        return handle
-
-    handlers: dict[Kind, Handler] = {
-        Kind.F: computes(None if schedule is None else schedule.forward),
-        Kind.B: computes(None if schedule is None else schedule.backward),
-        Kind.BRING: of_unit(UnitWindows.bring),
-        Kind.UNSHARD: of_unit(UnitWindows.unshard),
-        Kind.RESHARD: of_unit(UnitWindows.reshard),
-        Kind.RECALL: of_unit(UnitWindows.recall),
-        Kind.REDUCE: of_unit(UnitWindows.reduce),
-        Kind.ASK: tables.ask,
-        Kind.FETCH: tables.passed_by,
-        Kind.DELIVER: tables.deliver,
-        Kind.SUM: end.sum,
-        Kind.NORM: end.norm,
-        Kind.DIRECT: end.direct,
-        Kind.TRUST: end.trust,
-        Kind.DEAL: end.deal,
-        Kind.ADOPT: end.adopt,
-        Kind.LOAD: end.load,
-        Kind.STEP: end.step,
-        Kind.STORE: end.store,
-    }
-    if schedule is not None:
-        handlers |= {Kind.SEND: schedule.send, Kind.RECV: schedule.receive}
-    return handlers
+    found: dict[Kind, Handler] = {}
+    for kind in Kind:
+        actor, method = kind.row.handler or ("", "")
+        if actor == "windows":
+            found[kind] = of_windows(method)
+        elif actors.get(actor) is not None:
+            found[kind] = getattr(actors[actor], method)
+    return found

@@ -16,13 +16,14 @@ from shardwise.compose.apply import (
     offload_blocks,
     recompute_blocks,
 )
-from shardwise.compose.plan import dtypes_of, strategies_of
+from shardwise.compose.plan import dtypes_of
 from shardwise.config.run import CompilePolicy, RunConfig
 from shardwise.engine.construction.outline import Outline
 from shardwise.engine.parts.inputs import cast_at_the_root
 from shardwise.engine.parts.named import methods_of
 from shardwise.engine.parts.out_of_memory import making
 from shardwise.engine.parts.parts import Site, Stage
+from shardwise.engine.parts.program import StageLists
 from shardwise.engine.state.start_weights import StartWeights
 from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.slots import SlotPool
@@ -33,9 +34,9 @@ from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.modules import Holding, held
 from shardwise.parallel.zero.order import Order
 from shardwise.parallel.zero.windows import UnitState, UnitWindows
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.state_form import stored_dtype, stored_elements
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.walker import Walker
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.tiers.activations import Activations
@@ -115,20 +116,16 @@ def _hooks(
         walker,
         first,
         _gathers_once(site),
-        int(settings.zero.reductions_under_way),
+        outline.plan.own.under_way,
         overlaps=int(settings.zero.prefetch_bytes) > 0,
     )
-    order = Order(
-        [state.unit for state in states],
-        [state.strategy for state in states],
-        int(settings.zero.prefetch_bytes),
-        first,
-    )
+    order = Order([state.unit for state in states])
+    lists = StageLists(outline.planned, index, order)
     is_compiled = settings.compile.scope != "none" or any(
         hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
         for each in module.modules()
     )
-    made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
+    made = UnitHooks(windows, order, lists, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
     _gather_around_methods(made, settings, mesh)
     return made
 
@@ -231,10 +228,7 @@ def _unit_states(
     """
     spec, precision = outline.planned.spec, outline.planned.policies.precision
     own = outline.plan.own
-    units, strategies = (
-        own.units_of(index),
-        strategies_of(own, outline.plan.registry, outline.planned.policies),
-    )
+    units, strategies = own.units_of(index), own.strategies
     parameters_here = held(module, units, spec.canonical, f"stage {index}")
     fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
     states: list[UnitState] = []

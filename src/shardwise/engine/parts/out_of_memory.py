@@ -111,7 +111,7 @@ def in_a_step(parts: Parts, error: BaseException) -> OutOfMemoryError:
         unit = f" of Unit {parts.program.plan.own.units[action.unit].title}"
     where = f"step {parts.progress.step_count + 1}"
     if action is not None:
-        where += f", {_WORDS.get(action.kind, action.kind.value)}{unit} ({action})"
+        where += f", {_WORDS.get(action.kind, action.kind.name)}{unit} ({action})"
     in_a_pass = action is None or not action.kind.ends_step
     has_gradients = parts.accumulation.passes or action is not None and action.kind is not Kind.F
     held = parts.site.ledger.bytes_by_row(_ALL if has_gradients else _FOR_LIFE)

@@ -9,10 +9,11 @@ of passes. In a user's own loop that number becomes known as the step runs. List
 alike, so the rest of one list can replace the rest of another.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
-from shardwise.compose.plan import Orders, Planned, StageOrder
+from shardwise.compose.lists import Orders, StageOrder, pass_actions
+from shardwise.compose.plan import Planned
 from shardwise.engine.parts.table_units import TableUnits
 from shardwise.parallel.zero.order import Order
 from shardwise.plan.action import Action
@@ -23,6 +24,46 @@ from shardwise.plan.walker import Walker
 
 _KEPT = 8
 """Most Plans, and lists of keys ahead, that are cached for different numbers of passes."""
+
+
+class StageLists:
+    """The lists of single passes of one stage, in the orders that its hooks have seen.
+
+    Args:
+        planned: The model's description and its Plan.
+        stage: The stage.
+        order: The observed order of the stage's Units.
+    """
+
+    def __init__(self, planned: Planned, stage: int, order: Order):
+        self._planned = planned
+        self._stage = stage
+        self._order = order
+        self._numbers = [unit.index for unit in planned.plan.own.units_of(stage)]
+        self._proved: tuple[StageOrder, list[Action]] | None = None
+
+    def in_force(self) -> StageOrder:
+        """Return the order that is followed now, with Units by their numbers on the rank."""
+        return StageOrder(self._on_rank(self._order.agreed), self._order.fetches)
+
+    def _on_rank(self, order: Sequence[Boundary]) -> tuple[Boundary, ...]:
+        return tuple(Boundary(enters, self._numbers[unit]) for enters, unit in order)
+
+    def forward(self) -> list[Action]:
+        """Return the list of a forward pass without a backward pass, in the agreed order."""
+        order = self.in_force()
+        if self._proved is None or self._proved[0] != order:
+            made = pass_actions(self._planned.plan, self._planned.lists, self._stage, order)
+            self._proved = order, made
+        return self._proved[1]
+
+    def backward(self, order: Sequence[Boundary], last: bool, first: bool) -> list[Action]:
+        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
+        return self._planned.lists.backward(self._on_rank(order), last, first)
+
+    def foreign(self, order: Sequence[Boundary]) -> list[Action]:
+        """Return the list of a backward pass that adds to no gradient."""
+        return self._planned.lists.foreign(self._on_rank(order))
 
 
 class ActionLists:
@@ -45,6 +86,7 @@ class ActionLists:
         """Pairs of a forward and a backward pass in the list that is walked now."""
         self._orders = orders
         self._plans: dict[int, Plan] = {self.microbatches: planned.plan}
+        self._forwards: dict[int, list[Action]] = {}
         self._asks: Callable[[int], list[Action]] | None = None
 
     @property
@@ -81,7 +123,11 @@ class ActionLists:
 
     def forward(self, batches: int) -> list[Action]:
         """Return the list of ``batches`` forward passes of a pipeline."""
-        return self.planned.forward_list(self._in_force(), batches)
+        if batches not in self._forwards:
+            if len(self._forwards) >= _KEPT:
+                self._forwards.clear()
+            self._forwards[batches] = self.planned.forward_list(self._in_force(), batches)
+        return self._forwards[batches]
 
     def asks(self) -> Callable[[int], list[Action]]:
         """Return a function from a number of microbatches to the ASKs for them, in the order that is followed now.
@@ -115,13 +161,10 @@ class ActionLists:
         """Follow the new order of Units in the next list, after all ranks have seen one order."""
         if any([*(order.adopt() for order in self._orders.values()), self.tables.adopt()]):
             self._plans.clear()
+            self._forwards.clear()
             self._asks = None
 
     def _in_force(self) -> Orders:
         """Return the orders that are followed now, with Units by their numbers on the rank."""
-        found = {}
-        for stage, order in self._orders.items():
-            units = self.planned.plan.own.units_of(stage)
-            boundaries = [Boundary(enters, units[unit].index) for enters, unit in order.agreed]
-            found[stage] = StageOrder(boundaries, order.fetches)
-        return found
+        planned = self.planned
+        return {stage: StageLists(planned, stage, order).in_force() for stage, order in self._orders.items()}

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from shardwise.compose.plan import registered
+from shardwise.compose.lists import registered
 from shardwise.engine.parts.tables import Tables
 from shardwise.parallel.embedding.ahead import Found
 from shardwise.parallel.embedding.batch import Prepared
@@ -22,6 +22,7 @@ from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.zero.order import Order
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.plan import RankClass
+from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.unit import Unit
 from shardwise.plan.walker import Walker
 
@@ -51,6 +52,11 @@ class TableUnits:
         """The batches of the step whose ASKs run now."""
         for unit in own.tables:
             tables.collections[unit.name].placed.on_fetch = partial(self._asked, unit)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+        return self._walker.trace
 
     # Where the model asks --------------------------------------------------------------------------------------
 
@@ -102,6 +108,7 @@ class TableUnits:
         """Record that the walker passes a FETCH for which the model has not requested vectors."""
         self._walker.diverge(f"{action}: {self._name(action)} was not asked for vectors there")
 
+    @recorded
     def deliver(self, action: Action) -> None:
         """Run DELIVER: send row gradients to the owners of the rows. See ``Tables.deliver``."""
         self._tables.deliver(self._name(action))

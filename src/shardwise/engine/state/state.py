@@ -104,10 +104,16 @@ def settle(parts: Parts, call: str = "") -> None:
                 "(offload.step: delayed); call it between two steps, or engine.discard() first"
             )
         return
-    for bucket in late:
-        bucket.weight.adopt()
-    for pending in [bucket.weight.gather_updated() for bucket in late]:
-        pending.wait()
+    units = {
+        hooks.windows.first + state.unit.index
+        for hooks in parts.hooks
+        for state in hooks.states
+        if not set(late).isdisjoint(state.buckets)
+    }
+    with parts.walker.aside([each for each in parts.program.plan.own.skipped if each.unit in units]):
+        parts.walker.run()
+    for hooks in parts.hooks:
+        hooks.windows.finish_updates()
 
 
 def take_up_edits(parts: Parts) -> None:

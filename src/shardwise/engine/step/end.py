@@ -45,6 +45,7 @@ from shardwise.optim.flat import Factor, FlatOptimizer
 from shardwise.optim.two_pass import Whole
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
+from shardwise.plan.trace import Trace, recorded
 from shardwise.tiers.tier import TierState
 
 _BITS = 32
@@ -319,11 +320,18 @@ class StepEnd:
         for hooks in parts.hooks:
             hooks.windows.on_reduced = self.let_go
 
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+        return self._parts.walker.trace
+
+    @recorded
     def sum(self, action: Action) -> None:
         """Run SUM: add up the gradients that model-parallel ranks hold in common."""
         finish_reductions(self._parts.trained)
         self._parts.shared.sum()
 
+    @recorded
     def norm(self, action: Action) -> None:
         """[step 10] Run NORM: exchange the numbers from which all ranks decide alike."""
         assert self.local is not None, "the engine says what its rank brings"
@@ -347,20 +355,24 @@ class StepEnd:
             self._squares[bucket] = _squares_of(self._parts, bucket)
         bucket.gradient.leave()
 
+    @recorded
     def direct(self, action: Action) -> None:
         """Run DIRECT: the first half of one Unit's updates, for optimizers that look at whole tensors."""
         for (bucket, optimizer), place in self._units[action.unit]:
             if optimizer.needs != "elements":
                 optimizer.direct(bucket.gradient.owned, *self._told(bucket, place))
 
+    @recorded
     def trust(self, action: Action) -> None:
         """Run TRUST: compute the norms of whole tensors."""
         self._norms.trust()
 
+    @recorded
     def deal(self, action: Action) -> None:
         """Run DEAL: send whole matrices to their owners, and the updates back."""
         self._matrices.deal()
 
+    @recorded
     def step(self, action: Action) -> None:
         """[step 11] Run STEP: update one Unit on the tier where its masters lie."""
         assert self.update is not None, "NORM comes before STEP"
@@ -416,21 +428,30 @@ class StepEnd:
 
         bucket.weight.begin_update(begin)
 
+    @recorded
     def adopt(self, action: Action) -> None:
         """Run ADOPT: let a Unit's weights become the result of the previous step's update."""
         for (bucket, _), _ in self._units[action.unit]:
             bucket.weight.adopt()
 
+    @recorded
     def load(self, action: Action) -> None:
         """Run LOAD: begin to bring a Unit's masters and moments from a disk."""
         for state in self._states(action):
             state.tiers.all_down()
             state.tiers.begin(partial(state.load, state.updated))
 
+    @recorded
     def store(self, action: Action) -> None:
         """Run STORE: begin to write a Unit's masters and moments to a disk after their update."""
         for state in self._states(action):
             state.tiers.begin(state.store)
+
+    @recorded
+    def wait(self, action: Action) -> None:
+        """Run WAIT: wait until a Unit's update on another tier has reached its weights."""
+        for (bucket, _), _ in self._units[action.unit]:
+            bucket.weight.finish_update()
 
     def _states(self, action: Action) -> list[TierState]:
         return [bucket.state for (bucket, _), _ in self._units[action.unit] if bucket.state is not None]

@@ -35,8 +35,8 @@ from shardwise.memory.streams import beside
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.parallel.embedding.ahead import Features, Found, Reader, find_features
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.plan.action import Action
-from shardwise.plan.trace import Trace
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
 
 Asks = Callable[[int], Sequence[Action]]
@@ -71,7 +71,7 @@ class KeysAhead:
         self._parts = parts
         self._lanes = lanes
         sent = self._collections[0].placed.keys_group.traffic if self._collections else None
-        self._walker = Walker(parts.walker.handlers, Trace(sent, parts.walker.trace.clock))
+        self._walker = Walker({Kind.ASK: self.ask}, Trace(sent, parts.walker.trace.clock))
         self.stream = beside(parts.device) if depth else None
         """Stream of the thread on an accelerator, else None."""
 
@@ -118,6 +118,16 @@ class KeysAhead:
             self._lanes.record("keys", step.number, started, stopped)
             self._lanes.record("keys", step.number, resumed, time.perf_counter())
         return step._replace(batches=found.batch)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list of ASKs."""
+        return self._walker.trace
+
+    @recorded
+    def ask(self, action: Action) -> None:
+        """Run ASK: send the keys of one microbatch to the owners of their rows."""
+        self._parts.program.tables.ask(action)
 
     def _walk(self, found: Found, actions: Sequence[Action]) -> None:
         units = self._parts.program.tables

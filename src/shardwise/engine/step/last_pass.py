@@ -24,7 +24,7 @@ def end_passes(parts: Parts) -> None:
     if step.is_summed:
         return
     parts.program.follow(step.passes)
-    last = {(Kind.REDUCE, step.passes - 1)}
+    last = {(Kind.REDUCE, step.passes - 1), (Kind.ARRIVE, step.passes - 1)}
     late = [action for action in parts.program.step() if (action.kind, action.microbatch) in last]
     missing = {unit for hooks in parts.hooks for unit in hooks.windows.not_reduced}
     late = [action for action in late if action.unit in missing]

@@ -40,18 +40,13 @@ from shardwise.engine.step.unstepped import UnsteppedWarning
 from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
 from shardwise.passes.recompute import told_again
-from shardwise.plan.action import Action, Kind
+from shardwise.plan.action import Action
 
 _log = logging.getLogger(__name__)
 
 
 def _is_update(action: Action) -> bool:
     return action.kind.updates
-
-
-def _leaves_out(action: Action) -> bool:
-    """Return whether a skipped step leaves out ``action``."""
-    return action.kind not in (Kind.ADOPT, Kind.UNSHARD)
 
 
 @dataclass
@@ -288,12 +283,9 @@ class TrainingStep:
             end.update = Update(divisor / clip, rates, factor, parts.progress.applied_steps)
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
             self._finish_gathers()
-            if parts.config.offload.step == "at_end":
-                state.finish_updates(parts)
         else:
-            parts.walker.run(until=_leaves_out)  # ADOPT still runs: it belongs to the step before
+            parts.walker.end_with(parts.program.plan.own.skipped)
             self._finish_gathers()
-            parts.walker.skip_rest()
             parts.tables.drop()
         parts.passes.loads.end_step(totals.experts)
         parts.progress.count(applies)

@@ -50,6 +50,7 @@ from shardwise.parallel.pipeline.messages import (
 )
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
 
 
@@ -115,7 +116,7 @@ class ScheduleExecutor:
             ShardwiseError: If this or another rank failed; other errors of this rank's own are raised as they
                 are.
         """
-        self._runner, self._trains = runner, trains
+        self._walker, self._runner, self._trains = walker, runner, trains
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Any] = {}
         self._outputs: dict[tuple[int, int], list[GradientEdge]] = {}
@@ -138,6 +139,11 @@ class ScheduleExecutor:
             raise
         self._peers.flush()
         return self._results
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+        return self._walker.trace
 
     def _confirm(self) -> None:
         """Confirm to the rank that ends earlier that the walk has ended well on this rank and all later ones."""
@@ -222,6 +228,7 @@ class ScheduleExecutor:
                     pass
             self._peers.flush()
 
+    @recorded
     def forward(self, action: Action) -> None:
         """Run F of a stage."""
         key = (action.stage, action.microbatch)
@@ -235,6 +242,7 @@ class ScheduleExecutor:
         if self._trains:
             self._outputs[key] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
+    @recorded
     def backward(self, action: Action) -> None:
         """Run B of a stage."""
         key = (action.stage, action.microbatch)
@@ -255,6 +263,7 @@ class ScheduleExecutor:
             ]
             self._to_send[key] = Packed("", gradients if says is None else [*gradients, says])
 
+    @recorded
     def send(self, action: Action) -> None:
         """Run SEND: send an activation or a gradient to a neighbouring stage."""
         text, tensors = self._to_send.pop((action.stage, action.microbatch))
@@ -264,6 +273,7 @@ class ScheduleExecutor:
         self._peers.send(text, tensors, to, _name(action), purpose, self._like(action), lasting)
         self._passed()
 
+    @recorded
     def receive(self, action: Action) -> None:
         """Run RECV: receive an activation or a gradient from a neighbouring stage."""
         key = (action.stage, action.microbatch)

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from shardwise.plan.action import RECV, SEND, Action, Kind
 from shardwise.plan.dataflow import Lists, stages_of, walk
 
-UnitActions = Callable[[int, bool], Sequence[Action]]
-"""Function (stage, flag) that returns the Actions of the stage's Units. The flag is True for the stage's first forward
-pass, or last backward pass, of the step."""
+UnitActions = Callable[[int, bool, bool], Sequence[Action]]
+"""Function (stage, is_first, is_last) that returns the Actions of the stage's Units in a pass: whether the pass is the
+stage's first, and last, one of its direction in the step."""
 
 _NOMINAL_S = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
@@ -130,8 +130,8 @@ def _with_units(
     passes = [
         (i, action) for i, action in enumerate(row) if action.unit < 0 and action.kind in (Kind.F, Kind.B)
     ]
-    first = {action.stage: i for i, action in reversed(passes)}
-    last = {action.stage: i for i, action in passes if action.kind is Kind.B}
+    first = {action[::3]: i for i, action in reversed(passes)}
+    last = {action[::3]: i for i, action in passes}
     last_of_stage = {action.stage: i for i, action in passes}
     begun: set[int] = set()
     done: list[Action] = []
@@ -140,15 +140,13 @@ def _with_units(
             done.append(action)
             continue
         stage = action.stage
-        if action.kind is Kind.F:
-            served = list(forward(stage, i == first[stage]))
-        else:
-            served = list(backward(stage, i == last[stage]))
+        serve, key = forward if action.kind is Kind.F else backward, action[::3]
+        served = list(serve(stage, i == first[key], i == last[key]))
         if once:
             if stage not in begun:
                 begun.add(stage)
-                gathered = dict.fromkeys(a.unit for a in served if a.kind is Kind.UNSHARD)
-                done += [Action(Kind.UNSHARD, unit) for unit in gathered]
+                gathers = dict.fromkeys(a[:2] for a in served if a.kind in (Kind.BRING, Kind.UNSHARD))
+                done += [Action(kind, unit) for kind, unit in gathers]
             served = _gathered_once(served, frees=i == last_of_stage[stage])
         done.append(action)
         done += [own._replace(microbatch=action.microbatch) for own in served]

@@ -12,7 +12,7 @@ from shardwise.comm.collectives import Group
 from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
-from shardwise.plan.lists import Strategy
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.tiers.tier import Tiers
 

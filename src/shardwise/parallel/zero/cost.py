@@ -13,9 +13,9 @@ Paper: arXiv:1910.02054, section 7.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Unit
 
 

@@ -48,11 +48,11 @@ Cost: two hooks per Unit and pass, one per parameter, and two per module of the 
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ from shardwise.parallel.zero.marks import Marks
 from shardwise.parallel.zero.order import Order
 from shardwise.parallel.zero.windows import UnitState, UnitWindows, Window
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.lists import is_inside
+from shardwise.plan.lists import Boundary, is_inside
 from shardwise.plan.walker import Walker
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
@@ -91,6 +91,22 @@ _NEXT = {
     Pass.BACKWARD: {Pass.NONE},
     Pass.FOREIGN: {Pass.NONE, Pass.FORWARD, Pass.BACKWARD},
 }
+
+
+class PassLists(Protocol):
+    """The lists of Units' Actions in single passes of a stage, which compose/lists.py makes.
+
+    Units in orders are numbered within the stage, and Units in lists on the rank.
+    """
+
+    def forward(self) -> Sequence[Action]:
+        """Return the list of a forward pass without a backward pass, in the agreed order."""
+
+    def backward(self, order: Sequence[Boundary], last: bool, first: bool) -> Sequence[Action]:
+        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
+
+    def foreign(self, order: Sequence[Boundary]) -> Sequence[Action]:
+        """Return the list of a backward pass that adds to no gradient."""
 
 
 class _ForwardUnderWay(NamedTuple):
@@ -146,6 +162,7 @@ class UnitHooks:
     Args:
         windows: The windows of the stage's Units.
         order: The order of the stage's Units.
+        lists: Makes the lists of single passes of the stage.
         walker: The walker of the rank's list.
         stage: Number of the stage.
         is_driven: True if a schedule's loop enters the passes of the stage, False if the hooks do.
@@ -156,6 +173,7 @@ class UnitHooks:
         self,
         windows: UnitWindows,
         order: Order,
+        lists: PassLists,
         walker: Walker,
         stage: int,
         is_driven: bool,
@@ -163,6 +181,7 @@ class UnitHooks:
     ):
         self.windows = windows
         self.order = order
+        self.lists = lists
         self.marks = Marks([bucket for state in self.states for bucket in state.buckets])
         self.microbatch = -1
         """The microbatch that runs; in a pipeline other microbatches are in flight at the same time."""
@@ -265,7 +284,7 @@ class UnitHooks:
         if self.has_windows or self._recalls:
             self.order.has_departed |= not is_next
         if state.has_windows:
-            self.windows.need(state)
+            self.windows.need(state, is_listed=is_next)
             state.enter(Window.FORWARD)
             state.calls += 1
         else:
@@ -291,7 +310,7 @@ class UnitHooks:
             return
         root = self.states[0]
         if not root.calls:
-            self.windows.need(root)
+            self.windows.need(root, is_listed=False)
             root.enter(Window.FORWARD)
         root.calls += 1
 
@@ -312,7 +331,7 @@ class UnitHooks:
         if not self._is_driven and not (torch.is_grad_enabled() and self._walker.enter(Kind.F, self._stage)):
             if torch.is_grad_enabled():
                 self._walker.diverge("a further forward pass, before the backward pass that is next")
-            self._walker.turn_aside(self.order.forward())
+            self._walker.turn_aside(self.lists.forward())
             self._is_aside = True
         self.windows.close_all()  # windows that an exception in the last pass left open
         self.windows.begin_pass()
@@ -374,6 +393,8 @@ class UnitHooks:
         if following is not None and following[:2] == (Kind.RESHARD, unit):
             self._walker.run_next()
         elif not any(action[:2] == (Kind.RESHARD, unit) for action in self._walker.rest_of_pass()):
+            if self._pass is Pass.FORWARD and not self.order.has_departed and not state.is_kept:
+                self._walker.diverge(f"no RESHARD of the list releases the weights of {state.unit.title}")
             self.windows.close(state)
 
     def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -414,7 +435,10 @@ class UnitHooks:
             assert is_entered, "the step's list has a pair of passes for every backward pass"
         order = self.order.of_passes(self.microbatch)
         if order != self.order.agreed:
-            self._walker.replan(self.order.backward(order, last), "the forward pass took another way")
+            self._walker.replan(
+                self.lists.backward(order, last, not self.windows.adds_up),
+                "the forward pass took another way",
+            )
         self.windows.begin_backward(last, self._is_differentiated_twice)
         self._watch(False)
         self._enter(Pass.BACKWARD)
@@ -454,7 +478,7 @@ class UnitHooks:
     def _begin_foreign(self) -> None:
         """Begin a backward pass that the engine did not begin. See [Note: foreign backward]."""
         self._interrupted = _ForwardUnderWay(self._pass, [state.calls for state in self.states])
-        self._walker.turn_aside(self.order.foreign(self.order.of_passes(self.microbatch)))
+        self._walker.turn_aside(self.lists.foreign(self.order.of_passes(self.microbatch)))
         self._enter(Pass.FOREIGN)
         if torch.is_grad_enabled() and self.has_windows:
             self._is_differentiated_twice = True
@@ -469,6 +493,7 @@ class UnitHooks:
         self._watch(True)
         is_foreign = self._pass is Pass.FOREIGN
         if not is_foreign:
+            self.windows.check_backward()
             self.windows.end_backward()
             self._is_differentiated_twice = False
         self.windows.close_all()
@@ -511,18 +536,20 @@ class UnitHooks:
             return
         if not state.has_windows:  # only its saved activations are needed (RECALL)
             if self._is_backward:
-                self._walker.run_to(Kind.B, self.windows.first + index)
+                state.has_passed |= self._walker.run_to(Kind.B, self.windows.first + index)
             return
         if not self._is_backward and not (self.adopts is not None and self.adopts()):
             self._begin_foreign()
-        if not self._walker.run_to(Kind.B, self.windows.first + index):  # [step 6]
+        is_next = self._walker.run_to(Kind.B, self.windows.first + index)  # [step 6]
+        if not is_next:
             self._walker.diverge(f"backward of {state.unit.title} is not next in the list")
+        state.has_passed = True  # a divergence has told of the other case
         if not state.is_in_backward:
-            self._open_backward(state)
+            self._open_backward(state, is_next)
 
-    def _open_backward(self, state: UnitState) -> None:
+    def _open_backward(self, state: UnitState, is_listed: bool = True) -> None:
         state.enter(Window.BACKWARD)
-        self.windows.need(state)
+        self.windows.need(state, is_listed=is_listed)
 
     def passed_by(self, action: Action) -> None:
         """Handle a Unit's F or B that the cursor passes without a hook having announced it.
@@ -533,6 +560,7 @@ class UnitHooks:
         state, target = self.windows.of(action), self._walker.target
         self.windows.need_if_deferred(state)
         if action.kind is Kind.B:
+            state.has_passed = True
             # Weights that are always in memory need no hooks, and a frozen Unit gets no gradient. A Unit that ran
             # twice in one window opens the window once.
             is_silent = not state.has_windows or not state.trained_parameters or state.is_in_backward

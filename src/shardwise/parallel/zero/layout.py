@@ -20,11 +20,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard, Tier
 from shardwise.plan.plan import Buffers
 from shardwise.plan.state_form import StateForm, stored_dtype
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Unit
 from shardwise.precision.policy import Dtypes
 from shardwise.tiers.offload import OffloadPolicy
@@ -118,6 +118,7 @@ def strategies_of(
                 grad_tier=offload.optimizer if leaves else "device",
                 leaves_each=leaves and is_alone,
                 is_delayed=offload.step == "delayed" and any(bucket.key.trained for bucket in unit.buckets),
+                waits_at_end=offload.step == "at_end" and offload.optimizer != "device",
             )
         if unit.name in blocks:
             strategy = replace(strategy, saved_tier=offload.activations)

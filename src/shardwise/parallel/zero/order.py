@@ -1,5 +1,7 @@
 """The order in which the Units of a stage run: the agreed order, and the order of each forward pass.
 
+The lists that follow an order are made in compose/lists.py.
+
 The agreed order starts as the order of registration. Every forward pass records its own order. When all ranks have
 recorded the same order (its hash travels with the gradient norm), the step's list is built again from that order. The
 backward pass of a microbatch mirrors its forward passes, divergences included.
@@ -8,48 +10,28 @@ backward pass of a microbatch mirrors its forward passes, divergences included.
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from shardwise.plan.action import Action
-from shardwise.plan.lists import (
-    Boundary,
-    Prefetch,
-    Strategy,
-    backward_actions,
-    forward_actions,
-    registration_boundaries,
-    with_absent,
-    with_fetches,
-)
+from shardwise.plan.lists import Boundary, registration_boundaries, with_absent
 from shardwise.plan.unit import Unit
 
 
 class Order:
-    """The agreed order of a stage's Units, the orders of its forward passes, and the lists made from them.
+    """The agreed order of a stage's Units, and the orders of its forward passes.
 
     Args:
         units: The Units of the stage, the root first.
-        strategies: The strategy of each Unit, in the order of ``units``.
-        prefetch_bytes: Bytes of weights that the lists gather ahead of their use.
-        first: Number of the stage's first Unit in the rank's list.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], strategies: Sequence[Strategy], prefetch_bytes: int, first: int
-    ):
+    def __init__(self, units: Sequence[Unit]):
         self.agreed: tuple[Boundary, ...] = tuple(registration_boundaries([unit.name for unit in units]))
         """The order that the step's list follows."""
         self.has_departed = False
         """True if the running forward pass departed from the agreed order."""
-        self._prefetch = Prefetch(prefetch_bytes, [unit.weight_bytes for unit in units])
-        self._strategies = strategies
-        self._first = first
-        self._trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
         self._running: list[Boundary] = []
         """The order of the running forward pass, as far as it has come."""
         self._seen: list[Boundary] = []
         """The order of the last completed forward pass."""
         self._passes: dict[int, list[tuple[Boundary, ...]]] = {}
         """The orders of the forward passes that still await their backward pass, by microbatch."""
-        self._lists: dict[tuple[tuple[Boundary, ...], str], list[Action]] = {}
         self._fetches: Mapping[int, int] = {}
 
     # A forward pass --------------------------------------------------------------------------------------------
@@ -112,7 +94,6 @@ class Order:
     def follow_fetches(self, fetches: Mapping[int, int]) -> None:
         """Use these places of FETCHes in all further lists."""
         self._fetches = dict(fetches)
-        self._lists.clear()
 
     # All ranks -------------------------------------------------------------------------------------------------
 
@@ -135,40 +116,4 @@ class Order:
         if order == self.agreed:
             return False
         self.agreed = order
-        self._lists.clear()
         return True
-
-    # Lists -----------------------------------------------------------------------------------------------------
-
-    def forward(self) -> list[Action]:
-        """Return the list of one forward pass."""
-        return self._list(self.agreed, "forward")
-
-    def backward(self, order: tuple[Boundary, ...], last: bool) -> list[Action]:
-        """Return the list of the backward pass of ``order``.
-
-        Args:
-            order: The order of the forward passes.
-            last: True for the last microbatch of the step.
-
-        Returns:
-            The Actions of the pass.
-        """
-        return self._list(order, "last" if last else "one of several")
-
-    def foreign(self, order: tuple[Boundary, ...]) -> list[Action]:
-        """Return the list of a backward pass in which no gradients are accumulated."""
-        return self._list(order, "foreign")
-
-    def _list(self, order: tuple[Boundary, ...], what: str) -> list[Action]:
-        if (order, what) not in self._lists:
-            if len(self._lists) > 8:
-                self._lists.clear()
-            if what == "forward":
-                made = forward_actions(order, self._strategies, self._prefetch)
-            else:
-                trained = [False] * len(self._trained) if what == "foreign" else self._trained
-                made = backward_actions(order, self._strategies, trained, what == "last", self._prefetch)
-            made = [action._replace(unit=action.unit + self._first) for action in made]
-            self._lists[order, what] = with_fetches(made, self._fetches) if what == "forward" else made
-        return self._lists[order, what]

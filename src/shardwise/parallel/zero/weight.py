@@ -212,6 +212,21 @@ class Weight:
         """Name of the bucket that occupies this weight's slot, or None."""
         return self._around.weights.holder_in_the_way(self.what) if self._full is None else None
 
+    @property
+    def is_sharded(self) -> bool:
+        """True if the parameters show nothing, and no gather is under way."""
+        return self.state is _SHARDED
+
+    @property
+    def is_whole_here(self) -> bool:
+        """True if the full weight is in a window's slot, or on its way there."""
+        return self.has_window and (self.state is _GATHERING or self.state is _UNSHARDED)
+
+    @property
+    def is_brought(self) -> bool:
+        """True if the shard has been brought from its tier, or is on its way."""
+        return self._brought is not None
+
     def bring(self) -> None:
         """Begin to bring the shard that ``start_unshard`` sends, after any update that runs on its tier."""
         if self._held is not None and self._brought is None and self.state is _SHARDED:

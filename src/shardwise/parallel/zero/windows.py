@@ -32,7 +32,8 @@ from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Pending
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
-from shardwise.plan.lists import Strategy
+from shardwise.plan.strategy import Strategy
+from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.unit import Unit
 from shardwise.plan.walker import Walker
 
@@ -77,6 +78,8 @@ class UnitState:
     missing: int = 0
     """Number of gradients that have not been accumulated in this backward pass."""
     is_reduced: bool = False
+    has_passed: bool = False
+    """True if the walker has passed the Unit's B of the running backward pass."""
     is_kept: bool = False
     """True if the step's list gathered the Unit for more than one pass."""
 
@@ -103,6 +106,16 @@ class UnitState:
     def is_in_backward(self) -> bool:
         """True while the Unit's backward window is open."""
         return self.window is Window.BACKWARD or self.window is Window.DISPLACED
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the rank holds only its shard of some weights, and no gather is under way."""
+        return any(bucket.weight.is_sharded for bucket in self.buckets)
+
+    @property
+    def is_whole_here(self) -> bool:
+        """True if full weights of the Unit are in slots of its window, or on their way there."""
+        return any(bucket.weight.is_whole_here for bucket in self.buckets)
 
     @property
     def is_complete(self) -> bool:
@@ -146,7 +159,8 @@ class UnitWindows:
         pass."""
         self._is_held = False
         """True while all Units stay gathered for one backward pass. [Note: second derivatives]"""
-        self._deferred: set[int] = set()
+        self._deferred: dict[int, int] = {}
+        """Rows of the trace of the deferred gathers, by Unit. [Note: deferred gathers]"""
         self._reductions = reductions
         self._overlaps = overlaps
         self._travelling: deque[tuple[UnitState, bool]] = deque()
@@ -157,17 +171,27 @@ class UnitWindows:
             bucket.what: state for state in self.states for bucket in state.buckets
         }
 
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+        return self._walker.trace
+
     def of(self, action: Action) -> UnitState:
         """Return the Unit that an Action of the rank's list names."""
         return self.states[action.unit - self.first]
 
     # Actions ---------------------------------------------------------------------------------------------------
 
+    @recorded
     def bring(self, action: Action) -> None:
         """Run BRING: begin to bring the shard that the next gather sends from its tier."""
-        for bucket in self.of(action).buckets:
+        state = self.of(action)
+        if any(bucket.weight.is_brought for bucket in state.buckets):
+            self._walker.diverge(f"{action}: the shard of {state.unit.title} was brought already")
+        for bucket in state.buckets:
             bucket.weight.bring()
 
+    @recorded
     def unshard(self, action: Action) -> None:
         """Run UNSHARD: begin to gather cut weights, or, at the end of a step, weights that were updated in pieces."""
         state = self.of(action)
@@ -175,12 +199,24 @@ class UnitWindows:
             trained = [bucket for bucket in state.buckets if bucket.layout.key.trained]
             self._updates += [bucket.weight.gather_updated(self._overlaps) for bucket in trained]
             return
+        self._check_gather(action, state)
         if any(bucket.weight.in_the_way is not None for bucket in state.buckets):
-            self._deferred.add(state.unit.index)  # [Note: deferred gathers]
+            # [Note: deferred gathers]; the bytes are counted to this row when the gather runs
+            self._deferred[state.unit.index] = len(self.trace.actions) - 1
             return
         state.is_kept = self._keeps and not self._walker.is_aside
         for bucket in state.buckets:
             bucket.weight.start_unshard()
+
+    def _check_gather(self, action: Action, state: UnitState) -> None:
+        """Record a divergence if the gather finds another state than the list's Actions before it leave."""
+        if self._is_held:
+            return
+        title = state.unit.title
+        if state.buckets and all(bucket.weight.is_whole_here for bucket in state.buckets):
+            self._walker.diverge(f"{action}: the weights of {title} are gathered already")
+        elif state.strategy.brings_shard and not all(bucket.weight.is_brought for bucket in state.buckets):
+            self._walker.diverge(f"{action}: no BRING has brought the shard of {title}")
 
     def finish_updates(self) -> None:
         """Wait for the gathers of the step's end."""
@@ -188,6 +224,7 @@ class UnitWindows:
             pending.wait()
         self._updates.clear()
 
+    @recorded
     def reshard(self, action: Action) -> None:
         """Run RESHARD: release the gathered memory of a Unit."""
         state = self.of(action)
@@ -195,34 +232,55 @@ class UnitWindows:
             state.is_kept = False
         self.close(state)
 
+    @recorded
     def recall(self, action: Action) -> None:
         """Run RECALL: begin to bring back the activations that the Unit's forward pass has saved elsewhere."""
         self.on_recall(self.of(action).unit.name)
 
+    @recorded
     def reduce(self, action: Action) -> None:
         """Run REDUCE: begin to sum the Unit's gradients over the ranks."""
         state = self.of(action)
+        if state.is_reduced:
+            self._walker.diverge(f"{action}: the gradients of {state.unit.title} were reduced already")
         for bucket in state.buckets:
             if bucket.layout.key.trained:
                 bucket.gradient.reduce()
         state.is_reduced = True
         self._travelling.append((state, self._is_last))
-        while len(self._travelling) > self._reductions:
-            first, is_last = self._travelling.popleft()
-            for bucket in first.buckets:
-                bucket.gradient.arrive()
-                if bucket.gradient.leaves:
-                    self.on_reduced(bucket, is_last)
+        while len(self._travelling) > self._reductions + 1:
+            late = self._travelling[0][0]
+            self._walker.diverge(f"no ARRIVE of the list has waited for the reduction of {late.unit.title}")
+            self._let_arrive(*self._travelling.popleft())
+
+    @recorded
+    def arrive(self, action: Action) -> None:
+        """Run ARRIVE: wait for the sum of a Unit's gradients; a gradient for another tier leaves the device."""
+        state = self.of(action)
+        place = next((i for i, (each, _) in enumerate(self._travelling) if each is state), None)
+        if place is None:
+            self._walker.diverge(f"{action}: no reduction of {state.unit.title} is under way")
+            return
+        found = self._travelling[place]
+        del self._travelling[place]
+        self._let_arrive(*found)
+
+    def _let_arrive(self, state: UnitState, is_last: bool) -> None:
+        for bucket in state.buckets:
+            bucket.gradient.arrive()
+            if bucket.gradient.leaves:
+                self.on_reduced(bucket, is_last)
 
     # Windows ---------------------------------------------------------------------------------------------------
 
-    def need(self, state: UnitState, recomputes: bool = False) -> None:
+    def need(self, state: UnitState, recomputes: bool = False, is_listed: bool = True) -> None:
         """Gather the weights of a Unit now; a Unit that was gathered ahead into the same slot is released first.
 
         Args:
             state: The Unit.
             recomputes: True if the Unit's forward runs inside the backward pass; the Unit may then also
                 displace one whose backward window is open.
+            is_listed: False if the list has no window of the Unit here, so that the gather was not ordered.
         """
         for bucket in state.buckets:
             holder_name = bucket.weight.in_the_way
@@ -236,9 +294,19 @@ class UnitWindows:
             if holder.is_in_backward:
                 holder.enter(Window.DISPLACED)
             else:
-                self._deferred.add(holder.unit.index)
-        state.gather()
-        self._deferred.discard(state.unit.index)
+                self._deferred[holder.unit.index] = -1  # a second gather, which belongs to no row
+        row = self._deferred.pop(state.unit.index, None)
+        if row is None:
+            if is_listed and not self._is_held and state.is_sharded:
+                self._walker.diverge(
+                    f"{state.unit.title} was gathered although no UNSHARD of the list came first"
+                )
+            state.gather()
+        elif row < 0:
+            state.gather()
+        else:
+            with self.trace.again(row):
+                state.gather()
 
     def need_if_deferred(self, state: UnitState) -> None:
         """Gather a Unit whose UNSHARD was deferred, because the cursor passes its F or B.
@@ -250,7 +318,7 @@ class UnitWindows:
 
     def recompute(self, state: UnitState) -> None:
         """Gather a Unit for a forward pass that runs inside the backward pass."""
-        self.need(state, recomputes=True)
+        self.need(state, recomputes=True, is_listed=False)
         state.enter(Window.BACKWARD if state.is_in_backward else Window.RECOMPUTING)
 
     def close(self, state: UnitState) -> None:
@@ -284,7 +352,7 @@ class UnitWindows:
         self._is_last = last
         for state in self.states:
             state.missing = state.trained_parameters
-            state.is_reduced = False
+            state.is_reduced = state.has_passed = False
             if state.window is not Window.CLOSED:
                 state.enter(Window.CLOSED)
             for bucket in state.buckets:
@@ -305,6 +373,17 @@ class UnitWindows:
             self.close_all()
         else:
             self._is_held = True
+
+    def check_backward(self) -> None:
+        """Record a divergence for what a backward pass has done though no Action of the list ordered it."""
+        for state in self.states:
+            title, has_gradients = state.unit.title, state.missing < state.trained_parameters
+            if has_gradients and not state.has_passed:
+                self._walker.diverge(f"the backward pass of {title} stands nowhere in the list")
+            if has_gradients and not state.is_reduced and (self._is_last or state.strategy.reduces_each):
+                self._walker.diverge(f"no REDUCE of the list has summed the gradients of {title}")
+            if state.has_windows and not self._is_held and not state.is_kept and state.is_whole_here:
+                self._walker.diverge(f"no RESHARD of the list has released the weights of {title}")
 
     def end_backward(self) -> None:
         """End one of the step's own backward passes: stop holding Units, and let the next pass add to the gradients."""

@@ -1,0 +1,233 @@
+"""Lists: every list of Actions that a rank walks is made here, from the Units of its class and the orders of their use.
+
+    a step          F and B of the stages            parallel/pipeline/schedules.py, also if there is one stage
+                    + SEND and RECV                  parallel/pipeline/passes.py
+                    + the Actions of the Units inside each pass, FETCH of tables in forward passes      plan/lists.py
+                    + DELIVER, SUM, NORM, and the updates at the end                                    plan/lists.py
+    a skipped step  the same up to NORM, then only what belongs to the update of the step before (ADOPT)
+    an evaluation   F of the stages with messages and Units, without a backward pass
+    one pass        the Actions of the Units in one pass, which the hooks of a user's own loop walk: an evaluation, a
+                    backward pass whose forward pass took another way, a backward pass of another engine's loss
+
+The order of Units inside a pass is that of registration until the ranks have seen the model's own
+(parallel/zero/order.py). Lists of steps are proved by ``validate_plan``, lists of evaluations by ``validate_forward``.
+
+Cost: one look at each Action; lists of a pass are cached by their order.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.parallel.pipeline.passes import add_communication, add_sharding
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.pipeline.schedules import forward_only, schedule
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, F, Kind
+from shardwise.plan.dataflow import Lists
+from shardwise.plan.lists import (
+    Boundary,
+    Prefetch,
+    backward_actions,
+    forward_actions,
+    is_inside,
+    registration_boundaries,
+    update_actions,
+    with_fetches,
+)
+from shardwise.plan.plan import Plan, RankClass
+from shardwise.plan.slices import Slices
+from shardwise.plan.validate import validate_forward
+
+_KEPT = 16
+"""Most lists of passes that are cached for different orders of Units."""
+
+
+class StageOrder(NamedTuple):
+    """Order in which the Units of a stage run, by their numbers on the rank."""
+
+    boundaries: Sequence[Boundary]
+    fetches: Mapping[int, int]
+    """Unit behind whose F a collection of embedding tables is fetched, by number of the collection, in the order of
+    FETCHes.
+    """
+
+
+Orders = Mapping[int, StageOrder]
+"""Orders of Units, by stage."""
+
+
+class UnitLists:
+    """The maker of the lists of Units' Actions in the passes of one class of ranks.
+
+    Args:
+        ranks: The class of ranks.
+        zero: Keys under ``zero:``.
+    """
+
+    def __init__(self, ranks: RankClass, zero: ZeroPolicy):
+        limit = 0 if zero.prefetch_bytes == "auto" else int(zero.prefetch_bytes)
+        self._ranks = ranks
+        self._prefetch = Prefetch(limit, [unit.weight_bytes for unit in ranks.units])
+        self._cached = lru_cache(_KEPT)(self._make)
+
+    def forward(self, order: StageOrder, is_first: bool = False) -> list[Action]:
+        """Return the Units' Actions of a forward pass.
+
+        Args:
+            order: Order of the Units.
+            is_first: True for the stage's first forward pass of a step, beside which updates may still run.
+        """
+        what = "first forward" if is_first else "forward"
+        return self._cached(tuple(order.boundaries), tuple(order.fetches.items()), what)
+
+    def backward(self, boundaries: Sequence[Boundary], is_last: bool, is_first: bool) -> list[Action]:
+        """Return the Units' Actions of a backward pass.
+
+        Args:
+            boundaries: Order of the forward pass.
+            is_last: True for the stage's last backward pass of a step.
+            is_first: True for the stage's first backward pass of a step.
+        """
+        what = ("first " if is_first else "") + ("last " if is_last else "") + "backward"
+        return self._cached(tuple(boundaries), (), what)
+
+    def foreign(self, boundaries: Sequence[Boundary]) -> list[Action]:
+        """Return the Units' Actions of a backward pass that adds to no gradient: another engine's loss.
+
+        Args:
+            boundaries: Order of the forward pass.
+        """
+        return self._cached(tuple(boundaries), (), "foreign")
+
+    def _make(
+        self, boundaries: tuple[Boundary, ...], fetches: tuple[tuple[int, int], ...], what: str
+    ) -> list[Action]:
+        strategies, trained, prefetch = self._ranks.strategies, self._ranks.trained, self._prefetch
+        if what.endswith("forward"):
+            if what.startswith("first"):
+                prefetch = prefetch.behind_updates(boundaries, strategies, trained)
+            return with_fetches(forward_actions(boundaries, strategies, prefetch), dict(fetches))
+        if what == "foreign":
+            trained = (False,) * len(trained)
+        return backward_actions(
+            boundaries, strategies, trained, "last" in what, prefetch, self._ranks.under_way, "first" in what
+        )
+
+
+def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
+    """Return F, B, SEND and RECV of one optimizer step, by index on "pp"; without a pipeline F and B in turn.
+
+    Args:
+        ranks: Ranks on "pp".
+        microbatches: Microbatches of one optimizer step.
+        policy: Keys under ``pipeline:``.
+    """
+    if ranks == 1:
+        return schedule("1f1b", 1, microbatches)
+    return add_communication(schedule(policy.schedule, ranks, microbatches, policy.virtual_stages), ranks)
+
+
+def forward_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
+    """Return F, SEND and RECV of microbatches without a backward pass, by index on "pp".
+
+    Args:
+        ranks: Ranks on "pp".
+        microbatches: Number of microbatches.
+        policy: Keys under ``pipeline:``.
+    """
+    return add_communication(forward_only(ranks, microbatches, policy.virtual_stages), ranks)
+
+
+def step_actions(
+    ranks: RankClass, row: Sequence[Action], plan: Plan, zero: ZeroPolicy, loads_ahead: int, orders: Orders
+) -> tuple[Action, ...]:
+    """Return the list of one optimizer step.
+
+    Args:
+        ranks: The class of ranks.
+        row: F, B, SEND and RECV of the class (``schedule_lists``).
+        plan: The Plan, without lists.
+        zero: Keys under ``zero:``.
+        loads_ahead: Number of Units whose state is read from a disk at once.
+        orders: Orders of the stages that differ from that of registration.
+    """
+    lists, strategies, trained = UnitLists(ranks, zero), ranks.strategies, ranks.trained
+    known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
+    actions = add_sharding(
+        {0: row},
+        lambda stage, is_first, is_last: lists.forward(known[stage], is_first),
+        lambda stage, is_first, is_last: lists.backward(known[stage].boundaries, is_last, is_first),
+        zero.reshard_after_forward or not any(each.has_windows for each in strategies),
+    )[0]
+    actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
+    if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
+        actions.append(SUM)
+    rows = (Action(Kind.STEP, unit.index) for unit in ranks.tables)
+    needs = {unit.index: plan.registry.needs_of(unit) for unit in ranks.units}
+    directed = [unit for unit, found in needs.items() if found - {"elements"}]
+    # Norms are summed over all ranks of the job, matrices are distributed among the ranks of a stage.
+    between = [TRUST] * bool(plan.registry.needs("norm"))
+    between += [DEAL] * any("matrix" in found for found in needs.values())
+    return (*actions, NORM, *update_actions(trained, strategies, directed, between, loads_ahead), *rows)
+
+
+def forward_actions_of(
+    plan: Plan, pipeline: PipelinePolicy, zero: ZeroPolicy, orders: Orders, batches: int
+) -> list[Action]:
+    """Return the list of forward passes without a backward pass of the Plan's rank, proved.
+
+    Args:
+        plan: The Plan.
+        pipeline: Keys under ``pipeline:``.
+        zero: Keys under ``zero:``.
+        orders: Orders of the stages that differ from that of registration.
+        batches: Number of forward passes.
+
+    Raises:
+        PlanError: if the list is not valid.
+    """
+    place, ranks = plan.mesh.index("pp", plan.rank), plan.own
+    row = forward_lists(plan.mesh.pp, batches, pipeline)[place]
+    lists = UnitLists(ranks, zero)
+    known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
+    made = add_sharding({0: row}, lambda stage, *_: lists.forward(known[stage]), lambda *_: [])[0]
+    validate_forward(plan, made, batches)
+    return made
+
+
+def pass_actions(plan: Plan, lists: UnitLists, stage: int, order: StageOrder) -> list[Action]:
+    """Return the Units' Actions of one forward pass of a stage without a backward pass, proved.
+
+    Args:
+        plan: The Plan.
+        lists: The maker of lists of the Plan's rank.
+        stage: The stage.
+        order: Order of its Units.
+
+    Raises:
+        PlanError: if the list is not valid.
+    """
+    made = lists.forward(order)
+    inside = [each._replace(microbatch=0) for each in made]
+    validate_forward(plan, [F(stage, 0), *inside], 1, stage)
+    return made
+
+
+def registered(ranks: RankClass, stage: int) -> StageOrder:
+    """Return the order of registration, by the Units' numbers on the rank.
+
+    Args:
+        ranks: Class of ranks with the Units.
+        stage: The stage.
+    """
+    units = ranks.units_of(stage)
+    boundaries = [
+        Boundary(enters, units[place].index)
+        for enters, place in registration_boundaries([unit.name for unit in units])
+    ]
+    fetches = {}
+    for table in ranks.tables_of(stage):
+        around = [unit for unit in units if is_inside(table.name, unit.name)]
+        fetches[table.index] = max(around, key=lambda unit: len(unit.name)).index
+    return StageOrder(boundaries, fetches)
