@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "shardwise"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "shardwise"
 FILES = sorted(SOURCE.rglob("*.py"))
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
@@ -235,3 +236,26 @@ def test_no_function_is_longer_than_a_screen() -> None:
     }
     assert not {name: lines for name, lines in found.items() if name not in LONGER}
     assert found.keys() >= LONGER, "take what has become shorter out of the table"
+
+
+LEAST_WITH_TEST = 0.80
+"""Least share of the source files with a test of their name; raise it as the share rises."""
+
+
+def with_test(sources: list[str], tests: set[str]) -> list[str]:
+    """Return the sources, relative to the package, whose test lies in the same folder of ``tests`` as ``test_NAME``."""
+    mirrored = {source: str(Path(source).with_name(f"test_{Path(source).name}")) for source in sources}
+    return [source for source in sources if mirrored[source] in tests]
+
+
+def test_a_test_of_a_name_lies_in_the_same_folder() -> None:
+    tests = {"plan/test_unit.py", "test_plan.py", "engine/test_state.py"}
+    assert with_test(["plan/unit.py", "plan/plan.py", "engine/state/state.py"], tests) == ["plan/unit.py"]
+
+
+def test_tests_mirror_the_tree() -> None:
+    """A reader finds the test of ``parallel/zero/weight.py`` by name: ``tests/parallel/zero/test_weight.py``."""
+    sources = [str(file.relative_to(SOURCE)) for file in FILES if file.name != "__init__.py"]
+    tests = {str(file.relative_to(TESTS)) for file in TESTS.rglob("test_*.py")}
+    found = set(with_test(sources, tests))
+    assert len(found) >= LEAST_WITH_TEST * len(sources), sorted({*sources} - found)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.layout import PAGE_BYTES, Sizes, arrange, index_text
 from shardwise.checkpoint.piece import Spec
 from shardwise.formats.safetensors import CODES
@@ -72,19 +71,3 @@ def test_names_of_files() -> None:
         "model/model-00002-of-00002.safetensors",
     ]
     assert b'"c": "model-00002-of-00002.safetensors"' in (index_text(several) or b"")
-
-
-def test_keys_of_state_say_kind_name_and_rows() -> None:
-    (layout,) = arrange([Spec("exp_avg", "w", (10, 4), torch.float32)], Sizes(piece_elements=13), {})
-    assert [slot.key for slot in layout.slots] == [
-        "exp_avg/w/0-3",
-        "exp_avg/w/3-6",
-        "exp_avg/w/6-9",
-        "exp_avg/w/9-10",
-    ]
-
-
-def test_one_name_for_a_weight_and_a_buffer_is_refused() -> None:
-    specs = [Spec("weight", "a", (1,), torch.float64), Spec("buffer", "a", (1,), torch.int8)]
-    with pytest.raises(CheckpointError, match="'a' is the name of both a weight and a buffer"):
-        arrange(specs, Sizes(), {})

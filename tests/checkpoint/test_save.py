@@ -12,7 +12,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.steps import open_step
 
 from .crew import TINY, ThreadPeers, assemble, assert_same, blank_items, crew, items_of, make_state, succeed
-from .faults import CountingFiles, FailingFiles, ShortFiles
+from .faults import CountingFiles, FailingFiles
 
 POLICY = CheckpointPolicy(asynchronous=False, timeout_s=20)
 
@@ -78,33 +78,6 @@ def test_a_full_disk_on_one_rank_stops_all(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"rank 1: .*state/.*No space left on device"):
             raise error
     assert newest(tmp_path) == 1 and names(tmp_path) == ["latest", "step_00000001"]
-
-
-def test_short_writes_are_completed(tmp_path: Path) -> None:
-    succeed(save(tmp_path, 4, ShortFiles(), ranks=2))
-    assert newest(tmp_path) == 4
-
-
-def test_a_file_system_that_takes_nothing_is_full(tmp_path: Path) -> None:
-    class Full(Files):
-        def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-            return 0
-
-    with pytest.raises(CheckpointError, match="took no more bytes"):
-        succeed(save(tmp_path, 1, Full()))
-
-
-def test_space_is_asked_for_before_anything_is_written(tmp_path: Path) -> None:
-    class Small(CountingFiles):
-        def free_bytes(self, path: Path) -> int:
-            return 40_000
-
-    files = Small()
-    with pytest.raises(
-        CheckpointError, match=r"takes \d+\.\d KiB and 39\.1 KiB are free; a save asks for 1\.1 times"
-    ):
-        succeed(save(tmp_path, 1, files))
-    assert files.calls == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,92 +1,16 @@
 """What is done with a trained model: text, a look inside, and other forms of it."""
 
 import json
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
+from tests.cli.trained_run import call, damaged
 
 from shardwise.base.words import printable
 from shardwise.checkpoint import Checkpoints
-from shardwise.cli.main import main
-from shardwise.cli.rank import train
-from shardwise.cli.request import Request
 from shardwise.cli.trained import open_trained
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with two checkpoints."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text("abc " * 500)
-    config = {
-        "model": {"name": "gpt", "layers": 1, "width": 16, "heads": 2, "context": 16},
-        "data": {"source": str(folder / "text.txt"), "validation_samples": 4},
-        "batch": {"global_size": 4},
-        "optimizer": {"lr": 1e-2},
-        "train": {"steps": 4, "sample_tokens": 0},
-        "checkpoint": {"every": 2},
-        "monitor": {"tensorboard": False, "picture": False},
-        "output_dir": str(folder / "run"),
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert train(Request(str(folder / "config.yaml"))) == 0
-    return folder / "run"
-
-
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    captured = capsys.readouterr()
-    return int(end.value.code or 0), captured.out, captured.err
-
-
-def damaged(run: Path, tmp_path: Path) -> Path:
-    """A copy of the newest step with one bit of a weight flipped."""
-    step = tmp_path / "step_00000004"
-    shutil.copytree(run / "checkpoints" / "step_00000004", step)
-    file = step / "model" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    return step
-
-
-def test_a_prompt_is_continued_the_same_way_from_any_path(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--prompt", "abc", "--max-new-tokens", "5", "--temperature", "0"]
-    texts = []
-    for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000004"):
-        code, out, error = call(monkeypatch, capsys, "generate", str(path), *options)
-        assert (code, error) == (0, "")
-        texts.append(out)
-    assert texts[0].startswith("abc") and len(set(texts)) == 1
-
-
-def test_the_seed_decides_what_is_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def text(seed: str) -> str:
-        options = ["--prompt", "a", "--max-new-tokens", "12", "--temperature", "2", "--seed", seed]
-        return call(monkeypatch, capsys, "generate", str(run), *options)[1]
-
-    assert text("1") == text("1") != text("2")
-
-
-def test_no_text_comes_from_damaged_weights(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, error = call(monkeypatch, capsys, "generate", str(damaged(run, tmp_path)))
-    assert (code, out) == (1, "")
-    assert error.startswith("error: ") and "model.safetensors" in error and "CRC-32" in error
 
 
 def test_a_checkpoint_of_a_users_own_loop_is_refused_by_name(
@@ -100,38 +24,6 @@ def test_a_checkpoint_of_a_users_own_loop_is_refused_by_name(
 
 def test_what_a_model_writes_cannot_command_the_terminal() -> None:
     assert printable("a\tb\n\x1b[2Jc\x00\x9bd é") == "a\tb\n\ufffd[2Jc\ufffd\ufffdd é"
-
-
-def test_inspect_lists_the_steps_of_a_run(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = call(monkeypatch, capsys, "inspect", str(run))
-    assert code == 0
-    lines = [line.split() for line in out.splitlines()]
-    assert [(line[0], line[-1]) for line in lines[1:]] == [("4", "whole"), ("2", "whole")]
-
-
-def test_inspect_shows_one_step_with_its_tensors(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step = str(run / "checkpoints" / "step_00000004")
-    code, out, _ = call(monkeypatch, capsys, "inspect", step, "--tensors")
-    assert code == 0
-    assert out.startswith(f"{step}: whole\n") and "ZeRO-0" in out
-    for kind in ("weight", "exp_avg", "exp_avg_sq"):
-        assert any(line.startswith(kind) and line.endswith("embed.weight") for line in out.splitlines()), kind
-    assert "embed.weight" not in call(monkeypatch, capsys, "inspect", step)[1]
-
-
-def test_inspect_names_the_damaged_file_and_tensor(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step = str(damaged(run, tmp_path))
-    code, out, _ = call(monkeypatch, capsys, "inspect", step)
-    assert code == 1
-    assert out.startswith(f"{step}: damaged\n") and "model/model.safetensors (tensor weight" in out
-    code, out, _ = call(monkeypatch, capsys, "inspect", step, "--no-verify")
-    assert code == 0 and "opens, not verified" in out
 
 
 def test_inspect_and_generate_answer_programs_in_json(

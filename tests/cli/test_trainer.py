@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.ranks import RankPool
 
 from shardwise.base.errors import DataError
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.text_trainer import TextTrainer, tokens_in
+from shardwise.cli.text_trainer import TextTrainer
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
@@ -161,10 +160,3 @@ def test_a_cut_model_trains_writes_and_goes_on_as_a_whole_one(
 def test_ranks_that_read_different_texts_are_stopped(folder: str, ranks: Ranks) -> None:
     for error in ranks(2).run(read_other_texts, folder):
         assert "ranks [1] read other data than rank 0" in error
-
-
-def test_only_targets_that_count_are_counted() -> None:
-    targets = torch.tensor([[1, 2, -100], [-100, -100, 3]])
-    assert tokens_in({"tokens": targets, "targets": targets}) == 3
-    assert tokens_in({"targets": torch.rand(3)}) is None
-    assert tokens_in((targets, targets)) is None

@@ -21,7 +21,6 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm import collectives, watch
-from shardwise.comm.faults import is_late
 from shardwise.comm.world import World, join
 from tests.ranks import RankPool
 
@@ -196,13 +195,3 @@ def test_ranks_that_wait_for_one_another_are_told_so(ranks: Callable[[int], Rank
     for said in ranks(2).run(crossed):
         assert "all ranks wait for one another" in said
         assert "rank 0: all_reduce of" in said and "rank 1: all_reduce of" in said
-
-
-def test_an_error_of_nccl_is_no_deadline() -> None:
-    """It prints its setting in the text of any error."""
-    assert not is_late(
-        RuntimeError("NCCL error: remote process exited, WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=600000)")
-    )
-    assert is_late(RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(Timeout(ms)=600000)"))
-    assert not is_late(RuntimeError("ncclSystemError: Call to connect returned Connection timed out"))
-    assert is_late(RuntimeError("Operation timed out!"))

@@ -1,93 +1,13 @@
 """Parameters in pieces are read and written as if they were whole, and what is written stays."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.base.errors import UsageError
-from shardwise.comm.world import World
-from shardwise.deepspeed.files import fragments
-from tests.ranks import RankPool
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
-        **more,
-    }
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
-def inputs(rank: int) -> Tensor:
-    return torch.full((2, 3), 1.0 + rank)
-
-
-def edits(world: World, stage: int) -> list[Tensor]:
-    """A weight is set by rank 1 alone, a gradient doubled, a moment zeroed; then a step."""
-    model = net()
-    engine = engine_of(model, stage, bf16={"enabled": True})
-    weight, bias = model[0].weight, model[2].bias
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=1):
-        assert weight.shape == (5, 3)
-        if world.rank == 1:
-            weight.fill_(0.25)
-    master = deepspeed.utils.safe_get_full_fp32_param(weight)
-    assert master is not None and master.dtype is torch.float32 and (master == 0.25).all()
-    fragments.safe_set_full_fp32_param(bias, torch.tensor([0.1, 0.2]))
-    engine.backward(engine(inputs(world.rank)).square().sum())
-    gradient = fragments.safe_get_full_grad(bias)
-    assert gradient is not None and gradient.shape == (2,)
-    fragments.safe_set_full_grad(bias, 2 * gradient)
-    engine.step()
-    after = fragments.safe_get_full_fp32_param(bias)
-    moment = fragments.safe_get_full_optimizer_state(bias, "momentum_buffer")
-    pieces = fragments.safe_get_local_fp32_param(bias)
-    fragments.safe_set_full_optimizer_state(bias, torch.zeros(2), "momentum_buffer")
-    cleared = fragments.safe_get_full_optimizer_state(bias, "momentum_buffer")
-    engine.destroy()
-    found = [gradient, after, moment, pieces, cleared]
-    return [each for each in found if each is not None]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_edits_reach_the_next_step(ranks: Callable[[int], RankPool], stage: int) -> None:
-    first, second = ranks(2).run(edits, stage)
-    for found, other in zip((first, second), (second, first), strict=True):
-        gradient, after, moment, pieces, cleared = found
-        torch.testing.assert_close(after, torch.tensor([0.1, 0.2]) - 0.5 * 2 * gradient)
-        torch.testing.assert_close(moment, 2 * gradient)
-        assert not cleared.any() and torch.equal(gradient, other[0])
-        assert pieces.numel() == (2 if stage == 0 else len(pieces)) and len(pieces) + len(other[3]) == (
-            4 if stage == 0 else 2
-        )
-
-
-def free(world: World) -> float:
-    """Parameters that no engine has are the script's; a write reaches all ranks."""
-    model = net()
-    with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
-        model[0].weight.fill_(1.0 + world.rank)
-    assert fragments.safe_get_full_fp32_param(model[0].weight) is None
-    assert not fragments.is_zero_param(model[0].weight)
-    return model[0].weight.mean().item()
-
-
-def test_parameters_that_no_engine_has(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(2).run(free) == [1.0, 1.0]
-    with pytest.raises(UsageError, match="no engine has"):
-        fragments.safe_set_full_fp32_param(nn.Parameter(torch.zeros(1)), torch.zeros(1))
+from tests.deepspeed.files.whole import engine_of, net
 
 
 def test_a_context_for_reading_refuses_edits() -> None:
@@ -100,43 +20,6 @@ def test_a_context_for_reading_refuses_edits() -> None:
         model[0].bias.zero_()
     with deepspeed.zero.GatheredParameters(model[0], enabled=False):
         pass
-    engine.destroy()
-
-
-def test_leaf_modules_are_marked() -> None:
-    model = net()
-    assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Tanh]) == [model[1]]
-    assert deepspeed.utils.get_z3_leaf_modules(model) == [model[1]] and deepspeed.utils.z3_leaf_module(
-        model[1]
-    )
-    deepspeed.utils.unset_z3_leaf_modules(model, ["Tanh"])
-    assert deepspeed.utils.get_z3_leaf_modules(model) == []
-    for mark in (
-        deepspeed.utils.set_z3_leaf_modules,
-        deepspeed.utils.set_z3_leaf_modules_by_name,
-        deepspeed.utils.set_z3_leaf_modules_by_suffix,
-    ):
-        with pytest.raises(ValueError, match="has no module"):
-            mark(model, ["nothing"])
-
-
-def test_leaf_modules_by_name_are_told_with_the_names_that_are_missing() -> None:
-    model = net()
-    by_name, by_suffix = (
-        deepspeed.utils.set_z3_leaf_modules_by_name,
-        deepspeed.utils.set_z3_leaf_modules_by_suffix,
-    )
-    assert by_name(model, ["1"]) == ([model[1]], []) and deepspeed.utils.z3_leaf_module(model[1])
-    assert by_name(model, ["0", "nothing"], raise_if_not_found=False) == ([model[0]], ["nothing"])
-    assert by_suffix(model, ["2", "nothing"], raise_if_not_found=False) == ([model[2]], ["nothing"])
-
-
-def test_leaf_modules_of_the_configuration_are_marked() -> None:
-    block = {"stage": 3, "leaf_module": {"classes": ["Tanh"], "names": ["0", "nothing"]}}
-    model = net()
-    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": block}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[1]]
     engine.destroy()
 
 

@@ -14,7 +14,7 @@ from shardwise.comm.world import World, join
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import error, worst
 from tests.parallel.zero.nets import WIDTH, Net
-from tests.parallel.zero.test_executor import piece
+from tests.parallel.zero.test_hooks import piece
 from tests.parallel.zero.test_windows import raised
 
 LIMIT = 1e-10

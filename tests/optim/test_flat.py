@@ -6,90 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.largest_made import LargestMade
+from tests.optim.flat_cases import AS_MADE, OPTIMIZERS, SIZES, STARTS, TOTAL
 from torch import Tensor, optim
 
 from shardwise.base.errors import UsageError
-from shardwise.optim import flat_state
-from shardwise.optim.classes import from_policy, from_torch, update_rules
+from shardwise.optim.classes import from_policy, from_torch
 from shardwise.optim.flat import FlatOptimizer
-from shardwise.optim.lamb import Lamb
-from shardwise.optim.lars import Lars
-from shardwise.optim.lion import Lion
-from shardwise.optim.muon import Muon
-from shardwise.optim.policy import READS, OptimizerPolicy
-from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.placement import Run
-from shardwise.plan.state_form import StateForm, stored_elements
-
-SIZES = (3, 1, 4, 2)
-"""Parameters; the flat buffer has two elements of padding behind each."""
-STARTS = [sum(SIZES[:i]) + 2 * i for i in range(len(SIZES))]
-TOTAL = sum(SIZES) + 2 * len(SIZES)
-
-AS_MADE: list[dict[str, Any]] = [{}]
-"""Numbers of the only group: those that the optimizer was made with."""
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.3),
-    "amsgrad": lambda ps: optim.Adam(ps, lr=0.1, amsgrad=True),
-    "sgd": lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "nadam": lambda ps: optim.NAdam(ps, lr=0.1),
-    "rmsprop": lambda ps: optim.RMSprop(ps, lr=0.1, centered=True, momentum=0.5),
-    "adagrad": lambda ps: optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.5),
-    "asgd": lambda ps: optim.ASGD(ps, lr=0.1),
-    "adadelta": lambda ps: optim.Adadelta(ps, lr=0.1),
-    "adamax": lambda ps: optim.Adamax(ps, lr=0.1),
-    "radam": lambda ps: optim.RAdam(ps, lr=0.1),
-    "rprop": lambda ps: optim.Rprop(ps, lr=0.1),
-    "lion": lambda ps: Lion(ps, lr=0.1, weight_decay=0.3),
-}
-
-
-class Counting(optim.Optimizer):
-    """Keeps its count beside the weights, as fused and capturable optimizers do, and numbers of other kinds."""
-
-    def __init__(self, params: Any, lr: float = 0.1):
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state.setdefault("step", torch.zeros((), dtype=torch.int32, device=p.device))
-                    state.setdefault("decay", torch.ones((), dtype=torch.float64))
-                    state.setdefault("calls", 0)
-                    state.setdefault("average", torch.zeros_like(p))
-                    state["step"] += 1
-                    state["calls"] += 1
-                    p.add_(p.grad, alpha=-group["lr"])
-
-
-def kinds_of(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {
-            label: (value.device, value.dtype, value.dim()) if isinstance(value, Tensor) else type(value)
-            for label, value in state.items()
-        }
-        for state in optimizer.state.values()
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [*((name, "cpu") for name in sorted(OPTIMIZERS)), ("counting", "cpu"), ("counting", "meta")],
-)
-def test_state_after_a_load_is_of_the_kind_of_the_state_before(name: str, device: str) -> None:
-    """A fused Adam whose count came back in host memory read it through a device's pointer and took the process along;
-    "meta" stands for the device here."""
-    make = OPTIMIZERS.get(name, lambda ps: Counting(ps))
-    flat = FlatOptimizer(torch.zeros(TOTAL, device=device), lambda leaves, group: make(leaves), 0)
-    flat.step(torch.ones(TOTAL, device=device), 1.0, AS_MADE)
-    before = kinds_of(flat.state.optimizer)
-    moments = {label: tensor for label, _, _, tensor in flat.state.moments()}
-    scalars = dict.fromkeys((label for label, kind in before[0].items() if label not in moments), 3.0)
-    flat.state.restore(moments, [(TOTAL, scalars)])
-    assert kinds_of(flat.state.optimizer) == before
+from shardwise.optim.policy import OptimizerPolicy
 
 
 def flat_of(parts: list[Tensor]) -> Tensor:
@@ -175,15 +98,6 @@ def test_a_split_segment_stays_a_view() -> None:
     ]
 
 
-def test_state_of_one_element_is_told_from_single_numbers() -> None:
-    """A segment of one element: its moments have as many elements as its step count."""
-    flat = FlatOptimizer(torch.zeros(3), from_torch(optim.NAdam([torch.zeros(1)])), 0)
-    flat.step(torch.ones(3), 1.0, AS_MADE, [(1, 2)])
-    flat.step(torch.ones(3), 1.0, AS_MADE, [(0, 1)])
-    assert {label for label, *_ in flat.state.moments()} == {"exp_avg", "exp_avg_sq"}
-    assert all(set(row.scalars) == {"step", "mu_product"} for row in flat.state.scalars())
-
-
 def test_each_step_works_with_the_numbers_it_is_given() -> None:
     master = torch.zeros(2)
     flat = FlatOptimizer(master, from_policy(OptimizerPolicy(type="sgd", lr=0.5)), 0)
@@ -191,72 +105,6 @@ def test_each_step_works_with_the_numbers_it_is_given() -> None:
     assert master.tolist() == [-0.25, -0.25]
     flat.step(torch.ones(2), 1.0, [{"lr": 0.5}])
     assert master.tolist() == [-0.75, -0.75]
-
-
-OURS = {"lion": Lion, "lamb": Lamb, "lars": Lars}
-
-
-@pytest.mark.parametrize("kind", [kind for kind in READS if kind != "muon"])
-def test_a_type_by_name_is_the_class_of_torch_with_its_defaults(kind: Any) -> None:
-    """But for AdamW's weight decay, 0.01 there, and the learning rate."""
-    cls = OURS.get(kind) or next(c for n, c in vars(optim).items() if n.lower() == kind)
-    made = from_policy(OptimizerPolicy(type=kind, lr=0.1))([torch.zeros(1)], 0)
-    own = {"lr": 0.1, **({"weight_decay": 0.0} if kind == "adamw" else {})}
-    fused = {"fused": True} if kind in ("adam", "adamw", "sgd") else {}
-    assert type(made) is cls
-    assert made.defaults == cls([torch.zeros(1)], **fused, **own).defaults
-
-
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_muon_is_that_of_torch(adjust: Any) -> None:
-    """The same bits: Newton-Schulz in bf16 and all. By name one lr serves matrices and AdamW."""
-    generator, singles = torch.Generator().manual_seed(0), []
-    for rows, columns in ((6, 4), (4, 6), (5, 5)):
-        start = torch.randn(rows, columns, generator=generator)
-        pair = [start.clone().requires_grad_(), start.clone().requires_grad_()]
-        made = [
-            cls([p], lr=0.1, adjust_lr_fn=adjust) for cls, p in zip((optim.Muon, Muon), pair, strict=True)
-        ]
-        for _ in range(3):
-            gradient = torch.randn(rows, columns, generator=generator)
-            for parameter, optimizer in zip(pair, made, strict=True):
-                parameter.grad = gradient.clone()
-                optimizer.step()
-        singles.append(pair)
-    for ours, theirs in singles:
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-
-
-def test_rules_of_muon_are_for_matrices_and_for_the_rest() -> None:
-    policy = OptimizerPolicy.model_validate(
-        {
-            "type": "muon",
-            "lr": 0.02,
-            "rest_lr": 0.1,
-            "groups": [{"match": "head*", "matrices": True, "lr": 0.5}],
-        }
-    )
-    kinds = [(kind, options["lr"]) for kind, options in policy.rules()]
-    assert kinds == [("muon", 0.02), ("muon", 0.5), ("adamw", 0.1), ("adamw", 0.5)]
-    of = {"up.weight": True, "up.bias": None, "embed.weight": False, "head.weight": False, "head.bias": None}
-    assert [policy.rule_of(name, is_hidden) for name, is_hidden in of.items()] == [0, 2, 2, 1, 3]
-    make = from_policy(policy)
-    assert [rule.needs for rule in update_rules(make, 4)] == ["matrix", "matrix", "elements", "elements"]
-
-
-def test_lion_by_its_formula() -> None:
-    weights, momentum = torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3)
-    single = weights.clone().requires_grad_()
-    optimizer = Lion([single], lr=0.1, betas=(0.9, 0.8), weight_decay=0.5)
-    for gradient in ([1.0, -0.1, 0.0], [-0.2, 3.0, 0.0], [-0.9, 1.0, -1.0]):
-        single.grad = torch.tensor(gradient)
-        optimizer.step()
-        signs = torch.sign(0.9 * momentum + 0.1 * single.grad)
-        weights = weights - 0.1 * (signs + 0.5 * weights)
-        momentum = 0.8 * momentum + 0.2 * single.grad
-        torch.testing.assert_close(single.detach(), weights)
-    with pytest.raises(ValueError, match="betas in"):
-        Lion([single], betas=(0.9, 1.0))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
@@ -281,49 +129,6 @@ def test_gradients_of_another_dtype() -> None:
     assert master.tolist() == [-0.5] * 4
 
 
-def test_moments_are_known_before_the_first_step() -> None:
-    def names(**policy: Any) -> tuple[str, ...]:
-        (rule,) = update_rules(from_policy(OptimizerPolicy(**policy)))
-        return rule.moments
-
-    assert names(type="adamw") == ("exp_avg", "exp_avg_sq")
-    assert names(type="sgd") == ()
-    assert names(type="sgd", momentum=0.9) == ("momentum_buffer",)
-    (rule,) = update_rules(from_torch(OPTIMIZERS["rmsprop"]([torch.zeros(1)])))
-    assert rule == (("square_avg", "momentum_buffer", "grad_avg"), "elements")
-
-
-def bits(tensor: Tensor) -> list[int]:
-    return tensor.view(torch.int64 if tensor.itemsize == 8 else torch.int32).tolist()
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "fused adamw", "fused sgd", "nesterov"])
-def test_state_made_at_build_is_what_the_first_step_would_make(name: str) -> None:
-    """To the bit: weights, moments and single numbers, in the first steps and where all gradients are -0."""
-    policies = {
-        "fused adamw": OptimizerPolicy(type="adamw", lr=0.1),
-        "fused sgd": OptimizerPolicy(type="sgd", lr=0.1, momentum=0.9),
-        "nesterov": OptimizerPolicy(type="sgd", lr=0.1, momentum=0.9, nesterov=True),
-    }
-    make = from_policy(policies[name]) if name in policies else from_torch(OPTIMIZERS[name]([torch.zeros(1)]))
-    start = torch.tensor([0.0, -0.0, 1.0, -3.0])
-    plain, master = start.clone(), start.clone()
-    truth, flat = make([plain], 0), FlatOptimizer(master, make, 0)
-    moments = [tensor for *_, tensor in flat.state.moments()]
-    assert moments, "they are there before the first step"
-    for gradient in ([-0.0, -0.0, 0.0, -0.0], [0.3, -0.2, 1e-30, 7.0], [-1.0, 0.0, 2.0, 0.1]):
-        plain.grad = torch.tensor(gradient)
-        truth.step()
-        flat.step(torch.tensor(gradient), 1.0, AS_MADE)
-        assert bits(master) == bits(plain)
-        assert {label: bits(tensor) for label, _, _, tensor in flat.state.moments()} == {
-            label: bits(value) for label, value in truth.state[plain].items() if value.dim() == 1
-        }
-        (row,) = flat.state.scalars()
-        assert row.scalars == {k: float(v) for k, v in truth.state[plain].items() if v.dim() == 0}
-    assert {id(tensor) for *_, tensor in flat.state.moments()} == {id(tensor) for tensor in moments}
-
-
 def test_a_part_that_was_never_stepped_has_no_state_to_save() -> None:
     flat = FlatOptimizer(torch.zeros(4), from_policy(OptimizerPolicy()), 0)
     assert [row.has_state for row in flat.state.scalars()] == [False]
@@ -336,13 +141,6 @@ def test_a_part_that_was_never_stepped_has_no_state_to_save() -> None:
     assert flat.state.count_bytes() == 2 * 4 * 4
 
 
-def test_bytes_of_the_moments() -> None:
-    flat = FlatOptimizer(torch.zeros(10), from_policy(OptimizerPolicy()), 0)
-    assert flat.state.count_bytes() == 2 * 10 * 4
-    flat.step(torch.ones(10), 1.0, AS_MADE)
-    assert flat.state.count_bytes() == 2 * 10 * 4
-
-
 def test_a_started_optimizer_is_refused() -> None:
     parameter = torch.zeros(2, requires_grad=True)
     given = optim.Adagrad([parameter])
@@ -351,52 +149,3 @@ def test_a_started_optimizer_is_refused() -> None:
     given.step()
     with pytest.raises(UsageError, match="it has stepped already"):
         from_torch(given)
-
-
-@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad"])
-def test_moments_are_made_where_they_are_to_lie(
-    name: str, form: StateForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a load in which nothing had stepped too. Beside that memory no more than a chunk is made: a bucket had its
-    moments twice."""
-    monkeypatch.setattr(flat_state, "_MADE_AT_ONCE", 32)
-    make, elements = from_torch(OPTIMIZERS[name]([torch.zeros(1)])), 320
-    rounding = Rounding([RoundedPart(0, elements, 1, lambda a, b: [Run(0, a, b - a)])])
-    master = torch.ones(elements)
-    own = FlatOptimizer(master.clone(), make, 0, form, rounding).state
-    stored = {label: tensor.dtype for label, _, _, tensor in own.moments()}
-    into = {
-        label: torch.empty(stored_elements(form, elements), dtype=d).fill_(7) for label, d in stored.items()
-    }
-    made = LargestMade()
-    with made:
-        state = FlatOptimizer(master, make, 0, form, rounding, into).state
-    for _ in range(2):
-        places = {label: tensor.data_ptr() for label, _, _, tensor in state.moments()}
-        assert places == {label: tensor.data_ptr() for label, tensor in into.items()}
-        assert all(torch.equal(state.read(label), own.read(label)) for label in own.labels)
-        with made:
-            for tensor in into.values():
-                tensor.fill_(7)
-            state.restore({} if state.coded else into, [(elements, None)])
-    assert 0 < made.largest <= 32 * 8
-
-
-@pytest.mark.parametrize("kind", ["adam", "adamw"])
-def test_adam_without_bias_correction(kind: Any) -> None:
-    """The formula of the module's docstring in plain numbers, with a decay of the weights or of the gradient."""
-    policy = OptimizerPolicy(type=kind, lr=0.1, weight_decay=0.5, eps=1e-3, correct="none")
-    weights = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    optimizer = from_policy(policy)([weights], 0)
-    w, m, v = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
-    for gradient in ([0.5, -1.0], [0.25, 2.0]):
-        weights.grad = torch.tensor(gradient, dtype=torch.float64)
-        optimizer.step()
-        for i, each in enumerate(gradient):
-            g = each + 0.5 * w[i] if kind == "adam" else each
-            m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.999 * v[i] + 0.001 * g * g
-            w[i] = (w[i] if kind == "adam" else w[i] * 0.95) - 0.1 * m[i] / (v[i] ** 0.5 + 1e-3)
-    torch.testing.assert_close(weights.tolist(), w, rtol=1e-12, atol=0)
-    with pytest.raises(ValueError, match="correct: step of adam is not a rule here"):
-        OptimizerPolicy(type="adam", correct="step")

@@ -8,7 +8,7 @@ import torch
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.plain import worst
 from tests.parallel.zero.nets import SkipsAll
-from tests.parallel.zero.test_executor import piece
+from tests.parallel.zero.test_hooks import piece
 from tests.parallel.zero.test_windows import raised
 from torch import Tensor, nn
 

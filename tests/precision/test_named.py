@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.precision.modules import Router, model
 from torch import Tensor, nn
 
 import shardwise
@@ -16,58 +17,12 @@ from shardwise.kernels.rms_norm import rms_norm
 from shardwise.precision import operations
 from shardwise.precision.operations import DtypeByOperation, functions_named
 from shardwise.precision.policy import PrecisionPolicy
-from shardwise.precision.resolve import names_of, resolved
 
 F16, F32, B16 = torch.float16, torch.float32, torch.bfloat16
 
 
-class OwnNorm(nn.LayerNorm):
-    """Derived from one of torch's."""
-
-
-class Router(nn.Module):
-    """Holds a buffer that 16 bits would spoil."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("bias", torch.arange(4) / 100)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("other", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x) * self.other.to(x.dtype)
-        return result + self.bias.to(x.dtype)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), OwnNorm(4), Router(), nn.BatchNorm1d(4))
-
-
 def squared(net: nn.Module, x: Tensor) -> Tensor:
     return net(x).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "wanted"),
-    [
-        ("class:LayerNorm", {"1.weight", "1.bias"}),
-        ("class:torch.nn.LayerNorm", {"1.weight", "1.bias"}),
-        ("class:torch.nn.modules.linear.Lin*", {"0.weight", "0.bias", "2.linear.weight", "2.linear.bias"}),
-        ("class:Router", {"2.bias", "2.count", "2.other", "2.linear.weight", "2.linear.bias"}),
-        ("class:Norm", set()),
-        ("1.*", set()),
-    ],
-)
-def test_names_of_a_class(pattern: str, wanted: set[str]) -> None:
-    assert set(names_of(pattern, model())) == wanted
-
-
-def test_of_tied_parameters_the_first_name() -> None:
-    net = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
-    net[1].weight = net[0].weight
-    assert set(names_of("class:Linear", net)) == {"0.weight"}
 
 
 def kept(world: World, stage: int) -> dict[str, torch.dtype]:
@@ -286,29 +241,6 @@ def test_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         RunConfig.parse({"precision": given})
     assert "\n" not in str(error.value)
-
-
-def test_refused_with_a_model() -> None:
-    for precision, said in (
-        (
-            {"operations": "bf16", "narrow_reduce": ["class:Conv2d"]},
-            "narrow_reduce: pattern 'class:Conv2d' matches no",
-        ),
-        (
-            {"compute": "bf16", "keep_fp32": ["class:Typo"]},
-            "keep_fp32: pattern 'class:Typo' matches no parameter",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            shardwise.initialize(model(), {"precision": precision}, world=join(quiet=True))
-    with pytest.raises(ConfigError, match="compiled block hides its operations"):
-        shardwise.initialize(
-            model(), {"precision": {"amp": "O1"}, "compile": "blocks"}, world=join(quiet=True)
-        )
-    net = model()
-    net.gradient_checkpointing = True
-    with pytest.raises(ConfigError, match="recomputes by itself"):
-        resolved(PrecisionPolicy(operations="bf16"), net)
 
 
 def test_levels_with_bf16_and_again() -> None:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import join
-from shardwise.precision.policy import PrecisionPolicy
-from shardwise.precision.resolve import norms_with_statistics, resolved
 
 F32 = torch.float32
 SCALE = 512.0
@@ -112,18 +110,3 @@ def test_batch_norms_in_a_pipeline(ranks: Any) -> None:
     alone = staged(join(quiet=True))
     for found in ranks(2).run(staged):
         assert found == pytest.approx(alone, rel=1e-6)
-
-
-def test_which_norms() -> None:
-    model = nn.Sequential(
-        nn.LayerNorm(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2)
-    )
-    bf16 = PrecisionPolicy(compute="bf16")
-    assert norms_with_statistics(bf16, model) == ["1"]
-    policy, notes = resolved(bf16, model)
-    wide = [name for name, _ in model.named_parameters() if policy.dtypes(name, F32).compute is F32]
-    assert wide == ["1.weight", "1.bias"] and len(notes) == 1
-    assert resolved(PrecisionPolicy(), model)[1] == ()
-    assert resolved(PrecisionPolicy(compute="bf16", buffers="bf16"), model)[1] == ()
-    assert resolved(PrecisionPolicy(compute="bf16", buffers="bf16", keep_fp32=["1.*"]), model)[1] != ()
-    assert resolved(bf16, model.bfloat16())[1] == ()

@@ -1,22 +1,18 @@
 """What is drawn for a picture follows from seed and position, on any number of ranks and workers."""
 
-import time
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tests.data.images.test_sources import truncated
+from tests.data.images.test_build import truncated
 
 from shardwise.base.errors import DataError
 from shardwise.data import Loader, evaluation_batches
 from shardwise.data.images import ImagePolicy, build_images
-from shardwise.data.images.form import rectangle, to_shorter_side
-from shardwise.data.images.pictures import Pictures
-from shardwise.data.placed import PlacedDataset, SampleAt, draws_at
+from shardwise.data.images.form import rectangle
+from shardwise.data.placed import SampleAt, draws_at
 
 # Worker processes are forked, which newer Pythons remark upon when threads are alive.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -79,35 +75,6 @@ def test_an_epoch_draws_anew_and_a_resume_goes_on() -> None:
     assert torch.equal(loader.step_batches()[0].images, again.step_batches()[0].images)
 
 
-class Counted(PlacedDataset):
-    """Counts its batches in memory that workers share."""
-
-    def __init__(self) -> None:
-        self.made = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return 64
-
-    def batch(self, places: Sequence[SampleAt], key: int) -> int:
-        self.made += 1
-        return int(self.made)
-
-    def fingerprint(self) -> str:
-        return ""
-
-
-def test_a_worker_makes_the_whole_next_step_ahead() -> None:
-    """It made three batches ahead, and steps of more waited for the others while nothing was computed."""
-    data = Counted()
-    loader = Loader(data, global_batch=8, micro_batch=1, workers=1)
-    assert loader.step_batches() == [*range(1, 9)]
-    deadline = time.monotonic() + 20
-    while int(data.made) < 16 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert int(data.made) >= 16
-    loader.close()
-
-
 def test_every_held_out_picture_counts_once() -> None:
     data = corpus().validation
     seen = [
@@ -119,57 +86,12 @@ def test_every_held_out_picture_counts_once() -> None:
     assert sorted(seen) == sorted(data.pictures.labels.tolist())
 
 
-class OnePicture(Pictures):
-    """A ramp, so that a place in it can be told by its value."""
-
-    def __init__(self) -> None:
-        self.labels, self.class_names = np.zeros(1, dtype=np.int64), ("ramp",)
-
-    def picture(self, index: int) -> np.ndarray:
-        ramp = np.arange(1, 145, dtype=np.uint8).reshape(12, 12)
-        return np.stack([ramp] * 3, -1)
-
-    def fingerprint(self) -> str:
-        return "ramp"
-
-
-def test_padding_moves_and_flip_mirrors() -> None:
-    from shardwise.data.images.form import ImageSamples
-
-    def drawn(**keys: Any) -> np.ndarray:
-        policy = ImagePolicy.model_validate({"mean": (0, 0, 0), "std": (1, 1, 1)} | keys)
-        samples = ImageSamples(OnePicture(), np.zeros(1, dtype=np.int64), policy, 12, augments=True)
-        images = samples.batch([SampleAt(position, 0) for position in range(200)], 5).images
-        return (images[:, 0] * 255).round().numpy().astype(int)
-
-    ramp = np.arange(1, 145).reshape(12, 12)
-    moved = drawn(padding=2, flip=False)
-    places = set()
-    for picture in moved:
-        inside = picture[picture > 0]
-        top, left = divmod(int(inside.min()) - 1, 12)
-        bottom, right = divmod(int(inside.max()) - 1, 12)
-        assert np.array_equal(inside, ramp[top : bottom + 1, left : right + 1].ravel())
-        row, column = np.argwhere(picture == inside.min())[0]
-        places.add((int(row) - top, int(column) - left))
-    assert places == {(row, column) for row in range(-2, 3) for column in range(-2, 3)}
-    mirrored = sum(np.array_equal(picture, ramp[:, ::-1]) for picture in drawn(padding=0))
-    plain = sum(np.array_equal(picture, ramp) for picture in drawn(padding=0))
-    assert mirrored + plain == 200 and 70 < mirrored < 130
-
-
 def test_rectangles_have_the_share_that_was_asked_for() -> None:
     draws = draws_at(0, 0)
     for box in (rectangle((100, 80), (0.2, 0.5), draws) for _ in range(200)):
         assert 0 <= box.left < box.right <= 80 and 0 <= box.top < box.bottom <= 100
         assert 0.18 < (box.right - box.left) * (box.bottom - box.top) / 8000 < 0.53
     assert rectangle((100, 10), (1.0, 1.0), draws) == (0, 43, 10, 56)  # none fits: the middle
-
-
-def test_the_shorter_side_is_what_was_asked_for() -> None:
-    picture = np.zeros((30, 47, 3), dtype=np.uint8)
-    assert to_shorter_side(picture, 12).shape == (12, 19, 3)
-    assert to_shorter_side(picture, 30) is picture
 
 
 def test_a_worker_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:

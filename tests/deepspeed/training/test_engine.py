@@ -1,6 +1,5 @@
 """A loop in DeepSpeed's names against plain torch on the same batches, and what such scripts read on the way."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,36 +13,8 @@ import shardwise.deepspeed as deepspeed
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm.world import World
 from shardwise.deepspeed.calls.enums import OffloadStateTypeEnum
-from shardwise.deepspeed.training import getters
-from shardwise.deepspeed.training.pipeline_engine import PipelineEngine
-from shardwise.deepspeed.training.refusals import INSTEAD
+from tests.deepspeed.training.script import MICRO, PARTS, STEPS, configuration, made, net, samples
 from tests.ranks import RankPool
-
-STEPS, PARTS, MICRO = 3, 2, 2
-
-
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def samples() -> list[tuple[Tensor, int]]:
-    drawn = torch.Generator().manual_seed(5)
-    return [(torch.randn(4, generator=drawn, dtype=torch.float64), place % 3) for place in range(24)]
-
-
-def configuration(stage: int, **more: Any) -> dict[str, Any]:
-    """A None leaves a key out."""
-    keys: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": PARTS,
-        "gradient_clipping": 0.3,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_num_steps": 2}},
-        **more,
-    }
-    return {key: value for key, value in keys.items() if value is not None}
 
 
 class Seen(NamedTuple):
@@ -123,11 +94,6 @@ def test_the_loader_begins_again_in_the_same_order() -> None:
     assert [next(endless).tolist() for _ in range(4)] == first + first
 
 
-def made(**arguments: Any) -> Any:
-    model = net()
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), **arguments)
-
-
 def test_two_configurations_or_none() -> None:
     class Arguments:
         deepspeed_config = "ds.json"
@@ -180,28 +146,6 @@ def test_what_the_engine_lacks_is_the_models() -> None:
     with pytest.raises(AttributeError, match="neither the engine nor the model"):
         engine.nothing_of_that_name  # noqa: B018
     assert not engine.fp16_enabled() and engine.zero_reduce_bucket_size() == 5e8
-    engine.destroy()
-
-
-def test_every_getter_answers() -> None:
-    """Each is the value of a key, given or its default."""
-    engine, *_ = made(config=configuration(2, zero_optimization={"stage": 2, "reduce_bucket_size": 7}))
-    found = {name: getattr(engine, name)() for name in getters.NAMES}
-    assert found["zero_reduce_bucket_size"] == 7 and found["zero_allgather_bucket_size"] == 5e8
-    assert found["zero_optimization_partition_gradients"] and not found["zero_optimization_partition_weights"]
-    assert found["optimizer_params"]["lr"] == 0.01 and found["scheduler_name"] == "WarmupLR"
-    assert found["zero_offload_optimizer"] is None and found["dynamic_loss_scale"] is True
-    assert engine.dynamic_loss_scale_args()["init_scale"] == 2**16 and not found["is_compiled"]
-    assert engine._config.zero_config.stage == engine._config.zero_optimization_stage == 2
-    engine.destroy()
-
-
-def test_methods_that_are_not_here_say_what_to_do() -> None:
-    engine, *_ = made(config=configuration(0))
-    for name, instead in INSTEAD.items():
-        assert not hasattr(engine, name) and not hasattr(PipelineEngine, name), name
-        with pytest.raises(AttributeError, match=re.escape(f"engine.{name}: not here: {instead}")):
-            getattr(engine, name)
     engine.destroy()
 
 
@@ -293,30 +237,6 @@ def test_no_sync_where_gradients_lie_in_pieces() -> None:
     with pytest.raises(UsageError, match="stage 2"), engine.no_sync():
         pass
     engine.destroy()
-
-
-def test_optimizers_by_the_names_of_their_kernels() -> None:
-    """Each is the rule of the same name; DeepSpeed's LAMB corrects the step."""
-    from shardwise.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from shardwise.deepspeed.ops.lamb import FusedLamb
-    from shardwise.deepspeed.ops.lion import FusedLion
-
-    model = net()
-    assert type(FusedAdam(model.parameters())) is torch.optim.AdamW
-    assert type(DeepSpeedCPUAdam(model.parameters(), adamw_mode=False)) is torch.optim.Adam
-    keys = configuration(1, optimizer=None, scheduler=None)
-    for make in (FusedLamb, FusedLion):
-        model = net()
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=make(model.parameters(), lr=0.1), config=keys
-        )
-        before = model[0].weight.detach().clone()
-        counted(engine, lambda place, engine=engine: engine(torch.ones(2, 4).double()).square().mean())
-        moved = (model[0].weight - before).abs()
-        assert engine.global_steps == 1 and moved.max() > 0
-        if make is FusedLion:
-            torch.testing.assert_close(moved, torch.full_like(moved, 0.1))
-        engine.destroy()
 
 
 def test_a_pass_shorter_than_a_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from shardwise.kernels.initializers import Constant, Normal, Uniform
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import train, worst
 from tests.parallel.zero.nets import AroundABlock, Net
-from tests.parallel.zero.test_executor import piece
+from tests.parallel.zero.test_hooks import piece
 
 LIMIT = 1e-10
 

@@ -1,6 +1,6 @@
 """The list is the program: what is not in it does not happen, and what is in it does.
 
-Lists are changed behind the validator's back (tests/plan/test_mutations.py shows what it refuses), alike on all ranks,
+Lists are changed behind the validator's back (tests/plan/test_validate.py shows what it refuses), alike on all ranks,
 and the parity figures or an error of the engine show it.
 """
 

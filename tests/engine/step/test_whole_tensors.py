@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn, optim
 
 import shardwise
-from shardwise.base.errors import ConfigError, NonFiniteError, UsageError
+from shardwise.base.errors import NonFiniteError, UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.world import join
 from shardwise.engine.step.whole_matrices import WholeMatrices
 from shardwise.engine.step.whole_norms import WholeNorms
-from shardwise.plan.action import Kind
 from tests.engine.conformance import Conformance
 from tests.engine.nets import seeded
 from tests.engine.plain import worst
@@ -337,59 +336,6 @@ def test_state_goes_through_other_layouts_without_changing_a_bit(
 
 
 # A user's object, messages, refusals ------------------------------------------------------------------------------
-
-
-def two_matrices() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 8, bias=False))
-
-
-def user_muon(world: Any) -> tuple[float, list[int], list[int]]:
-    """``torch.optim.Muon`` on a model of matrices; what DEAL sent, and what it should."""
-    options = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    model, plain = seeded(two_matrices), seeded(two_matrices)
-    theirs = optim.Muon(plain.parameters(), **options)
-    engine = shardwise.initialize(
-        model,
-        {"zero": {"stage": 3}},
-        optimizer=optim.Muon(model.parameters(), **options),
-        loss=lambda model, x: model(x).square().mean(),
-        world=world,
-    )
-    largest, sent = 0.0, []
-    for step in range(2):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).double()
-        engine.train_step([x.chunk(world.size)[world.rank]])
-        sent += [
-            size
-            for action, size in zip(engine.trace.actions, engine.trace.bytes, strict=True)
-            if action.kind is Kind.DEAL
-        ]
-        plain.zero_grad()
-        plain(x).square().mean().backward()
-        theirs.step()
-        largest = max(largest, worst(engine.state_dict(), plain.state_dict()))
-    parts = engine._parts.trained
-    counts = WholeMatrices(parts, engine._parts.slices, engine._parts.stage_peers, engine.device)._rounds[0]
-    rank = world.rank
-    there = sum(n for to, n in enumerate(counts.there[rank]) if to != rank)
-    back = sum(n for to, n in enumerate(counts.back[rank]) if to != rank)
-    engine.close()
-    return largest, sent, [2 * (there + back)] * 2
-
-
-def test_a_muon_of_torch_is_served(ranks: Any) -> None:
-    found = ranks(2).run(user_muon)
-    for error, sent, wanted in found:
-        assert error <= 1e-5
-        assert sent == wanted
-    # The larger matrix goes to rank 1, which has 72 of its 80 elements, the other to rank 0, which has all of it. The 8
-    # come back: 2 bytes an element each way.
-    assert sum(sent[0] for _, sent, _ in found) == 2 * 2 * 8
-
-
-def test_muon_without_blocks_asks_which_matrices() -> None:
-    with pytest.raises(ConfigError, match=r"muon updates the matrices of repeated blocks.*matrices: true"):
-        shardwise.initialize(Branches(), {"optimizer": {"type": "muon"}}, world=join(quiet=True))
 
 
 def test_other_optimizers_of_whole_tensors_are_refused_by_name() -> None:

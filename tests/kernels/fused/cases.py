@@ -6,12 +6,14 @@ from contextlib import contextmanager
 
 import torch
 from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.kernels import choice
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = int(os.environ.get("EXAMPLES", 5 if INTERPRETED else 40))
 """Of a property. The interpreter takes a thousand times what a device takes; it runs 40 in the soak."""
@@ -43,3 +45,19 @@ def plain() -> Iterator[None]:
         yield
     finally:
         choice.DEVICES = served
+
+
+def compare(
+    fused: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    bound: float,
+    least: float = 1,
+) -> None:
+    """Values and gradients, against the reference in fp64 on the same rounded inputs; ``least``: of terms that may
+    cancel each other."""
+    found = given_and_gradients(fused, inputs)
+    expected = given_and_gradients(reference, [x.detach().double() for x in inputs])
+    for a, b, x in zip(found, expected, [inputs[0], *inputs], strict=True):
+        assert a.dtype == x.dtype
+        assert away(a, b, least=least) < bound

@@ -17,26 +17,10 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
+from tests.parallel.embedding.grown import collection_of, keys_of, train_on
 from tests.parallel.embedding.threads import on_ranks
 
-SGD = RowOptimizerPolicy(type="sgd", lr=0.1)
 LARGEST = (1 << 63) - 1
-
-
-def collection_of(dynamic: DynamicPolicy, placement: str = "auto", **fields: Any) -> EmbeddingCollection:
-    table = TablePolicy(**({"name": "t", "width": 3, "dynamic": dynamic, "placement": placement} | fields))
-    return EmbeddingCollection([table], SGD, seed=1, dtype=torch.float64)
-
-
-def train_on(collection: EmbeddingCollection, keys: list[int]) -> torch.Tensor:
-    out = collection({"t": Ragged.of_ones(torch.tensor(keys, dtype=torch.int64))})["t"]
-    out.sum().backward()
-    collection.step()
-    return out.detach()
-
-
-def keys_of(collection: EmbeddingCollection) -> list[int]:
-    return sorted(collection.rows_here("t").keys.tolist())
 
 
 def test_any_key_gets_a_row_and_it_begins_by_its_key() -> None:
@@ -71,17 +55,6 @@ def test_a_budget_in_bytes() -> None:
     train_on(collection, [1, 2, 3])
     with pytest.raises(TableFullError):
         train_on(collection, [4])
-
-
-@pytest.mark.parametrize(("kind", "left"), [("lru", [2, 4, 5]), ("lfu", [1, 2, 5])])
-def test_the_lowest_go_first(kind: str, left: list[int]) -> None:
-    eviction = EvictionPolicy(type=kind, fraction=0.25, pinned=(5,))
-    collection = collection_of(DynamicPolicy(capacity=4, eviction=eviction))
-    for keys in ([1, 5], [1, 1], [1, 2], [3, 2], [2, 2]):
-        train_on(collection, keys)
-    assert keys_of(collection) == [1, 2, 3, 5], "full, and no more than that"
-    train_on(collection, [4, 2])
-    assert keys_of(collection) == left
 
 
 def test_a_row_that_comes_back_begins_anew() -> None:
@@ -244,60 +217,6 @@ def test_the_largest_count_that_a_key_can_wait_for() -> None:
     assert table.candidates is not None
     assert table.candidates.tolist() == [[7, ((step - 1) << _COUNT_BITS) + most - 1]]
     assert table.take(key, step)[0].tolist() != [-1]
-
-
-def train_with_eviction(group: Group, placement: str, kind: str, admission: str) -> dict[str, Any]:
-    dynamic = DynamicPolicy(
-        capacity=40,
-        eviction=EvictionPolicy(type=kind, fraction=0.2, pinned=(3, 4)),
-        admission=AdmissionPolicy(type=admission, count=2 if admission == "frequency" else 1),
-    )
-    collection = collection_of(dynamic, placement)
-    collection.place(group)
-    each = 24 // group.size
-    for step in range(12):
-        generator = torch.Generator().manual_seed(step)
-        keys = (torch.rand(24, generator=generator) ** 3 * 120).long() + step * 2
-        mine = keys[group.index * each : (group.index + 1) * each]
-        train_on(collection, mine.tolist())
-    rows = collection.rows_here("t")
-    assert rows.scores is not None
-    tally = collection.tallies["t"]
-    return {"tally": tally, "keys": rows.keys, "weights": rows.weights, "scores": rows.scores}
-
-
-@pytest.mark.parametrize("kind", ["lru", "lfu"])
-@pytest.mark.parametrize("admission", ["always", "frequency"])
-@pytest.mark.parametrize("placement", ["data_parallel", "column", "table", "row"])
-def test_every_layout_evicts_the_same(placement: str, admission: str, kind: str) -> None:
-    alone = on_ranks(1, train_with_eviction, "auto", kind, admission)[0]
-    found = on_ranks(3, train_with_eviction, placement, kind, admission)
-    parts = found[:1] if placement in ("data_parallel", "column") else found
-    keys = torch.cat([part["keys"] for part in parts])
-    scores = torch.cat([part["scores"] for part in parts])
-    weights = torch.cat(
-        [part["weights"] for part in (found if placement == "column" else parts)], int(placement == "column")
-    )
-    order, expected = keys.argsort(), alone["keys"].argsort()
-    assert 0 < len(keys) <= 40
-    sums = [sum(part["tally"][i] for part in found) for i in range(3)]
-    assert sums == list(alone["tally"]) and sums[0] == len(keys) == sums[1] - sums[2] and sums[2] > 0
-    assert torch.equal(keys[order], alone["keys"][expected])
-    assert torch.equal(scores[order], alone["scores"][expected])
-    torch.testing.assert_close(weights[order], alone["weights"][expected], rtol=1e-12, atol=1e-14)
-
-
-def test_candidates_and_scores_are_kept() -> None:
-    """A key that has come twice of three times is admitted at its third coming in the run that goes on."""
-    dynamic = DynamicPolicy(admission=AdmissionPolicy(type="frequency", count=3))
-    before, after = collection_of(dynamic), collection_of(dynamic)
-    for keys in ([1, 2], [1, 2], [1]):
-        train_on(before, keys)
-    after.saved.load_progress(before.saved.progress())
-    after.load_rows("t", before.rows_here("t"))
-    assert keys_of(after) == [1]
-    train_on(after, [2, 3])
-    assert keys_of(after) == [1, 2] and after.steps == 4
 
 
 def test_who_waits_too_long_is_forgotten() -> None:

@@ -1,6 +1,5 @@
 """Rows go to their experts and come back: the sums and gradients of one process, with any routing."""
 
-import math
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -10,12 +9,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import Clock, Group
-from shardwise.comm.trace import Traffic
+from shardwise.comm.collectives import Group
 from shardwise.comm.world import World
 from shardwise.parallel.expert.cost import elements_sent, expected_rows
 from shardwise.parallel.expert.dispatch import Dispatcher
-from shardwise.parallel.expert.row_counts import block_counts, even_counts
 from tests.parallel.expert.layer import (
     WIDTH,
     Given,
@@ -166,25 +163,6 @@ def test_exact_in_blocks_on_one_rank() -> None:
     assert max(distances(World(0, 1), 1, 1, in_blocks=True).values()) <= TOLERANCE
 
 
-class OfSize(NamedTuple):
-    """As much of a group as bounds follow from."""
-
-    size: int
-
-
-@pytest.mark.parametrize("levels", [(2,), (4,), (2, 2), (2, 4)])
-@pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0])
-def test_blocks_are_as_large_as_the_capacity_allows(levels: tuple[int, ...], capacity: float) -> None:
-    """Rows that leave a rank are those of the closed form, and every expert has room for all that may come."""
-    tokens, top_k, experts, ep = 64, 2, 16, math.prod(levels)
-    room = min(tokens, int(capacity * top_k * tokens / experts))
-    bounds = block_counts(tokens, room, experts, [OfSize(size) for size in levels], OfSize(1))  # type: ignore[list-item,arg-type]
-    rows = sum((len(counts) - 1) * counts[0][0] for counts in bounds.hops)
-    hosts = levels[0] if len(levels) > 1 else 1
-    assert rows == expected_rows(tokens, top_k, experts, ep, hosts, capacity)
-    assert bounds.experts == [min(ep * room, bounds.parts[0])] * (experts // ep)
-
-
 def beyond_blocks(world: World) -> str:
     """A pass with more tokens than the first."""
     dispatcher = Dispatcher(*groups(world, 2, 1), EXPERTS, name="blocks.3.mlp")
@@ -311,13 +289,3 @@ def test_nan_in_weights_stays_with_its_token(ranks: Any) -> None:
     first, second = ranks(2).run(with_nan)
     assert first == [token == 2 for token in range(6)]
     assert not any(second)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_even_counts_are_what_is_expected(parts: int) -> None:
-    ep, etp = Group("ep", (0, 1, 2, 3), 0, None, Clock(0.0), Traffic()), Group.alone("etp")
-    found = even_counts(600, parts, 2, EXPERTS, [ep], ep, etp)
-    assert sum(found.experts) == found.fullest == 600 * 2 / parts
-    (counts,) = found.hops
-    assert sum(counts[0][1:]) == pytest.approx(expected_rows(600, 2, EXPERTS, 4) / parts, abs=3)
-    assert found.parts == [sum(row[0] for row in counts)]

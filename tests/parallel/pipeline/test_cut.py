@@ -7,67 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
-from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, stages_of_modules, weigh
+from shardwise.parallel.pipeline.blocks import stages_of_modules
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from tests.engine.nets import Language, seeded
 from tests.parallel.pipeline.chain import error_of_cut, forward_backward, gradients_of
-
-TOKENS = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
-def gpt(**keys: Any) -> nn.Module:
-    shape = {"layers": 4, "width": 8, "heads": 2, "context": 8, "vocab": 11, "hidden": 8}
-    return Gpt(GptPolicy(**shape, **keys)).double()
-
-
-def loss(model: nn.Module) -> Tensor:
-    return model(TOKENS, TOKENS)
-
-
-class Images(nn.Module):
-    """Blocks are attributes of the root, with an activation that writes in place between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.layer1 = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
-        self.layer2 = nn.Conv2d(4, 6, 3, stride=2)
-        self.layer3 = nn.Conv2d(6, 6, 1)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.relu(self.norm(self.stem(images)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        return self.head(self.pool(x).flatten(1)).logsumexp(1).mean()
-
-
-class Patches(nn.Module):
-    """Parameters of the root itself, a convolution in front, and a buffer that every block is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(1, 1, 6))
-        self.places = nn.Parameter(torch.randn(1, 5, 6))
-        self.embed = nn.Conv2d(3, 6, 2, 2)
-        self.register_buffer("scale", torch.full((6,), 1.5))
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embed(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.scale
-        return self.norm(x).square().mean()
+from tests.parallel.pipeline.cuttable import TOKENS, Images, Patches, gpt, loss, on_images
 
 
 class Pair(nn.Module):
@@ -92,36 +40,6 @@ class Pairs(nn.Module):
         x = self.embed(tokens)
         a, rest = self.blocks((x, {"b": x * 2, "a": x}))
         return (a * rest["b"] * rest["a"]).mean()
-
-
-class Skipping(Language):
-    """The embedding reaches every block beside the block's input: more than one output passes."""
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        first = x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x + first)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-class Backwards(Language):
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in reversed(self.blocks):
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-class LateScale(Patches):
-    """A parameter that starts as zero is registered first and used last."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) + self.first.sum()
-
-
-def on_images(shape: tuple[int, ...]) -> Callable[[nn.Module], Tensor]:
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return lambda model: model(images)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], list[tuple[str, ...]]]] = {
@@ -223,14 +141,6 @@ def test_inner_weights_tied_across_stages_are_copied_with_the_modules_around_the
     assert model.blocks[2].up.weight is model.blocks[0].up.weight
 
 
-def test_a_block_that_stands_twice_in_a_stage_ends_it_the_second_time() -> None:
-    model = seeded(Language, 2)
-    one, other = model.blocks
-    model.blocks = nn.ModuleList([one, one, other, other])
-    check_cut(model, loss, ("blocks.2",))
-    assert error_of_cut(model, loss, ("blocks.2",)) <= 1e-12
-
-
 def test_hooks_on_blocks_see_an_ordinary_pass() -> None:
     """Those on the root's output run where that output is, on the last stage (test_root_hooks.py)."""
     model = seeded(Language)
@@ -298,60 +208,6 @@ def test_compiled_and_checkpointed_blocks() -> None:
         plain = block.forward
         block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
     assert error_of_cut(model, loss, ("blocks.1", "blocks.2")) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("make", "call", "starts", "stage"),
-    [
-        (lambda: seeded(Skipping), loss, ("blocks.1",), "stage 1 of 2"),
-        (lambda: seeded(Skipping), loss, ("blocks.1", "blocks.2"), "stage 1 of 3"),
-        (lambda: seeded(LateScale), on_images((2, 3, 4, 4)), ("layers.1", "layers.2"), "stage 2 of 3"),
-    ],
-    ids=["a second value passes", "of three stages", "a parameter that is zero"],
-)
-def test_a_model_that_cannot_be_cut_names_the_first_stage(
-    make: Any, call: Any, starts: Any, stage: str
-) -> None:
-    model = make()
-    with pytest.raises(PlanError, match=f"{stage}.*list of layers"):
-        check_cut(model, call, starts)
-    assert model.training
-
-
-def test_blocks_that_run_in_another_order_are_found() -> None:
-    with pytest.raises(PlanError, match="order"):
-        check_cut(seeded(Backwards), loss, ("blocks.1",))
-
-
-def test_dropout_and_batch_norm_stay_as_they_were_after_the_check() -> None:
-    model = seeded(Images)
-    model.layer1.eval()
-    before = model.norm.running_mean.clone()
-    check_cut(model, on_images((2, 3, 9, 9)), ("layer2",))
-    assert torch.equal(model.norm.running_mean, before)
-    assert model.training and not model.layer1.training
-
-
-def test_a_model_on_meta_is_compared_by_shapes() -> None:
-    with torch.device("meta"):
-        model = Gpt(GptPolicy(layers=2, width=8, heads=2, context=8, vocab=11, hidden=8))
-    check_cut(model, lambda m: m(TOKENS.to("meta"), TOKENS.to("meta")), ("blocks.1",))
-    assert all(p.is_meta for s in cut(model, ("blocks.1",), [0, 1]).values() for p in s.module.parameters())
-
-
-def test_blocks_are_found() -> None:
-    assert find_blocks(gpt()) == tuple(f"blocks.{i}" for i in range(4))
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == ("0", "1")
-    with pytest.raises(PlanError, match="pipeline.partition"):
-        find_blocks(nn.Linear(2, 2))
-    assert blocks_around(Images(), ("layer3",)) == ("stem", "norm", "layer1", "layer2", "layer3", "head")
-
-
-def test_weights_of_blocks_count_what_stands_around_them() -> None:
-    model = seeded(Language)
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    weights, front, back = weigh(model, find_blocks(model))
-    assert (weights, front, back) == ([block] * 3, 66, 66 + 12)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
-from shardwise.parallel.pipeline.blocks import find_blocks, stages_of_modules, weigh
+from shardwise.parallel.pipeline.blocks import find_blocks
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from tests.parallel.pipeline.chain import forward_backward, gradients_of
-from tests.parallel.pipeline.test_absent import TOKENS, WIDTH, Backwards, HeadFirst, Looped, Net, NormFirst
+from tests.parallel.pipeline.test_stand_in import TOKENS, WIDTH, HeadFirst, Net, NormFirst
 
 
 def call(model: nn.Module) -> Tensor:
@@ -110,28 +110,10 @@ def test_parts_belong_to_the_stage_that_uses_them(made: Callable[[], nn.Module],
     assert all(torch.allclose(found[name], truth[name], rtol=1e-9, atol=1e-12) for name in truth)
 
 
-def test_where_they_belong() -> None:
-    uses = seen(Between())
-    blocks = find_blocks(Between(), uses)
-    places = uses.places(blocks)
-    assert (places["embed"], places["middle"], places["norm"]) == (0, 2, 4)
-    assert places["first.head"] == places["first.head.out_proj"] == 4
-    stage_of = stages_of_modules(Between(), blocks[2:3], uses)
-    assert stage_of["middle"] == stage_of["first.head.out_proj"] == 1
-    assert weigh(Between(), blocks, uses)[2] > weigh(Between(), blocks)[2]
-
-
 def test_the_encoder_is_cut_and_the_decoder_stays_whole() -> None:
     net = EncoderDecoder()
     assert find_blocks(net)[0] == "decoder.0"
     assert find_blocks(net, seen(net)) == tuple(f"encoder.blocks.{i}" for i in range(4))
-
-
-@pytest.mark.parametrize("made", [Looped, Backwards])
-def test_blocks_in_another_order_say_nothing(made: Callable[[], nn.Module]) -> None:
-    net = made()
-    uses = seen(net)
-    assert find_blocks(net, uses) == find_blocks(net) and uses.places(find_blocks(net)) == {}
 
 
 def test_the_look_leaves_nothing_behind() -> None:

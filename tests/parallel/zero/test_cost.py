@@ -19,7 +19,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from tests.engine.nets import seeded
 from tests.parallel.zero.nets import Net
-from tests.parallel.zero.test_executor import piece
+from tests.parallel.zero.test_hooks import piece
 
 
 class Case(NamedTuple):

@@ -18,7 +18,7 @@ from shardwise.parallel.zero import layout
 from tests.engine.nets import seeded
 from tests.engine.plain import against_plain, train, worst
 from tests.parallel.zero.nets import WIDTH, Block, Net
-from tests.parallel.zero.test_executor import piece
+from tests.parallel.zero.test_hooks import piece
 
 STAGES = (0, 1, 2, 3)
 

@@ -1,0 +1,39 @@
+"""Hooks of a user's own, told from those of torch's utilities and of this package."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.base.user_hooks import is_users, user_hooks
+from shardwise.kernels.gated import gated
+
+
+def mine(*arguments: Any) -> None:
+    """A hook of this file."""
+
+
+class Owner:
+    def method(self, *arguments: Any) -> None:
+        """A hook that is a method."""
+
+
+def test_who_made_a_hook_is_read_through_its_wrappers() -> None:
+    assert is_users(mine) and is_users(Owner().method) and is_users(functools.partial(mine, 1))
+    assert not is_users(gated) and not is_users(functools.partial(gated))
+    around_ours = functools.wraps(gated)(lambda *arguments: None)  # its __module__ is that of gated
+    assert is_users(around_ours)
+
+
+def test_hooks_of_every_kind_are_found_and_those_of_torch_are_not() -> None:
+    module = torch.nn.utils.spectral_norm(nn.Linear(2, 2))
+    assert [*user_hooks(module)] == []
+    forward = module.register_forward_hook(mine)
+    before = module.register_forward_pre_hook(mine)
+    backward = module.register_full_backward_hook(mine)
+    assert {(kind, number) for kind, number, hook in user_hooks(module)} == {
+        ("_forward_hooks", forward.id),
+        ("_forward_pre_hooks", before.id),
+        ("_backward_hooks", backward.id),
+    }

@@ -1,0 +1,141 @@
+"""What makes a job fit is what it takes, at a price by counted bytes and operations."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.base.errors import ConfigError
+from shardwise.engine.fit import foresee as foreseeing
+from shardwise.engine.fit.fits import Fit, Memory, budget, fits, longest
+from shardwise.engine.fit.foresee import read
+from shardwise.models import Gpt, GptPolicy
+from shardwise.simulate.rates import Rates
+from shardwise.tiers.offload import OffloadPolicy
+from shardwise.tiers.tier_cost import tier_traffic
+
+RATES = Rates(
+    flops_s=1e10,
+    host_bytes_s=1e10,
+    device_bytes_s=1e10,
+    link_bytes_s=1e10,
+    disk_bytes_s=1e9,
+    exchange_bytes_s=2.5e9,
+)
+
+
+TOKENS = torch.empty(4, 64, dtype=torch.int64, device="meta")
+
+
+TILED = {"tiles": {"logits": 64, "mlp": 64}}
+
+
+def gpt(layers: int = 24, width: int = 256) -> nn.Module:
+    with torch.device("meta"):
+        return Gpt(GptPolicy(layers=layers, width=width, heads=4, context=64, vocab=256))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes nothing by itself."""
+    monkeypatch.setattr(foreseeing, "resident_bytes", lambda: 0)
+
+
+def fit(given: dict[str, Any], memory: Memory, rows: int = 4) -> Fit:
+    tokens = torch.empty(rows, 64, dtype=torch.int64, device="meta")
+    return fits(gpt, given, memory, {"tokens": tokens, "targets": tokens}, rates=RATES)
+
+
+def test_the_cheapest_change_is_named_with_its_price(alone: None) -> None:
+    found = fit(TILED, {"device": "400 MiB"}, rows=32)
+    assert not found.fits and found.changes[0].overrides == ("recompute=full",)
+    more = found.changes[0].outlook.flops - found.outlook.flops
+    change = found.changes[0].seconds.compute - found.seconds.compute
+    assert found.changes[0].price_s == pytest.approx(change) and change > more / RATES.flops_s > 0
+    assert any(line.startswith("  --set recompute=full: 3") and "MiB, +" in line for line in found.lines())
+
+
+def test_state_goes_to_a_disk_by_the_smallest_fraction_that_does(alone: None) -> None:
+    given = TILED | {"recompute": "full"}
+    found = fit(given, {"device": "180 MiB", "disk": "1 GiB"})
+    said = dict(each.removeprefix("offload.").split("=") for each in found.changes[0].overrides)
+    assert said.keys() == {"optimizer", "disk_path", "fraction"}
+    step = found.changes[0].outlook.step
+    assert step is not None and step.bytes_by_tier["disk"] > 200 << 20
+    said["fraction"] = f"{float(said['fraction']) - 0.05:.2f}"  # a Unit less, of twenty-six
+    known = read(gpt, given, 1, torch.device("cpu"), {"tokens": TOKENS, "targets": TOKENS})
+    step = known.outlook(OffloadPolicy.model_validate(said)).step
+    assert step is not None and step.bytes_by_tier["device"] > 180 << 20
+
+
+def test_nothing_makes_it_fit_a_memory_that_is_too_small(alone: None) -> None:
+    found = fit(TILED | {"recompute": "full"}, {"device": "1 MB", "disk": "1 GiB"})
+    assert not found.changes and found.least is not None
+    assert "nothing known makes it fit; --set offload.optimizer=disk --set offload.parameters=disk" in str(
+        found
+    )
+
+
+def test_sizes_are_read() -> None:
+    assert budget({"device": "1.5 GiB", "host": 7, "disk": "2 TB"}) == {
+        "device": 3 << 29,
+        "host": 7,
+        "disk": 2 * 10**12,
+    }
+    with pytest.raises(ConfigError, match="'1 GiBi' of device is no size"):
+        budget({"device": "1 GiBi"})
+    with pytest.raises(ConfigError, match="give that of the device"):
+        budget({"disk": "1 GiB"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"offload": {"parameters": "disk"}, "precision": "bf16"},
+        {"offload": {"step": "delayed"}, "batch": {"accumulation": 3}},
+        {"offload": {"state": "int8"}},
+    ],
+    ids=str,
+)
+def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> None:
+    offload = {"optimizer": "disk", "disk_path": str(tmp_path), **given.get("offload", {})}
+    engine = shardwise.initialize(gpt(3, 64), {"optimizer": {"type": "adamw"}, **given, "offload": offload})
+    tiers = engine._parts.site.tiers
+    assert tiers is not None and tiers.scratch is not None
+    batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "targets": torch.zeros(1, 8, dtype=torch.int64)}
+    counted = []
+    for _ in range(3):
+        engine.train_step([batch] * engine.accumulation)
+        tiers.settle()
+        counted.append((Counter(tiers.scratch.bytes_read), Counter(tiers.scratch.bytes_written)))
+    told = tier_traffic(engine.plan.own, engine.plan.mesh)
+    engine.close()
+    read, written = counted[2][0] - counted[1][0], counted[2][1] - counted[1][1]
+    assert read.total() == told.read + told.weights_read + told.gradients_read > 0
+    assert written.total() == told.written + told.gradients_written > 0
+    assert written["grad"] == read["grad"] == told.gradients_written > told.gradients_read
+    assert read["exp_avg"] == written["exp_avg"] == read["exp_avg_sq"] > 0
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(alone: None) -> None:
+    def make(tokens: int) -> nn.Module:
+        with torch.device("meta"):
+            return Gpt(GptPolicy(layers=2, width=32, heads=4, context=tokens, vocab=64))
+
+    def example(tokens: int) -> dict[str, torch.Tensor]:
+        ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+        return {"tokens": ids, "targets": ids}
+
+    found = longest(make, {}, {"device": "1.5 MiB"}, example, multiple=64)
+    assert found.outlook.step is not None
+    assert 0 < found.tokens < 1024 and found.outlook.step.bytes_by_tier["device"] <= 1.5 * 2**20
+    more = found.tokens + 64
+    known = read(lambda: make(more), {}, 1, torch.device("cpu"), example(more))
+    step = known.outlook(OffloadPolicy()).step
+    assert step is not None and step.bytes_by_tier["device"] > 1.5 * 2**20
+    assert longest(make, {}, {"device": 1000}, example).tokens == 0

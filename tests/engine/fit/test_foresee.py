@@ -1,0 +1,137 @@
+"""What a step takes, foreseen from shapes, is what it takes when it runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.base.errors import UsageError
+from shardwise.comm.world import World
+from shardwise.engine.fit.foresee import foresee
+from shardwise.models import Gpt, GptPolicy
+from shardwise.simulate.passes import LiveBytes
+
+SHAPE: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "context": 64, "vocab": 256}
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"recompute": "full"},
+    {"recompute": {"scope": "selective", "blocks": 2}},
+    {"tiles": {"logits": 32, "mlp": 64}},
+    {"precision": "bf16", "batch": {"accumulation": 2}},
+]
+
+
+def gpt(**given: Any) -> nn.Module:
+    with torch.device("meta"):
+        return Gpt(GptPolicy.model_validate(SHAPE | given))
+
+
+def tokens(rows: int = 4) -> dict[str, Tensor]:
+    ids = torch.arange(rows * 64).view(rows, 64)
+    return {"tokens": ids, "targets": ids}
+
+
+def passing(step: Any) -> int:
+    """Bytes at the peak of what comes and goes within a step."""
+    return sum(step.peak.rows.get(row, 0) for row in ("gradients", "leaving", "kept", "received", "at work"))
+
+
+@pytest.mark.parametrize("given", SETTINGS, ids=str)
+def test_the_peak_of_a_step_is_foreseen(given: dict[str, Any]) -> None:
+    step = foresee(gpt, given, example=tokens()).step
+    assert step is not None
+    batches = [tokens()] * given.get("batch", {}).get("accumulation", 1)
+    engine = shardwise.initialize(gpt(), given)
+    engine.train_step(batches)
+    with LiveBytes() as live:
+        engine.train_step(batches)
+    engine.close()
+    assert 0.97 * passing(step) <= live.most <= passing(step)
+
+
+def test_a_pass_that_depends_on_numbers_is_refused() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x).sum()
+            return y if y.item() > 0 else -y
+
+    with pytest.raises(UsageError, match="cannot be foreseen from shapes: .*depends on its numbers"):
+        foresee(Chooses, {}, example=torch.zeros(2, 4))
+
+
+EXPERTS = {"count": 4, "hidden": 64, "router": {"capacity": 1.25}}
+
+
+def most_held(world: World, model: dict[str, Any], given: dict[str, Any]) -> int:
+    """Bytes that come and go in a step, at most."""
+    batches = [tokens()] * given.get("batch", {}).get("accumulation", 1)
+    batch = given.get("batch", {}) | {"duplicates": "allow"}
+    engine = shardwise.initialize(
+        gpt(**model), given | {"batch": batch, "check_first_step": "off"}, world=world
+    )
+    engine.train_step(batches)
+    with LiveBytes() as live:
+        engine.train_step(batches)
+    engine.close()
+    return live.most
+
+
+@pytest.mark.parametrize("given", [{"mesh": {"tp": 2}}, {"zero": {"stage": 3}}], ids=str)
+def test_the_peak_of_several_ranks_is_foreseen(ranks: Any, given: dict[str, Any]) -> None:
+    step = foresee(gpt, given, 2, example=tokens()).step
+    assert step is not None
+    for most in ranks(2).run(most_held, {}, given):
+        assert 0.95 * passing(step) <= most <= 1.02 * passing(step)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"pipeline": {"schedule": "gpipe"}, "zero": {"stage": 1}},
+        {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
+        {"recompute": "full", "precision": "bf16"},
+    ],
+    ids=str,
+)
+def test_the_peak_of_each_stage_is_foreseen(ranks: Any, given: dict[str, Any]) -> None:
+    given = given | {"mesh": {"pp": 2}, "batch": {"accumulation": 4}}
+    outlook = foresee(gpt, given, 2, example=tokens())
+    found = ranks(2).run(most_held, {}, given)
+    for step, most in zip(outlook.steps, found, strict=True):
+        assert 0.98 * passing(step) <= most <= 1.01 * passing(step)
+    assert outlook.step is not None and outlook.step.rank == found.index(max(found))
+
+
+@pytest.mark.parametrize("given", [{}, {"experts": {"rows": 128}}, {"recompute": "full"}], ids=str)
+def test_the_peak_of_experts_is_foreseen(given: dict[str, Any]) -> None:
+    outlook = foresee(lambda: gpt(experts=EXPERTS), given, example=tokens())
+    step = outlook.step
+    assert step is not None and "where routers choose evenly" in outlook.assumes[0]
+    assert ("128 pairs" in outlook.assumes[0]) == ("experts" in given)
+    engine = shardwise.initialize(gpt(experts=EXPERTS), given)
+    engine.train_step([tokens()])
+    with LiveBytes() as live:
+        engine.train_step([tokens()])
+    engine.close()
+    assert 0.9 * passing(step) <= live.most <= 1.01 * passing(step)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"mesh": {"ep": 2}}, {"mesh": {"ep": 2}, "experts": {"exchange": "blocks"}}, {"mesh": {"tp": 2}}],
+    ids=str,
+)
+def test_the_peak_of_experts_on_several_ranks_is_foreseen(ranks: Any, given: dict[str, Any]) -> None:
+    step = foresee(lambda: gpt(experts=EXPERTS), given, 2, example=tokens()).step
+    assert step is not None
+    for most in ranks(2).run(most_held, {"experts": EXPERTS}, given):
+        assert 0.93 * passing(step) <= most <= 1.05 * passing(step)

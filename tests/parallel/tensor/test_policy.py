@@ -1,0 +1,20 @@
+"""Keys under ``tensor:``."""
+
+import pytest
+from pydantic import ValidationError
+
+from shardwise.parallel.tensor.policy import TensorPolicy
+
+
+def test_sequences_are_cut_and_logits_are_not_gathered_unless_said() -> None:
+    policy = TensorPolicy(table={"blocks.*.up": "column"})
+    assert policy.sequence_parallel and not policy.gather_logits and policy.table == {"blocks.*.up": "column"}
+    assert TensorPolicy().table == {}
+
+
+@pytest.mark.parametrize(
+    "given", [{"table": ["a"]}, {"table": {"a": 1}}, {"tp": 2}, {"gather_logits": "no idea"}]
+)
+def test_what_is_refused(given: dict) -> None:
+    with pytest.raises(ValidationError):
+        TensorPolicy(**given)

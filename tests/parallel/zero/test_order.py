@@ -1,0 +1,98 @@
+"""The order in which Units run: agreed, seen, and mirrored by the backward pass."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from shardwise.parallel.zero.layout import strategy_of
+from shardwise.parallel.zero.order import Order
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.action import Kind
+from shardwise.plan.lists import Boundary
+from shardwise.plan.mesh import Mesh
+
+
+def order_of(names: tuple[str, ...] = ("", "a", "b"), first: int = 0, trained: bool = True) -> Order:
+    """The order of a root with Units inside at stage 3."""
+    bucket = SimpleNamespace(key=SimpleNamespace(trained=trained))
+    units: Any = [SimpleNamespace(name=name, weight_bytes=8, buckets=[bucket]) for name in names]
+    strategy = strategy_of(ZeroPolicy(stage=3), Mesh(dp_shard=2))
+    return Order(units, [strategy] * len(names), 0, first)
+
+
+def row(*units: int) -> list[Boundary]:
+    inner = [boundary for unit in units for boundary in (Boundary(True, unit), Boundary(False, unit))]
+    return [Boundary(True, 0), *inner, Boundary(False, 0)]
+
+
+def run(order: Order, *units: int, microbatch: int | None = 0, departs: bool = False) -> None:
+    order.begin()
+    order.has_departed = departs
+    for boundary in row(*units):
+        order.saw(*boundary)
+    order.end(microbatch)
+
+
+def test_registration_is_agreed_until_another_order_was_seen_and_adopted() -> None:
+    order = order_of()
+    assert order.agreed == tuple(row(1, 2)) and not order.adopt()
+    run(order, 1, 2)
+    assert not order.adopt()
+    run(order, 2, 1)
+    assert order.agreed == tuple(row(1, 2)) and order.adopt()
+    assert order.agreed == tuple(row(2, 1)) and not order.adopt()
+
+
+def test_a_unit_that_did_not_run_keeps_its_place() -> None:
+    order = order_of()
+    run(order, 2)
+    assert not order.adopt() and order.agreed == tuple(row(1, 2))
+
+
+def test_the_hash_is_that_of_the_order_seen() -> None:
+    one, other = order_of(), order_of()
+    run(one, 1, 2)
+    run(other, 2, 1)
+    assert one.hash != other.hash < 1 << 32
+    run(other, 1, 2)
+    assert one.hash == other.hash
+
+
+def test_a_backward_pass_mirrors_its_forward_passes() -> None:
+    order = order_of()
+    assert order.of_passes(0) == order.agreed
+    run(order, 1, 2)
+    run(order, 2, 1, departs=True)
+    run(order, 2, 1, microbatch=None)
+    assert order.of_passes(0) == (*row(1, 2), *row(2, 1)) and order.of_passes(1) == order.agreed
+    order.done(0)
+    assert order.of_passes(0) == order.agreed
+    run(order, 2, 1, microbatch=1, departs=True)
+    order.forget()
+    assert order.of_passes(1) == order.agreed
+
+
+def test_the_unit_that_began_last() -> None:
+    order = order_of()
+    order.begin()
+    assert order.last_opened == 0
+    for boundary in (Boundary(True, 0), Boundary(True, 2), Boundary(False, 2)):
+        order.saw(*boundary)
+    assert order.last_opened == 2
+
+
+def test_lists_are_those_of_the_stage_and_are_made_once() -> None:
+    order = order_of(first=5)
+    forward, last = order.forward(), order.backward(order.agreed, last=True)
+    assert {action.unit for action in forward} == {5, 6, 7} and order.forward() is forward
+    assert sum(action.kind is Kind.REDUCE for action in last) == 3
+    assert not any(action.kind is Kind.REDUCE for action in order.foreign(order.agreed))
+    frozen = order_of(trained=False)
+    assert not any(action.kind is Kind.REDUCE for action in frozen.backward(frozen.agreed, last=True))
+
+
+def test_tables_are_fetched_in_lists_that_are_made_from_then_on() -> None:
+    order = order_of()
+    before = order.forward()
+    order.follow_fetches({9: 1})
+    assert order.fetches == {9: 1} and not any(action.kind is Kind.FETCH for action in before)
+    assert sum(action.kind is Kind.FETCH for action in order.forward()) == 1

@@ -1,0 +1,77 @@
+"""Plans in which faults are planted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from tests.plan.described import model, plan
+
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.plan import Plan
+from shardwise.plan.registry import Registry, UpdateRule
+
+MICROBATCHES = 2
+
+
+@cache
+def good(name: str) -> Plan:
+    made: dict[str, Callable[[], Plan]] = {
+        "zero0": lambda: plan(Mesh(dp_shard=2)),
+        "zero1": lambda: plan(Mesh(dp_shard=2), 1),
+        "zero2": lambda: plan(Mesh(dp_shard=2), 2),
+        "zero3": lambda: plan(Mesh(dp_shard=2), 3),
+        "hsdp": lambda: plan(Mesh(dp_replicate=2, dp_shard=2), 3, prefetch_bytes=1),
+        "frozen": lambda: plan(Mesh(dp_shard=2), 3, spec=frozen_block()),
+        "tp": lambda: plan(Mesh(dp_shard=2, tp=4), 1),
+        "pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3),
+        "tied": lambda: plan(Mesh(pp=2, dp_shard=2), 2, spec=model(tied=True)),
+        "interleaved": lambda: plan(Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2),
+        "step": lambda: plan(
+            Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2, reshard_after_forward=False
+        ),
+        "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
+        "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
+        "disk": lambda: plan(Mesh(dp_shard=2), 1, on_disk=0.5),
+        "leaving": lambda: plan(Mesh(), on_disk=1.0),
+        "delayed": lambda: plan(Mesh(dp_shard=2), 1, on_disk=1.0, delayed=True),
+        "weights on disk": lambda: plan(Mesh(dp_shard=2), 3, on_disk=0.5, weights_too=True, prefetch_bytes=1),
+        "saved": lambda: plan(Mesh(pp=2, dp_shard=2), 3, saves=True, prefetch_bytes=1),
+        "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
+        "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
+        "tables pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3, spec=with_tables()),
+    }
+    return made[name]()
+
+
+MIXED = (UpdateRule(("momentum_buffer",), "matrix"), UpdateRule(("exp_avg", "exp_avg_sq")))
+
+
+def matrix_or_rest(name: str) -> int:
+    """The matrices of blocks, and all else: Unit 0 has no matrix."""
+    return 0 if name.startswith("blocks") and name.endswith(("qkv.weight", "out.weight")) else 1
+
+
+def frozen_block() -> Any:
+    whole = model()
+    frozen = {
+        name: each._replace(trained=not name.startswith("blocks.1."))
+        for name, each in whole.parameters.items()
+    }
+    return replace(whole, parameters=frozen)
+
+
+def with_tables() -> Any:
+    """Collections in front of the blocks and in one: Units 5 and 6, with stages 3 of either."""
+    return model(tables={"users": ("users",), "blocks.2.items": ("blocks.2.items",)})
+
+
+def registered(whole: Plan, kind: str, name: str, **changes: Any) -> Plan:
+    changed = Registry(whole.mesh)
+    for info in whole.registry:
+        is_meant = (info.kind, info.name) == (kind, name)
+        changed.add(replace(info, **changes) if is_meant else info)
+    return replace(whole, registry=changed)
+
+
+QKV = "blocks.0.qkv.weight"
