@@ -27,8 +27,7 @@ from shardwise.base.policy import Policy
 from shardwise.cli import main as command_line
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config import keys
-from shardwise.config.deepspeed_keys import KEYS
-from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
+from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
 from shardwise.launch import failure
 from shardwise.launch.function import launch
 from shardwise.observe import metrics
