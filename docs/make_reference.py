@@ -27,8 +27,7 @@ from shardwise.base.policy import Policy
 from shardwise.cli import main as command_line
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config import keys
-from shardwise.config.deepspeed_keys import KEYS
-from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
+from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
 from shardwise.launch import failure
 from shardwise.launch.function import launch
 from shardwise.observe import metrics
@@ -462,11 +461,16 @@ def run_files() -> Iterator[str]:
         yield from ["", f"## `metrics.csv` of {whose}", ""]
         yield "One row per optimizer step. A number that is not known is an empty cell."
         yield from ["", "| column | what it is |", "|---|---|"]
-        tree = source_of(kind)
-        assert isinstance(tree, ast.ClassDef)
-        about = {member.name: member.doc or "" for member in attributes(tree)}
+        about = columns_of(metrics.StepRecord) | columns_of(kind)
         for column in kind._fields:
             yield f"| `{column}` | {cell(about[column])} |"
+
+
+def columns_of(kind: type) -> dict[str, str]:
+    """The sentences of a record's columns; a column without one means what StepRecord's column means."""
+    tree = source_of(kind)
+    assert isinstance(tree, ast.ClassDef)
+    return {member.name: member.doc for member in attributes(tree) if member.doc}
 
 
 def folder_docstring() -> str:

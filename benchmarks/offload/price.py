@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 import shardwise
+from shardwise.base.rates import Rates
 from shardwise.comm.world import join
 from shardwise.models import Gpt, GptPolicy
-from shardwise.simulate.rates import Rates, measured_rates
+from shardwise.simulate.rates import measured_rates
 
 ONE: dict[str, dict[str, Any]] = {
     "memory": {},

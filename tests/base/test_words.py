@@ -1,6 +1,8 @@
 """Words in sentences of ours."""
 
-from shardwise.base.words import grouped
+import pytest
+
+from shardwise.base.words import bytes_text, grouped
 
 
 def test_notes_that_differ_in_their_first_word_alone_are_one() -> None:
@@ -11,3 +13,10 @@ def test_notes_that_differ_in_their_first_word_alone_are_one() -> None:
         "I1, I2 (up to 9 x 8): table",
         "last",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (300 * 2**20, "300 MiB"), (1.5 * 2**30, "1.5 GiB")]
+)
+def test_bytes(value: float, text: str) -> None:
+    assert bytes_text(value) == text

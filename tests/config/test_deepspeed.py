@@ -2,18 +2,35 @@
 
 import base64
 import json
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config.auto import resolve
 from shardwise.config.deepspeed import translate
-from shardwise.config.deepspeed_keys import KEYS, WITH_BLOCK
-from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
+from shardwise.config.deepspeed_keys import KEYS, REQUIRED, ROWS_FILE, DeepSpeedKey, Fate
+from shardwise.config.deepspeed_kinds import fault_of
 from shardwise.config.deepspeed_values import row_of
 from shardwise.config.run import RunConfig, load
+
+
+def test_rows_of_the_file_are_well_formed() -> None:
+    paths = {row.path for row in KEYS}
+    places = [(row.path, kind) for row in KEYS for kind in row.of or ("",)]
+    assert len(set(places)) == len(places), "two rows for one key"
+    for row in KEYS:
+        parent, _, name = row.path.rpartition(".")
+        assert row.fate in get_args(Fate) and row.said and not row.said.startswith("$"), row
+        assert name and (not parent or parent.removesuffix(".[]") in paths), row
+        assert row.default in (None, REQUIRED) or not fault_of(row.kind, row.default), row
+        assert not row.stands_for or row.stands_for in paths, row
+    text = ROWS_FILE.read_text()
+    for sentence in json.loads(text)["sentences"]:
+        assert text.count(f'"${sentence}"') > 1, sentence
+    assert ROWS_FILE.name in {path.name for path in files("shardwise.config").iterdir()}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -232,7 +249,7 @@ def test_everything_at_its_default_asks_for_nothing() -> None:
 def test_whatever_is_refused_says_where_and_what_to_do() -> None:
     """Alone, and as a block that is switched on; 400 keys of one kind are one test."""
     for row in KEYS:
-        if row.fate != "refused" or row.of or row.stands_for or row.said == WITH_BLOCK:
+        if row.fate != "refused" or row.of or row.stands_for or row.said == "belongs to its block":
             continue
         value: Any = not row.default
         if row.kind.startswith("block"):

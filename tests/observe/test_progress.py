@@ -120,13 +120,6 @@ def test_counts(value: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (300 * 2**20, "300 MiB"), (1.5 * 2**30, "1.5 GiB")]
-)
-def test_bytes(value: float, text: str) -> None:
-    assert progress.bytes_text(value) == text
-
-
-@pytest.mark.parametrize(
     ("value", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90000, "25:00:00")]
 )
 def test_durations(value: float, text: str) -> None:

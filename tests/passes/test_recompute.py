@@ -21,11 +21,11 @@ from shardwise.models.cache import Cache
 from shardwise.models.dropout import KeyedDropout, replace_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute, chosen, recomputed
-from shardwise.passes.recompute_cost import BlockShape, kept_elements, repeated_flops
 from shardwise.passes.replay import Again, BatchPosition, Replay
 from shardwise.passes.second_run import SecondRuns
 from shardwise.plan.mesh import Mesh
 from tests.engine.nets import LLAMA, cache_name
+from tests.passes.closed_forms import BlockShape, kept_elements, repeated_flops
 
 SCOPES: list[dict[str, Any]] = [
     {"scope": "full"},

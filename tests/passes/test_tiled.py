@@ -11,10 +11,10 @@ from shardwise.base.errors import PlanError
 from shardwise.models.dropout import replace_dropout
 from shardwise.models.layers import GeluMlp, SwiGlu
 from shardwise.models.tiles import tile_model
-from shardwise.passes.recompute_cost import kept_elements
 from shardwise.passes.replay import BatchPosition, Replay
 from shardwise.passes.tiles import TilesPolicy
 from tests.parallel.tensor.test_loss import LargestTensor
+from tests.passes.closed_forms import kept_elements
 from tests.passes.test_recompute import SHAPES, block_run, gpt, kept_bytes, shape_of
 
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.rates import Rates
 from shardwise.comm.world import World
 from shardwise.engine.fit.foresee import Known, read
 from shardwise.models import Gpt, GptPolicy
-from shardwise.parallel.pipeline.cost import bubble_s
-from shardwise.parallel.tensor.cost import elements_sent_per_pass
 from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Kind
 from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.price import StepSeconds, step_seconds
-from shardwise.simulate.rates import Rates
+from tests.parallel.pipeline.closed_forms import bubble_s
+from tests.parallel.tensor.closed_forms import elements_sent_per_pass
 
 CPU = torch.device("cpu")
 NEVER = 1e30

@@ -1,1 +1,1 @@
-"""The ground that every other package stands on: errors, words, policies, files, trees, ragged rows."""
+"""The ground that every other package stands on: errors, words, policies, files, trees, ragged rows, rates."""

@@ -1,4 +1,4 @@
-"""Format messages: reasons of system errors, text that comes from files, counted things."""
+"""Format messages: reasons of system errors, text that comes from files, counted things, sizes."""
 
 import os
 from collections.abc import Sequence
@@ -21,6 +21,14 @@ def printable(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def bytes_text(value: float) -> str:
+    """Return bytes as text: ``1.5 GiB``."""
+    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= factor:
+            return f"{value / factor:.1f} {unit}" if value < 100 * factor else f"{value / factor:.0f} {unit}"
+    return f"{value:.0f} B"
 
 
 def grouped(notes: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import shardwise.checkpoint.manifest as manifests
 from shardwise.base.errors import CheckpointError
-from shardwise.base.words import in_words
+from shardwise.base.words import bytes_text, in_words
 from shardwise.checkpoint.coverage import Extent, FileSums, cut_at_blocks, stored_tensors, sum_up
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import FileLayout, FileSlot, Sizes, arrange, index_text
@@ -44,7 +44,6 @@ from shardwise.checkpoint.piece import (
 from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name, temporary_of
 from shardwise.formats.safetensors import CODES, DTYPES
 from shardwise.kernels.crc import Sum, sum_for
-from shardwise.observe.progress import bytes_text
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import yaml
 from torch import nn
 
 from shardwise.base.errors import MismatchError, UsageError
+from shardwise.base.words import bytes_text
 from shardwise.cli.click_trainer import with_steps
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import side_of
@@ -41,7 +42,7 @@ from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
-from shardwise.observe.progress import bytes_text, count_text
+from shardwise.observe.progress import count_text
 from shardwise.plan.plan import bytes_by_tier
 from shardwise.tiers.scratch_folder import check_folder
 

@@ -24,7 +24,7 @@ import typer
 
 from shardwise.base.errors import CheckpointError, ConfigError, DamagedError, UsageError
 from shardwise.base.regular_files import expanded
-from shardwise.base.words import counted, printable
+from shardwise.base.words import bytes_text, counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -185,7 +185,7 @@ def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
     from rich.progress import Progress
 
     from shardwise.data import convert, load_tokenizer
-    from shardwise.observe.progress import bytes_text, count_text
+    from shardwise.observe.progress import count_text
 
     console = Console()
     with Progress(console=console, disable=not console.is_terminal) as progress:
@@ -223,7 +223,7 @@ def _pack(source: str, out: Path, **options: Any) -> None:
     from rich.progress import Progress
 
     from shardwise.data.clicks import convert_clicks
-    from shardwise.observe.progress import bytes_text, count_text
+    from shardwise.observe.progress import count_text
 
     console = Console()
     with Progress(console=console, disable=not console.is_terminal) as progress:

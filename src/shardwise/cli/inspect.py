@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.base.words import printable
+from shardwise.base.words import bytes_text, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +88,7 @@ def _show_folder(console: "Console", folder: "FolderSummary") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from shardwise.observe.progress import bytes_text, count_text
+    from shardwise.observe.progress import count_text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("step", "parameters", "size", "state"):
@@ -104,7 +104,7 @@ def _show_folder(console: "Console", folder: "FolderSummary") -> None:
 
 def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
     from shardwise.engine.state.saved_state import SavedState
-    from shardwise.observe.progress import bytes_text, count_text
+    from shardwise.observe.progress import count_text
 
     def say(text: str, style: str = "") -> None:
         console.print(printable(text), style=style, markup=False, soft_wrap=True)

@@ -22,6 +22,7 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import DataError, MismatchError, UsageError
+from shardwise.base.words import bytes_text
 from shardwise.cli.evaluations import Evaluations
 from shardwise.cli.profile import StepProfile
 from shardwise.cli.run_folder import RunFolder
@@ -37,7 +38,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import examine_step
 from shardwise.engine.step.end import StepResult
 from shardwise.observe.metrics import Record, Sink
-from shardwise.observe.progress import bytes_text, count_text
+from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import bytes_by_tier
 from shardwise.plan.timeline import Timeline

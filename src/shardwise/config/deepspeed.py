@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from shardwise.base.errors import ConfigError
 from shardwise.config.deepspeed_blocks import BLOCKS
+from shardwise.config.deepspeed_keys import DeepSpeedKey
 from shardwise.config.deepspeed_kinds import shown
-from shardwise.config.deepspeed_rows import DeepSpeedKey
 from shardwise.config.deepspeed_values import CHILDREN, ROWS, GivenKeys, KeyValues
 from shardwise.config.relaxed_json import read_json
 

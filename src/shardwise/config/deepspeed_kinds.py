@@ -1,4 +1,4 @@
-"""The kinds of values in a DeepSpeed configuration, as ``deepspeed_rows.py`` writes them, and their checks."""
+"""The kinds of values in a DeepSpeed configuration, as ``deepspeed_keys.py`` describes them, and their checks."""
 
 import json
 import math

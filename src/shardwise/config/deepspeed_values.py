@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwise.base.policy import nearest
-from shardwise.config.deepspeed_keys import KEYS, ONE_BIT_TYPES
+from shardwise.config.deepspeed_keys import KEYS, ONE_BIT_TYPES, REQUIRED, DeepSpeedKey
 from shardwise.config.deepspeed_kinds import fault_of, in_words_of, shown
-from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
 
 ROWS: dict[str, list[DeepSpeedKey]] = {}
 for _row in KEYS:

@@ -12,6 +12,7 @@ block's CRC is checked when the block is first read, so a large file opens at on
 
 import hashlib
 import json
+import os
 import zlib
 from array import array
 from pathlib import Path
@@ -24,8 +25,8 @@ from pydantic import Field
 
 from shardwise.base.errors import DataError
 from shardwise.base.regular_files import open_regular
-from shardwise.base.strict_json import Count, StrictModel, read_object, validated
-from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
+from shardwise.base.strict_json import Count, StrictModel
+from shardwise.data.checked_file import PREFIX, REPAIR, CheckedFormat, CheckedWriter, cannot_write
 
 SUFFIX = ".tokens"
 MAGIC = b"SHDWTOKN"
@@ -33,7 +34,7 @@ VERSION = 1
 _TOKENS_START_BYTES = 4096
 _BLOCK_BYTES = 64 * 1024
 _DTYPES: dict[str, np.dtype[Any]] = {"u8": np.dtype("<u1"), "u16": np.dtype("<u2"), "u32": np.dtype("<u4")}
-_REPAIR = "make it again with `shardwise convert`, or delete it where it stands in a cache folder"
+_FORMAT = CheckedFormat(MAGIC, VERSION, "token file", is_plural=False)
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -137,7 +138,7 @@ class TokenWriter:
             raise DataError(
                 f"{self.path}: the name of tokenizer {self._tokenizer_name[:40]!r}... is too long"
             )
-        self._file.publish(MAGIC, VERSION, text)
+        self._file.publish(_FORMAT, text)
 
 
 class _Header(StrictModel):
@@ -163,12 +164,26 @@ class TokenFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            size_bytes = self.path.stat().st_size
             with open_regular(self.path) as file:
-                page = file.read(_TOKENS_START_BYTES)
+                size_bytes = os.fstat(file.fileno()).st_size
+                if not size_bytes:
+                    raise DataError(f"token file {self.path} is empty; {REPAIR}")
+                header, _ = _FORMAT.read_header(
+                    file,
+                    self.path,
+                    _Header,
+                    _TOKENS_START_BYTES - PREFIX.size,
+                    f"is no token file: it does not start with {MAGIC.decode()}; make one with `shardwise convert`, or "
+                    f"rename a text file that ends in {SUFFIX}",
+                )
         except OSError as error:
             raise DataError(f"token file {self.path} cannot be read ({error.strerror})") from error
-        header = self._header(page)
+        blocks = -(-header.count * _DTYPES[header.dtype].itemsize // _BLOCK_BYTES)
+        if header.blocks != blocks or header.dtype != dtype_for(header.vocab_size):
+            raise DataError(
+                f"token file {self.path}, header: {header.count} tokens of {header.dtype} in {header.blocks} blocks, "
+                f"of a vocabulary of {header.vocab_size}, do not go together; {REPAIR}"
+            )
         self.count = header.count
         self.documents = header.documents
         self.tokenizer_name = header.tokenizer
@@ -177,56 +192,21 @@ class TokenFile:
         self._blocks = header.blocks
         tables_start = _TOKENS_START_BYTES + -(-self.count * self.dtype.itemsize // 8) * 8
         expected_bytes = tables_start + 8 * self.documents + 4 * self._blocks
-        if size_bytes != expected_bytes:
-            state = "cut short" if size_bytes < expected_bytes else "longer than it was written"
-            raise DataError(
-                f"token file {self.path} is {state}: {size_bytes} bytes where its header says "
-                f"{expected_bytes}; {_REPAIR}"
-            )
+        _FORMAT.check_size(self.path, size_bytes, expected_bytes)
         self._map = np.memmap(self.path, dtype=np.uint8, mode="r")
         tables = self._map[tables_start:]
         if zlib.crc32(tables.data) != header.tables_crc:
-            raise DataError(f"token file {self.path} is damaged: the CRC-32 of its tables differs; {_REPAIR}")
+            raise _FORMAT.damaged(self.path, "the CRC-32 of its tables differs")
         self.ends: npt.NDArray[np.uint64] = tables[: 8 * self.documents].view("<u8")
         if self.documents and (
             int(self.ends[-1]) > self.count or not bool((self.ends[1:] > self.ends[:-1]).all())
         ):
-            raise DataError(
-                f"token file {self.path} is damaged: its documents do not follow one another; {_REPAIR}"
-            )
+            raise _FORMAT.damaged(self.path, "its documents do not follow one another")
         self._checksums = tables[8 * self.documents :].view("<u4")
         token_bytes = self._map[_TOKENS_START_BYTES : _TOKENS_START_BYTES + self.count * self.dtype.itemsize]
         self._token_bytes = token_bytes
         self._tokens = token_bytes.view(self.dtype)
         self._is_checked = np.zeros(self._blocks, dtype=bool)
-
-    def _header(self, page: bytes) -> "_Header":
-        if not page:
-            raise DataError(f"token file {self.path} is empty; {_REPAIR}")
-        if len(page) < PREFIX.size or page[:8] != MAGIC:
-            raise DataError(
-                f"{self.path} is no token file: it does not start with {MAGIC.decode()}; "
-                f"make one with `shardwise convert`, or rename a text file that ends in {SUFFIX}"
-            )
-        _, version, length, checksum = PREFIX.unpack_from(page)
-        if version != VERSION:
-            raise DataError(
-                f"token file {self.path} has version {version}, this release reads version {VERSION}; {_REPAIR}"
-            )
-        text = page[PREFIX.size : PREFIX.size + length]
-        if len(text) != length or zlib.crc32(text) != checksum:
-            raise DataError(f"token file {self.path} is damaged: the CRC-32 of its header differs; {_REPAIR}")
-        where = f"token file {self.path}, header"
-        header = validated(_Header, read_object(text, where, kind=DataError), where, kind=DataError)
-        itemsize = _DTYPES[header.dtype].itemsize
-        if header.blocks != -(-header.count * itemsize // _BLOCK_BYTES) or header.dtype != dtype_for(
-            header.vocab_size
-        ):
-            raise DataError(
-                f"{where}: {header.count} tokens of {header.dtype} in {header.blocks} blocks, of a vocabulary of "
-                f"{header.vocab_size}, do not go together; {_REPAIR}"
-            )
-        return header
 
     def __len__(self) -> int:
         return self.count
@@ -265,16 +245,14 @@ class TokenFile:
             start = block * _BLOCK_BYTES
             if zlib.crc32(self._token_bytes[start : start + _BLOCK_BYTES].data) != self._checksums[block]:
                 begin = _TOKENS_START_BYTES + start
-                raise DataError(
-                    f"token file {self.path} is damaged: the CRC-32 of bytes {begin} to "
-                    f"{min(begin + _BLOCK_BYTES, _TOKENS_START_BYTES + self._token_bytes.size) - 1} differs; {_REPAIR}"
-                )
+                end = min(begin + _BLOCK_BYTES, _TOKENS_START_BYTES + self._token_bytes.size) - 1
+                raise _FORMAT.damaged(self.path, f"the CRC-32 of bytes {begin} to {end} differs")
             first_token = start // self.dtype.itemsize
             highest = int(self._tokens[first_token : first_token + _BLOCK_BYTES // self.dtype.itemsize].max())
             if highest >= self.vocab_size:
                 raise DataError(
                     f"token file {self.path} holds token {highest}, which is not in its vocabulary of "
-                    f"{self.vocab_size}; {_REPAIR}"
+                    f"{self.vocab_size}; {REPAIR}"
                 )
             self._is_checked[block] = True
 

@@ -45,7 +45,7 @@ from shardwise.engine.step.end import StepEnd, StepResult
 from shardwise.engine.step.forward import Forward
 from shardwise.engine.step.monitor import Monitor
 from shardwise.engine.step.pipeline import Pipeline
-from shardwise.engine.step.prefetch import Prefetcher, PrefetcherMaker
+from shardwise.engine.step.prefetch import Prefetcher
 from shardwise.engine.step.record import StepInputs
 from shardwise.engine.step.training_step import StepDiscard, TrainingStep
 from shardwise.observe.lanes_picture import Lanes
@@ -86,7 +86,6 @@ class Engine(StateAccess):
         self._training = TrainingStep(
             parts, end, pipeline, self._forward, record, self.weighing, self._discard, self._step_ended
         )
-        self._prefetcher = PrefetcherMaker(parts, self.on_step)
         self._loaders = Loaders(
             parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"]
         )
@@ -285,7 +284,8 @@ class Engine(StateAccess):
                 ``tables.prefetch_steps``.
             lanes: a recorder of what ran when, or None.
         """
-        return self._prefetcher.over(steps, depth, lanes)
+        depth = self._parts.config.tables.prefetch_steps if depth is None else depth
+        return Prefetcher(self._parts, self.on_step, steps, depth, lanes)
 
     # Evaluation ------------------------------------------------------------------------------------------------
 

@@ -56,18 +56,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(q, k), enable_gqa=shared)
 
 
-def score_elements(t: int, kept: bool = False) -> int:
-    """Return the attention weights per head that the blocked kernel computes over ``t`` positions, or keeps.
-
-    Args:
-        t: number of positions.
-        kept: True counts the weights that are kept for the backward pass, False those that are computed.
-    """
-    if kept and t > _KEEP_UP_TO:
-        return 0
-    return sum((stop - start) * stop for start, stop in _blocks(t))
-
-
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the attention in plain torch operations, with scores in fp32 at least: the reference."""
     group = q.shape[1] // k.shape[1]

@@ -19,7 +19,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, get_type_hints
 
 from shardwise.base.errors import DataError
 from shardwise.base.regular_files import open_regular, read_small_file
@@ -94,10 +94,12 @@ class StepRecord(NamedTuple):
 
 
 class ClickRecord(NamedTuple):
-    """The results of one optimizer step of a click-through model: the columns of its ``metrics.csv``, in this order."""
+    """The results of one optimizer step of a click-through model: the columns of its ``metrics.csv``, in this order.
+
+    A column without a sentence has the meaning of the column of ``StepRecord`` with the same name.
+    """
 
     step: int
-    """Optimizer step, counted from 1."""
     loss: float
     """Training log loss of this step: mean over all samples of the global batch."""
     log_loss: float | None = None
@@ -113,10 +115,7 @@ class ClickRecord(NamedTuple):
     samples_per_s: float | None = None
     """Samples of this step over ``step_s``, all ranks together."""
     step_s: float | None = None
-    """Wall time of this step in seconds, without evaluation and checkpoints."""
     memory: int | None = None
-    """Bytes on rank 0: on an accelerator the largest number that tensors took since the record before (an evaluation
-    between two records belongs to the second), else the process's resident memory now."""
     rows: int | None = None
     """Rows in use, over all tables and ranks, on the steps that evaluate."""
     inserted: int | None = None
@@ -124,21 +123,12 @@ class ClickRecord(NamedTuple):
     evicted: int | None = None
     """Rows evicted since step 0."""
     forward_s: float | None = None
-    """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
     backward_s: float | None = None
-    """Seconds of rank 0 in this step's backward passes, including the reductions beside them."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights. On a
-    device the value of the step before, because this step's update is still running."""
     memory_allocated: int | None = None
-    """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
-    """Largest number of bytes that torch reserved on the accelerator since the record before: tensors and torch's
-    cache. Empty on a processor."""
     stalled: float | None = None
-    """Share of ``step_s`` in which rank 0 waited for data."""
     resumed_from: int | None = None
-    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all other rows."""
 
     @property
     def validation(self) -> float | None:
@@ -147,10 +137,12 @@ class ClickRecord(NamedTuple):
 
 
 class ImageRecord(NamedTuple):
-    """The results of one optimizer step of an image model: the columns of its ``metrics.csv``, in this order."""
+    """The results of one optimizer step of an image model: the columns of its ``metrics.csv``, in this order.
+
+    A column without a sentence has the meaning of the column of ``StepRecord`` with the same name.
+    """
 
     step: int
-    """Optimizer step, counted from 1."""
     loss: float
     """Training loss of this step: mean over all pictures of the global batch."""
     val_loss: float | None = None
@@ -158,34 +150,20 @@ class ImageRecord(NamedTuple):
     accuracy: float | None = None
     """Share of the held-out pictures whose class has the largest output, exact over all ranks."""
     grad_norm: float | None = None
-    """L2 norm of all gradients before clipping."""
     lr: float | None = None
-    """Learning rate that this step used (of the first parameter group)."""
     samples: int | None = None
     """Pictures in this step's global batch."""
     samples_per_s: float | None = None
     """Pictures of this step over ``step_s``, all ranks together."""
     step_s: float | None = None
-    """Wall time of this step in seconds, without evaluation and checkpoints."""
     stalled: float | None = None
-    """Share of ``step_s`` in which rank 0 waited for data."""
     memory: int | None = None
-    """Bytes on rank 0: on an accelerator the largest number that tensors took since the record before (an evaluation
-    between two records belongs to the second), else the process's resident memory now."""
     forward_s: float | None = None
-    """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
     backward_s: float | None = None
-    """Seconds of rank 0 in this step's backward passes, including the reductions beside them."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights. On a
-    device the value of the step before, because this step's update is still running."""
     memory_allocated: int | None = None
-    """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
-    """Largest number of bytes that torch reserved on the accelerator since the record before: tensors and torch's
-    cache. Empty on a processor."""
     resumed_from: int | None = None
-    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all other rows."""
 
     @property
     def validation(self) -> float | None:
@@ -211,18 +189,7 @@ class Sink(Protocol):
 
 _KINDS: tuple[type[Record], ...] = (StepRecord, ClickRecord, ImageRecord)
 _INTEGERS = frozenset(
-    [
-        "step",
-        "tokens",
-        "samples",
-        "memory",
-        "memory_allocated",
-        "memory_reserved",
-        "rows",
-        "inserted",
-        "evicted",
-        "resumed_from",
-    ]
+    name for kind in _KINDS for name, type_ in get_type_hints(kind).items() if type_ in (int, int | None)
 )
 _ALWAYS = frozenset({"step", "loss"})
 _FEWEST = 10

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
+from shardwise.base.words import bytes_text
 from shardwise.observe.log import PrintableFormatter, RankFormatter
 from shardwise.observe.metrics import Record, Sink
 
@@ -30,14 +31,6 @@ def count_text(value: float) -> str:
                 f"{value / factor:.3g}{letter}" if value < 999.5 * factor else f"{value / factor:.0f}{letter}"
             )
     return f"{value:.3g}"
-
-
-def bytes_text(value: float) -> str:
-    """Return bytes as text: ``1.5 GiB``."""
-    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= factor:
-            return f"{value / factor:.1f} {unit}" if value < 100 * factor else f"{value / factor:.0f} {unit}"
-    return f"{value:.0f} B"
 
 
 def duration_text(seconds: float) -> str:

@@ -16,7 +16,7 @@ the last exchange keeps its tensors behind it ([Note: the same calls on every ra
 Collectives inside run again, in the order of the blocks' backward passes, which is the same on every rank.
 
 Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
-Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
+Cost:   docs/techniques/recomputation.md: elements kept and operations repeated, in closed form.
 """
 
 from collections.abc import Callable, Iterator, Sequence

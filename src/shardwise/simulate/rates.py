@@ -1,4 +1,4 @@
-"""Rates of a rank's hardware, as far as the price of memory tiers and recomputation depends on them.
+"""Measurements of a rank's rates, as far as the price of memory tiers and recomputation depends on them.
 
 ``measured_rates`` takes a tenth of a second for each, beside whatever else runs on the machine: right to a factor, and
 good for comparing one change with another. One process cannot measure the rate between ranks. CPU ranks of one host
@@ -11,15 +11,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.words import in_words
+from shardwise.base.rates import ASSUMED_RATES, Rates
+from shardwise.base.words import bytes_text, in_words
 from shardwise.memory.direct_io import DirectFile, aligned_empty, bytes_of
 from shardwise.observe.flops import measured_peak, peak_of
-from shardwise.observe.progress import bytes_text
 from shardwise.tiers.scratch_folder import check_folder
 
 _BYTES = 32 << 20
@@ -28,36 +27,19 @@ _REACHED = 0.5
 """Share of a device's data-sheet peak that products of a step reach."""
 
 
-class Rates(NamedTuple):
-    """Rates of one rank, with the load that its neighbours put on the host."""
-
-    flops_s: float
-    """Floating-point operations per second, in products in the compute dtype."""
-    host_bytes_s: float
-    """Bytes read and written per second in host memory."""
-    device_bytes_s: float
-    """Bytes read and written per second in the device's memory; on CPU ranks the same as ``host_bytes_s``."""
-    link_bytes_s: float
-    """Bytes per second between host and device, in one direction."""
-    disk_bytes_s: float
-    """Bytes read or written per second on a disk."""
-    exchange_bytes_s: float
-    """Bytes per second that a rank sends to others while it receives as many."""
-
-
 def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> Rates:
     """Measure the rates of this machine.
 
     Args:
         device: Device that computes.
         dtype: Dtype of the products.
-        disk_path: Folder on the disk; None: a disk of 1 GB/s is assumed.
+        disk_path: Folder on the disk; None: the disk of ``ASSUMED_RATES``.
 
     Raises:
         ConfigError: if the folder cannot be used.
     """
     host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
-    disk = 1e9 if disk_path is None else _disk_rate(disk_path)
+    disk = ASSUMED_RATES.disk_bytes_s if disk_path is None else _disk_rate(disk_path)
     if device.type == "cpu":
         # One rank copies data into shared memory and another copies it out, and both copies read and write.
         return Rates(measured_peak(dtype), host, host, host, disk, host / 4)

@@ -10,11 +10,11 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError
+from shardwise.base.rates import Rates
 from shardwise.engine.fit import foresee as foreseeing
 from shardwise.engine.fit.fits import Fit, Memory, budget, fits, longest
 from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
-from shardwise.simulate.rates import Rates
 from shardwise.tiers.offload import OffloadPolicy
 from shardwise.tiers.tier_cost import tier_traffic
 

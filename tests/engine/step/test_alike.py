@@ -12,7 +12,7 @@ from torch.nn import functional
 import shardwise
 from shardwise.base.errors import DataError, NonFiniteError, UsageError
 from shardwise.comm.world import World
-from shardwise.engine.step.fingerprint import Fingerprint, same
+from shardwise.engine.step.alike import Fingerprint, same
 from shardwise.models import Gpt, GptPolicy
 from tests.engine.nets import VOCABULARY, Language, seeded
 

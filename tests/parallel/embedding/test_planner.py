@@ -7,6 +7,7 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.base.ragged import Ragged
+from shardwise.base.rates import ASSUMED_RATES
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent
@@ -91,6 +92,19 @@ def test_memory_moves_a_table_and_refuses_it() -> None:
     assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
     with pytest.raises(PlanError, match="fits nowhere"):
         plan(*several, memory=12 * MIB)
+
+
+def test_rates_of_the_hardware_decide() -> None:
+    """Copies of a table send nothing forward, but every rank updates the rows of all ranks."""
+    table = TablePolicy(name="t", rows=1000, width=64)
+    chosen = {}
+    for name, rates in {
+        "slow memory": ASSUMED_RATES._replace(row_bytes_s=1e8),
+        "slow messages": ASSUMED_RATES._replace(message_s=1.0),
+    }.items():
+        choice = plan_tables([table], ROWWISE, 4, 1000, torch.float32, rates=rates)[0]
+        chosen[name] = choice.place.placement
+    assert chosen["slow memory"] != "data_parallel" and chosen["slow messages"] == "data_parallel"
 
 
 def test_impossible_wishes() -> None:

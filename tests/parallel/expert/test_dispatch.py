@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.world import World
-from shardwise.parallel.expert.cost import elements_sent, expected_rows
+from shardwise.parallel.expert.cost import expected_rows
 from shardwise.parallel.expert.dispatch import Dispatcher
 from tests.parallel.expert.layer import (
     WIDTH,
@@ -236,7 +236,7 @@ def test_a_row_goes_once_to_each_rank_of_its_experts(ranks: Any, hosts: tuple[in
         assert all(each.rows == each.expected for each in found)
     assert all_of.rows == all_of.expected
     assert [each.crossed for each in found] == [each.expected_crossed for each in found]
-    assert all_of.elements == elements_sent(all_of.rows, width, top_k)
+    assert all_of.elements == all_of.rows * (4 * width + 3 * top_k)
     assert 1 <= all_of.elements / (4 * width * all_of.rows) <= 1.05
     wanted = expected_rows(tokens, top_k, EXPERTS, size, len({*hosts}))
     assert all_of.rows / size == pytest.approx(wanted, rel=0.02)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from shardwise.parallel.pipeline import cost
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
 from shardwise.plan.dataflow import timeline_of
+from tests.parallel.pipeline import closed_forms
 from tests.parallel.pipeline.shapes import SHAPES, WIDE
 
 
@@ -17,19 +17,19 @@ def test_bubble(forward_s: int, backward_s: int) -> None:
         timeline = timeline_of(
             schedule(*shape), lambda action: forward_s if action.kind is Kind.F else backward_s
         )
-        assert timeline.makespan_s == cost.makespan_s(
+        assert timeline.makespan_s == closed_forms.makespan_s(
             ranks, microbatches, virtual_stages, forward_s, backward_s
         ), shape
-        bubble = cost.bubble_s(ranks, microbatches, virtual_stages, forward_s, backward_s)
+        bubble = closed_forms.bubble_s(ranks, microbatches, virtual_stages, forward_s, backward_s)
         assert all(timeline.makespan_s - timeline.busy_s(rank) == bubble for rank in range(ranks)), shape
-        assert timeline.idle_share == pytest.approx(cost.idle_share(ranks, microbatches, virtual_stages)), (
-            shape
-        )
+        assert timeline.idle_share == pytest.approx(
+            closed_forms.idle_share(ranks, microbatches, virtual_stages)
+        ), shape
 
 
 def test_bubble_of_the_papers() -> None:
-    assert cost.bubble_s(4, 12, 1, 1, 2) == 9
-    assert cost.bubble_s(4, 12, 3, 1 / 3, 2 / 3) == pytest.approx(3), "interleaving divides it"
+    assert closed_forms.bubble_s(4, 12, 1, 1, 2) == 9
+    assert closed_forms.bubble_s(4, 12, 3, 1 / 3, 2 / 3) == pytest.approx(3), "interleaving divides it"
 
 
 def test_peak_live_activations() -> None:
@@ -37,18 +37,18 @@ def test_peak_live_activations() -> None:
         name, ranks, microbatches, virtual_stages = shape
         timeline = timeline_of(schedule(*shape), nominal_s)
         for rank in range(ranks):
-            expected = cost.peak_live(name, rank, ranks, microbatches, virtual_stages)
+            expected = closed_forms.peak_live(name, rank, ranks, microbatches, virtual_stages)
             assert timeline.peak_live(rank) == expected, (shape, rank)
 
 
 def test_peak_of_the_papers() -> None:
     """Interleaved: (1 + (p - 1) / (p v)) p activations of v stages each."""
     p, v = 4, 3
-    assert cost.peak_live("interleaved_1f1b", 0, p, 24, v) == (1 + (p - 1) / (p * v)) * p * v
+    assert closed_forms.peak_live("interleaved_1f1b", 0, p, 24, v) == (1 + (p - 1) / (p * v)) * p * v
 
 
 def test_messages() -> None:
     for shape in SHAPES:
         lists = add_communication(schedule(*shape), shape.ranks)
         sent = sum(action.kind is Kind.SEND for row in lists.values() for action in row)
-        assert sent == cost.messages(shape.ranks, shape.microbatches, shape.virtual_stages), shape
+        assert sent == closed_forms.messages(shape.ranks, shape.microbatches, shape.virtual_stages), shape

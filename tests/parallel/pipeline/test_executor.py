@@ -12,7 +12,6 @@ from shardwise.comm.collectives import Clock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Count, Traffic
 from shardwise.comm.world import World
-from shardwise.parallel.pipeline.cost import messages
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.passes import add_communication
 from shardwise.parallel.pipeline.schedules import schedule
@@ -20,6 +19,7 @@ from shardwise.plan.action import Action, Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.trace import Trace
 from shardwise.plan.walker import Walker
+from tests.parallel.pipeline.closed_forms import messages
 
 MICROBATCHES, ELEMENTS = 5, 3
 

@@ -11,16 +11,16 @@ from shardwise.comm import duals
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
-from shardwise.parallel.tensor.cost import (
+from shardwise.parallel.tensor.layout import Table
+from tests.models.shapes import tokens
+from tests.parallel.tensor.closed_forms import (
     block_calls,
     elements_sent_per_pass,
     kept_activation_elements,
     rest_calls,
 )
-from shardwise.parallel.tensor.layout import Table
-from shardwise.passes.recompute_cost import BlockShape
-from tests.models.shapes import tokens
 from tests.parallel.tensor.whole import tensor_group
+from tests.passes.closed_forms import BlockShape
 
 SHAPES: dict[str, Any] = dict(width=64, heads=4, head_size=16, context=128, hidden=192, vocab=101)
 LLAMA = GptPolicy(**SHAPES, kv_heads=2)

@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise
 from shardwise.comm import collectives
-from shardwise.parallel.zero.cost import elements_sent_per_step
 from shardwise.parallel.zero.layout import strategies_of, strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from tests.engine.nets import seeded
+from tests.parallel.zero.closed_forms import elements_sent_per_step
 from tests.parallel.zero.nets import Net
 from tests.parallel.zero.test_hooks import piece
 

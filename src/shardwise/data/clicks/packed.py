@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,8 @@ from pydantic import Field, model_validator
 
 from shardwise.base.errors import DataError
 from shardwise.base.regular_files import open_regular
-from shardwise.base.strict_json import Count, StrictModel, read_object, validated
-from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
+from shardwise.base.strict_json import Count, StrictModel
+from shardwise.data.checked_file import PREFIX, REPAIR, CheckedFormat, CheckedWriter, cannot_write
 from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
 
 SUFFIX = ".clicks"
@@ -43,7 +43,7 @@ _PAGE_BYTES = 4096
 _BLOCK_BYTES = 16 * 1024
 _COPY_BYTES = 1 << 20
 _NUMBERS_IN_HEADER_BYTES = 256
-_REPAIR = "make it again with `shardwise convert`, or delete it where it stands in a cache folder"
+_FORMAT = CheckedFormat(MAGIC, VERSION, "packed clicks", is_plural=True)
 
 KeyType = Literal["u32", "i64"]
 _KEYS: dict[str, np.dtype[Any]] = {"u32": np.dtype("<u4"), "i64": np.dtype("<i8")}
@@ -234,7 +234,7 @@ class PackedWriter:
             start=self._start,
             table_crc=zlib.crc32(checksums),
         )
-        self._records.publish(MAGIC, VERSION, text)
+        self._records.publish(_FORMAT, text)
 
 
 class _CheckedPart:
@@ -277,9 +277,9 @@ class _CheckedPart:
         for block in blocks[~self._is_checked[blocks]].tolist():
             begin = block * _BLOCK_BYTES
             if zlib.crc32(self.content[begin : begin + _BLOCK_BYTES].data) != self.checksums[block]:
-                raise DataError(
-                    f"packed clicks {self._path} are damaged: the CRC-32 of bytes {begin} to "
-                    f"{min(begin + _BLOCK_BYTES, self.content.size) - 1} of the {self._what} differs; {_REPAIR}"
+                end = min(begin + _BLOCK_BYTES, self.content.size) - 1
+                raise _FORMAT.damaged(
+                    self._path, f"the CRC-32 of bytes {begin} to {end} of the {self._what} differs"
                 )
             self._is_checked[block] = True
 
@@ -299,10 +299,21 @@ class PackedClicks:
         try:
             with open_regular(self.path) as file:
                 size_bytes = os.fstat(file.fileno()).st_size
-                header = self._read_header(file, size_bytes)
+                header, header_bytes = _FORMAT.read_header(
+                    file,
+                    self.path,
+                    Header,
+                    min(_MOST_HEADER_BYTES, size_bytes),
+                    f"holds no packed clicks: it does not start with {MAGIC.decode()}; make such a file with "
+                    "`shardwise convert`",
+                )
                 self._map = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
         except OSError as error:
             raise DataError(f"packed clicks {self.path} cannot be read ({error.strerror})") from error
+        if header.start < header_bytes:
+            raise DataError(
+                f"packed clicks {self.path}, header: rows from byte {header.start} on, inside the header"
+            )
         self.schema = header.columns
         self.skipped = header.skipped
         self._count = header.rows
@@ -315,18 +326,11 @@ class PackedClicks:
         heap_start = start + -(-records_bytes // 8) * 8
         record_blocks, heap_blocks = -(-records_bytes // _BLOCK_BYTES), -(-heap_bytes // _BLOCK_BYTES)
         expected_bytes = heap_start + heap_bytes + 4 * (record_blocks + heap_blocks)
-        if size_bytes != expected_bytes:
-            state = "cut short" if size_bytes < expected_bytes else "longer than it was written"
-            raise DataError(
-                f"packed clicks {self.path} are {state}: {size_bytes} bytes where the header says {expected_bytes}; "
-                f"{_REPAIR}"
-            )
+        _FORMAT.check_size(self.path, size_bytes, expected_bytes)
         mapped = np.frombuffer(self._map, np.uint8)
         table = mapped[heap_start + heap_bytes :]
         if zlib.crc32(table.data) != header.table_crc:
-            raise DataError(
-                f"packed clicks {self.path} are damaged: the CRC-32 of their table differs; {_REPAIR}"
-            )
+            raise _FORMAT.damaged(self.path, "the CRC-32 of their table differs")
         checksums = np.frombuffer(table, "<u4")
         self._record_part = _CheckedPart(
             "records", self.path, mapped[start : start + records_bytes], checksums[:record_blocks]
@@ -336,30 +340,6 @@ class PackedClicks:
         )
         self._records = self._record_part.content.view(dtype)
         self._heap = np.frombuffer(self._heap_part.content, "<i8")
-
-    def _read_header(self, file: IO[bytes], size_bytes: int) -> Header:
-        prefix = file.read(PREFIX.size)
-        if len(prefix) < PREFIX.size or prefix[:8] != MAGIC:
-            raise DataError(
-                f"{self.path} holds no packed clicks: it does not start with {MAGIC.decode()}; make such a file with "
-                "`shardwise convert`"
-            )
-        _, version, length, checksum = PREFIX.unpack(prefix)
-        if version != VERSION:
-            raise DataError(
-                f"packed clicks {self.path} have version {version}, this release reads version {VERSION}; {_REPAIR}"
-            )
-        text = b"" if length > min(_MOST_HEADER_BYTES, size_bytes) else file.read(length)
-        if len(text) != length or zlib.crc32(text) != checksum:
-            raise DataError(
-                f"packed clicks {self.path} are damaged: the CRC-32 of the header differs; {_REPAIR}"
-            )
-        where = f"packed clicks {self.path}, header"
-        found = read_object(text, where, limit_bytes=_MOST_HEADER_BYTES, kind=DataError)
-        header = validated(Header, found, where, kind=DataError)
-        if header.start < PREFIX.size + length:
-            raise DataError(f"{where}: rows from byte {header.start} on, inside the header")
-        return header
 
     def __len__(self) -> int:
         return self._count
@@ -377,7 +357,7 @@ class PackedClicks:
             )
         if self._map.size() < self._size_bytes:
             raise DataError(
-                f"packed clicks {self.path} were cut to {self._map.size()} bytes while they are in use; {_REPAIR}"
+                f"packed clicks {self.path} were cut to {self._map.size()} bytes while they are in use; {REPAIR}"
             )
         itemsize = self._records.itemsize
         stops = samples + (2 if self._many else 1)  # the end of a row's keys is the start of the next row's
@@ -418,7 +398,7 @@ class PackedClicks:
             row = samples[~(fits & (stops[:, -1] <= self._heap.size))][0]
             raise DataError(
                 f"packed clicks {self.path} are damaged: row {row} has other keys than lie between it and the next; "
-                f"{_REPAIR}"
+                f"{REPAIR}"
             )
         held = np.flatnonzero(lengths.any(1))
         self._heap_part.touch(begins[held, 0] * 8, stops[held, -1] * 8)

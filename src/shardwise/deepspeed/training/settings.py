@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError
 from shardwise.comm import default_group
 from shardwise.config.deepspeed import from_base64, translate
-from shardwise.config.deepspeed_rows import REQUIRED
+from shardwise.config.deepspeed_keys import REQUIRED
 from shardwise.config.deepspeed_values import row_of
 from shardwise.config.run import read_file
 

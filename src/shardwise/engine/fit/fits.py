@@ -23,16 +23,17 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, PlanError, UsageError
+from shardwise.base.rates import Rates
+from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.foresee import Known, Outlook, process_bytes, read
 from shardwise.engine.parts.inputs import Loss
 from shardwise.observe.flops import flops_text
-from shardwise.observe.progress import bytes_text
 from shardwise.plan.action import Kind
 from shardwise.plan.placement import Tier
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.price import StepSeconds, step_seconds
-from shardwise.simulate.rates import Rates, measured_rates
+from shardwise.simulate.rates import measured_rates
 from shardwise.tiers.offload import OffloadPolicy
 
 Memory = Mapping[Tier, int | str]

@@ -18,11 +18,11 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from shardwise.base.errors import OutOfMemoryError
+from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.parts import Parts
 from shardwise.memory.ledger import Ledger, Lifetime, Row
 from shardwise.observe.memory import available_bytes, resident_bytes
-from shardwise.observe.progress import bytes_text
 from shardwise.plan.action import Kind
 from shardwise.plan.placement import Tier
 

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import MismatchError, UsageError
 from shardwise.base.policy import nearest
-from shardwise.base.words import plain_name
+from shardwise.base.words import bytes_text, plain_name
 from shardwise.comm.collectives import Group
 from shardwise.comm.equality import are_equal, terms
 from shardwise.engine.parts.metrics import agree
 from shardwise.engine.parts.parts import Parts
 from shardwise.engine.state.start_weights import StartWeights
 from shardwise.observe.memory import available_bytes
-from shardwise.observe.progress import bytes_text
 from shardwise.parallel.zero.bucket import NUMBERS, BucketState
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.unit import Slot

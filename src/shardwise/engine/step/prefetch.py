@@ -224,16 +224,3 @@ class Prefetcher(Iterator[Any]):
             if step is None:
                 self._source.end()
         return step
-
-
-class PrefetcherMaker:
-    """A factory of the ``Prefetcher`` of one engine."""
-
-    def __init__(self, parts: Parts, on_step: list[Callable[..., None]]) -> None:
-        self._parts = parts
-        self._on_step = on_step
-
-    def over(self, steps: Iterable[Any] | Loader, depth: int | None, lanes: Lanes | None) -> Prefetcher:
-        """Return an iterator over steps that are prepared ahead. Implements ``Engine.prefetch``."""
-        depth = self._parts.config.tables.prefetch_steps if depth is None else depth
-        return Prefetcher(self._parts, self._on_step, steps, depth, lanes)

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.base.pytree import part_named
+from shardwise.engine.step.alike import Fingerprint
 from shardwise.engine.step.check import Check
-from shardwise.engine.step.fingerprint import Fingerprint
 
 _log = logging.getLogger(__name__)
 

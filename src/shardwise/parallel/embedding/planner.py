@@ -4,7 +4,8 @@ Tables are placed one after another, the largest first. Of the placements that t
 memory that is left, the planner chooses the one that takes the least time. Beside an accelerator there are two
 memories: device memory for static tables and the host's for dynamic ones. On a CPU both kinds share one memory.
 
-    seconds = bytes sent / link + rows touched · line / memory + messages · delay / tables that share them
+    seconds = bytes sent / exchange_bytes_s + rows touched · 2 · line / row_bytes_s
+              + messages · message_s / tables that share them                           (base/rates.py)
 
 A table placed by table goes to the rank with the least time so far. Its time counts 5 % more than the formula, because
 owners are never equally busy. A table that fits nowhere is an error; no table is left out.
@@ -19,20 +20,14 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.base.ragged import Ragged
+from shardwise.base.rates import ASSUMED_RATES, Rates
+from shardwise.base.words import bytes_text
 from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import Place
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rules import optimizer_of
 
-_LINK = 1.5e9
-"""Bytes that a rank sends in a second: the rate of two CPU ranks on one host. A faster link changes all candidates
-alike.
-"""
-_MEMORY = 4e9
-"""Bytes of scattered rows that are read and written in a second."""
-_DELAY_S = 1e-4
-"""Seconds of delay of one message to all ranks."""
 _OWNERS_DIFFER = 1.05
 """Factor on the time of placement ``table``, because owners are not equally busy."""
 
@@ -106,6 +101,7 @@ def plan_tables(
     dtype: torch.dtype,
     memory_bytes: float | None = None,
     host_memory_bytes: float | None = None,
+    rates: Rates = ASSUMED_RATES,
 ) -> list[Choice]:
     """Choose a placement for each table.
 
@@ -117,6 +113,7 @@ def plan_tables(
         dtype: dtype of the rows.
         memory_bytes: memory of a rank for tables; None is without limit.
         host_memory_bytes: memory of a rank for dynamic tables; None means that they share ``memory_bytes``.
+        rates: rates of the hardware, which must be the same on every rank.
 
     Returns:
         The choices, in the order of ``tables``.
@@ -126,7 +123,10 @@ def plan_tables(
     """
     room = _Room(ranks, memory_bytes, host_memory_bytes)
     sized = sorted(tables, key=lambda table: -_rows(table, optimizer, dtype) * _line(table, optimizer, dtype))
-    found = {table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables)) for table in sized}
+    found = {
+        table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables), rates)
+        for table in sized
+    }
     return [found[table.name] for table in tables]
 
 
@@ -163,12 +163,13 @@ def _choose(
     dtype: torch.dtype,
     room: _Room,
     tables: int,
+    rates: Rates,
 ) -> Choice:
     rows, line = _rows(table, optimizer, dtype), _line(table, optimizer, dtype)
     number = (
         f"up to {rows:,.0f}" if table.dynamic and rows else ("dynamic" if table.dynamic else f"{rows:,.0f}")
     )
-    text = f"{number} x {table.width}, {(table.optimizer or optimizer).type}, {_size(rows * line)}"
+    text = f"{number} x {table.width}, {(table.optimizer or optimizer).type}, {bytes_text(rows * line)}"
     load = load_of(table, batch)
     fitting: list[tuple[float, Place, float]] = []
     too_large: list[str] = []
@@ -176,18 +177,18 @@ def _choose(
         held = bytes_held(place.placement, rows, line, ranks)
         owner = room.owner(table, held) if place.placement == "table" else 0
         if owner is None or (place.placement != "table" and min(room.left(table)) < held):
-            too_large.append(f"{place.placement} needs {_size(held)}")
+            too_large.append(f"{place.placement} needs {bytes_text(held)}")
             continue
         place = Place(place.placement, owner, place.exchange)
         sent = bytes_sent(place, load, table.width, dtype.itemsize, ranks).total
         seconds = (
-            sent / _LINK
-            + rows_touched(place, load, ranks) * 2 * line / _MEMORY
-            + (collectives(place) * _DELAY_S / tables if ranks > 1 else 0.0)
+            sent / rates.exchange_bytes_s
+            + rows_touched(place, load, ranks) * 2 * line / rates.row_bytes_s
+            + (collectives(place) * rates.message_s / tables if ranks > 1 else 0.0)
         )
         fitting.append((seconds * (_OWNERS_DIFFER if place.placement == "table" else 1.0), place, sent))
     if not fitting:
-        left = ", ".join(_size(each) for each in room.left(table)[:8])
+        left = ", ".join(bytes_text(each) for each in room.left(table)[:8])
         raise PlanError(
             f"table {table.name!r} ({text}) fits nowhere: {'; '.join(dict.fromkeys(too_large))}; left of "
             f"{room.name(table)} on the ranks: {left}. Use more ranks, a narrower table, an optimizer with less state "
@@ -240,7 +241,7 @@ def _why(
         for seconds, other, _ in sorted(fitting, key=lambda each: each[0])
         if other != place
     ]
-    text = f"{what}{asked}{best[0] * 1e3:.2f} ms and {_size(sent)} a rank and step"
+    text = f"{what}{asked}{best[0] * 1e3:.2f} ms and {bytes_text(sent)} a rank and step"
     text += f" (others, ms: {', '.join(others)})" if others else ""
     return text + (f"; no room: {'; '.join(dict.fromkeys(too_large))}" if too_large else "")
 
@@ -256,11 +257,3 @@ def _line(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype)
     """Return the bytes of a row with its optimizer state."""
     rule = optimizer_of(table.optimizer or optimizer)
     return (table.width + rule.columns(table.width)) * dtype.itemsize
-
-
-def _size(size_bytes: float) -> str:
-    units = iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while size_bytes >= 1024 and unit != "GiB":
-        size_bytes, unit = size_bytes / 1024, next(units)
-    return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"

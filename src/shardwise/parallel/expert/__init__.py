@@ -7,5 +7,5 @@ experts       stacks of parameters             module    the layer, which is its
 dispatch      sends rows to the ranks of their experts and back
 stacks        which tensors of any model hold experts, and how these are cut
 transformers_experts                     the computation of experts of transformers' classes
-cost          rows and elements in closed form
+cost          rows and bytes in closed form
 """

@@ -57,18 +57,14 @@ def expected_reach(experts: int, top_k: int, places: int) -> float:
     return 1 - comb(experts - experts // places, top_k) / comb(experts, top_k)
 
 
-def elements_sent(rows: float, width: int, top_k: int) -> float:
-    """Return the elements that a layer's all-to-all sends in a forward and a backward pass.
+def row_bytes(width: int, top_k: int, itemsize: int) -> int:
+    """Return the bytes that one row adds to the all-to-all of a forward and a backward pass.
+
+    The rank also sends back the rows that it received; over all ranks, as many rows are received as are sent.
 
     Args:
-        rows: rows that left a rank. The rank also sends back the rows that it received; over all ranks, as many rows
-            are received as are sent.
         width: numbers of a token, D.
         top_k: experts of a token.
+        itemsize: bytes of an element of a token.
     """
-    return rows * (4 * width + 3 * top_k)
-
-
-def row_bytes(width: int, top_k: int, itemsize: int) -> int:
-    """Return the bytes of ``elements_sent`` for one row, whose elements take ``itemsize`` bytes."""
     return 4 * width * itemsize + top_k * (_NUMBER_BYTES + 2 * max(4, itemsize))

@@ -23,7 +23,8 @@ summed in the same order, and have the same bits, under every schedule.
 
 Papers: Huang et al. 2018, arXiv:1811.06965 (GPipe); Narayanan et al. 2020, arXiv:2006.09503 (1F1B) and 2021,
         arXiv:2104.04473 (interleaved).
-Cost:   ``cost.py``: idle time and live activations in closed form.
+Cost:   with p ranks, v stages per rank and m >= p microbatches, a rank is idle for (p - 1) times the seconds of one
+        stage's forward and backward pass; docs/techniques/pipeline.md has all closed forms.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: the matrices of a layer cut along "tp", the activations between them cut by tokens.
 
 policy   the keys that users set          layout  styles, a table of them, placements of parameters; pure
-cost     bytes and collectives; pure      tables  tables for models of transformers; pure
+tables   tables for models of transformers; pure
 region   the cut sequence of a pass       layers  the cut layers        loss   cross entropy of cut logits
 apply    makes a model parallel
 """

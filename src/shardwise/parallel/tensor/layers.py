@@ -11,7 +11,7 @@ The cut layers take the parameters of the layers that they replace, under the sa
 parameters over "tp": the layout states which gradients are addends, and the engine sums those.
 
 Papers: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
-Cost:   ``cost.py``.
+Cost:   the collectives named above, each P (tp-1)/tp elements a rank for P = B T D or B T F, an all-reduce twice that.
 Shapes: B batch, T sequence, D inputs, F outputs, V vocabulary, tp ranks; weights [F/tp, D], [F, D/tp], [V/tp, D].
 """
 

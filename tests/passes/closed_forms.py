@@ -23,7 +23,7 @@ Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head siz
 
 from typing import Literal, NamedTuple
 
-from shardwise.kernels.attention import score_elements
+from shardwise.kernels.attention import _KEEP_UP_TO, _blocks
 
 Scope = Literal["none", "full", "selective"]
 
@@ -81,4 +81,7 @@ def repeated_flops(shape: BlockShape, scope: Scope) -> int:
 
 def _weights(shape: BlockShape, kept_by_kernel: bool = False) -> int:
     """Return the number of attention weights that are computed or, with ``kept_by_kernel``, kept."""
-    return shape.batch * shape.heads * score_elements(shape.sequence, kept=kept_by_kernel)
+    if kept_by_kernel and shape.sequence > _KEEP_UP_TO:
+        return 0
+    scores = sum((stop - start) * stop for start, stop in _blocks(shape.sequence))
+    return shape.batch * shape.heads * scores

@@ -12,9 +12,9 @@ with P = B·T·D elements of an activation and N ranks (r gathers, each P (N-1)/
 
 The column layers' second gather, of their input in backward, is the price of keeping only a shard of the input.
 
-Of the activations that one block of our Gpt keeps for its backward pass (``memory.recompute_cost``) a rank keeps the
-part of its heads and of its hidden features, with at least one key and value head. With a cut sequence the rank keeps
-only its tokens of activations that span all features: residuals and norms.
+Of the activations that one block of our Gpt keeps for its backward pass (``tests/passes/closed_forms.py``) a rank
+keeps the part of its heads and of its hidden features, with at least one key and value head. With a cut sequence the
+rank keeps only its tokens of activations that span all features: residuals and norms.
 
 Papers: Korthikanti et al. 2022, arXiv:2205.05198, section 4 (which counts dropout masks, in bytes of 16 bits).
 Shapes: B batch, T sequence, D width, H heads, K head size, F hidden.
@@ -23,8 +23,8 @@ Shapes: B batch, T sequence, D width, H heads, K head size, F hidden.
 from dataclasses import dataclass
 
 from shardwise.parallel.tensor.layout import divided
-from shardwise.passes.recompute_cost import BlockShape, kept_elements
 from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
+from tests.passes.closed_forms import BlockShape, kept_elements
 
 
 @dataclass(frozen=True)
