@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.base.errors import UsageError
+from shardwise.compose.apply import Phase, apply_steps
 from shardwise.engine.model.known_modules import KnownModules
 from shardwise.engine.model.model_calls import ModelCalls
 from shardwise.engine.model.original import Original
@@ -48,18 +49,29 @@ class Held:
         self._calls = ModelCalls(parts)
         self.away = Away(parts)
         """State that is offloaded between two steps."""
-        self.known = KnownModules([parts.model, *(stage.module for stage in parts.stages)])
-        """The modules that the model consisted of when the engine was built."""
 
         def before_any_pass() -> None:
             self.away.check("forward", reads_weights_alone=True)
             before_pass()
 
         owner = _Owner(parts.mesh, parts.progress, close, before_any_pass)
-        self._owner = parts.model.register_forward_pre_hook(owner, prepend=True)
+        apply_steps(
+            Phase.ENGINE,
+            {
+                "state dicts": self._calls.hook_state_dicts,
+                "conversions": self._calls.refuse_conversions,
+                "owner": lambda: self._hook(owner),
+            },
+        )
+        # After the steps: an attribute that is set later is taken for the user's and set on copies of the module.
+        self.known = KnownModules([parts.model, *(stage.module for stage in parts.stages)])
+        """The modules that the model consisted of when the engine was built."""
         self.is_over = False
         """True after ``give_back``."""
         parts.optimizer_groups.hold()
+
+    def _hook(self, owner: "_Owner") -> None:
+        self._owner = self._parts.model.register_forward_pre_hook(owner, prepend=True)
 
     def check(self, call: str, reads_weights_alone: bool = False) -> None:
         """Check that ``call`` may use the model now.
