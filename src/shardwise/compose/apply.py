@@ -67,7 +67,7 @@ class Undone(Enum):
     """Moment at which a change is undone."""
 
     BY_CLOSE = "close()"
-    IF_WHOLE = "close(), if neither tp nor pp cuts the model"
+    IF_WHOLE = "close(), unless tp, pp, ep or etp cuts the model"
     AT_ONCE = "the end of the pass or call"
     NEVER = "never"
 
@@ -113,7 +113,6 @@ CHANGES = (
         "parallel/pipeline/layers.py",
         Undone.NEVER,
         Effect.CHILD,
-        Effect.MEMORY,
     ),
     _row(
         Phase.DESCRIBED,
@@ -159,7 +158,6 @@ CHANGES = (
         "models/dropout.py",
         Undone.IF_WHOLE,
         Effect.CHILD,
-        Effect.ATTRIBUTE,
     ),
     _row(
         Phase.CUT,
@@ -171,9 +169,7 @@ CHANGES = (
         Undone.NEVER,
         Effect.CHILD,
         Effect.HOOK,
-        Effect.METHOD,
         Effect.ATTRIBUTE,
-        Effect.PARAMETER,
         Effect.MEMORY,
     ),
     _row(
@@ -184,7 +180,7 @@ CHANGES = (
         "models/tiles.py parallel/tensor/apply.py",
         Undone.IF_WHOLE,
         Effect.CHILD,
-        Effect.METHOD,
+        Effect.HOOK,
         Effect.ATTRIBUTE,
     ),
     _row(
@@ -204,7 +200,6 @@ CHANGES = (
         "parallel/expert/apply.py",
         Undone.IF_WHOLE,
         Effect.METHOD,
-        Effect.ATTRIBUTE,
         Effect.MEMORY,
     ),
     _row(
@@ -217,11 +212,6 @@ CHANGES = (
         "parallel/pipeline/layers.py models/dropout.py parallel/expert/apply.py",
         Undone.NEVER,
         Effect.CHILD,
-        Effect.HOOK,
-        Effect.METHOD,
-        Effect.ATTRIBUTE,
-        Effect.PARAMETER,
-        Effect.MEMORY,
     ),
     _row(
         Phase.CUT,
@@ -229,7 +219,7 @@ CHANGES = (
         "heads and feed-forward parts compute tiles of tokens",
         "after slices, which put modules of their own in the places of heads and projections, and after stages, "
         "because tiles depend on whether a pass waits for another one",
-        "models/tiles.py models/feed_forward.py",
+        "models/tiles.py models/feed_forward.py passes/tiled.py",
         Undone.IF_WHOLE,
         Effect.ATTRIBUTE,
         Effect.METHOD,
@@ -346,8 +336,6 @@ CHANGES = (
         "after weights, which make the buckets",
         "engine/construction/sharded_init.py",
         Undone.NEVER,
-        Effect.MEMORY,
-        Effect.PARAMETER,
     ),
     _row(
         Phase.STAGES,
