@@ -21,7 +21,7 @@ fixed order exists. tests/engine/construction/test_module_changes.py compares ev
 inside passes, and after ``close()``, and fails if a change belongs to no row; it also fails if a file that changes
 modules is named by no row.
 
-Values of weights and buffers are not the subject: training changes them.
+The list leaves out the values of weights and buffers, which training changes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -247,7 +247,7 @@ CHANGES = (
         "weights",
         "parameters become views of flat buffers; a released one refuses to be read, and `p.data` of a trained one is "
         "watched",
-        "before all that follows, which refers to the stage's real parameters",
+        "before all later rows, which refer to the real parameters of the stage",
         "engine/construction/stages.py parallel/zero/weight.py parallel/zero/views.py memory/watched.py "
         "passes/absent.py",
         Undone.BY_CLOSE,
@@ -396,7 +396,7 @@ CHANGES = (
     _row(
         Phase.PASS,
         "random numbers",
-        "hooks give parts that one stage alone runs random numbers of their own, under pp",
+        "under pp, hooks give parts that only one stage runs random numbers of their own",
         "in front of all hooks of the parts, which may draw",
         "passes/draws.py",
         Undone.AT_ONCE,
@@ -405,7 +405,7 @@ CHANGES = (
     _row(
         Phase.PASS,
         "blocks that ran",
-        "hooks on the blocks of a stage note which ones ran and what they set, under pp",
+        "under pp, hooks on the blocks of a stage record which blocks ran and what they set",
         "behind the hooks of Units, which are no part of a block",
         "parallel/pipeline/stage_module.py parallel/pipeline/stand_in.py",
         Undone.AT_ONCE,
