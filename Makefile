@@ -12,7 +12,7 @@ help:
 	@echo "make train    train a GPT on two ranks for about two minutes, into runs/"
 	@echo "make test     linters and the whole test suite"
 	@echo "make soak     the long fault campaigns, and late collectives under all parallel tests"
-	@echo "make reference  docs/reference and the page of errors from the code"
+	@echo "make reference  docs/reference, the page of errors and the table in docs/design.md from the code"
 	@echo "make gpu      the tests that need an accelerator, then the first run's table (ten minutes)"
 	@echo "make install  the virtual environment in .venv alone"
 
@@ -46,6 +46,7 @@ walls: $(READY)
 reference: $(READY)
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_errors.py
+	$(BIN)/python docs/make_design.py
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)

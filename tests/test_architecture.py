@@ -200,7 +200,6 @@ def test_no_class_holds_more_state_than_a_reader_does() -> None:
 
 MOST_LINES = 60
 LONGER = {
-    "compose/apply.py apply_to_model",
     "engine/step/end.py exchange",
     "plan/validate.py _RankList._of_unit",
 }

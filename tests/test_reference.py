@@ -37,6 +37,29 @@ def test_the_page_of_errors_is_what_the_code_raises() -> None:
     assert errors["page"]() == written, "run `make reference` and commit docs/guides/errors.md"
 
 
+def test_the_list_of_changes_in_the_design_is_that_of_the_code() -> None:
+    design = runpy.run_path(str(ROOT / "docs" / "make_design.py"))
+    written = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert written.count(design["BEGIN"]) == written.count(design["END"]) == 1
+    assert design["page"](written) == written, "run `make reference` and commit docs/design.md"
+
+
+def test_a_reader_finds_ten_answers_in_files_that_exist() -> None:
+    written = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    section = written.partition("\n## Where to look: ten questions\n")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"
+    ]
+    answers = rows[2:]  # below the head
+    assert len(answers) == 10
+    for question, answer, files in answers:
+        named = re.findall(r"`([^`]+)`", files)
+        assert question.endswith("?") and answer.endswith("."), question
+        assert ", ".join(f"`{file}`" for file in named) == files and 1 <= len(named) <= 3, question
+        missing = [file for file in named if not (ROOT / "src" / "shardwise" / file).is_file()]
+        assert not missing, f"{question} {missing}"
+
+
 def test_the_pages_are_what_the_code_says(maker: ModuleType) -> None:
     made = maker.pages()
     assert {path.name for path in FOLDER.iterdir()} == set(made)

@@ -24,7 +24,7 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
-from shardwise.compose.apply import recompute_blocks
+from shardwise.compose.module_steps import recompute_blocks
 from shardwise.kernels.head_loss import Tile
 from shardwise.models import Gpt, GptPolicy
 from shardwise.models.layers import GeluMlp, Head, SwiGlu

@@ -504,6 +504,22 @@ def test_a_model_made_in_pieces_has_its_own_experts(ranks: Any) -> None:
     assert max(ranks(2).run(made_in_pieces)) == 0
 
 
+def taken_again(world: Any) -> str:
+    model = seeded(Mixture)
+    shardwise.initialize(model, {"mesh": {"dp": 2, "ep": 2}}, world=world).close()
+    try:
+        shardwise.initialize(model, {"mesh": {"dp": 2, "ep": 2}}, world=world)
+    except shardwise.base.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_whose_experts_were_cut_is_not_cut_again(ranks: Any) -> None:
+    """Its routers know four experts, and its ranks have two each: it trained on without an error."""
+    for said in ranks(2).run(taken_again):
+        assert "was cut along tp, pp or ep by an engine before" in said
+
+
 class Residual(torch.nn.Module):
     """A mixture with its residual stream."""
 

@@ -1,259 +1,475 @@
-"""Apply: all changes to a module, in order, each with the reason for its position.
+"""Apply: the one list of what is done to a user's module, in the order in which the changes happen.
 
-The Plan comes first and changes no module; the functions below cut the module to the Plan. On the whole model, once:
+``CHANGES`` is the list as data: each row has the change, the reason for its place in the order, the files that make the
+change, and the moment at which the change is undone. docs/design.md prints the list.
 
-    1  batch norm      first: it wraps forwards of the model's own modules, some of which will be copied or replaced
-    2  start           rank 0's weights and buffers become all ranks' while every rank still has the whole model
-    3  dropout         its masks are keyed by names and by how inputs are cut, so before slices, which check for dropout
-                       that is not keyed
-    4  slices          along "tp", before stages: a table's patterns match names of the whole model; then experts get
-                       the run's settings, by names of the whole model and by how tokens lie on "tp" by then, and stacks
-                       of experts are cut
-    5  stages          along "pp"; layers that are built only here (LayerSpec) now get dropout and experts (3 and 4)
-    6  tiles           after slices, which put modules of their own in the places of heads and projections
+    phase       when                                              who runs the rows
+    GIVEN       the model is as the user made it                  engine/construction/build.py
+    WHOLE       its optimizers are known, no Plan is made yet     engine/construction/build.py
+    DESCRIBED   the Plan is being made                            the functions that describe the model
+    CUT         the Plan is made; the model is still whole        compose/module_steps.py
+    STAGE       once for each stage of this rank                  engine/construction/stages.py
+    STAGES      all stages of this rank are ready                 engine/construction/build.py
+    ENGINE      the engine exists                                 engine/model/held.py
+    PASS        during a pass, for the time of the pass           the classes that watch the pass
+    CALL        the user calls a method of the engine             the method
 
-and on each stage:
+``apply_steps`` runs the rows of the phases in ``WALKED``: the caller passes one function for each row of a phase, by
+name, and the rows set the order. So a step that is not in the list cannot run, a row without a step is an error, and
+moving a row moves its step. The other rows attach hooks for the time of one pass, or on a call of the user, where no
+fixed order exists. tests/engine/construction/test_module_changes.py compares every module before and after each step,
+inside passes, and after ``close()``, and fails if a change belongs to no row; it also fails if a file that changes
+modules is named by no row.
 
-    7  buffers         to the device, in their dtypes: those of layers that were built only here are new
-    8  weights         into flat buffers, the stage's real parameters, which all later lines reference
-    9  compile         blocks, inside of recomputation: a compiler cannot trace a checkpoint's contexts
-    10 recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes;
-                       before it, because they run again too, those of modules that need it under dtypes by operation
-    11 activations     of blocks, to the host; outside of recomputation, which leaves only a block's input to be moved
-    12 hooks           of Units, around forward as it is now; also a Unit's methods besides forward
-    13 casts           last, at the root: hooks run in the order in which they were registered, so that the hooks of the
-                       Units see inputs as the user passed them and the module's own code sees cast inputs
-
-The engine's build (engine/construction/build.py) calls these two functions and changes a module in no other way.
+The list leaves out the values of weights and buffers, which training changes.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import NamedTuple
 
-import torch
-from torch import nn
-
-from shardwise.base.errors import PlanError
-from shardwise.comm.collectives import Group
-from shardwise.compose.describe import Described, blocks_of
-from shardwise.models.dropout import replace_dropout, unkeyed_dropout
-from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
-from shardwise.parallel.embedding.collection import as_before
-from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
-from shardwise.parallel.expert.loads import ExpertLoads
-from shardwise.parallel.expert.policy import ExpertsPolicy
-from shardwise.parallel.expert.stacks import find_stacks
-from shardwise.parallel.expert.surroundings import Layout
-from shardwise.parallel.pipeline.check_cut import check_cut
-from shardwise.parallel.pipeline.cut import cut
-from shardwise.parallel.pipeline.layers import Layers
-from shardwise.parallel.pipeline.policy import PipelinePolicy
-from shardwise.parallel.pipeline.uses import order_of_use
-from shardwise.parallel.tensor.apply import make_parallel
-from shardwise.parallel.tensor.layout import dropout_cuts
-from shardwise.parallel.tensor.region import Region
-from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
-from shardwise.parallel.zero.hooks import UnitHooks
-from shardwise.parallel.zero.windows import UnitState
-from shardwise.passes.recompute import RecomputePolicy, apply_recompute
-from shardwise.passes.replay import Replay
-from shardwise.passes.tiles import TilesPolicy
-from shardwise.tiers.activations import Activations
-from shardwise.tiers.alike import Alike
-
-RunStage = Callable[[Callable[[nn.Module], Any], Any, Hashable], Any]
-"""Function of (call of the model, input from the stage before, kind of batch) that returns the input of the next stage,
-or the call's result.
-
-The first pass of each kind is watched.
-"""
-Stages = dict[int, tuple[nn.Module, RunStage | None]]
-"""Stages of a rank, by index; without a pipeline the model itself."""
+Step = Callable[[], object]
+"""Function that makes one change to a module."""
 
 
-def apply_to_model(
-    model: nn.Module,
-    described: Described,
-    starts: Sequence[str],
-    groups: Mapping[str, Group],
-    seed: int,
-    replay: Replay,
-    loads: ExpertLoads,
-    levels: tuple[Group, ...] = (),
-    experts: ExpertsPolicy | None = None,
-    synchronizes_batch_norm: bool = False,
-    start: Callable[[], None] | None = None,
-    tiles: TilesPolicy | None = None,
-    keeps_one_pass: bool = True,
-    alike: Alike | None = None,
-) -> Stages:
-    """Apply lines 1 to 6 to ``model``, in place, and return this rank's stages.
+class Phase(Enum):
+    """Moment at which changes happen."""
+
+    GIVEN = "as the model is given"
+    WHOLE = "before the model is described"
+    DESCRIBED = "while the model is described"
+    CUT = "when the Plan is made"
+    STAGE = "on each stage of this rank"
+    STAGES = "when the stages are ready"
+    ENGINE = "when the engine exists"
+    PASS = "for the time of a pass"
+    CALL = "on a call of the user"
+
+
+WALKED = (Phase.GIVEN, Phase.WHOLE, Phase.CUT, Phase.STAGE, Phase.STAGES, Phase.ENGINE)
+"""Phases whose rows ``apply_steps`` runs."""
+
+
+class Effect(Enum):
+    """Kind of difference between a module before a change and after it."""
+
+    HOOK = "a hook on a module"
+    STATE_HOOK = "a hook on state dicts"
+    PARAMETER_HOOK = "a hook on a parameter"
+    METHOD = "a function in place of a method"
+    ATTRIBUTE = "a plain attribute"
+    CHILD = "another child module"
+    PARAMETER = "another Parameter, or another class of one"
+    MEMORY = "other memory, dtype or device of a tensor"
+
+
+class Undone(Enum):
+    """Moment at which a change is undone."""
+
+    BY_CLOSE = "close()"
+    IF_WHOLE = "close(), unless tp, pp, ep or etp cuts the model"
+    AT_ONCE = "the end of the pass or call"
+    NEVER = "never"
+
+
+class ModuleChange(NamedTuple):
+    """One row of the list."""
+
+    name: str
+    phase: Phase
+    what: str
+    why: str
+    """Reason for the place in the order: what breaks elsewhere."""
+    where: tuple[str, ...]
+    """Files that make the change, below the package."""
+    effects: frozenset[Effect]
+    undone: Undone
+
+
+def _row(
+    phase: Phase, name: str, what: str, why: str, where: str, undone: Undone, *effects: Effect
+) -> ModuleChange:
+    return ModuleChange(name, phase, what, why, tuple(where.split()), frozenset(effects), undone)
+
+
+CHANGES = (
+    _row(
+        Phase.GIVEN,
+        "pieces",
+        "parameters of a model that was made by `sharded_init` become ordinary Parameters",
+        "first: every later reader of a piece would gather it; without tp, pp and ep the Parameters stay empty until "
+        "row `dealt`",
+        "engine/construction/sharded_init.py",
+        Undone.NEVER,
+        Effect.PARAMETER,
+        Effect.MEMORY,
+    ),
+    _row(
+        Phase.WHOLE,
+        "layers",
+        "layers of `Layers` that only exist as specs are built, unless pp builds them on their stages",
+        "after the user's optimizer is read, whose parameters are those of the specs; before the description, which "
+        "reads real layers",
+        "parallel/pipeline/layers.py",
+        Undone.NEVER,
+        Effect.CHILD,
+    ),
+    _row(
+        Phase.DESCRIBED,
+        "order of use",
+        "hooks record one pass on fake tensors, and on the example the outputs of the blocks",
+        "before any cut: the order decides where stages begin",
+        "parallel/pipeline/uses.py parallel/pipeline/check_cut.py",
+        Undone.AT_ONCE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.DESCRIBED,
+        "old graphs",
+        "parameters that will be cut are empty for a moment, which shows graphs that still hold their shapes",
+        "before the cut, which would make the first backward pass of such a graph fail",
+        "engine/step/old_graphs.py",
+        Undone.AT_ONCE,
+        Effect.MEMORY,
+    ),
+    _row(
+        Phase.CUT,
+        "batch norm",
+        "`forward` of batch norms computes statistics over all data-parallel ranks",
+        "first of the cuts: it wraps forwards of the model's own modules, some of which are copied or replaced later",
+        "parallel/zero/batch_norm.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.CUT,
+        "start",
+        "rank 0's weights and buffers become those of all ranks, and buffers move to the device",
+        "while every rank still has the whole model: slices of unlike weights would fit no model",
+        "engine/state/start_weights.py engine/construction/stages.py",
+        Undone.NEVER,
+        Effect.MEMORY,
+    ),
+    _row(
+        Phase.CUT,
+        "dropout",
+        "children `nn.Dropout` are replaced by dropout with keyed masks",
+        "before slices, which refuse dropout that is not keyed; its keys are names of the whole model",
+        "models/dropout.py",
+        Undone.IF_WHOLE,
+        Effect.CHILD,
+    ),
+    _row(
+        Phase.CUT,
+        "slices",
+        "matrices are cut along tp: layers are replaced, hooks move activations between layouts, numbers of heads are "
+        "divided",
+        "before stages: the patterns of a table match names of the whole model",
+        "parallel/tensor/apply.py parallel/tensor/layers.py parallel/tensor/outputs.py parallel/tensor/region.py",
+        Undone.NEVER,
+        Effect.CHILD,
+        Effect.HOOK,
+        Effect.ATTRIBUTE,
+        Effect.MEMORY,
+    ),
+    _row(
+        Phase.CUT,
+        "heads",
+        "head and loss of a foreign model that is not cut along tp are joined, if logits are computed by tiles",
+        "after slices, which join them otherwise",
+        "models/tiles.py parallel/tensor/apply.py",
+        Undone.IF_WHOLE,
+        Effect.CHILD,
+        Effect.HOOK,
+        Effect.ATTRIBUTE,
+    ),
+    _row(
+        Phase.CUT,
+        "mixtures",
+        "mixtures of experts get the run's seed, counters and ranks",
+        "after slices: by then it is known how tokens lie on tp; by names of the whole model",
+        "parallel/expert/apply.py",
+        Undone.IF_WHOLE,
+        Effect.ATTRIBUTE,
+    ),
+    _row(
+        Phase.CUT,
+        "experts",
+        "stacks of experts are cut along ep and etp, and their `forward` exchanges rows",
+        "after mixtures, whose settings the exchange reads",
+        "parallel/expert/apply.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+        Effect.MEMORY,
+    ),
+    _row(
+        Phase.CUT,
+        "stages",
+        "the stages of this rank are made along pp, with copies of the modules around blocks; layers that are built "
+        "only now get the rows `dropout`, `mixtures` and `experts`",
+        "after all rows that read names of the whole model",
+        "parallel/pipeline/cut.py parallel/pipeline/stand_in.py parallel/pipeline/stage_module.py "
+        "parallel/pipeline/layers.py models/dropout.py parallel/expert/apply.py",
+        Undone.NEVER,
+        Effect.CHILD,
+    ),
+    _row(
+        Phase.CUT,
+        "tiles",
+        "heads and feed-forward parts compute tiles of tokens",
+        "after slices, which put modules of their own in the places of heads and projections, and after stages, "
+        "because tiles depend on whether a pass waits for another one",
+        "models/tiles.py models/feed_forward.py passes/tiled.py",
+        Undone.IF_WHOLE,
+        Effect.ATTRIBUTE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.CUT,
+        "tables",
+        "collections of embedding tables get this rank's rows",
+        "after stages: a collection lies on the stage that uses it; before weights, which leave rows alone",
+        "engine/parts/tables.py parallel/embedding/collection.py",
+        Undone.NEVER,
+        Effect.ATTRIBUTE,
+    ),
+    _row(
+        Phase.STAGE,
+        "buffers",
+        "buffers move to the device, in their dtypes",
+        "here again: buffers of layers that were built only on their stage are new",
+        "engine/construction/stages.py",
+        Undone.BY_CLOSE,
+        Effect.MEMORY,
+    ),
+    _row(
+        Phase.STAGE,
+        "weights",
+        "parameters become views of flat buffers; a released one refuses to be read, and `p.data` of a trained one is "
+        "watched",
+        "before all later rows, which refer to the real parameters of the stage",
+        "engine/construction/stages.py parallel/zero/weight.py parallel/zero/views.py memory/watched.py "
+        "passes/absent.py",
+        Undone.BY_CLOSE,
+        Effect.MEMORY,
+        Effect.PARAMETER,
+    ),
+    _row(
+        Phase.STAGE,
+        "compile",
+        "`forward` of each block is compiled",
+        "inside of recomputation: a compiler cannot trace the contexts of a checkpoint",
+        "engine/construction/stages.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.STAGE,
+        "operations",
+        "`forward` of modules whose operations have dtypes of their own takes wide inputs",
+        "inside of recomputation, which runs these forwards again in the same dtypes",
+        "precision/operations.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.STAGE,
+        "recompute",
+        "`forward` or `attention` of blocks computes its activations again in the backward pass",
+        "inside of hooks: the weights of a Unit are gathered around both of its passes",
+        "compose/module_steps.py passes/recompute.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.STAGE,
+        "activations",
+        "`forward` of blocks moves what it saves for the backward pass to the host",
+        "outside of recomputation, which leaves only the input of a block to be moved",
+        "compose/module_steps.py tiers/activations.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.STAGE,
+        "hooks",
+        "hooks before and after the forward of each Unit, and hooks on trained parameters that take their gradients "
+        "over",
+        "outside of all wrapped forwards: no forward may run before its weights are gathered; in front of the user's "
+        "own pre-hooks, which may read weights",
+        "parallel/zero/hooks.py",
+        Undone.BY_CLOSE,
+        Effect.HOOK,
+        Effect.PARAMETER_HOOK,
+    ),
+    _row(
+        Phase.STAGE,
+        "methods",
+        "methods of Units that `zero.forward_methods` names gather weights as forward does",
+        "after hooks, which they call",
+        "parallel/zero/hooks.py",
+        Undone.BY_CLOSE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.STAGE,
+        "casts",
+        "hooks at the root cast floating inputs and, on the last stage, outputs",
+        "after hooks: those of Units get inputs as the user passed them, and the module's own code gets cast inputs",
+        "engine/parts/inputs.py",
+        Undone.BY_CLOSE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.STAGE,
+        "graphs",
+        "a hook at the root begins a new step of CUDA graphs",
+        "last of a stage: immediately before its code runs",
+        "engine/construction/stages.py",
+        Undone.BY_CLOSE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.STAGES,
+        "dealt",
+        "the values of row `pieces` go to the buckets of the ranks that own them",
+        "after weights, which make the buckets",
+        "engine/construction/sharded_init.py",
+        Undone.NEVER,
+    ),
+    _row(
+        Phase.STAGES,
+        "other stages",
+        "parameters of other stages, which the whole model still holds, are freed and refuse to be read",
+        "when all stages of this rank have their weights; a stage that came later would find its own emptied",
+        "engine/construction/build.py passes/absent.py",
+        Undone.NEVER,
+        Effect.MEMORY,
+        Effect.PARAMETER,
+    ),
+    _row(
+        Phase.ENGINE,
+        "state dicts",
+        "hooks on state dicts refuse what would save or load a part for the whole, and copies that would not train",
+        "when the model is cut: the hooks go on the modules that it consists of by now",
+        "engine/model/model_calls.py",
+        Undone.BY_CLOSE,
+        Effect.STATE_HOOK,
+    ),
+    _row(
+        Phase.ENGINE,
+        "conversions",
+        "`_apply` of the model and of its stages refuses `.to()`, `.half()` and the like",
+        "when the weights are in their buffers: from then on a conversion would take them out",
+        "engine/model/model_calls.py",
+        Undone.BY_CLOSE,
+        Effect.METHOD,
+    ),
+    _row(
+        Phase.ENGINE,
+        "owner",
+        "a hook at the root names the engine that owns the model, and refuses passes while weights are away",
+        "last of the build and in front of all other hooks: none may read weights that are away",
+        "engine/model/held.py",
+        Undone.IF_WHOLE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.PASS,
+        "own use",
+        "in the first passes slices refuse to be read by modules that do not own them",
+        "in front of the hooks of Units, so that those may read the slices",
+        "parallel/tensor/own_use.py passes/absent.py",
+        Undone.AT_ONCE,
+        Effect.HOOK,
+        Effect.PARAMETER,
+    ),
+    _row(
+        Phase.PASS,
+        "profile",
+        "in the step of `module_profile` hooks on every module count its costs",
+        "behind all other hooks: gathers are not the cost of a module",
+        "observe/module_profile.py",
+        Undone.AT_ONCE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.PASS,
+        "random numbers",
+        "under pp, hooks give parts that only one stage runs random numbers of their own",
+        "in front of all hooks of the parts, which may draw",
+        "passes/draws.py",
+        Undone.AT_ONCE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.PASS,
+        "blocks that ran",
+        "under pp, hooks on the blocks of a stage record which blocks ran and what they set",
+        "behind the hooks of Units, which are no part of a block",
+        "parallel/pipeline/stage_module.py parallel/pipeline/stand_in.py",
+        Undone.AT_ONCE,
+        Effect.HOOK,
+        Effect.ATTRIBUTE,
+    ),
+    _row(
+        Phase.PASS,
+        "not finite",
+        "after a step with a NaN, hooks on every module find the first one in a repeated pass",
+        "behind all other hooks, to see what leaves the module",
+        "engine/step/nonfinite.py",
+        Undone.AT_ONCE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.CALL,
+        "plain backward",
+        "after `adopt_backward()`, a hook at the root finds backward passes that the script runs itself",
+        "behind all other hooks, on the outputs that the script gets",
+        "engine/step/plain_backward.py",
+        Undone.BY_CLOSE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.CALL,
+        "copies",
+        "attributes and buffers that the user sets on a module are set on its copies in the stages",
+        "before the next pass, which runs the copies",
+        "engine/model/known_modules.py",
+        Undone.NEVER,
+        Effect.ATTRIBUTE,
+        Effect.MEMORY,
+    ),
+    _row(
+        Phase.CALL,
+        "weights elsewhere",
+        "`full_parameters`, `evaluated_weights` and `offload_states` let parameters show other memory",
+        "between passes only",
+        "parallel/zero/weight.py parallel/zero/views.py engine/state/away.py engine/state/averaging.py",
+        Undone.AT_ONCE,
+        Effect.MEMORY,
+        Effect.PARAMETER,
+    ),
+)
+"""All that is done to a user's module, in order."""
+
+
+def changes_in(phase: Phase) -> Iterator[ModuleChange]:
+    """Yield the rows of a phase in their order."""
+    return (change for change in CHANGES if change.phase is phase)
+
+
+def apply_steps(phase: Phase, steps: Mapping[str, Step]) -> None:
+    """Run the step of each row of a phase, in the order of the rows.
 
     Args:
-        model: The whole model.
-        described: Description of the model.
-        starts: Blocks that begin each stage but the first.
-        groups: Group of each axis.
-        seed: Seed of dropout and routers.
-        replay: Records of random numbers, which recomputation replays.
-        loads: Counters of the experts' loads.
-        levels: Groups of "ep" across and within hosts, if "ep" spans hosts.
-        experts: Exchange of rows with experts.
-        synchronizes_batch_norm: Compute statistics of batch norm over all data-parallel ranks.
-        start: Function that sets the model's first weights and buffers.
-        tiles: Settings of tiles.
-        keeps_one_pass: True if no forward pass of the last stage waits while another one runs.
-        alike: Recorder of tensors that ranks along "tp" have in common.
-
-    Raises:
-        PlanError: if the model cannot be cut so.
+        phase: The phase, one of ``WALKED``.
+        steps: One function for each row of the phase, by the row's name.
     """
-    tiles = tiles or TilesPolicy()
-    check_tiles(model, tiles, described.spec.units)
-    if synchronizes_batch_norm:
-        synchronize_batch_norm(model, groups["dp"])
-    if start is not None:
-        start()
-    table, is_cut, tp = described.table, described.cuts_sequence, groups["tp"]
-    region = Region(tp, is_cut, replay, alike)
-    replace_dropout(
-        model,
-        seed,
-        replay,
-        {} if table is None else dropout_cuts(model, table, tp.index, tp.size, is_cut),
-    )
-    if table is not None:
-        _refuse_unkeyed(model)
-        make_parallel(model, table, tp, is_cut, region)
-    else:
-        tile_foreign(model, tiles)
-    check_heads(model, tiles)
-
-    def layout() -> Layout:
-        return "cut" if region.cut else "addends" if region.adds else "alike"
-
-    surround(model, seed, replay, loads, tp, layout)
-    stacks, ep, etp = described.stacks, groups.get("ep"), groups.get("etp")
-    experts = experts or ExpertsPolicy()
-    in_blocks = experts.exchange == "blocks"
-    if in_blocks:
-        check_blocks(model)
-    # Also if the stacks are not cut.
-    if not stacks and (in_blocks or experts.rows is not None or not replay.has_numbers):
-        stacks = find_stacks(model).stacks
-    ranks = ExpertRanks(
-        ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, levels, experts.rows, in_blocks
-    )
-    cut_experts(model, stacks, ranks, replay)
-    if groups["pp"].size == 1:
-        tile_model(model, tiles, replay, at_once=True)
-        return {0: (model, None)}
-    here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)
-    stages = cut(model, starts, here, described.uses)
-    for stage in stages.values():  # layers that a LayerSpec has just built are new
-        stage.draws = replay.draws
-        replace_dropout(stage.module, seed, replay)
-        surround(stage.module, seed, replay, loads, tp, layout)
-        cut_experts(stage.module, stacks, ranks, replay)
-        tile_model(stage.module, tiles, replay, keeps_one_pass)
-    return {index: (stage.module, stage.run) for index, stage in stages.items()}
-
-
-def apply_to_stage(
-    module: nn.Module,
-    buffers: Callable[[nn.Module], None],
-    weights: Callable[[nn.Module], list[UnitState]],
-    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
-    recompute: Callable[[nn.Module], None],
-    offload: Callable[[nn.Module], None],
-    hooks: Callable[[list[UnitState]], UnitHooks],
-    casts: Callable[[nn.Module], list[Any]],
-) -> tuple[UnitHooks, list[Any]]:
-    """Apply lines 7 to 13 to a stage.
-
-    Args:
-        module: The stage.
-        buffers: Moves buffers to the device.
-        weights: Lays out the weights in flat buffers and returns the state of the Units.
-        compiled: Returns the compiled form of a function; None: nothing is compiled.
-        recompute: Wraps blocks for recomputation.
-        offload: Wraps blocks whose activations go to the host.
-        hooks: Registers the hooks of the Units.
-        casts: Registers casts of inputs and outputs.
-
-    Returns:
-        The object that runs the Units, and the handles of the casts.
-    """
-    buffers(module)
-    states = weights(module)
-    if compiled is not None:
-        for state in states[1:]:
-            own: Any = state.module
-            own.forward = compiled(own.forward)
-    recompute(module)
-    offload(module)
-    made = hooks(states)
-    return made, casts(module)
-
-
-def _refuse_unkeyed(model: nn.Module) -> None:
-    unkeyed = unkeyed_dropout(model)
-    if unkeyed:
-        raise PlanError(
-            f"tensor: {unkeyed[0]} drops by torch's generator, which differs from rank to rank, so that ranks along tp "
-            "would go on from different numbers; use nn.Dropout, or set its share to 0"
-        )
-
-
-def recompute_blocks(
-    module: nn.Module, names: Collection[str], policy: RecomputePolicy, replay: Replay
-) -> None:
-    """Wrap the blocks ``names`` that are in ``module`` for recomputation; stand-ins have nothing to recompute.
-
-    Args:
-        module: Stage of a model.
-        names: Names of blocks.
-        policy: Keys under ``recompute:``.
-        replay: Records of random numbers, which recomputation replays.
-    """
-    here = _blocks_here(module, names)
-    if here:
-        apply_recompute(here, policy.model_copy(update={"blocks": "all"}), replay)
-
-
-def offload_blocks(module: nn.Module, names: Collection[str], activations: Activations) -> None:
-    """Keep in host memory what the blocks ``names`` that are in ``module`` save for the backward pass."""
-    activations.wrap(_blocks_here(module, names))
-
-
-def _blocks_here(module: nn.Module, names: Collection[str]) -> list[tuple[str, nn.Module]]:
-    return [
-        (name, block)
-        for name, block in module.named_modules()
-        if name in names and next(block.parameters(), None) is not None
-    ]
-
-
-def check_stages(
-    model: nn.Module,
-    policy: PipelinePolicy,
-    ranks: int,
-    call: Callable[[nn.Module], Any],
-    device: torch.device,
-) -> None:
-    """Compare the chain of stages with the uncut model, both on this rank, which must hold the whole model meanwhile.
-
-    Args:
-        model: The whole model.
-        policy: Keys under ``pipeline:``.
-        ranks: Ranks on "pp".
-        call: Function that calls the model with a batch.
-        device: Device of the comparison.
-
-    Raises:
-        PlanError: if a stage differs; the message names the first.
-    """
-    uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
-    starts = blocks_of(model, policy, uses).starts(policy, ranks)
-    with as_before(model):
-        check_cut(model, call, starts, uses)
+    assert phase in WALKED, f"{phase.name}: no fixed order exists in this phase"
+    rows = [change.name for change in changes_in(phase)]
+    unlisted, missing = steps.keys() - set(rows), set(rows) - steps.keys()
+    assert not unlisted, f"{phase.name}: steps without a row in compose/apply.py: {sorted(unlisted)}"
+    assert not missing, f"{phase.name}: rows of compose/apply.py without a step: {sorted(missing)}"
+    for name in rows:
+        steps[name]()

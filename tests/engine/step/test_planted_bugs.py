@@ -18,7 +18,7 @@ from shardwise import initialize
 from shardwise.base.errors import CommError, UsageError
 from shardwise.comm.peers import Peers
 from shardwise.comm.world import join
-from shardwise.compose import apply
+from shardwise.compose import module_steps
 from shardwise.engine.engine import Engine
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.shared import SharedGradients
@@ -405,9 +405,9 @@ def test_a_message_to_the_wrong_neighbour_is_an_error(ranks: Any) -> None:
 
 def part_of_the_first() -> Patch:
     """Every rank drops in its part of the tokens what falls in the first part."""
-    right = apply.dropout_cuts
+    right = module_steps.dropout_cuts
     return patch.object(
-        apply,
+        module_steps,
         "dropout_cuts",
         lambda *args: {name: each._replace(part=0) for name, each in right(*args).items()},
     )
@@ -415,17 +415,17 @@ def part_of_the_first() -> Patch:
 
 def parts_where_it_is_whole() -> Patch:
     """Ranks drop other features of the embedding, which all of them hold whole."""
-    right = apply.dropout_cuts
+    right = module_steps.dropout_cuts
 
     def wrong(model: Any, table: Any, index: int, *rest: Any) -> Any:
         return right(model, table, index, *rest) | {"transformer.drop": EqualPart(2, 2, index)}
 
-    return patch.object(apply, "dropout_cuts", wrong)
+    return patch.object(module_steps, "dropout_cuts", wrong)
 
 
 def whole_where_it_is_cut() -> Patch:
     """Every rank draws for its tokens as if they were all."""
-    return patch.object(apply, "dropout_cuts", lambda *args: {})
+    return patch.object(module_steps, "dropout_cuts", lambda *args: {})
 
 
 def dropping(world: Any, tp: int, plant: Callable[[], Patch]) -> list[float] | str:

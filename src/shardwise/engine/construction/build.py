@@ -3,7 +3,7 @@
     1  site        which rank this is; open numbers of the configuration resolved                       (site.py)
     2  recipe      how optimizers are made                                                            (recipe.py)
     3  outline     the Plan of all ranks, from the model described; nothing changes until it stands   (outline.py)
-    4  model       cut to the Plan: all that is done to a module, in the order of compose/apply.py
+    4  model       cut to the Plan; compose/apply.py lists all that is done to a module, in order
     5  stages      of this rank: parameters of its Units, as the Plan says, in flat buffers, under hooks that walk
                    the list                                                                           (stages.py)
     6  parts       what the engine runs                                                            (assembly.py)
@@ -27,7 +27,8 @@ from shardwise.base.errors import ConfigError, DamagedError, MismatchError, Plan
 from shardwise.base.target import load_target
 from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.world import World, join, sole_builder
-from shardwise.compose.apply import Stages, apply_to_model, check_stages
+from shardwise.compose.apply import Phase, apply_steps
+from shardwise.compose.module_steps import CutRanks, ModelCut, apply_to_model, check_stages
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.construction.agreement import (
     differing_settings,
@@ -38,9 +39,9 @@ from shardwise.engine.construction.agreement import (
 )
 from shardwise.engine.construction.assembly import assemble
 from shardwise.engine.construction.handlers import handlers_of
-from shardwise.engine.construction.outline import Outline, outline_of
+from shardwise.engine.construction.outline import Outline, cut_policies_of, outline_of
 from shardwise.engine.construction.recipe import GivenOptimizer, Recipe, recipe_of
-from shardwise.engine.construction.sharded_init import deal, take_pieces, world_of
+from shardwise.engine.construction.sharded_init import KeptPiece, deal, take_pieces, world_of
 from shardwise.engine.construction.site import site_of, with_groups_of_experts, with_tiers
 from shardwise.engine.construction.stages import make_stage, move_buffers
 from shardwise.engine.engine import Engine, OnStep
@@ -150,10 +151,11 @@ def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, r
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if given.loss is None and settings.loss is not None:
         given = given._replace(loss=load_target("loss.target", settings.loss.target))
-    pieces = take_pieces(model, is_cut=mesh.tp * mesh.pp * mesh.ep * mesh.etp > 1)
+    pieces: dict[str, KeptPiece] = {}
+    is_cut = mesh.tp * mesh.pp * mesh.ep * mesh.etp > 1
+    apply_steps(Phase.GIVEN, {"pieces": lambda: pieces.update(take_pieces(model, is_cut))})
     recipe = recipe_of(model, settings, given.optimizer, given.elementwise)
-    if mesh.pp == 1 and isinstance(model, Layers):
-        model.build_all()
+    apply_steps(Phase.WHOLE, {"layers": lambda: _build_layers(model, mesh)})
     original = Original(model)
     vocabulary = Vocabulary(model)
     outline = _agreed_outline(model, site, recipe, given)
@@ -172,8 +174,7 @@ def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, r
     with told, ExitStack() as memory:
         if site.tiers is not None:
             memory.enter_context(apart_from_the_heap())
-        cut = _cut(model, site, outline, start)
-        tables = _tables(model, cut, site, outline)
+        cut, tables = _cut(model, site, outline, start)
         slices = Slices(outline.plan.registry, mesh, site.world.rank)
         start = start.of_pieces(slices)
         walker = Walker({}, Trace(site.traffic, clock_of(device)))
@@ -181,10 +182,13 @@ def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, r
         optimizer_of = cache(partial(recipe.optimizer_of, slices=slices, form=settings.offload.state))
         stages = [
             make_stage(index, module, run, site, outline, start, given.loss is not None, walker, optimizer_of)
-            for index, (module, run) in cut.items()
+            for index, (module, run) in cut.stages.items()
         ]
-        deal(pieces, [bucket for stage in stages for state in stage.hooks.states for bucket in state.buckets])
-        _forget_foreign(model, stages)
+        buckets = [bucket for stage in stages for state in stage.hooks.states for bucket in state.buckets]
+        apply_steps(
+            Phase.STAGES,
+            {"dealt": lambda: deal(pieces, buckets), "other stages": lambda: _forget_foreign(model, stages)},
+        )
         original.compare()
         parts = assemble(model, site, recipe, optimizer_of, outline, tables, stages, vocabulary, walker)
         give_back_free(torch.device("cpu"))  # what the model came in
@@ -321,9 +325,26 @@ def _start_from_step(engine: Engine) -> None:
 # The model, cut to the Plan ----------------------------------------------------------------------------------------
 
 
-def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) -> Stages:
-    """Cut the model to the Plan and return the stages of this rank."""
+def _build_layers(model: nn.Module, mesh: Mesh) -> None:
+    """Build the layers of a list of layers, unless each is built on its stage."""
+    if mesh.pp == 1 and isinstance(model, Layers):
+        model.build_all()
+
+
+def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) -> tuple[ModelCut, Tables]:
+    """Cut the model to the Plan, and place its tables. Collective."""
     settings, device = site.settings, site.world.device
+    cut = ModelCut(
+        model,
+        outline.described,
+        outline.described.spec.stage_starts(settings.pipeline, site.mesh.pp),
+        CutRanks(site.groups, site.levels),
+        cut_policies_of(settings),
+        outline.replay,
+        outline.loads,
+        outline.alike,
+    )
+    placed: list[Tables] = []
 
     def give_start() -> None:
         for note in start.notes if site.world.rank == 0 else ():
@@ -332,32 +353,19 @@ def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) ->
         if not isinstance(model, Layers):  # the buffers of layers that are not built yet are on meta
             move_buffers(model, device)
 
-    return apply_to_model(
-        model,
-        outline.described,
-        outline.described.spec.stage_starts(settings.pipeline, site.mesh.pp),
-        site.groups,
-        settings.train.seed,
-        outline.replay,
-        outline.loads,
-        site.levels,
-        settings.experts,
-        settings.batch_norm == "synchronized",
-        give_start,
-        settings.tiles,
-        settings.pipeline.keeps_one_pass,
-        outline.alike,
-    )
+    apply_to_model(cut, {"start": give_start, "tables": lambda: placed.append(_tables(cut, site, outline))})
+    return cut, placed[0]
 
 
-def _tables(model: nn.Module, stages: Stages, site: Site, outline: Outline) -> Tables:
+def _tables(cut: ModelCut, site: Site, outline: Outline) -> Tables:
+    """Place the tables of the model. Collective."""
     settings, mesh = site.settings, site.mesh
-    modules = {index: module for index, (module, _) in stages.items()}
+    modules = {index: module for index, (module, _) in cut.stages.items()}
     spec = outline.planned.spec
     stage_of = spec.stage_of_tables(spec.stage_starts(settings.pipeline, mesh.pp))
     dense_bytes = sum(outline.plan.bytes_per_rank().values())
     tables = take_over(
-        model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock, dense_bytes
+        cut.model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock, dense_bytes
     )
     register_tables(outline.plan, tables, outline.planned.policies.microbatches)
     check_tables(settings.ema is not None, bool(tables))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.compose.describe import Described, describe_cut
+from shardwise.compose.module_steps import CutPolicies
 from shardwise.compose.plan import Planned, Policies, make_plan
 from shardwise.config.run import RunConfig
 from shardwise.engine.construction.recipe import Recipe
@@ -95,4 +96,15 @@ def policies_of(
         settings.experts.exchange == "blocks",
         settings.offload,
         frozenset(blocks),
+    )
+
+
+def cut_policies_of(settings: RunConfig) -> CutPolicies:
+    """Return the keys of a resolved configuration that decide how the whole model is cut."""
+    return CutPolicies(
+        seed=settings.train.seed,
+        experts=settings.experts,
+        tiles=settings.tiles,
+        synchronizes_batch_norm=settings.batch_norm == "synchronized",
+        keeps_one_pass=settings.pipeline.keeps_one_pass,
     )

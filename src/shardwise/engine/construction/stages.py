@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.base.errors import ConfigError, UsageError
-from shardwise.compose.apply import (
-    RunStage,
-    apply_to_stage,
-    offload_blocks,
-    recompute_blocks,
-)
+from shardwise.compose.apply import Phase, Step, apply_steps
+from shardwise.compose.module_steps import RunStage, offload_blocks, recompute_blocks
 from shardwise.compose.plan import dtypes_of
 from shardwise.config.run import CompilePolicy, RunConfig
 from shardwise.engine.construction.outline import Outline
@@ -78,31 +73,95 @@ def make_stage(
         ConfigError: if a policy does not fit the device or the model.
         PlanError: if ``module`` is not the module that the Plan describes.
     """
-    settings, device, mesh = site.settings, site.world.device, site.mesh
-    is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
+    steps = _StageSteps(index, module, site, outline, walker)
+    is_last = index == site.mesh.pp * site.settings.pipeline.virtual_stages - 1
 
-    saved: list[Activations] = []
+    def lay_out() -> None:
+        steps.states = _unit_states(module, index, outline, _bucket_contexts(site), start, filled)
 
-    def offload(module: nn.Module) -> None:
-        if outline.to_offload:
-            saved.append(_offloaded(module, index, site, outline))
-
-    made, handles = apply_to_stage(
-        module,
-        buffers=lambda module: move_buffers(module, device, settings.precision),
-        weights=lambda module: _unit_states(module, index, outline, _bucket_contexts(site), start, filled),
-        compiled=_compiler(settings.compile, device),
-        recompute=lambda module: _recompute(module, settings, outline),
-        offload=offload,
-        hooks=lambda states: _hooks(index, module, states, site, outline, walker),
-        casts=lambda module: cast_at_the_root(module, settings.precision, device, casts_output and is_last),
+    apply_steps(
+        Phase.STAGE,
+        {**steps.by_name, "weights": lay_out, "casts": lambda: steps.cast(casts_output and is_last)},
     )
-    for activations in saved:
-        activations.microbatch = lambda: made.microbatch
-        made.windows.on_recall = activations.recall
-    if settings.compile.cuda_graphs:
-        handles = [*handles, _mark_passes(module)]
-    return Stage(index, module, made, run, handles)
+    return Stage(index, module, steps.hooks, run, steps.handles)
+
+
+class _StageSteps:
+    """The steps of one stage in the list of ``compose/apply.py``, and what they leave behind."""
+
+    def __init__(self, index: int, module: nn.Module, site: Site, outline: Outline, walker: Walker) -> None:
+        self._index = index
+        self._module = module
+        self._site = site
+        self._outline = outline
+        self._walker = walker
+        self._activations: Activations | None = None
+        self.states: list[UnitState] = []
+        """The stage's Units, after the step "weights"."""
+        self.hooks: UnitHooks
+        """The hooks of the Units, after the step "hooks"."""
+        self.handles: list[Any] = []
+        """Handles of the hooks that do not belong to Units."""
+
+    @property
+    def by_name(self) -> dict[str, Step]:
+        """The steps that need nothing else, by the names of their rows."""
+        site, module = self._site, self._module
+        return {
+            "buffers": lambda: move_buffers(module, site.world.device, site.settings.precision),
+            "compile": self._compile,
+            "operations": lambda: self._outline.operations.apply_to(module),
+            "recompute": self._recompute,
+            "activations": self._offload,
+            "hooks": self._hook,
+            "methods": lambda: _gather_around_methods(self.hooks, site.settings, site.mesh),
+            "graphs": self._mark_passes,
+        }
+
+    def cast(self, casts_output: bool) -> None:
+        """Register the casts of inputs, and of outputs if ``casts_output``."""
+        site = self._site
+        self.handles += cast_at_the_root(
+            self._module, site.settings.precision, site.world.device, casts_output
+        )
+
+    def _compile(self) -> None:
+        compiled = _compiler(self._site.settings.compile, self._site.world.device)
+        if compiled is None:
+            return
+        for state in self.states[1:]:
+            own: Any = state.module
+            own.forward = compiled(own.forward)
+
+    def _recompute(self) -> None:
+        outline = self._outline
+        recompute_blocks(self._module, outline.to_recompute, self._site.settings.recompute, outline.replay)
+
+    def _offload(self) -> None:
+        """Let the activations of the stage's blocks wait in host memory."""
+        site, outline = self._site, self._outline
+        if not outline.to_offload:
+            return
+        activations = Activations(self._module, site.world.device, site.mesh.pp == 1, outline.alike)
+        site.ledger.take("activations", f"stage {self._index}", lambda: activations.bytes.most)
+        offload_blocks(self._module, outline.to_offload, activations)
+        self._activations = activations
+
+    def _hook(self) -> None:
+        made = _hooks(self._index, self._module, self.states, self._site, self._outline, self._walker)
+        self.hooks = made
+        if self._activations is not None:
+            self._activations.microbatch = lambda: made.microbatch
+            made.windows.on_recall = self._activations.recall
+
+    def _mark_passes(self) -> None:
+        """Begin a new step of CUDA graphs with each pass of the stage."""
+        if self._site.settings.compile.cuda_graphs:
+            self.handles.append(self._module.register_forward_pre_hook(_begin_graphs))
+
+
+def _begin_graphs(module: nn.Module, arguments: Any) -> None:
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 def _hooks(
@@ -125,23 +184,7 @@ def _hooks(
         hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
         for each in module.modules()
     )
-    made = UnitHooks(windows, order, lists, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
-    _gather_around_methods(made, settings, mesh)
-    return made
-
-
-def _recompute(module: nn.Module, settings: RunConfig, outline: Outline) -> None:
-    """Give the stage the dtypes of operations, and let blocks compute their activations again."""
-    outline.operations.apply_to(module)  # first, so that recomputation repeats the operations' dtypes
-    recompute_blocks(module, outline.to_recompute, settings.recompute, outline.replay)
-
-
-def _offloaded(module: nn.Module, index: int, site: Site, outline: Outline) -> Activations:
-    """Let the activations of the stage's blocks wait in host memory, and return these activations."""
-    activations = Activations(module, site.world.device, site.mesh.pp == 1, outline.alike)
-    site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
-    offload_blocks(module, outline.to_offload, activations)
-    return activations
+    return UnitHooks(windows, order, lists, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
 
 
 def _compiler(
@@ -158,11 +201,6 @@ def _compiler(
         return None
     options = {"triton.cudagraphs": True} if policy.cuda_graphs else None
     return partial(torch.compile, backend=policy.backend, options=options)
-
-
-def _mark_passes(module: nn.Module) -> RemovableHandle:
-    """Begin a new step of CUDA graphs with each pass of a stage, and return the handle of the hook that does so."""
-    return module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
 
 
 def _gathers_once(site: Site) -> bool:

@@ -24,13 +24,20 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import Folder, open_step, steps_at
 from shardwise.comm.collectives import Clock, Group, NoTransport, Transport
 from shardwise.comm.trace import Traffic
-from shardwise.compose.apply import RunStage, Stages, apply_to_model, recompute_blocks
 from shardwise.compose.describe import describe, describe_cut
+from shardwise.compose.module_steps import (
+    CutRanks,
+    ModelCut,
+    RunStage,
+    Stages,
+    apply_to_model,
+    recompute_blocks,
+)
 from shardwise.compose.plan import Policies, make_plan
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
-from shardwise.engine.construction.outline import policies_of
+from shardwise.engine.construction.outline import cut_policies_of, policies_of
 from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
@@ -326,19 +333,10 @@ def _cut(
         groups["pp"] = Group.alone("pp")
     replay = replay or Replay()
     loads = ExpertLoads(described.spec.experts_of, replay)
-    return apply_to_model(
-        model,
-        described,
-        starts,
-        groups,
-        settings.train.seed,
-        replay,
-        loads,
-        experts=settings.experts,
-        tiles=settings.tiles,
-        keeps_one_pass=settings.pipeline.keeps_one_pass,
-        alike=alike,
-    )
+    # On one pretended rank batch norm has no other samples, weights have their values, and rows have no owners.
+    policies = cut_policies_of(settings)._replace(synchronizes_batch_norm=False)
+    cut = ModelCut(model, described, starts, CutRanks(groups), policies, replay, loads, alike)
+    return apply_to_model(cut, {"start": lambda: None, "tables": lambda: None})
 
 
 def _passes(

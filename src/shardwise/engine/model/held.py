@@ -5,7 +5,7 @@ and a hold on the user's optimizer.
 
 If a cell of a notebook runs twice, ``initialize`` is given a model whose parameters are views of an engine already. The
 earlier engine is closed then, which makes the weights whole again if this rank holds all of them. A model that was cut
-along tp or pp stays cut, and is refused.
+along tp, pp, ep or etp stays cut, and is refused.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.base.errors import UsageError
+from shardwise.compose.apply import Phase, apply_steps
 from shardwise.engine.model.known_modules import KnownModules
 from shardwise.engine.model.model_calls import ModelCalls
 from shardwise.engine.model.original import Original
@@ -48,18 +49,29 @@ class Held:
         self._calls = ModelCalls(parts)
         self.away = Away(parts)
         """State that is offloaded between two steps."""
-        self.known = KnownModules([parts.model, *(stage.module for stage in parts.stages)])
-        """The modules that the model consisted of when the engine was built."""
 
         def before_any_pass() -> None:
             self.away.check("forward", reads_weights_alone=True)
             before_pass()
 
         owner = _Owner(parts.mesh, parts.progress, close, before_any_pass)
-        self._owner = parts.model.register_forward_pre_hook(owner, prepend=True)
+        apply_steps(
+            Phase.ENGINE,
+            {
+                "state dicts": self._calls.hook_state_dicts,
+                "conversions": self._calls.refuse_conversions,
+                "owner": lambda: self._hook(owner),
+            },
+        )
+        # After the steps: an attribute that is set later is taken for the user's and set on copies of the module.
+        self.known = KnownModules([parts.model, *(stage.module for stage in parts.stages)])
+        """The modules that the model consisted of when the engine was built."""
         self.is_over = False
         """True after ``give_back``."""
         parts.optimizer_groups.hold()
+
+    def _hook(self, owner: "_Owner") -> None:
+        self._owner = self._parts.model.register_forward_pre_hook(owner, prepend=True)
 
     def check(self, call: str, reads_weights_alone: bool = False) -> None:
         """Check that ``call`` may use the model now.
@@ -95,7 +107,7 @@ class Held:
             stage.hooks.remove()
             for handle in stage.handles:
                 handle.remove()
-        if parts.groups["model"].size == 1:  # a cut model keeps the hook, by which take_back refuses it
+        if not _is_cut(parts.mesh):  # a cut model keeps the hook, by which take_back refuses it
             self._original.put_back()
             self._owner.remove()
         if whole:
@@ -124,6 +136,11 @@ def _nobodys(module: nn.Module, arguments: Any) -> None:
     """Do nothing. This hook replaces ``_Owner`` in a copy of the model, which belongs to no engine."""
 
 
+def _is_cut(mesh: Mesh) -> bool:
+    """Return True if a rank has a slice, some stages or some experts of the model."""
+    return mesh.size("model") * mesh.ep * mesh.etp > 1
+
+
 def take_back(model: nn.Module) -> None:
     """Close the engine that ``model`` belongs to, if there is one. Collective as ``Engine.close`` is.
 
@@ -131,15 +148,15 @@ def take_back(model: nn.Module) -> None:
         model: the model.
 
     Raises:
-        UsageError: if the model was cut along tp or pp, so that this rank cannot make it whole.
+        UsageError: if the model was cut along tp, pp, ep or etp, so that this rank cannot make it whole.
     """
     for hook in list(model._forward_pre_hooks.values()):
         if not isinstance(hook, _Owner):
             continue
-        if hook.mesh.tp > 1 or hook.mesh.pp > 1:
+        if _is_cut(hook.mesh):
             raise UsageError(
-                f"initialize: this model was cut along tp and pp by an engine before (mesh {hook.mesh}), so this rank "
-                "holds a part of it alone; build the model anew, and load what the engine before saved"
+                f"initialize: this model was cut along tp, pp or ep by an engine before (mesh {hook.mesh}), so this "
+                "rank holds a part of it alone; build the model anew, and load what the engine before saved"
             )
         _log.warning(
             "initialize: the model belonged to an engine after %d steps, which is closed now; its weights are the "

@@ -36,7 +36,10 @@ class ModelCalls:
     def __init__(self, parts: Parts):
         self._parts = parts
         self._handles: list[Any] = []
-        for name, module in parts.model.named_modules():
+
+    def hook_state_dicts(self) -> None:
+        """Register the hooks on state dicts and copies."""
+        for name, module in self._parts.model.named_modules():
             has_weights = any(parameter is not None for parameter in module._parameters.values())
             if not has_weights and "forward" not in vars(module):
                 continue
@@ -46,8 +49,12 @@ class ModelCalls:
                 module.register_state_dict_pre_hook(saves),
                 module.register_load_state_dict_pre_hook(loads),
             ]
-        for module in {parts.model, *(stage.module for stage in parts.stages)}:
-            self._handles.append(_Apply(module, [stage.module for stage in parts.stages]))
+
+    def refuse_conversions(self) -> None:
+        """Replace the ``_apply`` of the model and of its stages."""
+        stages = [stage.module for stage in self._parts.stages]
+        for module in {self._parts.model, *stages}:
+            self._handles.append(_Apply(module, stages))
 
     def remove(self) -> None:
         """Remove the hooks from the model."""

@@ -6,9 +6,11 @@
     a method                   zero.forward_methods                          as it was, or removed
     child ``nn.Dropout``       keyed dropout                                 the same module, with share and mode
                                                                              of its replacement
+    forward hooks              the head of a foreign model whose logits are  removed
+                               computed by tiles
 
-Code that registers a hook on a module removes the hook itself. Attributes that the user's own code has changed since
-stay as they are.
+Parts of the engine that live as long as the engine remove their hooks themselves, before. Attributes that the user's
+own code has changed since stay as they are.
 
 Cost: one look at the attributes of every module, twice, when the engine is built.
 """
@@ -19,6 +21,8 @@ from torch import nn
 
 _NOTHING = object()
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+_HOOKS = tuple(name for name in _TORCHS_OWN if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
+"""Attributes that hold a module's forward hooks, and flags of hooks, by number."""
 """Attributes that torch keeps in every module: hooks, parameters, buffers, children, mode."""
 
 
@@ -39,10 +43,13 @@ class Original:
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
+        self._hooks_before = [(held, set(held)) for module in model.modules() for held in _hooks_of(module)]
         self._replaced: list[_Replaced] = []
+        self._hooked: list[tuple[dict[int, Any], set[int]]] = []
+        """Hooks of a module by number, with the numbers of those that were registered since the start."""
 
     def compare(self) -> None:
-        """Record the attributes and children that have been replaced since the start."""
+        """Record the attributes, children and hooks that have been replaced or registered since the start."""
         self._replaced = [
             _Replaced(held, key, held.get(key, _NOTHING), before.get(key, _NOTHING))
             for held, before in self._before
@@ -50,9 +57,19 @@ class Original:
             if key not in _TORCHS_OWN and held.get(key, _NOTHING) is not before.get(key, _NOTHING)
         ]
         self._before = []
+        self._hooked = [
+            (held, new)
+            for held, before in self._hooks_before
+            if (new := {number for number in held.keys() - before if _is_ours(held[number])})
+        ]
+        self._hooks_before = []
 
     def put_back(self) -> None:
-        """Restore every attribute and child that still is the engine's replacement."""
+        """Remove the recorded hooks, and restore every attribute and child that still is the engine's replacement."""
+        for held_hooks, numbers in self._hooked:
+            for number in numbers:
+                held_hooks.pop(number, None)
+        self._hooked = []
         for held, key, ours, own in self._replaced:
             if held.get(key, ours) is not ours:
                 continue
@@ -68,3 +85,12 @@ class Original:
 
 def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return vars(module), module._modules
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    return [vars(module)[name] for name in _HOOKS if name in vars(module)]
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return True for a hook of this package; flags of hooks are True themselves and of no use without their hook."""
+    return hook is True or str(getattr(hook, "__module__", "")).startswith("shardwise.")

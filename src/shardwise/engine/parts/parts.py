@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.compose.apply import RunStage
+from shardwise.compose.module_steps import RunStage
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.accumulation import Accumulation

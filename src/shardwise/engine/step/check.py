@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.base.errors import PlanError, ShardwiseError, UsageError
 from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.base.user_hooks import is_users
-from shardwise.compose.apply import recompute_blocks
+from shardwise.compose.module_steps import recompute_blocks
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.parts.parts import Parts
