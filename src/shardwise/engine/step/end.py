@@ -305,6 +305,7 @@ class StepEnd:
         self._norms = WholeNorms(
             parts.trained, parts.shared, parts.registry, parts.groups["world"], parts.device
         )
+        self._waits_at_end = any(state.strategy.waits_at_end for state in states)
         self._has_norms = bool(parts.registry.needs("norm"))
         self._matrices = WholeMatrices(parts.trained, parts.slices, parts.stage_peers, parts.device)
         self.local: Local | None = None
@@ -473,6 +474,15 @@ class StepEnd:
                 else Whole(self._parts.registry.get("master", slot.name).shape)
             )
             yield Factor(local, local + stop - start, optimizer.factor(whole))
+
+    def check_waits(self) -> None:
+        """Record a divergence for updates that the step should have waited for, but no WAIT of the list did."""
+        for hooks in self._parts.hooks:
+            for state in hooks.states if self._waits_at_end else ():
+                if any(bucket.weight.is_updating for bucket in state.buckets):
+                    self._parts.walker.diverge(
+                        f"no WAIT of the list has ended the update of {state.unit.title}"
+                    )
 
     def forget(self) -> None:
         """Drop the numbers of the step that has ended."""

@@ -282,6 +282,7 @@ class TrainingStep:
             end.update = Update(divisor / clip, rates, factor, parts.progress.applied_steps)
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
             self._finish_gathers()
+            end.check_waits()
         else:
             parts.walker.end_with(parts.program.plan.own.skipped)
             self._finish_gathers()

@@ -223,6 +223,11 @@ class Weight:
         return self.has_window and (self.state is _GATHERING or self.state is _UNSHARDED)
 
     @property
+    def is_updating(self) -> bool:
+        """True if an update on another tier has not been waited for."""
+        return self._updating is not None
+
+    @property
     def is_brought(self) -> bool:
         """True if the shard has been brought from its tier, or is on its way."""
         return self._brought is not None

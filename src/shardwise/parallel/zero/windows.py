@@ -249,9 +249,7 @@ class UnitWindows:
         state.is_reduced = True
         self._travelling.append((state, self._is_last))
         while len(self._travelling) > self._reductions + 1:
-            late = self._travelling[0][0]
-            self._walker.diverge(f"no ARRIVE of the list has waited for the reduction of {late.unit.title}")
-            self._let_arrive(*self._travelling.popleft())
+            self._arrive_unlisted()
 
     @recorded
     def arrive(self, action: Action) -> None:
@@ -264,6 +262,12 @@ class UnitWindows:
         found = self._travelling[place]
         del self._travelling[place]
         self._let_arrive(*found)
+
+    def _arrive_unlisted(self) -> None:
+        """Wait for the oldest reduction, because no Action of the list does."""
+        state, is_last = self._travelling.popleft()
+        self._walker.diverge(f"no ARRIVE of the list has waited for the reduction of {state.unit.title}")
+        self._let_arrive(state, is_last)
 
     def _let_arrive(self, state: UnitState, is_last: bool) -> None:
         for bucket in state.buckets:
@@ -376,6 +380,8 @@ class UnitWindows:
 
     def check_backward(self) -> None:
         """Record a divergence for what a backward pass has done though no Action of the list ordered it."""
+        while len(self._travelling) > self._reductions:
+            self._arrive_unlisted()
         for state in self.states:
             title, has_gradients = state.unit.title, state.missing < state.trained_parameters
             if has_gradients and not state.has_passed:
