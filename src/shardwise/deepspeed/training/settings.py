@@ -146,7 +146,7 @@ def _getter(path: str) -> Callable[[Mapping[str, Any]], Any]:
         for step in path.split("."):
             given = given.get(step) if isinstance(given, Mapping) else None
         row = row_of(path)
-        default = None if row is None or row.default is REQUIRED else row.default
+        default = None if row is None or row.default == REQUIRED else row.default
         return default if given is None else given
 
     get.__doc__ = f"""Return ``{path}`` of a configuration, or its default."""
