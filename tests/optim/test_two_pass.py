@@ -77,7 +77,7 @@ def test_a_closure_is_called_with_gradients() -> None:
     def loss() -> float:
         value = (weight * 2).sum()
         value.backward()
-        return float(value)
+        return float(value.detach())
 
     assert ByNorm([weight]).step(loss) == 14.0
     assert weight.tolist() != [3.0, 4.0]

@@ -12,7 +12,7 @@ def test_numbers_become_one_more_vector() -> None:
     dots = torch.stack(
         [(u * rows[:, 0]).sum(1), (u * rows[:, 1]).sum(1), (rows[:, 0] * rows[:, 1]).sum(1)], 1
     )
-    assert float(u.min()) == 0 and u.shape == (4, 4)
+    assert float(u.detach().min()) == 0 and u.shape == (4, 4)
     x = torch.cat([u, dots], 1)
     by_hand = model.top[2](model.top[0](x).clamp(min=0)).squeeze(1)
     assert torch.allclose(model.logits(dense, rows), by_hand)

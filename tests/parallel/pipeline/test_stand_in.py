@@ -275,7 +275,7 @@ def test_the_error_names_module_and_line() -> None:
         forward_backward(stages, lambda model: model(TOKENS))
     said = str(caught.value)
     assert "the output of 'embed', which lives on another stage, reaches the result" in said
-    assert "in the forward pass of 'the model' (Net), at " in said and "test_absent.py:" in said
+    assert "in the forward pass of 'the model' (Net), at " in said and "test_stand_in.py:" in said
 
 
 def test_later_passes_of_a_kind_are_plain_and_other_shapes_are_watched() -> None:

@@ -3,20 +3,14 @@
 from types import SimpleNamespace
 from typing import Any
 
-from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.order import Order
-from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import Kind
 from shardwise.plan.lists import Boundary
-from shardwise.plan.mesh import Mesh
 
 
-def order_of(names: tuple[str, ...] = ("", "a", "b"), first: int = 0, trained: bool = True) -> Order:
-    """The order of a root with Units inside at stage 3."""
-    bucket = SimpleNamespace(key=SimpleNamespace(trained=trained))
-    units: Any = [SimpleNamespace(name=name, weight_bytes=8, buckets=[bucket]) for name in names]
-    strategy = strategy_of(ZeroPolicy(stage=3), Mesh(dp_shard=2))
-    return Order(units, [strategy] * len(names), 0, first)
+def order_of(names: tuple[str, ...] = ("", "a", "b")) -> Order:
+    """The order of a root with Units inside."""
+    units: Any = [SimpleNamespace(name=name) for name in names]
+    return Order(units)
 
 
 def row(*units: int) -> list[Boundary]:
@@ -80,19 +74,9 @@ def test_the_unit_that_began_last() -> None:
     assert order.last_opened == 2
 
 
-def test_lists_are_those_of_the_stage_and_are_made_once() -> None:
-    order = order_of(first=5)
-    forward, last = order.forward(), order.backward(order.agreed, last=True)
-    assert {action.unit for action in forward} == {5, 6, 7} and order.forward() is forward
-    assert sum(action.kind is Kind.REDUCE for action in last) == 3
-    assert not any(action.kind is Kind.REDUCE for action in order.foreign(order.agreed))
-    frozen = order_of(trained=False)
-    assert not any(action.kind is Kind.REDUCE for action in frozen.backward(frozen.agreed, last=True))
-
-
-def test_tables_are_fetched_in_lists_that_are_made_from_then_on() -> None:
-    order = order_of()
-    before = order.forward()
-    order.follow_fetches({9: 1})
-    assert order.fetches == {9: 1} and not any(action.kind is Kind.FETCH for action in before)
-    assert sum(action.kind is Kind.FETCH for action in order.forward()) == 1
+def test_places_of_fetches_are_kept_in_their_order() -> None:
+    order, fetches = order_of(), {9: 1, 3: 0}
+    assert not order.fetches
+    order.follow_fetches(fetches)
+    fetches.clear()
+    assert [*order.fetches.items()] == [(9, 1), (3, 0)]
