@@ -1,0 +1,156 @@
+"""Configures Sphinx for the site that ``make docs`` builds; docs/make_site.py lays out the pages and starts it."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.domains.python import PythonDomain
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.nodes import make_refnode
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import docstrings
+
+import shardwise
+
+project = "Shardwise"
+author = "The Shardwise contributors"
+copyright = author  # noqa: A001 - Sphinx's own name for it
+version = release = shardwise.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+root_doc = "README"
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+
+myst_heading_anchors = 4  # the anchors that a repository page has
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
+add_module_names = False
+viewcode_line_numbers = True
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"Shardwise {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
+html_favicon = "static/mark.svg"
+html_copy_source = False
+html_show_sourcelink = False
+html_show_sphinx = False
+html_sidebars = {"README": []}
+html_theme_options = {
+    "logo": {"text": "Shardwise", "image_light": "static/mark.svg", "image_dark": "static/mark.svg"},
+    "navbar_align": "left",
+    "navbar_persistent": [],
+    "navbar_end": ["search-button-field", "theme-switcher"],
+    "header_links_before_dropdown": 8,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+
+
+def convert_docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Replace a docstring by its reStructuredText."""
+    lines[:] = docstrings.convert(lines)
+
+
+def skip_member(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out what a library generates: fields of pydantic's models, and the texts of tuple fields."""
+    is_generated = name.startswith("model_") or "Alias for field number" in (getattr(thing, "__doc__", None) or "")
+    is_validator = type(thing).__name__ == "PydanticDescriptorProxy" or hasattr(thing, "__pydantic_validator__")
+    return True if is_generated or is_validator else None
+
+
+class LinkedCode(SphinxPostTransform):
+    """Links between code in sentences, such as ``plan/mesh.py`` or ``Mesh``, and the page of what the code names."""
+
+    default_priority = 5  # before references are resolved
+
+    def run(self, **kwargs: Any) -> None:
+        """Wrap each literal that names a documented object in a reference."""
+        domain = self.env.domains["py"]
+        assert isinstance(domain, PythonDomain)
+        names = short_names(domain)
+        for literal in list(self.document.findall(nodes.literal)):
+            if not is_linked(literal) and (name := full_name(domain, names, literal.astext())):
+                literal.replace_self(reference(self.app, self.env.docname, name, literal.deepcopy()))
+
+
+def is_linked(node: nodes.Node) -> bool:
+    """Return True for code inside a link, a title or a signature."""
+    while node.parent is not None:
+        node = node.parent
+        if isinstance(node, nodes.reference | nodes.title) or node.tagname.startswith(("desc_sig", "pending")):
+            return True
+    return False
+
+
+def short_names(domain: PythonDomain) -> dict[str, str]:
+    """Return the full name of each class by its last name, and of each member by ``Class.member``.
+
+    No class name stands twice in the package, so that the last name is enough.
+    """
+    names: dict[str, str] = {}
+    for name, entry in domain.objects.items():
+        if entry.aliased:
+            continue
+        parts = name.split(".")
+        if entry.objtype in ("class", "exception"):
+            names[parts[-1]] = name
+        elif entry.objtype in ("method", "attribute", "property") and parts[-2][:1].isupper():
+            names[".".join(parts[-2:])] = name
+    return names
+
+
+def full_name(domain: PythonDomain, names: dict[str, str], text: str) -> str | None:
+    """Return the full name of the object that a sentence calls by its file, its module, or a short name."""
+    text = text.removesuffix("()")
+    if re.fullmatch(r"(src/)?([a-z_]+/)+[a-z_0-9]+\.py", text):
+        text = text.removeprefix("src/").removesuffix(".py").replace("/", ".")
+    candidates = (text, f"shardwise.{text}", names.get(text, ""))
+    return next((name for name in candidates if "." in name and name in domain.objects), None)
+
+
+def reference(app: Sphinx, docname: str, name: str, child: nodes.Node) -> nodes.reference:
+    """Return a link from a page to an object."""
+    entry = app.env.domains["py"].objects[name]  # type: ignore[attr-defined]
+    return make_refnode(app.builder, docname, entry.docname, entry.node_id, child, name)
+
+
+def find_short_name(app: Sphinx, env: Any, node: Any, child: nodes.Node) -> nodes.reference | None:
+    """Resolve a type or an exception that stands by its last name in an annotation or under ``Raises:``."""
+    if node.get("refdomain") != "py":
+        return None
+    name = full_name(env.domains["py"], short_names(env.domains["py"]), node["reftarget"].rpartition(".")[2])
+    return reference(app, env.docname if not node.get("refdoc") else node["refdoc"], name, child) if name else None
+
+
+def copy_indexes(app: Sphinx, failure: Exception | None) -> None:
+    """Copy each README.html to index.html beside it, as a repository shows the README of a folder."""
+    if failure is None:
+        for page in Path(app.outdir).rglob("README.html"):
+            shutil.copyfile(page, page.with_name("index.html"))
+
+
+def setup(app: Sphinx) -> None:
+    """Register the functions above."""
+    app.connect("autodoc-process-docstring", convert_docstring)
+    app.connect("autodoc-skip-member", skip_member)
+    app.connect("missing-reference", find_short_name)
+    app.connect("build-finished", copy_indexes)
+    app.add_post_transform(LinkedCode)
