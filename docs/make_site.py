@@ -2,10 +2,10 @@
 
 FOLDER is build/site by default, and FOLDER/index.html is the first page. The site needs no server and no network.
 
-The pages are the Markdown files that a repository shows, at the same places, so that their links hold in both. Added are
-what a repository shows by itself: a page for each folder of guides and reference, and for each file of the examples;
-and the reference of the Python code, from signatures and docstrings. Sphinx ends with an error if a link or a reference
-is broken, or if a page is missing from NAVIGATION.
+The pages are the Markdown files that a repository shows, at the same places, so that their links hold in both. This
+program adds menus, a page for the folders of guides and reference, a page for each file of the examples, and the
+reference of the Python code from signatures and docstrings. Sphinx ends with an error if a link or a reference is
+broken, or if a page is missing from NAVIGATION.
 """
 
 import ast
@@ -31,14 +31,23 @@ NAVIGATION = {
     "README": [
         "docs/guides/README",
         "docs/techniques/README",
-        "docs/design",
+        "Design <docs/design>",
         "docs/reference/README",
         "docs/modules/README",
         "examples/README",
-        "docs/measured",
-        "docs/README",
+        "Measured <docs/measured>",
+        "All pages <docs/README>",
     ],
-    "docs/guides/README": ["install", "own_loop", "hugging_face", "coming_from", "deepspeed", "memory", "errors", "*"],
+    "docs/guides/README": [
+        "install",
+        "own_loop",
+        "hugging_face",
+        "coming_from",
+        "deepspeed",
+        "memory",
+        "errors",
+        "*",
+    ],
     "docs/techniques/README": ["zero", "tensor", "sequence", "pipeline", "experts", "tables", "*"],
     "docs/design": ["add_a_technique", "accelerators", "foreign_models", "../CONTRIBUTING"],
     "docs/reference/README": ["configuration", "engine", "command_line", "*", "../deepspeed", "../glossary"],
@@ -113,19 +122,19 @@ def menu(name: str) -> str:
 
 
 def listing(path: Path) -> str:
-    """Return the page of a file: its text."""
-    language = {".py": "python", ".yaml": "yaml"}.get(path.suffix, "yaml")
+    """Return the page of a file: its name and its text."""
+    language = "python" if path.suffix == ".py" else "yaml"
     return f"# {path.name}\n\n````{language}\n{path.read_text(encoding='utf-8').rstrip()}\n````\n"
 
 
 def section(name: str, title: str) -> str:
     """Return the page of a folder: the rows of docs/README.md that name its pages."""
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith(f"| [") and f"({name}/" in line.split("|")[1]]
-    if name == "reference":
-        rows += [line for line in text.splitlines() if line.startswith("| [Glossary]")]
+    rows = [line for line in text.splitlines() if line.startswith("| [")]
+    rows = [row for row in rows if f"({name}/" in row.split("|")[1]]
     moved = [re.sub(r"\]\(([\w./]+\.md)", lambda match: f"]({relative(match[1], name)}", row) for row in rows]
-    return "\n".join([f"# {title}", "", "| page | what it contains |", "|---|---|", *moved, ""]) + menu(f"docs/{name}/README")
+    table = [f"# {title}", "", "| page | what it contains |", "|---|---|", *moved, ""]
+    return "\n".join(table) + menu(f"docs/{name}/README")
 
 
 def relative(target: str, name: str) -> str:
@@ -135,25 +144,37 @@ def relative(target: str, name: str) -> str:
 
 PUBLIC = Path("docs/reference/engine.md")
 """In the site this page comes from Sphinx, which adds links to types and to sources."""
+FOREIGN = "Module, BaseModel, Exception, tuple, dict, object"
+"""Classes of Python and of libraries, whose members are documented elsewhere."""
 
 
 def public_names() -> str:
     """Return the page of the names that the package exports."""
     lines = ["# Public names of `shardwise`", ""]
     lines += ["What `import shardwise` offers. *Collective*: every rank calls it, in the same order.", ""]
+    members = (
+        ":members:",
+        ":special-members: __call__",
+        f":inherited-members: {FOREIGN}",
+        ":show-inheritance:",
+    )
     for name in shardwise.__all__:
-        thing = getattr(shardwise, name)
-        lines += [f"## `shardwise.{name}`", ""]
-        if isinstance(thing, type):
-            options = [":members:", ":special-members: __call__", f":inherited-members: {FOREIGN}", ":show-inheritance:"]
-            lines += directive(f"autoclass:: shardwise.{name}", options)
+        place = "shardwise.launch.function.launch" if name == "launch" else f"shardwise.{name}"
+        if isinstance(getattr(shardwise, name), type):
+            lines += directive(f"autoclass:: {place}", *members)
         else:
-            lines += directive(f"autofunction:: {'shardwise.launch.function.launch' if name == 'launch' else f'shardwise.{name}'}")
+            lines += directive(f"autofunction:: {place}")
     return "\n".join(lines)
 
 
-FOREIGN = "Module, BaseModel, Exception, tuple, dict, object"
-"""Classes of Python and of libraries whose members are documented elsewhere."""
+MODULES = """# Modules
+
+The rooms of the code that [the design](../design.md) describes: every documented class and function, with a link to its
+source.
+
+| room | what it contains |
+|---|---|
+"""
 
 
 def modules() -> Iterator[tuple[str, str]]:
@@ -162,17 +183,14 @@ def modules() -> Iterator[tuple[str, str]]:
     rows = []
     for room in ROOMS:
         for package in sorted(path.parent for path in (source / room).rglob("__init__.py")):
-            dotted = ".".join(package.relative_to(source.parent).parts)
-            name = dotted.removeprefix("shardwise.")
-            files = [path for path in sorted(package.glob("*.py")) if path.stem != "__init__"]
-            rows.append(f"| [`{dotted}`]({name}.md) | {first_line(package / '__init__.py')} |")
-            lines = [f"# `{dotted}`", "", *directive(f"automodule:: {dotted}")]
-            for path in files:
-                lines += [f"## `{path.stem}`", "", *module(f"{dotted}.{path.stem}")]
+            name = ".".join(package.relative_to(source).parts)
+            rows.append(f"| [`shardwise.{name}`]({name}.md) | {first_line(package / '__init__.py')} |\n")
+            lines = [f"# `shardwise.{name}`", "", *directive(f"automodule:: shardwise.{name}")]
+            for path in sorted(package.glob("*.py")):
+                if path.stem != "__init__":
+                    lines += [f"## `{path.stem}`", "", *module(f"shardwise.{name}.{path.stem}")]
             yield f"{name}.md", "\n".join(lines)
-    head = ["# Modules", "", "The rooms of the code that [the design](../design.md) describes, with every documented class"]
-    head += ["and function, and a link from each to its source.", "", "| room | what it contains |", "|---|---|"]
-    yield "README.md", "\n".join([*head, *rows, ""]) + menu("docs/modules/README")
+    yield "README.md", MODULES + "".join(rows) + menu("docs/modules/README")
 
 
 def first_line(path: Path) -> str:
@@ -181,17 +199,21 @@ def first_line(path: Path) -> str:
 
 
 def module(name: str) -> list[str]:
-    """Return the directive of a module, without the names that are on the page of public names."""
-    public = [each for each in shardwise.__all__ if getattr(getattr(shardwise, each), "__module__", "") == name]
-    lines = directive(f"automodule:: {name}", [":members:", ":show-inheritance:", *([f":exclude-members: {', '.join(public)}"] if public else [])])
-    if public:
-        lines += ["On the page of [public names](../reference/engine.md): " + ", ".join(f"`shardwise.{each}`" for each in public) + ".", ""]
-    return lines
+    """Return a module's directive, without the names that are on the page of public names, and a link to those."""
+    public = [
+        each for each in shardwise.__all__ if getattr(getattr(shardwise, each), "__module__", "") == name
+    ]
+    if not public:
+        return directive(f"automodule:: {name}", ":members:", ":show-inheritance:")
+    names = ", ".join(f"`shardwise.{each}`" for each in public)
+    without = f":exclude-members: {', '.join(public)}"
+    lines = directive(f"automodule:: {name}", ":members:", ":show-inheritance:", without)
+    return [*lines, f"On the page of [public names](../reference/engine.md): {names}.", ""]
 
 
-def directive(head: str, options: list[str] | None = None) -> list[str]:
+def directive(head: str, *options: str) -> list[str]:
     """Return a directive of Sphinx inside Markdown."""
-    return ["```{eval-rst}", f".. {head}", *(f"   {option}" for option in options or ()), "```", ""]
+    return ["```{eval-rst}", f".. {head}", *(f"   {option}" for option in options), "```", ""]
 
 
 if __name__ == "__main__":

@@ -124,7 +124,11 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         """Give the page the size of another screen."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
 
     def picture(self, path: Path) -> None:
@@ -139,7 +143,9 @@ class Browser:
             part = os.read(self._read, 1 << 20) if ready else b""
             if not part:
                 state = "ended" if ready else f"sent nothing for {PATIENCE_S} s"
-                raise RuntimeError(f"Chromium {state}: {Path(self._log.name).read_text(errors='replace')[-2000:]}")
+                raise RuntimeError(
+                    f"Chromium {state}: {Path(self._log.name).read_text(errors='replace')[-2000:]}"
+                )
             self._rest += part
         text, _, self._rest = self._rest.partition(b"\0")
         message: dict[str, Any] = json.loads(text)

@@ -20,7 +20,9 @@ from tests import browser
 
 ROOT = Path(__file__).parent.parent
 MISSING = [
-    name for name in ("sphinx", "myst_parser", "pydata_sphinx_theme") if importlib.util.find_spec(name) is None
+    name
+    for name in ("sphinx", "myst_parser", "pydata_sphinx_theme")
+    if importlib.util.find_spec(name) is None
 ]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"pip install 'shardwise[docs]': {MISSING} is missing")
 OPENED = {
@@ -66,7 +68,9 @@ class Page(HTMLParser):
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
-        is_loaded = tag == "link" and not {"next", "prev", "search", "index", "canonical"} & set(given["rel"].split())
+        is_loaded = tag == "link" and not {"next", "prev", "search", "index", "canonical"} & set(
+            given["rel"].split()
+        )
         if is_loaded:
             self.loaded.append(given["href"])
         if tag in ("script", "img", "iframe", "source", "video") and "src" in given:
@@ -132,18 +136,26 @@ def test_a_page_opens(name: str, site: Path, window: browser.Browser) -> None:
         assert window.evaluate("getComputedStyle(document.querySelector('.bd-header')).position") == "sticky"
         broken = "[...document.images].filter(image => !image.complete || !image.naturalWidth).map(image => image.src)"
         assert window.evaluate(broken) == []
-        assert window.evaluate("document.documentElement.scrollWidth") <= width, "the page is wider than the screen"
+        assert window.evaluate("document.documentElement.scrollWidth") <= width, (
+            "the page is wider than the screen"
+        )
         assert not window.complaints
-        assert all(urlsplit(address).scheme in ("file", "data") for address in window.requests), window.requests
+        assert all(urlsplit(address).scheme in ("file", "data") for address in window.requests), (
+            window.requests
+        )
 
 
 def test_the_search_finds_a_word(site: Path, window: browser.Browser) -> None:
     window.resize(1400, 900)
     window.open((site / "index.html").as_uri())
     window.evaluate("document.querySelector('.search-button__button').click()")
-    window.evaluate("document.querySelector('.search-button__search-container input, dialog input').value = 'reduce_scatter'")
+    window.evaluate(
+        "document.querySelector('.search-button__search-container input, dialog input').value = 'reduce_scatter'"
+    )
     window.evaluate("document.querySelector('.search-button__search-container form, dialog form').submit()")
-    window.wait("location.pathname.endsWith('/search.html') && document.querySelector('#search-results li a')")
+    window.wait(
+        "location.pathname.endsWith('/search.html') && document.querySelector('#search-results li a')"
+    )
     found = window.evaluate("[...document.querySelectorAll('#search-results li a')].map(link => link.href)")
     assert any("/docs/" in link for link in found)
     assert not window.complaints
@@ -162,7 +174,11 @@ def test_a_reader_can_choose_light_and_dark(site: Path, window: browser.Browser)
     window.open((site / "index.html").as_uri())
     colours = {}
     for _ in range(3):  # light, dark, and what the system has
-        window.evaluate("[...document.querySelectorAll('.theme-switch-button')].find(b => b.offsetWidth).click()")
+        window.evaluate(
+            "[...document.querySelectorAll('.theme-switch-button')].find(b => b.offsetWidth).click()"
+        )
         mode = window.evaluate("document.documentElement.dataset.mode")
         colours[mode] = window.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert set(colours) == {"light", "dark", "auto"} and colours["light"] != colours["dark"], json.dumps(colours)
+    assert set(colours) == {"light", "dark", "auto"} and colours["light"] != colours["dark"], json.dumps(
+        colours
+    )

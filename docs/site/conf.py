@@ -1,5 +1,6 @@
 """Configures Sphinx for the site that ``make docs`` builds; docs/make_site.py lays out the pages and starts it."""
 
+import builtins
 import re
 import shutil
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.domains.python import PythonDomain
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -20,13 +22,14 @@ import shardwise
 
 project = "Shardwise"
 author = "The Shardwise contributors"
-copyright = author  # noqa: A001 - Sphinx's own name for it
+copyright = author
 version = release = shardwise.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "README"
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
+highlight_language = "none"  # a block without a language shows columns, not Python
 myst_heading_anchors = 4  # the anchors that a repository page has
 
 autodoc_member_order = "bysource"
@@ -48,19 +51,19 @@ html_favicon = "static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system is, until the reader chooses
 html_sidebars = {"README": []}
 html_theme_options = {
     "logo": {"text": "Shardwise", "image_light": "static/mark.svg", "image_dark": "static/mark.svg"},
     "navbar_align": "left",
-    "navbar_persistent": [],
-    "navbar_end": ["search-button-field", "theme-switcher"],
+    "navbar_end": ["theme-switcher"],
     "header_links_before_dropdown": 8,
-    "show_toc_level": 2,
+    "collapse_navigation": True,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": [],
-    "pygments_light_style": "a11y-high-contrast-light",
-    "pygments_dark_style": "a11y-high-contrast-dark",
+    "pygments_light_style": "github-light",
+    "pygments_dark_style": "github-dark",
 }
 
 
@@ -71,31 +74,52 @@ def convert_docstring(app: Sphinx, what: str, name: str, thing: Any, options: An
 
 def skip_member(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
     """Leave out what a library generates: fields of pydantic's models, and the texts of tuple fields."""
-    is_generated = name.startswith("model_") or "Alias for field number" in (getattr(thing, "__doc__", None) or "")
-    is_validator = type(thing).__name__ == "PydanticDescriptorProxy" or hasattr(thing, "__pydantic_validator__")
+    is_generated = name.startswith("model_") or "Alias for field number" in (
+        getattr(thing, "__doc__", None) or ""
+    )
+    is_validator = type(thing).__name__ == "PydanticDescriptorProxy" or hasattr(
+        thing, "__pydantic_validator__"
+    )
     return True if is_generated or is_validator else None
 
 
-class LinkedCode(SphinxPostTransform):
-    """Links between code in sentences, such as ``plan/mesh.py`` or ``Mesh``, and the page of what the code names."""
+class LinkedNames(SphinxPostTransform):
+    """Links from names, such as ``plan/mesh.py`` in a sentence or ``Mesh`` in a signature, to what they name."""
 
-    default_priority = 5  # before references are resolved
+    default_priority = 5  # before Sphinx resolves references
 
     def run(self, **kwargs: Any) -> None:
-        """Wrap each literal that names a documented object in a reference."""
+        """Replace each name of a documented object by a reference."""
         domain = self.env.domains["py"]
         assert isinstance(domain, PythonDomain)
         names = short_names(domain)
         for literal in list(self.document.findall(nodes.literal)):
             if not is_linked(literal) and (name := full_name(domain, names, literal.astext())):
-                literal.replace_self(reference(self.app, self.env.docname, name, literal.deepcopy()))
+                literal.replace_self(self.reference(domain, name, [literal.deepcopy()]))
+        for node in list(self.document.findall(addnodes.pending_xref)):
+            if node.get("refdomain") != "py":
+                continue
+            target = node["reftarget"]
+            if name := full_name(domain, names, target) or full_name(
+                domain, names, target.rpartition(".")[2]
+            ):
+                node.replace_self(self.reference(domain, name, node.children))
+            elif hasattr(builtins, target):  # Sphinx would look for a member of that name in any class
+                node.replace_self(node.children)
+
+    def reference(self, domain: PythonDomain, name: str, shown: list[nodes.Node]) -> nodes.reference:
+        """Return a link from this page to an object."""
+        entry = domain.objects[name]
+        return make_refnode(self.app.builder, self.env.docname, entry.docname, entry.node_id, shown, name)
 
 
 def is_linked(node: nodes.Node) -> bool:
     """Return True for code inside a link, a title or a signature."""
     while node.parent is not None:
         node = node.parent
-        if isinstance(node, nodes.reference | nodes.title) or node.tagname.startswith(("desc_sig", "pending")):
+        if isinstance(node, nodes.reference | nodes.title) or node.tagname.startswith(
+            ("desc_sig", "pending")
+        ):
             return True
     return False
 
@@ -126,20 +150,6 @@ def full_name(domain: PythonDomain, names: dict[str, str], text: str) -> str | N
     return next((name for name in candidates if "." in name and name in domain.objects), None)
 
 
-def reference(app: Sphinx, docname: str, name: str, child: nodes.Node) -> nodes.reference:
-    """Return a link from a page to an object."""
-    entry = app.env.domains["py"].objects[name]  # type: ignore[attr-defined]
-    return make_refnode(app.builder, docname, entry.docname, entry.node_id, child, name)
-
-
-def find_short_name(app: Sphinx, env: Any, node: Any, child: nodes.Node) -> nodes.reference | None:
-    """Resolve a type or an exception that stands by its last name in an annotation or under ``Raises:``."""
-    if node.get("refdomain") != "py":
-        return None
-    name = full_name(env.domains["py"], short_names(env.domains["py"]), node["reftarget"].rpartition(".")[2])
-    return reference(app, env.docname if not node.get("refdoc") else node["refdoc"], name, child) if name else None
-
-
 def copy_indexes(app: Sphinx, failure: Exception | None) -> None:
     """Copy each README.html to index.html beside it, as a repository shows the README of a folder."""
     if failure is None:
@@ -151,6 +161,5 @@ def setup(app: Sphinx) -> None:
     """Register the functions above."""
     app.connect("autodoc-process-docstring", convert_docstring)
     app.connect("autodoc-skip-member", skip_member)
-    app.connect("missing-reference", find_short_name)
     app.connect("build-finished", copy_indexes)
-    app.add_post_transform(LinkedCode)
+    app.add_post_transform(LinkedNames)

@@ -1,9 +1,9 @@
 """Converts the package's docstrings to the reStructuredText that Sphinx renders.
 
 A docstring of the package is plain text: sentences, Google-style sections, and parts in columns (formulas, schedules,
-tables) that a reader of the source sees as they are typed. Read as reStructuredText, such columns would run together, and
-a lone ``*`` or ``_`` would be an error. Here columns become literal blocks, sections become fields, and every character
-that has a meaning in reStructuredText is escaped outside of code.
+tables) that a reader of the source sees as they are typed. Read as reStructuredText, such columns would run together,
+and a lone ``*`` or ``_`` would be an error. This module makes literal blocks of columns and fields of sections, and
+escapes every character outside of code that has a meaning in reStructuredText.
 """
 
 import re
