@@ -18,6 +18,7 @@ from pathlib import Path
 from sphinx.cmd.build import build_main
 
 import shardwise
+from shardwise.launch.function import launch
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("*.md", "docs/**/*.md", "docs/pictures/*", "examples/*.md", "benchmarks/**/*.md")
@@ -159,8 +160,9 @@ def public_names() -> str:
         ":show-inheritance:",
     )
     for name in shardwise.__all__:
-        place = "shardwise.launch.function.launch" if name == "launch" else f"shardwise.{name}"
-        if isinstance(getattr(shardwise, name), type):
+        thing = launch if name == "launch" else getattr(shardwise, name)
+        place = f"{thing.__module__}.{name}"
+        if isinstance(thing, type):
             lines += directive(f"autoclass:: {place}", *members)
         else:
             lines += directive(f"autofunction:: {place}")

@@ -29,13 +29,12 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "README"
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
-highlight_language = "none"  # a block without a language shows columns, not Python
+highlight_language = "text"  # a block without a language shows columns, not Python
 myst_heading_anchors = 4  # the anchors that a repository page has
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
 python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
@@ -46,7 +45,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"Shardwise {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_js_files = [("copy.js", {"defer": "defer"})]
+html_js_files = [("site.js", {"defer": "defer"})]
 html_favicon = "static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False
@@ -146,8 +145,37 @@ def full_name(domain: PythonDomain, names: dict[str, str], text: str) -> str | N
     text = text.removesuffix("()")
     if re.fullmatch(r"(src/)?([a-z_]+/)+[a-z_0-9]+\.py", text):
         text = text.removeprefix("src/").removesuffix(".py").replace("/", ".")
-    candidates = (text, f"shardwise.{text}", names.get(text, ""))
+    in_engine = names.get(re.sub(r"^engine\.", "Engine.", text), "")  # the pages call every engine ``engine``
+    candidates = (in_engine, text, f"shardwise.{text}", names.get(text, ""))
     return next((name for name in candidates if "." in name and name in domain.objects), None)
+
+
+def add_public_names(app: Sphinx, document: nodes.document) -> None:
+    """Give each object on the page of public names a second anchor, such as ``shardwise.Engine``."""
+    if app.env.docname != "docs/reference/engine":
+        return
+    domain = app.env.domains["py"]
+    assert isinstance(domain, PythonDomain)
+    for signature in document.findall(addnodes.desc_signature):
+        name = f"shardwise.{signature['fullname']}"
+        if name not in signature["ids"]:
+            signature["ids"].append(name)
+            domain.note_object(name, signature.parent["objtype"], name, aliased=True, location=signature)
+
+
+def drop_long_values(app: Sphinx, document: nodes.document) -> None:
+    """Remove the values of constants that Python shows by a type or an address in memory."""
+    for node in list(document.findall(addnodes.desc_annotation)):
+        if node.astext().startswith(" = ") and "<" in node.astext():
+            node.parent.remove(node)
+
+
+def drop_foreign_sources(app: Sphinx) -> list[Any]:
+    """Remove modules without a page of source from the list of sources, which would link to them."""
+    sources = app.env._viewcode_modules
+    for name in [name for name, entry in sources.items() if not entry]:
+        del sources[name]
+    return []
 
 
 def copy_indexes(app: Sphinx, failure: Exception | None) -> None:
@@ -161,5 +189,8 @@ def setup(app: Sphinx) -> None:
     """Register the functions above."""
     app.connect("autodoc-process-docstring", convert_docstring)
     app.connect("autodoc-skip-member", skip_member)
+    app.connect("doctree-read", add_public_names)
+    app.connect("doctree-read", drop_long_values)
+    app.connect("html-collect-pages", drop_foreign_sources, priority=100)  # before viewcode writes its pages
     app.connect("build-finished", copy_indexes)
     app.add_post_transform(LinkedNames)

@@ -1,3 +1,6 @@
+// The search shows a part of each page that it finds. A browser does not let one file read another.
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+
 // Adds a button that copies a block of code. Lines that a terminal or Python prints are copied as they are.
 document.addEventListener("DOMContentLoaded", () => {
   if (!navigator.clipboard) return;
