@@ -23,7 +23,10 @@ MISSING = [
     for name in ("sphinx", "myst_parser", "pydata_sphinx_theme")
     if importlib.util.find_spec(name) is None
 ]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"pip install 'shardwise[docs]': {MISSING} is missing")
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"pip install 'shardwise[docs]': {MISSING} is missing"),
+    pytest.mark.timeout(1800),  # the build takes about a minute of two cores, and many on a crowded host
+]
 OPENED = {
     "README": "Shardwise",
     "docs/guides/own_loop": "loop",
@@ -38,7 +41,7 @@ OPENED = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "site"
     command = [sys.executable, str(ROOT / "docs" / "make_site.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return folder
 

@@ -105,7 +105,7 @@ def _text(lines: list[str]) -> list[str]:
 def _paragraph(kind: str, lines: list[str]) -> list[str]:
     """Return lines of one kind, with a blank line after them."""
     if kind == "columns":
-        return ["::", "", *(f"    {line}" for line in _trimmed(lines)), ""]
+        return ["::", "", *(f"    {line}".rstrip() for line in _trimmed(lines)), ""]
     if kind == "item":
         return [f"- {_inline(_joined(lines)[2:])}", ""]
     return [_inline(_joined(lines)), ""] if kind else []
