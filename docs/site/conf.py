@@ -158,7 +158,7 @@ def add_public_names(app: Sphinx, document: nodes.document) -> None:
     assert isinstance(domain, PythonDomain)
     for signature in document.findall(addnodes.desc_signature):
         name = f"shardwise.{signature['fullname']}"
-        if name not in signature["ids"]:
+        if name not in domain.objects:  # a function has several signatures if it has overloads
             signature["ids"].append(name)
             domain.note_object(name, signature.parent["objtype"], name, aliased=True, location=signature)
 
