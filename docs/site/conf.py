@@ -170,11 +170,24 @@ def drop_long_values(app: Sphinx, document: nodes.document) -> None:
             node.parent.remove(node)
 
 
-def drop_foreign_sources(app: Sphinx) -> list[Any]:
-    """Remove modules without a page of source from the list of sources, which would link to them."""
+def correct_sources(app: Sphinx) -> list[Any]:
+    """Correct the list of sources from which viewcode writes its pages.
+
+    Each entry has the text of a module, its definitions, the page of each documented one, and the name by which their
+    anchors begin. viewcode takes that name from the first object that it sees, which may be a class of another module
+    that inherits a member; and it lists modules without a page, to which the index would link.
+    """
+    domain = app.env.domains["py"]
+    assert isinstance(domain, PythonDomain)
     sources = app.env._viewcode_modules
-    for name in [name for name, entry in sources.items() if not entry]:
-        del sources[name]
+    for module, entry in list(sources.items()):
+        if not entry:
+            del sources[module]
+            continue
+        text, definitions, used, _ = entry
+        places = {name: domain.objects.get(f"{module}.{name}") for name in used}
+        used = {name: place.docname for name, place in places.items() if place is not None}
+        sources[module] = (text, definitions, used, module)
     return []
 
 
@@ -191,6 +204,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", skip_member)
     app.connect("doctree-read", add_public_names)
     app.connect("doctree-read", drop_long_values)
-    app.connect("html-collect-pages", drop_foreign_sources, priority=100)  # before viewcode writes its pages
+    app.connect("html-collect-pages", correct_sources, priority=100)  # before viewcode writes its pages
     app.connect("build-finished", copy_indexes)
     app.add_post_transform(LinkedNames)
