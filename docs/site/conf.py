@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import docstrings
 
 import shardwise
+from shardwise.base.policy import Policy
 
 project = "Shardwise"
 author = "The Shardwise contributors"
@@ -72,14 +73,17 @@ def convert_docstring(app: Sphinx, what: str, name: str, thing: Any, options: An
 
 
 def skip_member(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out what a library generates: fields of pydantic's models, and the texts of tuple fields."""
-    is_generated = name.startswith("model_") or "Alias for field number" in (
-        getattr(thing, "__doc__", None) or ""
-    )
-    is_validator = type(thing).__name__ == "PydanticDescriptorProxy" or hasattr(
-        thing, "__pydantic_validator__"
-    )
-    return True if is_generated or is_validator else None
+    """Leave out what a library generates: fields of pydantic's models, validators, and texts of tuple fields."""
+    is_text_of_tuple = "Alias for field number" in (getattr(thing, "__doc__", None) or "")
+    is_validator = type(thing).__name__ == "PydanticDescriptorProxy"
+    return True if name.startswith("model_") or is_text_of_tuple or is_validator else None
+
+
+def sign(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str, str] | None:
+    """Leave out the signature of a policy, which would repeat the fields that stand below it."""
+    return ("", "") if isinstance(thing, type) and issubclass(thing, Policy) else None
 
 
 class LinkedNames(SphinxPostTransform):
@@ -202,6 +206,7 @@ def setup(app: Sphinx) -> None:
     """Register the functions above."""
     app.connect("autodoc-process-docstring", convert_docstring)
     app.connect("autodoc-skip-member", skip_member)
+    app.connect("autodoc-process-signature", sign)
     app.connect("doctree-read", add_public_names)
     app.connect("doctree-read", drop_long_values)
     app.connect("html-collect-pages", correct_sources, priority=100)  # before viewcode writes its pages
