@@ -81,7 +81,8 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def parsed(site: Path) -> dict[Path, Page]:
-    return {path: Page(path) for path in site.rglob("*.html")}
+    pages = [path for path in site.rglob("*.html") if path.relative_to(site).parts[0] != "_static"]
+    return {path: Page(path) for path in pages}
 
 
 def test_every_page_of_the_repository_is_on_the_site(site: Path, parsed: dict[Path, Page]) -> None:
