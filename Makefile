@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test install lint types walls reference soak gpu clean help
+.PHONY: train test install lint types walls reference docs soak gpu clean help
 
 help:
 	@echo "make train    train a GPT on two ranks for about two minutes, into runs/"
 	@echo "make test     linters and the whole test suite"
 	@echo "make soak     the long fault campaigns, and late collectives under all parallel tests"
 	@echo "make reference  docs/reference, the page of errors and the table in docs/design.md from the code"
+	@echo "make docs     the documentation as a site, into build/site"
 	@echo "make gpu      the tests that need an accelerator, then the first run's table (ten minutes)"
 	@echo "make install  the virtual environment in .venv alone"
 
@@ -21,7 +22,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	@# torch first and by itself: with it in place nothing else pulls another build of it
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -e ".[dev,hf,kernels,tables]"
+	$(BIN)/pip install --quiet -e ".[dev,docs,hf,kernels,tables]"
 	@touch $@
 
 install: $(READY)
@@ -47,6 +48,9 @@ reference: $(READY)
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_errors.py
 	$(BIN)/python docs/make_design.py
+
+docs: $(READY)
+	$(BIN)/python docs/make_site.py $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)

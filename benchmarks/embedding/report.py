@@ -37,7 +37,7 @@ def render(results: dict[str, Any]) -> str:
         versions = ", ".join(
             f"{package} {number}" for package, number in given["versions"].items() if number is not None
         )
-        found.append(f"### {title}")
+        found.append(f"## {title}")
         found.append(
             f"`{given['command']}`, {given['date']}, {given['machine']}, commit {given['commit']}"
             + (f"; {versions}." if versions else ".")

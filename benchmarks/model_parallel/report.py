@@ -31,7 +31,7 @@ def render(results: dict[str, Any]) -> str:
             if row["ranks"] == 1 and row["case"] != case and row["microbatches"] == rows[0]["microbatches"]
         ]
         title = case if rows[0]["microbatches"] == 1 else f"{case} microbatches"
-        parts += [f"### {title[0].upper()}{title[1:]}", table(extra + rows)]
+        parts += [f"## {title[0].upper()}{title[1:]}", table(extra + rows)]
     return "\n\n".join(parts)
 
 

@@ -99,8 +99,8 @@ class UnitFacts(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """True if the step ends when updates on another tier have ended."""
-        return self.updates and self.strategy.waits_at_end and not self.has_rows
+        """True if the step's end waits for the update on another tier, and no gather has waited for it."""
+        return self.updates and self.strategy.waits_at_end and not self.has_rows and not self.returns
 
     @property
     def loads(self) -> bool:

@@ -327,7 +327,9 @@ def update_actions(
             left = left[1:]
     if not is_delayed:
         actions += [action for unit in away for action in gathered(unit)]
-    return actions + [Action(Kind.WAIT, unit) for unit in away if strategies[unit].waits_at_end]
+    # A gather of the updated weights has waited for the update.
+    late = [unit for unit in away if strategies[unit].waits_at_end and not gathered(unit)]
+    return actions + [Action(Kind.WAIT, unit) for unit in late]
 
 
 def skipped_updates(actions: Sequence[Action]) -> list[Action]:

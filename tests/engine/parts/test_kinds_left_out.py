@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "zero": {"stage": 3, "prefetch_bytes": 2000},
         "offload": {"optimizer": "disk", "parameters": "disk"},
     },
-    "disk, at the end": {"zero": {"stage": 1}, "offload": {"optimizer": "disk", "step": "at_end"}},
+    "disk, at the end": {"zero": {"stage": 3}, "offload": {"optimizer": "disk", "step": "at_end"}},
     "delayed": {"zero": {"stage": 1}, "offload": {"optimizer": "disk", "step": "delayed"}},
     "lamb": {"zero": {"stage": 1}, **LAMB},
     "muon": {"zero": {"stage": 1}, **MUON},
