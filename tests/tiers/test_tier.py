@@ -1,5 +1,6 @@
 """Blocks of host memory that state passes through on its way from and to a disk."""
 
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 
 import shardwise
 from shardwise.comm.world import join
-from shardwise.memory.direct_io import DirectFile
+from shardwise.memory.direct_io import DirectFile, mapped_empty
+from shardwise.observe.memory import apart_from_the_heap, give_back_free, resident_bytes
 from shardwise.tiers.tier import Staging
 from tests.engine.nets import Language, seeded
 
@@ -32,6 +34,35 @@ def test_blocks_that_are_being_written_do_not_pile_up() -> None:
         block = staging.take(4096)
         assert staging.nbytes <= 2 * block.nbytes
         staging.give(block, [SlowWrite()])
+
+
+def test_freed_blocks_return_to_the_system() -> None:
+    """The heaps of threads that had ended kept up to 16 % of a process after 100 engines with state on a disk."""
+    block_bytes = 16 << 20
+
+    def use() -> None:
+        staging = Staging(1)
+        block = staging.take(block_bytes)
+        block.fill_(1)
+        staging.give(block)
+
+    def resident() -> int:
+        give_back_free(torch.device("cpu"))
+        return resident_bytes() or 0
+
+    with apart_from_the_heap():
+        pass  # from here on, as beside an engine with state on a disk, glibc takes blocks of 16 MiB from its heaps
+    before = resident()
+    for _ in range(8):  # a thread takes over the heap of one that has ended
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    assert resident() - before < block_bytes // 2
+
+
+def test_a_block_may_be_empty() -> None:
+    """A rank may have no element of a bucket."""
+    assert mapped_empty(0).nbytes == 0 and mapped_empty(5).tolist() == [0] * 5
 
 
 def test_a_load_stages_no_more_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

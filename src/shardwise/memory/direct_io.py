@@ -9,6 +9,7 @@ Cost: a call per request; a copy of the tail (of all bytes if the memory is not 
 """
 
 import errno
+import mmap
 import os
 from collections.abc import Sequence
 from math import prod
@@ -19,7 +20,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT_BYTES", "Bytes", "DirectFile", "aligned_empty", "bytes_of", "rounded_up"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Bytes",
+    "DirectFile",
+    "aligned_empty",
+    "bytes_of",
+    "mapped_empty",
+    "rounded_up",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -56,6 +65,23 @@ def aligned_empty(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
     memory = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8)
     begin = -memory.data_ptr() % ALIGNMENT_BYTES
     return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+def mapped_empty(size_bytes: int) -> Tensor:
+    """Return zeros in pages of their own, outside the heap, which the system gets back when the tensor is freed.
+
+    glibc keeps up to 64 MiB of freed memory at the end of the heap of each thread, even after ``malloc_trim``, so
+    blocks that one thread per engine allocates would add up from engine to engine.
+
+    Args:
+        size_bytes: Number of bytes.
+
+    Returns:
+        The uint8 tensor, which begins on a page.
+    """
+    # The system maps at least one byte: a rank may have no element of a small tensor.
+    pages = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
 
 
 class DirectFile:

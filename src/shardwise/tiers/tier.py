@@ -34,7 +34,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.memory.direct_io import aligned_empty, rounded_up
+from shardwise.memory.direct_io import mapped_empty, rounded_up
 from shardwise.memory.pinned import pinned_empty
 from shardwise.memory.streams import to_be_filled, to_host
 from shardwise.plan.placement import Tier
@@ -77,7 +77,7 @@ class Staging:
         else:
             while self._free and self._used + len(self._free) >= self._limit:
                 self._free.pop(0)
-            block = aligned_empty(nbytes, torch.uint8)
+            block = mapped_empty(nbytes)
         self._used += 1
         self._used_bytes += block.nbytes
         return block
