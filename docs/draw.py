@@ -13,7 +13,7 @@ from shardwise.parallel.zero.layout import buffers, strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Shard
-from shardwise.precision.policy import Dtypes
+from shardwise.precision.policy import BucketDtypes
 
 FOLDER = Path(__file__).parent / "pictures"
 RANKS = 8
@@ -29,7 +29,7 @@ def pictures() -> dict[str, str]:
 
 def zero_bytes() -> str:
     """A stacked bar for each stage."""
-    dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
+    dtypes = BucketDtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
     shapes = [text(LEFT, 18, f"Bytes a parameter on one of {RANKS} ranks: bf16, fp32 sums, Adam", 13)]
     for place, (name, colour) in enumerate(COLOURS.items()):
         x = LEFT + 110 * place

@@ -141,7 +141,7 @@ def configuration() -> Iterator[str]:
     found = keys.all_keys()
     top = [key for key in found if "." not in key.path]
     yield from ["", "## Top level", "", *key_table(top)]
-    blocks: dict[tuple[type[Policy], str], list[keys.Key]] = {}
+    blocks: dict[tuple[type[Policy], str], list[keys.ConfigKey]] = {}
     for key in found:
         if "." in key.path:
             blocks.setdefault((key.owner, key.when), []).append(key)
@@ -157,7 +157,7 @@ def configuration() -> Iterator[str]:
         yield from key_table([key for key in rows if key.path.rpartition(".")[0] == first])
 
 
-def key_table(rows: Iterable[keys.Key]) -> Iterator[str]:
+def key_table(rows: Iterable[keys.ConfigKey]) -> Iterator[str]:
     """Key, type, unit, default, sentence."""
     yield "| key | type | unit | default | what it does |"
     yield "|---|---|---|---|---|"

@@ -38,7 +38,11 @@ def run(optimizer: dict[str, object], steps: int) -> None:
         engine.backward(engine(batch(step, engine.dp_index)))
         result = engine.step()
     if engine.is_main:
-        looks = [str(action) for action in engine.plan.own.actions if action.kind in (Kind.TRUST, Kind.DEAL)]
+        looks = [
+            str(action)
+            for action in engine.plan.own.actions
+            if action.kind in (Kind.TRUST_RATIO, Kind.ALL_TO_ALL)
+        ]
         moments = engine.state_bytes().get("moments", 0) / 2**10
         print(
             f"{optimizer['type']:<6} loss {result.loss:.4f}   moments here {moments:6.1f} KiB   {' '.join(looks)}"

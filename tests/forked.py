@@ -14,11 +14,11 @@ from typing import Any
 import shardwise
 from shardwise.launch import child
 from shardwise.launch.hosts import HostRanks
-from shardwise.launch.local import Program
+from shardwise.launch.local import RankProgram
 
 
 def run(
-    program: Program, ranks: int | HostRanks, logs: str | os.PathLike[str] | None = None, **_: Any
+    program: RankProgram, ranks: int | HostRanks, logs: str | os.PathLike[str] | None = None, **_: Any
 ) -> int:
     """As ``shardwise.launch.local.run``; a failure of a rank is raised with its traceback.
 
@@ -37,13 +37,13 @@ def run(
 def python(words: list[str]) -> None:
     """``python SCRIPT ARGUMENT ...`` or ``python -m MODULE ARGUMENT ...``."""
     if words[0] == "-m":
-        program = Program("module", words[1], tuple(words[2:]))
+        program = RankProgram("module", words[1], tuple(words[2:]))
     else:
-        program = Program("script", words[0], tuple(words[1:]))
+        program = RankProgram("script", words[0], tuple(words[1:]))
     assert run(program, 1) == 0, words
 
 
-def _be_rank(program: Program, logs: Path | None) -> int:
+def _be_rank(program: RankProgram, logs: Path | None) -> int:
     rank = int(os.environ["RANK"])
     if logs is not None and rank:
         logs.mkdir(parents=True, exist_ok=True)

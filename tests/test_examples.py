@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.local import Program
+from shardwise.launch.local import RankProgram
 from tests import forked
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -21,7 +21,7 @@ PROMISES = {
     "07_recompute": "selective",
     "08_change_the_mesh": "model state on this rank",
     "09_tables_of_keys": "tables.user: ",
-    "10_optimizers": "DEAL",
+    "10_optimizers": "ALL_TO_ALL",
     "11_pipeline_as_deepspeed": "of what was loaded",
     "12_cifar_as_deepspeed": "of pictures held out",
     "13_experts": "step 2  loss",
@@ -42,7 +42,7 @@ def test_every_example_is_tested() -> None:
 
 def said(capfd: pytest.CaptureFixture[str], name: str, *arguments: str, ranks: int = 1) -> str:
     """What an example prints with two steps."""
-    program = Program("script", str(EXAMPLES / f"{name}.py"), ("--steps", "2", *arguments))
+    program = RankProgram("script", str(EXAMPLES / f"{name}.py"), ("--steps", "2", *arguments))
     assert forked.run(program, ranks) == 0
     return capfd.readouterr().out
 

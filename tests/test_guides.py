@@ -25,7 +25,7 @@ from torch import nn
 
 from shardwise.cli.main import app, main
 from shardwise.compose.describe import describe
-from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.plan import PlanPolicies, make_plan
 from shardwise.config import keys
 from shardwise.config.run import RunConfig, _UniqueKeys
 from shardwise.observe.schedule_picture import draw_text
@@ -187,7 +187,7 @@ def test_the_step_in_the_design_is_what_a_plan_says() -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     blocks_of_two = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2)]
     spec = describe(nn.Sequential(*blocks_of_two, nn.Linear(4, 1)), ZeroPolicy(stage=3))
-    policies = Policies(ZeroPolicy(stage=3), PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
+    policies = PlanPolicies(ZeroPolicy(stage=3), PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
     plan = make_plan(spec, Mesh(dp_shard=2), policies)
     assert " ".join(map(str, plan.actions["all"])) in " ".join(page.split())
     drawn = set(re.findall(r"^\| \[(\d+)\] \|", page, re.M))
@@ -266,7 +266,7 @@ def test_the_first_program_prints_the_same_digits_on_any_number_of_ranks(
     program = next(block for block in found if block.kind == "python")
     printed = next(block for block in found if block.kind == "text")
     Path(program.file).write_text(program.text, encoding="utf-8")
-    assert forked.run(forked.Program("script", program.file, ()), ranks) == 0
+    assert forked.run(forked.RankProgram("script", program.file, ()), ranks) == 0
     assert printed.text.strip() in capfd.readouterr().out.splitlines()
 
 

@@ -34,7 +34,16 @@ from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolic
 from shardwise.plan.action import Kind
 
 Batch = tuple[Tensor, Tensor]
-_SENDS = {Kind.UNSHARD, Kind.REDUCE, Kind.SUM, Kind.NORM, Kind.SEND, Kind.RECV, Kind.DEAL, Kind.TRUST}
+_SENDS = {
+    Kind.UNSHARD,
+    Kind.REDUCE,
+    Kind.SUM,
+    Kind.NORM,
+    Kind.SEND,
+    Kind.RECV,
+    Kind.ALL_TO_ALL,
+    Kind.TRUST_RATIO,
+}
 
 
 class Work(NamedTuple):

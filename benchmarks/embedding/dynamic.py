@@ -16,7 +16,7 @@ from torch import Tensor
 from zipf import ranks
 
 from shardwise.base.ragged import Ragged
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import join
@@ -75,7 +75,7 @@ class Ours(Running):
             return None
         world = join(quiet=True)
         everyone = tuple(range(self.case.ranks))
-        return world.group_among(everyone, "dp", CommPolicy(), Clock(300.0), Traffic())
+        return world.group_among(everyone, "dp", CommPolicy(), StepClock(300.0), Traffic())
 
     def _fill(self) -> None:
         """As many rows as the table may have, so that evictions begin at once."""

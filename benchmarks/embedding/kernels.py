@@ -65,7 +65,7 @@ def slab_of(optimizer: RowOptimizer, rows: int, width: int) -> Tensor:
 
 def batch_rows() -> Iterator[Row]:
     ids = zipf(FEATURES * SAMPLES, VOCABULARY, 0)
-    scratch = unique.Scratch()
+    scratch = unique.UniqueScratch()
     yield Row(
         "unique + inverse", len(ids), lambda: unique.unique(ids, scratch), lambda: unique.plain_unique(ids)
     )

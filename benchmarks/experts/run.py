@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
@@ -164,7 +164,7 @@ def memory(rank: int, world: World, options: argparse.Namespace) -> dict[str, An
 
 
 def dispatcher_of(world: World, rows: int | None) -> Dispatcher:
-    clock, policy, traffic = Clock(300.0), CommPolicy(), Traffic()
+    clock, policy, traffic = StepClock(300.0), CommPolicy(), Traffic()
     clock.steps_done = 1
     ranks = tuple(range(world.size))
     ep = world.group_among(ranks, "ep", policy, clock, traffic)

@@ -39,13 +39,13 @@ def worker(example: str, rounds: int, steps: int, out: Path) -> None:
     import torch
 
     from shardwise.cli.image_trainer import ImageTrainer
-    from shardwise.cli.request import Request
+    from shardwise.cli.request import CommandRequest
     from shardwise.cli.run_folder import RunFolder
     from shardwise.comm.world import join
     from shardwise.config.auto import resolve
 
     world = join(quiet=True)
-    config = Request(example, (f"output_dir={out.parent / 'run'}",)).load()
+    config = CommandRequest(example, (f"output_dir={out.parent / 'run'}",)).load()
     trainer = ImageTrainer(
         world, resolve(config, world.size, world.device.type), RunFolder(Path(config.output_dir))
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.kernels import choice, philox
 from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.kernels.dropout import Draw, keyed_dropout
+from shardwise.kernels.dropout import MaskKey, keyed_dropout
 from shardwise.kernels.gated import gated
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.rotary import angles, rotate
@@ -69,7 +69,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], Case]]:
         return torch.randn(*shape, device=device, dtype=dtype)
 
     def dropout() -> Case:
-        draw = Draw(philox.key_of(0, "x"), 1, 0)
+        draw = MaskKey(philox.key_of(0, "x"), 1, 0)
         return Case(both(lambda x: keyed_dropout(x, 0.1, draw), random(B, T, D)), 8 * B * T * D)
 
     def norm() -> Case:

@@ -22,10 +22,10 @@ import torch.multiprocessing as mp
 import shardwise
 from shardwise.comm.world import join
 from shardwise.data import Loader
-from shardwise.data.clicks import Clicks, PackedClicks, PackedWriter, SyntheticClicks
+from shardwise.data.clicks import ClickDataset, PackedClicks, PackedWriter, SyntheticClicks
 from shardwise.models.ctr.dlrm import Dlrm
 from shardwise.models.ctr.policy import DlrmPolicy
-from shardwise.observe.lanes_picture import Lanes, draw_picture, draw_text
+from shardwise.observe.lanes_picture import LaneRecorder, draw_picture, draw_text
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 DEPTHS = (0, 1, 2)
@@ -47,7 +47,7 @@ def rank_main(rank: int, ranks: int, folder: str, options: argparse.Namespace) -
     world = join(
         rank, ranks, store=dist.FileStore(f"{folder}/store", ranks) if ranks > 1 else None, quiet=True
     )
-    clicks = Clicks(PackedClicks(Path(folder) / "log.clicks"))
+    clicks = ClickDataset(PackedClicks(Path(folder) / "log.clicks"))
     tables = [
         TablePolicy(name=feature.name, rows=TABLE_ROWS, width=WIDTH, placement=options.placement)
         for feature in clicks.schema.features
@@ -68,7 +68,7 @@ def rank_main(rank: int, ranks: int, folder: str, options: argparse.Namespace) -
         },
         world=world,
     )
-    lanes = {depth: Lanes(global_batch) for depth in DEPTHS}
+    lanes = {depth: LaneRecorder(global_batch) for depth in DEPTHS}
     loaders = {
         depth: Loader(
             clicks,

@@ -31,7 +31,7 @@ from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.rotary import angles
 from shardwise.models.layers import Attention, RmsNorm, SwiGlu, TransformerBlock
 from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
-from shardwise.parallel.tensor.region import Region
+from shardwise.parallel.tensor.region import ParallelRegion
 
 
 class Shape(NamedTuple):
@@ -63,9 +63,9 @@ class Shape(NamedTuple):
 TINY = Shape(width=64, heads=8, hidden=192, batch=1, tokens=32)
 
 
-def alone() -> Region:
+def alone() -> ParallelRegion:
     """A region whose only rank is this one."""
-    return Region(Group.alone("tp"), sequence=False)
+    return ParallelRegion(Group.alone("tp"), sequence=False)
 
 
 def cut(linear: nn.Linear, kind: str, name: str) -> nn.Module:

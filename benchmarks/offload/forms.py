@@ -27,8 +27,8 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.optim.classes import from_policy
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.placement import Run
+from shardwise.optim.rounding import RoundedPart, StochasticRounding
+from shardwise.plan.placement import ContiguousRun
 from shardwise.plan.state_form import StateForm
 
 POLICY = GptPolicy(layers=3, width=128, heads=4, context=128, vocab=256)
@@ -91,7 +91,9 @@ def trained(steps: int) -> None:
 
 def updater(form: StateForm) -> Callable[[int], float]:
     """Seconds of an update of one flat tensor from gradients in bf16, with a bf16 weight."""
-    rounding = Rounding([RoundedPart(0, ELEMENTS, key_of(0, "w"), lambda a, b: [Run(a, a, b - a)])])
+    rounding = StochasticRounding(
+        [RoundedPart(0, ELEMENTS, key_of(0, "w"), lambda a, b: [ContiguousRun(a, a, b - a)])]
+    )
     master, policy = torch.randn(ELEMENTS), from_policy(OptimizerPolicy(lr=1e-4))
     optimizer = FlatOptimizer(master, policy, 0, form, rounding)
     grad, weight = torch.randn(ELEMENTS).bfloat16(), torch.empty(ELEMENTS, dtype=torch.bfloat16)

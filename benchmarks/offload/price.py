@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import shardwise
-from shardwise.base.rates import Rates
+from shardwise.base.rates import RankRates
 from shardwise.comm.world import join
 from shardwise.models import Gpt, GptPolicy
 from shardwise.simulate.rates import measured_rates
@@ -66,7 +66,7 @@ def config(given: argparse.Namespace, setting: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-def foreseen(given: argparse.Namespace, setting: dict[str, Any], ranks: int, rates: Rates) -> Any:
+def foreseen(given: argparse.Namespace, setting: dict[str, Any], ranks: int, rates: RankRates) -> Any:
     """Seconds of a step, by what takes them."""
     ids = torch.empty(given.rows, given.tokens, dtype=torch.int64, device="meta")
 
@@ -103,7 +103,7 @@ def main() -> None:
     ids = torch.randint(0, given.vocab, (given.rows, given.tokens + 1))
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     seconds: dict[str, list[float]] = {name: [] for name in settings}
-    rates: list[Rates] = []
+    rates: list[RankRates] = []
     for number in range(given.rounds + 1):
         rates.append(measured_rates(torch.device("cpu"), torch.float32, given.folder))
         for name, engine in engines.items():
@@ -115,13 +115,16 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - begin)
     if world.rank == 0:
         table(
-            given, seconds, world.size, Rates(*(statistics.median(row) for row in zip(*rates, strict=True)))
+            given,
+            seconds,
+            world.size,
+            RankRates(*(statistics.median(row) for row in zip(*rates, strict=True))),
         )
     for engine in engines.values():
         engine.close()
 
 
-def table(given: argparse.Namespace, seconds: dict[str, list[float]], ranks: int, rates: Rates) -> None:
+def table(given: argparse.Namespace, seconds: dict[str, list[float]], ranks: int, rates: RankRates) -> None:
     """For people."""
     settings = ONE if ranks == 1 else TWO
     print(", ".join(f"{name} {rate:.3g}" for name, rate in rates._asdict().items()))

@@ -16,7 +16,7 @@ import torch
 from tests.accelerator.mirror import mirror_world
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import DONE, Pending
+from shardwise.comm.collectives import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import World
 
@@ -39,7 +39,7 @@ class Link:
         self.bytes += bytes_
         return self.free_at
 
-    def carry(self, bytes_: int) -> Pending:
+    def carry(self, bytes_: int) -> PendingCollective:
         """A message begins."""
         arrives = self.take(bytes_, time.perf_counter())
 
@@ -49,7 +49,7 @@ class Link:
                 self.waited_s += left
                 time.sleep(left)
 
-        return Pending(finish)
+        return PendingCollective(finish)
 
 
 class LinkedTransport:
@@ -58,33 +58,33 @@ class LinkedTransport:
     def __init__(self, size: int, index: int, link: Link):
         self._size, self._index, self._link = size, index, link
 
-    def _sent(self, tensor: Tensor) -> Pending:
+    def _sent(self, tensor: Tensor) -> PendingCollective:
         return self._link.carry(tensor.nbytes * (self._size - 1) // self._size)
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         output.view(self._size, -1).copy_(shard.clone().expand(self._size, -1))
         return self._sent(output)
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         own = full.view(self._size, -1)[self._index].to(shard_out.dtype)
         torch.add(shard_out if accumulate else torch.zeros_like(own), own, alpha=self._size, out=shard_out)
         return self._sent(full)
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         tensor.mul_(self._size)
         return DONE  # the norm, alone
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         return DONE
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending:
+    ) -> PendingCollective:
         raise NotImplementedError("nothing here sends rows")
 
-    def barrier(self, timeout_s: float, what: str) -> Pending:
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         return DONE
 
 

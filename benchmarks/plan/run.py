@@ -24,12 +24,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from shardwise.compose.plan import Policies, make_plan
-from shardwise.compose.spec import Blocks, ModelSpec, OnAxis, ParameterSpec, positions_by_order
+from shardwise.compose.plan import PlanPolicies, make_plan
+from shardwise.compose.spec import AxisPlacement, ModelSpec, ParameterSpec, StageBlocks, positions_by_order
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Block, Partial, Replicate, Shard
+from shardwise.plan.placement import Partial, Replicate, Shard, ShardBlock
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
 from shardwise.plan.validate import validate_plan
@@ -51,13 +51,13 @@ MESHES = [
 ]
 
 
-def on_tp(row: dict[str, Any]) -> OnAxis:
+def on_tp(row: dict[str, Any]) -> AxisPlacement:
     """Where a parameter lies on "tp", by its word."""
     if row["tp"] == "addend":
-        return OnAxis(Replicate(), Partial())
-    blocks = tuple(Block(size, parts) for size, parts in row.get("heads", ()))
+        return AxisPlacement(Replicate(), Partial())
+    blocks = tuple(ShardBlock(size, parts) for size, parts in row.get("heads", ()))
     shard = Shard(0 if row["tp"] == "rows" else 1, blocks)
-    return OnAxis(shard, shard)
+    return AxisPlacement(shard, shard)
 
 
 def model(given: dict[str, Any]) -> ModelSpec:
@@ -75,7 +75,7 @@ def model(given: dict[str, Any]) -> ModelSpec:
     weights = [
         sum(math.prod(row["shape"]) for row in given[part].values()) for part in ("block", "before", "behind")
     ]
-    dealt = Blocks(
+    dealt = StageBlocks(
         blocks, (weights[0],) * len(blocks), weights[1], weights[2], positions_by_order(names, blocks)
     )
     places = {name: {"tp": on_tp(row)} for name, row in rows.items()}
@@ -84,7 +84,7 @@ def model(given: dict[str, Any]) -> ModelSpec:
 
 def planned(spec: ModelSpec, mesh: Mesh, schedule: str, virtual_stages: int) -> Plan:
     """ZeRO-3 with one gather ahead, bf16, AdamW."""
-    policies = Policies(
+    policies = PlanPolicies(
         ZeroPolicy(stage=3, prefetch_bytes=1),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
         PrecisionPolicy(compute="bf16"),

@@ -20,19 +20,19 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
 from shardwise.compose.module_steps import recompute_blocks
-from shardwise.kernels.head_loss import Tile
+from shardwise.kernels.head_loss import LossTile
 from shardwise.models import Gpt, GptPolicy
 from shardwise.models.layers import GeluMlp, Head, SwiGlu
 from shardwise.models.tiles import tile_model
 from shardwise.parallel.tensor.layers import VocabularyHead
-from shardwise.parallel.tensor.region import Region
+from shardwise.parallel.tensor.region import ParallelRegion
 from shardwise.passes.recompute import RecomputePolicy
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.passes.tiles import TilesPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.precision.policy import DTYPES
@@ -59,7 +59,7 @@ def tp_group(world: World) -> Group:
     """Of all ranks."""
     if world.size == 1:
         return Group.alone("tp")
-    clock = Clock(600.0)
+    clock = StepClock(600.0)
     clock.steps_done = 1
     return world.group(Mesh(tp=world.size), "tp", CommPolicy(), clock, Traffic())
 
@@ -74,9 +74,9 @@ def loss_forms(args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.M
     if group.size > 1:
         first = group.index * columns
         rows = slice(first, first + columns)
-        head = VocabularyHead(head, "head", Region(group, False), rows, args.vocabulary)
+        head = VocabularyHead(head, "head", ParallelRegion(group, False), rows, args.vocabulary)
 
-    def by(tile: Tile | None) -> Callable[[], Tensor]:
+    def by(tile: LossTile | None) -> Callable[[], Tensor]:
         def run() -> Tensor:
             head.tile = tile
             loss: Tensor = head(x, targets)
@@ -84,7 +84,7 @@ def loss_forms(args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.M
 
         return run
 
-    forms = {"whole": by(None), "tiles": by(Tile()), "tiles, in backward": by(Tile(at_once=False))}
+    forms = {"whole": by(None), "tiles": by(LossTile()), "tiles, in backward": by(LossTile(at_once=False))}
     return forms, [head]
 
 
@@ -93,7 +93,7 @@ def mlp_forms(kind: Any, args: argparse.Namespace, world: World) -> tuple[Forms,
     dtype = DTYPES[args.dtype]
     x = torch.randn(1, args.tokens, args.width, dtype=dtype, requires_grad=True)
     nets = [nn.ModuleList([kind(args.width, 4 * args.width, 0.0)]).to(dtype) for _ in range(2)]
-    tile_model(nets[1], TilesPolicy(mlp=512), Replay(), at_once=True)
+    tile_model(nets[1], TilesPolicy(mlp=512), DrawReplay(), at_once=True)
     return {
         name: lambda net=net: net[0](x).sum() for name, net in zip(("whole", "tiles"), nets, strict=True)
     }, list(nets)
@@ -101,7 +101,7 @@ def mlp_forms(kind: Any, args: argparse.Namespace, world: World) -> tuple[Forms,
 
 def block_forms(args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.Module]]:
     """A transformer block with and without tiles and recomputation."""
-    dtype, forms, models, replay = DTYPES[args.dtype], {}, [], Replay()
+    dtype, forms, models, replay = DTYPES[args.dtype], {}, [], DrawReplay()
     x = torch.randn(args.tokens // 2048, 2048, args.width, dtype=dtype, requires_grad=True)
     for name, mlp, scope in (
         ("whole", "off", "none"),

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.board import Board
-from shardwise.comm.collectives import DONE, Group, Pending
-from shardwise.comm.peers import Peers
+from shardwise.comm.board import MessageBoard
+from shardwise.comm.collectives import DONE, Group, PendingCollective
+from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.world import World
@@ -136,7 +136,7 @@ class CrewTransport:
         self._size = size
         self._index = index
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         with _collective("all_gather", output, shard):
             found = self._swap(f"all_gather {what}", shard)
             for part, given in zip(output.detach().view(self._size, -1), found, strict=True):
@@ -145,7 +145,7 @@ class CrewTransport:
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         with _collective("reduce_scatter", shard_out, full):
             found = self._swap(f"reduce_scatter {what}", full)
             total = _sum([each.view(self._size, -1)[self._index] for each in found], shard_out.dtype)
@@ -155,26 +155,26 @@ class CrewTransport:
                 shard_out.copy_(total)
         return DONE
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         with _collective("all_reduce", tensor):
             tensor.detach().copy_(_sum(self._swap(f"all_reduce {what}", tensor), tensor.dtype))
         return DONE
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         with _collective("broadcast", tensor):
             tensor.detach().copy_(self._swap(f"broadcast {what}", tensor)[root])
         return DONE
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending:
+    ) -> PendingCollective:
         with _collective("all_to_all", output, sent):
             found = self._swap(f"all_to_all {what}", sent)
             parts = [each.split(list(row))[self._index] for each, row in zip(found, counts, strict=True)]
             output.detach().copy_(torch.cat(parts))
         return DONE
 
-    def barrier(self, timeout_s: float, what: str) -> Pending:
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         self._meeting.swap(self._index, f"barrier {what}", None)
         return DONE
 
@@ -209,12 +209,12 @@ def _collective(name: str, *tensors: Tensor) -> Iterator[None]:
         yield
 
 
-class _CrewBoard(Board):
+class _CrewBoard(MessageBoard):
     def __init__(self, crew: Crew, rank: int, word: str = ""):
         super().__init__(rank, word=word)
         self._crew = crew
 
-    def part(self, rank: int, name: str, members: Sequence[int]) -> Board:
+    def part(self, rank: int, name: str, members: Sequence[int]) -> MessageBoard:
         return _CrewBoard(self._crew, rank, f"{self.word}/{name}")
 
     def post(self, key: str, index: int, text: str) -> None:
@@ -269,7 +269,7 @@ class _CrewWire:
         self._out = crew.queues[rank, other]
         self._in = crew.queues[other, rank]
 
-    def send(self, header: bytes, tensors: Sequence[Tensor], call: Any) -> Pending:
+    def send(self, header: bytes, tensors: Sequence[Tensor], call: Any) -> PendingCollective:
         bench = Bench.current
         for _ in tensors if bench is not None else ():
             bench.operation("send")  # type: ignore[union-attr]
@@ -277,7 +277,7 @@ class _CrewWire:
             self._out.put((header, [each.detach().clone() for each in tensors]))
         return DONE
 
-    def receive(self, call: Any, allocate: Any, meanwhile: Any) -> Pending:
+    def receive(self, call: Any, allocate: Any, meanwhile: Any) -> PendingCollective:
         with self._crew.waiting():
             found = self._in.get(timeout=_PATIENCE_S)
         assert found is not None, "another rank failed"
@@ -299,7 +299,7 @@ class _CrewWire:
 
 
 class _CrewLinks:
-    """What ``Links`` makes of real ranks."""
+    """What ``WorldLinks`` makes of real ranks."""
 
     ring_bytes = 0
 
@@ -319,13 +319,13 @@ class _CrewLinks:
             self.transports[key] = CrewTransport(meeting, len(ranks), ranks.index(self._rank))
         return self.transports[key]
 
-    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]]) -> Peers:
+    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]]) -> PointToPoint:
         wires: dict[int, Any] = {
             index: _CrewWire(self._crew, self._rank, rank)
             for index, rank in enumerate(group.ranks)
             if rank != self._rank
         }
-        return Peers(group, wires, self._crew.device)
+        return PointToPoint(group, wires, self._crew.device)
 
     def barrier(self) -> None:
         everyone = tuple(range(self._crew.size))

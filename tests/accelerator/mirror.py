@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.board import Board
-from shardwise.comm.collectives import DONE, Pending
+from shardwise.comm.board import MessageBoard
+from shardwise.comm.collectives import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import World
 from tests.accelerator.pretend import Bench, is_on_device
@@ -29,7 +29,7 @@ class MirrorTransport:
         self._size = size
         self._index = index
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         with _collective("all_gather", output, shard):
             own = shard.clone()
             for part in output.view(self._size, -1):
@@ -38,7 +38,7 @@ class MirrorTransport:
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         with _collective("reduce_scatter", shard_out, full):
             total = full.view(self._size, -1)[self._index].to(shard_out.dtype) * self._size
             if accumulate:
@@ -47,25 +47,25 @@ class MirrorTransport:
                 shard_out.copy_(total)
         return DONE
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         with _collective("all_reduce", tensor):
             tensor.mul_(self._size)
         return DONE
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         with _collective("broadcast", tensor):
             return DONE
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending:
+    ) -> PendingCollective:
         with _collective("all_to_all", output, sent):
             own = sent.split(list(counts[self._index]))[self._index]
             for part in output.split([row[self._index] for row in counts]):
                 part.copy_(own[: part.numel()] if own.numel() >= part.numel() else torch.zeros_like(part))
         return DONE
 
-    def barrier(self, timeout_s: float, what: str) -> Pending:
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         return DONE
 
 
@@ -91,14 +91,14 @@ class _collective:  # noqa: N801
         self._paused.__exit__(*error)
 
 
-class _MirrorBoard(Board):
+class _MirrorBoard(MessageBoard):
     """Every rank writes what this one writes."""
 
     def __init__(self, rank: int):
         super().__init__(rank)
         self._texts: dict[str, str] = {}
 
-    def part(self, rank: int, name: str, members: Sequence[int]) -> Board:
+    def part(self, rank: int, name: str, members: Sequence[int]) -> MessageBoard:
         return _MirrorBoard(rank)
 
     def post(self, key: str, index: int, text: str) -> None:
@@ -114,7 +114,7 @@ class _MirrorBoard(Board):
 
 
 class _MirrorLinks:
-    """What ``Links`` makes of real ranks."""
+    """What ``WorldLinks`` makes of real ranks."""
 
     ring_bytes = 0
 

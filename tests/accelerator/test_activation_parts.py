@@ -14,8 +14,8 @@ from shardwise.engine.fit.foresee import foresee
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.action import Kind
 from shardwise.tiers import activations as module
-from shardwise.tiers.activations import Activations, _BlockPass
-from shardwise.tiers.alike import Alike
+from shardwise.tiers.activations import ActivationOffload, _BlockPass
+from shardwise.tiers.alike import AlikeStorages
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.accelerator.test_activations import late_copies
@@ -89,7 +89,7 @@ def trained(world: Any, way: Way, moves: bool) -> Gradients:
     conformance = Conformance(engine)
     for step in range(2):
         engine.train_step(batches(way, step, engine.dp_index))
-    recalled = sum(action.kind is Kind.RECALL for action in engine.trace.actions)
+    recalled = sum(action.kind is Kind.RELOAD for action in engine.trace.actions)
     assert recalled == moves * way.microbatches * LAYERS // way.pp
     assert not conformance.departures
     engine.close()
@@ -121,7 +121,7 @@ class Outcome(NamedTuple):
     """As where activations stay on the device."""
     misplaced: list[str]
     late: int
-    """Blocks for which no RECALL came before what they saved was needed."""
+    """Blocks for which no RELOAD came before what they saved was needed."""
     proved: bool
     """Whether any went down in parts, and all that is said to be alike was, in each pass of each block."""
 
@@ -131,9 +131,9 @@ def outcome_of(_: Any, way: Way) -> Outcome:
     with Bench():
         [one] = Crew(1, device).run(trained, alone(way), False)
         kept = Crew(size, device).run(trained, way, False)
-    decide, proved = Activations._decide, []
+    decide, proved = ActivationOffload._decide, []
 
-    def proving(self: Activations, call: Any) -> None:
+    def proving(self: ActivationOffload, call: Any) -> None:
         decide(self, call)
         if call.parts:
             memories = [each.memory() for each in call.parts]
@@ -149,7 +149,7 @@ def outcome_of(_: Any, way: Way) -> Outcome:
         stack.enter_context(late_copies())
         stack.enter_context(patch.object(_BlockPass, "open", seen))
         bench = stack.enter_context(Bench())
-        stack.enter_context(patch.object(Activations, "_decide", proving))
+        stack.enter_context(patch.object(ActivationOffload, "_decide", proving))
         moved = Crew(size, device).run(trained, way, True)
     bits = [
         torch.equal(a[name], b[name])
@@ -225,7 +225,7 @@ def unlike_on(_: Any) -> tuple[float, list[bool], list[str]]:
     """(error, whether blocks go down in parts, what is said) where a last digit differs."""
     device, way, said = register(), Way(recompute="full"), []
     said_by = patch.object(module._log, "warning", lambda text, *given: said.append(text % given))
-    unlike = patch.object(Alike, "are_alike", lambda self, memories, what: False)
+    unlike = patch.object(AlikeStorages, "are_alike", lambda self, memories, what: False)
     with ExitStack() as stack:
         made = stack.enter_context(late_copies())
         for context in (Bench(), said_by, unlike):
@@ -299,7 +299,7 @@ def bytes_on(_: Any, recompute: str) -> Bytes:
     with Bench():
         [(held, sent), other] = Crew(2, device).run(bytes_of, given)
         assert (held, sent) == other
-        with patch.object(Alike, "knows", lambda *_: False):
+        with patch.object(AlikeStorages, "knows", lambda *_: False):
             [(whole, usual), _] = Crew(2, device).run(bytes_of, given)
         [(cut, _), _] = Crew(2, device).run(bytes_of, settings_of(recompute, True))
     return Bytes(held, whole, cut, sent - usual, (step.moved_bytes, step.gathered_bytes))

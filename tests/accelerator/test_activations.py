@@ -15,14 +15,14 @@ import shardwise
 from shardwise.base.errors import ConfigError
 from shardwise.models import Gpt, GptPolicy
 from shardwise.tiers import activations as module
-from shardwise.tiers.activations import Activations
+from shardwise.tiers.activations import ActivationOffload
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.engine import test_offload
 from tests.engine.test_offload import Case
 from tests.ranks import RankPool
 
-Moves = list[Activations]
+Moves = list[ActivationOffload]
 
 
 class LateCopies:
@@ -62,9 +62,9 @@ class LateCopies:
 @contextmanager
 def late_copies(small: int = 64) -> Iterator[Moves]:
     """``small``: bytes of a storage that stays. What is made meanwhile is handed out."""
-    late, init = LateCopies(), Activations.__init__
+    late, init = LateCopies(), ActivationOffload.__init__
 
-    def noted(self: Activations, *args: Any, **kwargs: Any) -> None:
+    def noted(self: ActivationOffload, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         late.made.append(self)
 
@@ -72,7 +72,7 @@ def late_copies(small: int = 64) -> Iterator[Moves]:
         for name in ("begin_down", "down_by_now", "to_computation"):
             stack.enter_context(patch.object(module, name, getattr(late, name)))
         stack.enter_context(patch.object(module, "SMALL_BYTES", small))
-        stack.enter_context(patch.object(Activations, "__init__", noted))
+        stack.enter_context(patch.object(ActivationOffload, "__init__", noted))
         yield late.made
 
 
@@ -195,7 +195,7 @@ def both_ways(_: Any) -> list[list[str]]:
 
 
 def test_a_stack_that_runs_again(device_process: RankPool) -> None:
-    """The RECALL of its first run passed the REDUCEs of its last one, whose gradients were to come: refused as late."""
+    """The RELOAD of its first run passed the REDUCEs of its last one, whose gradients were to come: refused as late."""
     [[kept, moved]] = device_process.run(both_ways)
     assert kept == moved
 
@@ -260,11 +260,11 @@ def batch() -> Tensor:
 
 
 @contextmanager
-def wrapped(keeps_last: bool = True) -> Iterator[tuple[nn.Sequential, Activations]]:
+def wrapped(keeps_last: bool = True) -> Iterator[tuple[nn.Sequential, ActivationOffload]]:
     """Blocks on the host, whose copies are as late as a stream's."""
     with late_copies():
         model = blocks()
-        activations = Activations(model, torch.device("cpu"), keeps_last)
+        activations = ActivationOffload(model, torch.device("cpu"), keeps_last)
         activations.wrap(list(model.named_children()))
         yield model, activations
 
@@ -294,7 +294,7 @@ def test_compiled_blocks() -> None:
         model = blocks()
         for block in model:
             block.came, block.forward = None, torch.compile(block.forward, backend="aot_eager")
-        activations = Activations(model, torch.device("cpu"), keeps_last=True)
+        activations = ActivationOffload(model, torch.device("cpu"), keeps_last=True)
         activations.wrap(list(model.named_children()))
         found = gradients(model, mean_square)
     assert all((one - other).norm() <= 1e-14 * other.norm() for one, other in zip(found, wanted, strict=True))

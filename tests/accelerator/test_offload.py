@@ -16,8 +16,8 @@ from shardwise.memory import pinned
 from shardwise.optim.classes import from_policy
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.placement import Run
+from shardwise.optim.rounding import RoundedPart, StochasticRounding
+from shardwise.plan.placement import ContiguousRun
 from shardwise.plan.state_form import StateForm
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
@@ -160,7 +160,7 @@ def rounded(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     key = key_of(0, "w")
     for form in FORMS:
-        rounding = Rounding([RoundedPart(0, 200, key, lambda a, b: [Run(a, a, b - a)])])
+        rounding = StochasticRounding([RoundedPart(0, 200, key, lambda a, b: [ContiguousRun(a, a, b - a)])])
         held = torch.linspace(-1, 1, 200).to(device)
         optimizer = FlatOptimizer(held, from_policy(OptimizerPolicy(lr=0.1)), 0, form, rounding)
         for step in range(2):

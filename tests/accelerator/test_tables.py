@@ -10,7 +10,7 @@ import shardwise
 from shardwise.base.errors import PlanError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
-from shardwise.parallel.embedding.batch import Sequences
+from shardwise.parallel.embedding.batch import SequenceVectors
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from tests.accelerator.crew import Crew
@@ -49,7 +49,7 @@ def trained(device: torch.device) -> list[Tensor]:
         for batch in range(2):
             weights = torch.linspace(0.5, 2, 8, dtype=torch.float64, device=device).requires_grad_()
             vectors = tables(features(2 * step + batch, weights))
-            values = [each.values if isinstance(each, Sequences) else each for each in vectors.values()]
+            values = [each.values if isinstance(each, SequenceVectors) else each for each in vectors.values()]
             assert all(each.device == device for each in (*values, vectors["sequence"].offsets))
             sum((each.sin() * (place + 1)).sum() for place, each in enumerate(values)).backward()
             found += [*values, weights.grad]
@@ -167,7 +167,7 @@ def test_device_and_host_have_budgets_of_their_own(device_process: RankPool) -> 
 
 
 def ahead(world: World, depth: int) -> Any:
-    """Losses, norms, rows and how many ASKs went ahead, in a world that calls itself NCCL's."""
+    """Losses, norms, rows and how many INPUT_DISTs went ahead, in a world that calls itself NCCL's."""
     world.backend = "nccl"
     engine = tables_net.build(world, MIXED, batch={"accumulation": 2})
     share = tables_net.SAMPLES // world.size
@@ -194,7 +194,9 @@ def on_and_off(_world: Any, size: int) -> list[str]:
         off, on = (Crew(size, device).run(ahead, depth) for depth in (0, 2))
     for rank, ((here, asked), (there, before)) in enumerate(zip(on, off, strict=True)):
         wrong += [f"rank {rank}: another number"] * (here != there)
-        wrong += [f"rank {rank}: {asked} ASKs ahead, without depth {before}"] * ((asked, before) != (6, 0))
+        wrong += [f"rank {rank}: {asked} INPUT_DISTs ahead, without depth {before}"] * (
+            (asked, before) != (6, 0)
+        )
     return wrong + bench.misplaced
 
 

@@ -10,7 +10,7 @@ import torch
 
 import shardwise
 from shardwise.memory.device_clock import clock_of
-from shardwise.observe.lanes_picture import Lanes
+from shardwise.observe.lanes_picture import LaneRecorder
 from tests.accelerator import budget
 from tests.accelerator.mirror import mirror_world
 from tests.accelerator.pretend import Bench, register
@@ -31,7 +31,7 @@ def times_of_a_step(_world: Any) -> None:
         }
         torch.manual_seed(0)
         engine = shardwise.initialize(budget.gpt()(), config, world=mirror_world(4, device))
-        lanes = Lanes()
+        lanes = LaneRecorder()
         steps = iter([[budget.tokens(2 * step), budget.tokens(2 * step + 1)] for step in range(3)])
         waits = []
         for batches in engine.prefetch(steps, depth=0, lanes=lanes):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import FlatSlice, Item
-from shardwise.checkpoint.layout import Sizes
+from shardwise.checkpoint import FlatSlice, TensorPieces
+from shardwise.checkpoint.layout import LayoutSizes
 
-TINY = Sizes(file_bytes=1500, piece_elements=100, block_bytes=512)
+TINY = LayoutSizes(file_bytes=1500, piece_elements=100, block_bytes=512)
 """Several files, several pieces a tensor, many blocks, out of a few kilobytes."""
 
 
@@ -133,17 +133,19 @@ def cut(elements: int, ranks: int, seed: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], [*ends, elements], strict=True))
 
 
-def items_of(state: State, rank: int = 0, ranks: int = 1, seed: int = 0) -> list[Item]:
+def items_of(state: State, rank: int = 0, ranks: int = 1, seed: int = 0) -> list[TensorPieces]:
     """The pieces that ``rank`` writes; every tensor is cut elsewhere."""
     items = []
     for number, ((kind, name), tensor) in enumerate(state.items()):
         start, stop = cut(tensor.numel(), ranks, seed + 1000 * number)[rank]
         pieces = [FlatSlice(start, stop, tensor[start:stop].clone())] if stop > start else []
-        items.append(Item(kind, name, SHAPES[kind, name][0], tensor.dtype, pieces))
+        items.append(TensorPieces(kind, name, SHAPES[kind, name][0], tensor.dtype, pieces))
     return items
 
 
-def blank_items(rank: int = 0, ranks: int = 1, seed: int = 0, dtype: torch.dtype | None = None) -> list[Item]:
+def blank_items(
+    rank: int = 0, ranks: int = 1, seed: int = 0, dtype: torch.dtype | None = None
+) -> list[TensorPieces]:
     """Destinations, filled with what no state holds; ``dtype`` replaces float32."""
     items = []
     for item in items_of(make_state(0), rank, ranks, seed):
@@ -153,7 +155,7 @@ def blank_items(rank: int = 0, ranks: int = 1, seed: int = 0, dtype: torch.dtype
     return items
 
 
-def assemble(all_items: list[list[Item]]) -> State:
+def assemble(all_items: list[list[TensorPieces]]) -> State:
     """The whole tensors out of every rank's items."""
     whole: State = {}
     for items in all_items:

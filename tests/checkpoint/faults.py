@@ -6,10 +6,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 
 
-class CountingFiles(Files):
+class CountingFiles(FileSystem):
     """Numbers the changes to the disk; subclasses act at one of them."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class FailingFiles(CountingFiles):
             raise OSError(self._code, os.strerror(self._code), str(path))
 
 
-class ShortFiles(Files):
+class ShortFiles(FileSystem):
     """Takes at most 100 bytes at a time."""
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:

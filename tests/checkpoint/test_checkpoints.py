@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint import Checkpoints, FlatSlice, Item, verify
+from shardwise.checkpoint import Checkpoints, FlatSlice, TensorPieces, verify
 from shardwise.checkpoint.checkpoints import HostBuffer
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.world import World
 from tests.checkpoint.saved import QUICK, save_with
@@ -89,7 +89,7 @@ def test_weights_open_with_plain_safetensors(tmp_path: Path) -> None:
 
 def test_tied_tensors_keep_their_names(tmp_path: Path) -> None:
     tensor = torch.arange(6.0)
-    items = [Item("weight", "embed", (2, 3), torch.float32, [FlatSlice(0, 6, tensor)])]
+    items = [TensorPieces("weight", "embed", (2, 3), torch.float32, [FlatSlice(0, 6, tensor)])]
     ties = {"embed": ["head"]}
     for both in (False, True):
         checkpoints = Checkpoints(tmp_path / str(both), policy=CheckpointPolicy(asynchronous=False))
@@ -99,7 +99,7 @@ def test_tied_tensors_keep_their_names(tmp_path: Path) -> None:
         assert all(torch.equal(found, tensor.view(2, 3)) for found in stored.values())
         for name in ("embed", "head"):  # either name loads, and neither is missed when the other is asked for
             target = torch.zeros(6)
-            wish = Item("weight", name, (2, 3), torch.float32, [FlatSlice(0, 6, target)])
+            wish = TensorPieces("weight", name, (2, 3), torch.float32, [FlatSlice(0, 6, target)])
             loaded = checkpoints.load([wish])
             assert loaded is not None and loaded.manifest.aliases == ties
             assert torch.equal(target, tensor)
@@ -108,12 +108,12 @@ def test_tied_tensors_keep_their_names(tmp_path: Path) -> None:
 def test_items_may_follow_from_the_manifest(tmp_path: Path) -> None:
     """A run in fp32 stores no master; a run in bf16 then fills its masters from the weights."""
     Checkpoints(tmp_path, policy=CheckpointPolicy(asynchronous=False)).save(
-        1, [Item("weight", "w", (4,), torch.float32, [FlatSlice(0, 4, torch.arange(4.0))])], {}
+        1, [TensorPieces("weight", "w", (4,), torch.float32, [FlatSlice(0, 4, torch.arange(4.0))])], {}
     )
     master = torch.zeros(4)
     Checkpoints(tmp_path).load(
         lambda manifest: [
-            Item(
+            TensorPieces(
                 "master" if "master" in manifest.kinds else "weight",
                 "w",
                 (4,),
@@ -131,9 +131,12 @@ def test_parameters_that_require_grad_are_written_and_filled(tmp_path: Path) -> 
     for behind in (False, True):
         checkpoints = Checkpoints(tmp_path / str(behind))
         checkpoints.save(
-            1, [Item("weight", "w", (5,), torch.float32, [FlatSlice(0, 5, source)])], {}, asynchronous=behind
+            1,
+            [TensorPieces("weight", "w", (5,), torch.float32, [FlatSlice(0, 5, source)])],
+            {},
+            asynchronous=behind,
         )
-        checkpoints.load([Item("weight", "w", (5,), torch.float32, [FlatSlice(0, 5, target)])])
+        checkpoints.load([TensorPieces("weight", "w", (5,), torch.float32, [FlatSlice(0, 5, target)])])
         assert torch.equal(source, target)
 
 
@@ -178,7 +181,7 @@ def test_trainer_state_that_is_not_json_is_refused_on_all_ranks(
 
 def test_ranks_that_disagree_on_a_tensor_are_told(tmp_path: Path) -> None:
     def work(peers: ThreadPeers) -> None:
-        item = Item("master", "m", (8 - peers.rank,), torch.float32, [])
+        item = TensorPieces("master", "m", (8 - peers.rank,), torch.float32, [])
         Checkpoints(tmp_path, peers, QUICK).save(1, [item], {}, asynchronous=False)
 
     for result in crew(2, work):
@@ -203,7 +206,7 @@ def test_a_bad_piece_on_one_rank_stops_all(tmp_path: Path, behind: bool) -> None
 
     def work(peers: ThreadPeers) -> None:
         tensor = torch.zeros(8)[:: 1 + peers.rank]
-        item = Item(
+        item = TensorPieces(
             "master", "m", (16,), torch.float32, [FlatSlice(8 * peers.rank, 8 * peers.rank + 8, tensor)]
         )
         checkpoints = Checkpoints(tmp_path, peers, QUICK)
@@ -220,7 +223,7 @@ def test_a_bad_piece_on_one_rank_stops_all(tmp_path: Path, behind: bool) -> None
 # ---------------------------------------------------------------------------------------- behind training
 
 
-class SlowFiles(Files):
+class SlowFiles(FileSystem):
     """Holds every write until it is let go."""
 
     def __init__(self) -> None:
@@ -294,7 +297,7 @@ def test_state_on_a_device(tmp_path: Path, behind: bool) -> None:
             assert torch.equal(tensor.cpu(), expected[item.kind, item.name][start:stop])
 
 
-class FailingFiles(Files):
+class FailingFiles(FileSystem):
     def before(self, operation: str, path: Path) -> None:
         if operation == "sync":
             raise OSError(5, "Input/output error", str(path))
@@ -310,7 +313,7 @@ def test_what_fails_behind_training_is_told_and_raised_by_wait(tmp_path: Path) -
     checkpoints.wait()  # told once
 
 
-class FailingTimes(Files):
+class FailingTimes(FileSystem):
     """The disk is full for so many saves."""
 
     def __init__(self, times: int) -> None:
@@ -349,13 +352,13 @@ def test_too_many_failures_in_a_row_are_raised(tmp_path: Path) -> None:
 def test_a_rank_that_dies_leaves_the_older_step_and_the_others_are_told(tmp_path: Path, dead: int) -> None:
     save_with(tmp_path, 2, 1, seed=0)
 
-    class Mortal(Files):
+    class Mortal(FileSystem):
         def before(self, operation: str, path: Path) -> None:
             if operation == "write" and path.suffix == ".safetensors":
                 raise Died
 
     def work(peers: ThreadPeers) -> None:
-        files = Mortal() if peers.rank == dead else Files()
+        files = Mortal() if peers.rank == dead else FileSystem()
         policy = CheckpointPolicy(timeout_s=1.5)
         Checkpoints(tmp_path, peers, policy, sizes=TINY, files=files).save(
             2, items_of(make_state(2), peers.rank, 2), {"step": 2}, asynchronous=False

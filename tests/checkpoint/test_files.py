@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, verify
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 
 from .crew import TINY, ThreadPeers, assemble, assert_same, blank_items, crew, items_of, make_state, succeed
 from .faults import CountingFiles, ShortFiles
@@ -14,7 +14,9 @@ from .faults import CountingFiles, ShortFiles
 POLICY = CheckpointPolicy(asynchronous=False, timeout_s=20)
 
 
-def save(root: Path, step: int, files: Files | None = None, ranks: int = 1) -> list[BaseException | None]:
+def save(
+    root: Path, step: int, files: FileSystem | None = None, ranks: int = 1
+) -> list[BaseException | None]:
     def work(peers: ThreadPeers) -> None:
         checkpoints = Checkpoints(root, peers, POLICY, sizes=TINY, files=files, warn=lambda line: None)
         checkpoints.save(step, items_of(make_state(step), peers.rank, ranks), {"step": step})
@@ -37,7 +39,7 @@ def test_short_writes_are_completed(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_takes_nothing_is_full(tmp_path: Path) -> None:
-    class Full(Files):
+    class Full(FileSystem):
         def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
             return 0
 

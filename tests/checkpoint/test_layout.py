@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardwise.checkpoint.layout import PAGE_BYTES, Sizes, arrange, index_text
-from shardwise.checkpoint.piece import Spec
+from shardwise.checkpoint.layout import PAGE_BYTES, LayoutSizes, arrange, index_text
+from shardwise.checkpoint.piece import TensorSpec
 from shardwise.formats.safetensors import CODES
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -17,13 +17,13 @@ specs = st.dictionaries(
     st.tuples(st.sampled_from(["weight", "master", "exp_avg"]), st.sampled_from("abcdef")),
     st.tuples(shapes, st.sampled_from(list(CODES))),
     max_size=8,
-).map(lambda found: [Spec(*key, *value) for key, value in sorted(found.items())])
+).map(lambda found: [TensorSpec(*key, *value) for key, value in sorted(found.items())])
 
 
 @given(specs, st.integers(1, 300), st.integers(1, 40))
-def test_every_element_has_one_place(specs: list[Spec], file_bytes: int, piece_elements: int) -> None:
-    layouts = arrange(specs, Sizes(file_bytes, piece_elements, 64), {})
-    pieces: dict[Spec, list[tuple[int, int]]] = {spec: [] for spec in specs}
+def test_every_element_has_one_place(specs: list[TensorSpec], file_bytes: int, piece_elements: int) -> None:
+    layouts = arrange(specs, LayoutSizes(file_bytes, piece_elements, 64), {})
+    pieces: dict[TensorSpec, list[tuple[int, int]]] = {spec: [] for spec in specs}
     for layout in layouts:
         assert len(layout.header) % PAGE_BYTES == 0
         position = len(layout.header)
@@ -42,8 +42,8 @@ def test_every_element_has_one_place(specs: list[Spec], file_bytes: int, piece_e
 
 
 @given(specs)
-def test_layout_does_not_depend_on_the_order_given(specs: list[Spec]) -> None:
-    sizes = Sizes(200, 30, 64)
+def test_layout_does_not_depend_on_the_order_given(specs: list[TensorSpec]) -> None:
+    sizes = LayoutSizes(200, 30, 64)
     assert arrange(specs, sizes, {}) == arrange(
         sorted(specs, key=lambda spec: spec.name, reverse=True), sizes, {}
     )
@@ -51,8 +51,8 @@ def test_layout_does_not_depend_on_the_order_given(specs: list[Spec]) -> None:
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_headers_are_those_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
-    spec = Spec("weight", "block.ü", (3, 4), dtype)
-    (layout,) = arrange([spec], Sizes(), {"block.ü": ["tied"]})
+    spec = TensorSpec("weight", "block.ü", (3, 4), dtype)
+    (layout,) = arrange([spec], LayoutSizes(), {"block.ü": ["tied"]})
     path = tmp_path / "x.safetensors"
     data = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2
     path.write_bytes(layout.header + data.numpy().tobytes())
@@ -62,10 +62,10 @@ def test_headers_are_those_of_safetensors(tmp_path: Path, dtype: torch.dtype) ->
 
 
 def test_names_of_files() -> None:
-    specs = [Spec("weight", name, (10,), torch.float32) for name in "abc"]
-    assert [layout.path for layout in arrange(specs, Sizes(), {})] == ["model/model.safetensors"]
-    assert index_text(arrange(specs, Sizes(), {})) is None
-    several = arrange(specs, Sizes(file_bytes=80), {})
+    specs = [TensorSpec("weight", name, (10,), torch.float32) for name in "abc"]
+    assert [layout.path for layout in arrange(specs, LayoutSizes(), {})] == ["model/model.safetensors"]
+    assert index_text(arrange(specs, LayoutSizes(), {})) is None
+    several = arrange(specs, LayoutSizes(file_bytes=80), {})
     assert [layout.path for layout in several] == [
         "model/model-00001-of-00002.safetensors",
         "model/model-00002-of-00002.safetensors",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import CheckpointError, MismatchError
-from shardwise.checkpoint import Checkpoints, FlatSlice, Item
+from shardwise.checkpoint import Checkpoints, FlatSlice, TensorPieces
 from tests.checkpoint.saved import QUICK, save_with
 
 from .crew import (
@@ -42,7 +42,7 @@ def test_each_element_exactly_once(tmp_path: Path, change, story: str) -> None:
     def work(peers: ThreadPeers) -> None:
         start, stop = (0, 4) if peers.rank == 0 else change(4, 8)
         piece = FlatSlice(start, stop, torch.zeros(stop - start))
-        item = Item("master", "m", (8,), torch.float32, [piece])
+        item = TensorPieces("master", "m", (8,), torch.float32, [piece])
         Checkpoints(tmp_path, peers, QUICK).save(1, [item], {}, asynchronous=False)
 
     for result in crew(2, work):
@@ -54,13 +54,13 @@ def test_each_element_exactly_once(tmp_path: Path, change, story: str) -> None:
 def test_another_model_is_named(tmp_path: Path) -> None:
     save_with(tmp_path, 1, 1, seed=0)
 
-    def work(peers: ThreadPeers) -> list[Item]:
+    def work(peers: ThreadPeers) -> list[TensorPieces]:
         items = blank_items(peers.rank, 2)
         number = next(i for i, item in enumerate(items) if item.name == "blocks.1.up")
         items[number] = items[number]._replace(shape=(24, 18))
         del items[next(i for i, item in enumerate(items) if item.name == "blocks.0.norm")]
-        items.append(Item("weight", "blocks.2.up", (12, 36), torch.bfloat16, []))
-        items.append(Item("buffer", "mask2", (3,), torch.bool, []))
+        items.append(TensorPieces("weight", "blocks.2.up", (12, 36), torch.bfloat16, []))
+        items.append(TensorPieces("buffer", "mask2", (3,), torch.bool, []))
         try:
             Checkpoints(tmp_path, peers, QUICK).load(items)
         except MismatchError as error:
@@ -78,7 +78,7 @@ def test_another_model_is_named(tmp_path: Path) -> None:
 
 def test_a_mismatch_names_five_and_counts_the_rest(tmp_path: Path) -> None:
     save_with(tmp_path, 1, 1, seed=0)
-    items = [Item("weight", f"other.{i}", (1,), torch.float32, []) for i in range(9)]
+    items = [TensorPieces("weight", f"other.{i}", (1,), torch.float32, []) for i in range(9)]
     with pytest.raises(MismatchError, match=r"'other\.4'.*; and 4 more"):
         Checkpoints(tmp_path).load(items)
 

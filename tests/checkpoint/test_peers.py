@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.base.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints
-from shardwise.checkpoint.peers import Coordinator, Solo
+from shardwise.checkpoint.peers import CheckpointCoordinator, SingleRank
 
 from .crew import TINY, Died, ThreadPeers, crew, items_of, make_state
 
@@ -18,7 +18,7 @@ POLICY = CheckpointPolicy(asynchronous=False, timeout_s=20)
 
 def test_results_come_by_rank() -> None:
     def work(peers: ThreadPeers) -> list[str]:
-        talk = Coordinator(peers, "test", 20)
+        talk = CheckpointCoordinator(peers, "test", 20)
         return talk.gather("one", lambda: [peers.rank]) + talk.gather("two", lambda: "x" * peers.rank)
 
     assert crew(3, work) == [["[0]", "[1]", "[2]", '""', '"x"', '"xx"']] * 3
@@ -41,7 +41,7 @@ def test_every_rank_raises_the_same(raised: list[Exception | None], seen: type[E
             if error is not None:
                 raise error
 
-        Coordinator(peers, "test", 20).gather("one", do)
+        CheckpointCoordinator(peers, "test", 20).gather("one", do)
 
     results = crew(3, work)
     assert [type(result) for result in results] == [seen] * 3
@@ -54,7 +54,7 @@ def test_a_rank_that_is_gone_is_named() -> None:
             if peers.rank == 1:
                 raise Died
 
-        Coordinator(peers, "save of step 7", 1).gather("write", do)
+        CheckpointCoordinator(peers, "save of step 7", 1).gather("write", do)
 
     results = crew(3, work)
     for rank in (0, 2):
@@ -69,7 +69,7 @@ def test_the_first_rank_ends_last() -> None:
     heard = []
 
     def work(peers: ThreadPeers) -> list[int]:
-        talk = Coordinator(peers, "test", 20)
+        talk = CheckpointCoordinator(peers, "test", 20)
         talk.gather("one", lambda: None)
         if peers.rank:
             time.sleep(0.05)
@@ -85,7 +85,7 @@ def test_nothing_is_left_in_the_store_after_the_end() -> None:
 
     def work(peers: ThreadPeers) -> list[str]:
         for n in range(3):
-            talk = Coordinator(peers, "test", 20)
+            talk = CheckpointCoordinator(peers, "test", 20)
             for phase in ("one", "two"):
                 talk.gather(phase, lambda n=n: n)
             talk.end()
@@ -95,11 +95,11 @@ def test_nothing_is_left_in_the_store_after_the_end() -> None:
 
 
 def test_solo_hears_itself() -> None:
-    solo = Solo()
+    solo = SingleRank()
     for _ in range(3):
-        assert Coordinator(solo, "test", 1).gather("one", lambda: 5) == ["5"]
+        assert CheckpointCoordinator(solo, "test", 1).gather("one", lambda: 5) == ["5"]
     with pytest.raises(CheckpointError, match="^full$"):
-        Coordinator(solo, "test", 1).gather("one", lambda: (_ for _ in ()).throw(OSError("full")))
+        CheckpointCoordinator(solo, "test", 1).gather("one", lambda: (_ for _ in ()).throw(OSError("full")))
 
 
 def test_conversations_do_not_meet() -> None:
@@ -107,7 +107,9 @@ def test_conversations_do_not_meet() -> None:
 
     def work(peers: ThreadPeers) -> list[str]:
         return [
-            text for n in range(5) for text in Coordinator(peers, "test", 20).gather("one", lambda n=n: n)
+            text
+            for n in range(5)
+            for text in CheckpointCoordinator(peers, "test", 20).gather("one", lambda n=n: n)
         ]
 
     assert crew(2, work) == [[str(n) for n in range(5) for _ in range(2)]] * 2

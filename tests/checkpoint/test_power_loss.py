@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 
 from .crew import TINY, assemble, assert_same, blank_items, items_of, make_state
 
@@ -24,7 +24,7 @@ Recorded = tuple[list[Call], dict[int, int]]
 """Every call of some saves, and after how many of them each step was told saved."""
 
 
-class Recording(Files):
+class Recording(FileSystem):
     """Carries every change out, and notes it."""
 
     def __init__(self, root: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, verify
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.steps import open_step
 
 from .crew import TINY, ThreadPeers, assemble, assert_same, blank_items, crew, items_of, make_state, succeed
@@ -17,7 +17,9 @@ from .faults import CountingFiles, FailingFiles
 POLICY = CheckpointPolicy(asynchronous=False, timeout_s=20)
 
 
-def save(root: Path, step: int, files: Files | None = None, ranks: int = 1) -> list[BaseException | None]:
+def save(
+    root: Path, step: int, files: FileSystem | None = None, ranks: int = 1
+) -> list[BaseException | None]:
     def work(peers: ThreadPeers) -> None:
         checkpoints = Checkpoints(root, peers, POLICY, sizes=TINY, files=files, warn=lambda line: None)
         checkpoints.save(step, items_of(make_state(step), peers.rank, ranks), {"step": step})
@@ -69,7 +71,7 @@ def test_a_full_disk_on_one_rank_stops_all(tmp_path: Path) -> None:
 
     def work(peers: ThreadPeers) -> None:
         when = lambda n, operation, path: operation == "write" and path.parent.name == "state"  # noqa: E731
-        files = FailingFiles(when, errno.ENOSPC) if peers.rank == 1 else Files()
+        files = FailingFiles(when, errno.ENOSPC) if peers.rank == 1 else FileSystem()
         Checkpoints(tmp_path, peers, POLICY, sizes=TINY, files=files).save(
             2, items_of(make_state(2), peers.rank, 2), {"step": 2}
         )
@@ -85,12 +87,12 @@ def test_a_write_that_the_file_system_loses_is_found_before_the_commit(tmp_path:
     """The call reports success, the bytes never arrive: some network file systems, two writers of one page."""
     succeed(save(tmp_path, 1, ranks=2))
 
-    class Forgetful(Files):
+    class Forgetful(FileSystem):
         def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
             return len(data) if offset >= 4096 and any(data) else super().pwrite(descriptor, data, offset)
 
     def work(peers: ThreadPeers) -> None:
-        files = Forgetful() if peers.rank == rank else Files()
+        files = Forgetful() if peers.rank == rank else FileSystem()
         Checkpoints(tmp_path, peers, POLICY, sizes=TINY, files=files).save(
             2, items_of(make_state(2), peers.rank, 2), {"step": 2}
         )
@@ -149,7 +151,7 @@ def test_small_files_go_along(tmp_path: Path) -> None:
 def test_the_index_names_the_file_of_every_weight(tmp_path: Path) -> None:
     succeed(save(tmp_path, 1))
     index = json.loads((tmp_path / "step_00000001" / "model" / "model.safetensors.index.json").read_text())
-    manifest = open_step(tmp_path / "step_00000001", Files())
+    manifest = open_step(tmp_path / "step_00000001", FileSystem())
     weights = [tensor for tensor in manifest.tensors if tensor.kind in ("weight", "buffer")]
     assert index["weight_map"] == {t.name: t.pieces[0].file.removeprefix("model/") for t in weights}
     assert index["metadata"]["total_size"] == sum(tensor.bytes for tensor in weights)

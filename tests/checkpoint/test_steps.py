@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Manifest
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.steps import LOCK, Folder
+from shardwise.checkpoint.files import FileSystem
+from shardwise.checkpoint.steps import LOCK, CheckpointFolder
 
 from .crew import TINY, blank_items, items_of, make_state
 
@@ -113,7 +113,7 @@ def test_leftovers_of_dead_writers_go_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    release = Files().lock(tmp_path / LOCK)
+    release = FileSystem().lock(tmp_path / LOCK)
     assert release is not None
     with pytest.raises(CheckpointError, match="another process is saving into this folder"):
         save(writer(tmp_path), 1)
@@ -134,16 +134,16 @@ def test_a_lock_that_its_holder_removed_in_between_is_taken_anew(
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", after_the_holder)
-    release = Files().lock(tmp_path / LOCK)
+    release = FileSystem().lock(tmp_path / LOCK)
     assert release is not None and len(tries) == 2
     with pytest.raises(CheckpointError, match="another process is saving"):
-        Files().lock(tmp_path / LOCK)
+        FileSystem().lock(tmp_path / LOCK)
     release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_locks_leftovers_stay(tmp_path: Path) -> None:
-    class NoLocks(Files):
+    class NoLocks(FileSystem):
         def lock(self, path: Path) -> None:
             return None
 
@@ -164,13 +164,15 @@ def test_a_writer_that_was_cut_off_may_not_come_back(tmp_path: Path) -> None:
 
 def test_the_run_is_named(tmp_path: Path) -> None:
     save(writer(tmp_path, run="gpt-7"), 1)
-    assert [found.manifest.run for found in Folder(tmp_path, Files()).scan() if found.manifest] == ["gpt-7"]
+    assert [
+        found.manifest.run for found in CheckpointFolder(tmp_path, FileSystem()).scan() if found.manifest
+    ] == ["gpt-7"]
 
 
 def test_nothing_is_removed_after_a_commit_that_cannot_be_read(tmp_path: Path) -> None:
     save(writer(tmp_path), 1, 2)
     with pytest.raises(DamagedError, match="nothing was removed"):
-        Folder(tmp_path, Files()).retain(1, None, tmp_path / "step_00000003")
+        CheckpointFolder(tmp_path, FileSystem()).retain(1, None, tmp_path / "step_00000003")
     assert numbers(tmp_path) == [1, 2]
 
 
@@ -257,7 +259,7 @@ def test_a_folder_that_cannot_be_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"file is a file where a folder is expected"):
         save(writer(tmp_path / "file"), 1)
 
-    class ReadOnly(Files):
+    class ReadOnly(FileSystem):
         def before(self, operation: str, path: Path) -> None:
             raise OSError(errno.EROFS, "Read-only file system", str(path))
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwise.base.errors import DamagedError
-from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item, verify
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, TensorPieces, verify
+from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.layout import PAGE_BYTES
 from shardwise.checkpoint.steps import open_step
 
@@ -57,7 +57,7 @@ def files_of(step: Path) -> list[str]:
 def flip_and_look(folder: Path, name: str, position: int, bit: int) -> None:
     """One bit of step 2 is the other way round: found, named, step 1 loaded; then mended."""
     step = folder / NEW
-    tensors = [] if name == "manifest.json" else open_step(step, Files()).tensors
+    tensors = [] if name == "manifest.json" else open_step(step, FileSystem()).tensors
     hit = [
         f"{tensor.kind} {tensor.name!r}"
         for tensor in tensors
@@ -216,7 +216,7 @@ def test_two_files_that_changed_places(tmp_path: Path) -> None:
     """Both are whole files of this step, and of one size."""
     checkpoints = Checkpoints(tmp_path, policy=CheckpointPolicy(asynchronous=False))
     kinds = ("exp_avg", "exp_avg_sq")
-    items = [Item(kind, "w", (9,), torch.float32, [FlatSlice(0, 9, torch.rand(9))]) for kind in kinds]
+    items = [TensorPieces(kind, "w", (9,), torch.float32, [FlatSlice(0, 9, torch.rand(9))]) for kind in kinds]
     checkpoints.save(1, items, {})
     one, other = (tmp_path / OLD / "state" / f"{kind}.safetensors" for kind in kinds)
     assert one.stat().st_size == other.stat().st_size
@@ -291,7 +291,7 @@ def test_damage_seen_by_one_rank_turns_all_ranks(folder: Path) -> None:
     assert [len(lines) for _, _, lines in results] == [1, 0, 0, 0]
 
 
-class RottingFiles(Files):
+class RottingFiles(FileSystem):
     """Every byte is right the first time it is read, and one is wrong the second time."""
 
     def __init__(self, name: str) -> None:
@@ -322,7 +322,7 @@ def test_bytes_that_turn_bad_between_check_and_read_are_not_taken(folder: Path) 
     assert_same(assemble([items]), make_state(1))
 
 
-class BadSector(Files):
+class BadSector(FileSystem):
     def __init__(self) -> None:
         self.reads = 0
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from shardwise.cli.rank import train
-from shardwise.cli.request import Request
+from shardwise.cli.request import CommandRequest
 
 
 @pytest.fixture(scope="session")
@@ -25,5 +25,5 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "output_dir": str(folder / "run"),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert train(Request(str(folder / "config.yaml"))) == 0
+    assert train(CommandRequest(str(folder / "config.yaml"))) == 0
     return folder / "run"

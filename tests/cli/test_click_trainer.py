@@ -21,7 +21,7 @@ from shardwise.base.errors import ConfigError, MismatchError, UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.cli.click_trainer import ClickTrainer, described
 from shardwise.cli.rank import train
-from shardwise.cli.request import Request
+from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
@@ -74,7 +74,7 @@ class Runs:
         return path
 
     def train(self, *overrides: str, **changes: Any) -> int:
-        return train(Request(str(self.config(**changes)), overrides))
+        return train(CommandRequest(str(self.config(**changes)), overrides))
 
     def rows(self, name: str = "run") -> list[ClickRecord]:
         return metrics.read(self.folder / name / "metrics.csv")  # type: ignore[return-value]
@@ -167,7 +167,7 @@ def test_the_example_runs(runs: Runs) -> None:
         "data.synthetic.validation_samples=500",
     )
     example = Path(__file__).parent.parent.parent / "examples" / "dlrm.yaml"
-    assert train(Request(str(example), (*few, f"output_dir={runs.folder / 'run'}"))) == 0
+    assert train(CommandRequest(str(example), (*few, f"output_dir={runs.folder / 'run'}"))) == 0
     last = runs.rows()[-1]
     assert last.auc is not None and last.inserted and last.samples == 4096
 
@@ -175,7 +175,7 @@ def test_the_example_runs(runs: Runs) -> None:
 def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:
     runs.train()
     again = runs.folder / "again"
-    assert train(Request(str(runs.folder / "run" / "config.yaml"), (f"output_dir={again}",))) == 0
+    assert train(CommandRequest(str(runs.folder / "run" / "config.yaml"), (f"output_dir={again}",))) == 0
     assert compared(runs.rows("again")) == compared(runs.rows())
 
 

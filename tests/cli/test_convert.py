@@ -16,7 +16,7 @@ from shardwise.cli.convert import _export, _tokenise, _translate
 from shardwise.cli.main import main
 from shardwise.comm.world import join
 from shardwise.config.run import load
-from shardwise.data.clicks import PackedClicks, Schema, SparseFeature
+from shardwise.data.clicks import ClickSchema, PackedClicks, SparseFeature
 
 TEXT = """
 # of a tutorial
@@ -96,7 +96,7 @@ def test_a_table_becomes_packed_clicks_with_the_columns_that_are_named(
     assert code != 0 and "--sparse" in said
     code, said = call(monkeypatch, capsys, *given, "--dense", "age", "--sparse", "user")
     assert code == 0 and "2 rows, 1 numbers, 1 features" in " ".join(said.split()), said
-    assert PackedClicks(out).schema == Schema(("age",), (SparseFeature("user"),))
+    assert PackedClicks(out).schema == ClickSchema(("age",), (SparseFeature("user"),))
 
 
 def test_a_step_that_is_removed_meanwhile_is_not_called_damaged(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.evaluations import Evaluations, notes_on
+from shardwise.cli.evaluations import RunEvaluations, notes_on
 from shardwise.config.run import RunConfig
 from shardwise.observe.early_stop import EarlyStopPolicy
 
@@ -35,25 +35,25 @@ def test_a_key_beyond_the_steps_of_a_run_is_noted(keys: dict[str, Any], said: li
 
 
 def test_a_run_ends_after_as_many_evaluations_without_a_better_one() -> None:
-    evaluations = Evaluations(EarlyStopPolicy(patience=2), higher_is_better=False)
+    evaluations = RunEvaluations(EarlyStopPolicy(patience=2), higher_is_better=False)
     for step, value in enumerate([3.0, 2.0, 2.5]):
         evaluations.judge(step, value)
         assert not evaluations.is_over
-    resumed = Evaluations(EarlyStopPolicy(patience=2), higher_is_better=False)
+    resumed = RunEvaluations(EarlyStopPolicy(patience=2), higher_is_better=False)
     resumed.load_state(evaluations.state())
     resumed.judge(3, 2.1)
     assert resumed.is_over and not evaluations.is_over
 
 
 def test_without_conditions_a_run_never_ends_early() -> None:
-    evaluations = Evaluations(None, higher_is_better=True)
+    evaluations = RunEvaluations(None, higher_is_better=True)
     for step in range(5):
         evaluations.judge(step, -float(step))
     assert not evaluations.is_over and evaluations.state() == {}
 
 
 def test_the_value_of_a_step_is_that_of_the_last_evaluation_alone() -> None:
-    evaluations = Evaluations(None, higher_is_better=True)
+    evaluations = RunEvaluations(None, higher_is_better=True)
     assert evaluations.value_of(1) is None
     evaluations.judge(1, 0.5)
     evaluations.judge(2, 0.25)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError
 from shardwise.cli.image_trainer import ImageTrainer
 from shardwise.cli.rank import train
-from shardwise.cli.request import Request
+from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
@@ -52,7 +52,7 @@ def rows_of(run: Path) -> list[ImageRecord]:
 def test_a_run_and_its_last_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(content_of(tmp_path)))
-    assert train(Request(str(config), ("data.workers=1",))) == 0
+    assert train(CommandRequest(str(config), ("data.workers=1",))) == 0
     rows = rows_of(tmp_path / "run")
     assert [row.accuracy is not None for row in rows] == [False, True, False, True]
     assert all(row.samples == 16 and row.stalled is not None and 0 <= row.stalled <= 1 for row in rows)
@@ -65,7 +65,7 @@ def test_a_run_and_its_last_words(tmp_path: Path, capsys: pytest.CaptureFixture[
     # From the middle, the same end.
     assert (
         train(
-            Request(
+            CommandRequest(
                 str(config),
                 (f"output_dir={tmp_path / 'again'}",),
                 resume=str(tmp_path / "run/checkpoints/step_00000002"),

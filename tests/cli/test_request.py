@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.cli.request import Request
+from shardwise.cli.request import CommandRequest
 
 TEXT = """
 # of a tutorial
@@ -24,7 +24,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def test_training_takes_it_with_a_model_set_beside_it(theirs: Path) -> None:
-    config = Request(str(theirs), ("model.name=gpt", "model.layers=2", "zero.stage=1")).load()
+    config = CommandRequest(str(theirs), ("model.name=gpt", "model.layers=2", "zero.stage=1")).load()
     assert (config.batch.global_size, config.zero.stage, config.max_grad_norm) == (16, 1, 1.0)
     with pytest.raises(ConfigError, match="model is missing"):
-        Request(str(theirs)).load()
+        CommandRequest(str(theirs)).load()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError, UsageError
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.cli.run_folder import RunFolder, differences
 
 
@@ -164,7 +164,7 @@ def test_a_start_that_fails_leaves_nothing_new_and_takes_away_what_a_killed_run_
     (folder.checkpoints / "step_00000002").mkdir()
     (folder.checkpoints / ".writing").touch()
     (folder.root / ".running").write_text("process 1 on nowhere")
-    release = Files().lock(folder.checkpoints / ".writing")
+    release = FileSystem().lock(folder.checkpoints / ".writing")
     assert release is not None
     with folder.claimed():
         assert half.exists(), "another process is saving"

@@ -19,10 +19,10 @@ from torch import nn
 
 from shardwise.base.errors import CheckpointError, ConfigError, MismatchError, UsageError
 from shardwise.base.words import printable
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.cli.check import check
 from shardwise.cli.rank import train
-from shardwise.cli.request import Request
+from shardwise.cli.request import CommandRequest
 from shardwise.comm.world import World
 from shardwise.observe import metrics
 from shardwise.observe.metrics import StepRecord
@@ -52,7 +52,7 @@ class Runs:
         return path
 
     def train(self, *overrides: str, resume: str = "auto", profile_steps: int = 0, **changes: Any) -> int:
-        return train(Request(str(self.config(**changes)), overrides, resume, profile_steps))
+        return train(CommandRequest(str(self.config(**changes)), overrides, resume, profile_steps))
 
     def rows(self, name: str = "run") -> list[StepRecord]:
         return metrics.read(self.folder / name / "metrics.csv")
@@ -103,7 +103,7 @@ def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:
     runs.train()
     kept = runs.folder / "run" / "config.yaml"
     again = runs.folder / "again"
-    assert train(Request(str(kept), (f"output_dir={again}",))) == 0
+    assert train(CommandRequest(str(kept), (f"output_dir={again}",))) == 0
     assert compared(runs.rows("again")) == compared(runs.rows())
 
 
@@ -160,7 +160,7 @@ def test_another_model_is_refused_and_leaves_the_folder_as_it_was(runs: Runs) ->
 
 def checked(runs: Runs, *overrides: str, **changes: Any) -> list[str]:
     """Return the lines of ``--check``."""
-    return check(Request(str(runs.config(**changes)), overrides)).lines()
+    return check(CommandRequest(str(runs.config(**changes)), overrides)).lines()
 
 
 def test_a_check_compares_with_the_step_that_would_be_resumed(
@@ -354,17 +354,17 @@ def test_a_missing_text_is_one_line_from_two_ranks(runs: Runs) -> None:
 
 
 class FullDisk:
-    """``Files.free_bytes`` of a disk that is full during some saves, by number."""
+    """``FileSystem.free_bytes`` of a disk that is full during some saves, by number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *full: int) -> None:
         self.saves, self.full = 0, full
-        real = Files.free_bytes
+        real = FileSystem.free_bytes
 
-        def free_bytes(files: Files, path: Path) -> int:
+        def free_bytes(files: FileSystem, path: Path) -> int:
             self.saves += 1
             return 0 if self.saves in self.full else real(files, path)
 
-        monkeypatch.setattr(Files, "free_bytes", free_bytes)
+        monkeypatch.setattr(FileSystem, "free_bytes", free_bytes)
 
 
 def steps_saved(runs: Runs) -> list[int]:

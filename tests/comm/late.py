@@ -6,8 +6,8 @@ neither before its stream comes to it. Between start and ``wait`` a late transpo
     outputs    poisoned: NaN, or 0x5A in every byte; the true result comes in ``wait``
     inputs     compared in ``wait`` with what they were: whoever writes into one in flight is told
 
-and a late wire compares what it sends when its Pending is waited for. The bytes travel at once and in the order of the
-calls, between copies, so results are those of the plain transport to the bit.
+and a late wire compares what it sends when its PendingCollective is waited for. The bytes travel at once and in the
+order of the calls, between copies, so results are those of the plain transport to the bit.
 
 ``late`` makes any transport late, ``installed`` all that are made inside it; ``pytest --late`` those of all ranks.
 """
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import CommError
-from shardwise.comm.collectives import Group, Pending
-from shardwise.comm.peers import Peers
+from shardwise.comm.collectives import Group, PendingCollective
+from shardwise.comm.peers import PointToPoint
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -56,7 +56,7 @@ class _Late:
         for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
             setattr(self, f"_{name}", getattr(transport, name))
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         sent, arrived = shard.data.clone(), torch.empty_like(output.data)
         begun = self._all_gather(arrived, sent, timeout_s, what)
         poison(output)
@@ -66,20 +66,20 @@ class _Late:
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         sent, total = full.data.clone(), shard_out.data.clone()
         begun = self._reduce_scatter(total, sent, timeout_s, what, accumulate)
         poison(shard_out)
         held = Held(f"reduce_scatter of {what}", input=full, output=shard_out)
         return _ends(begun, held, partial(shard_out.data.copy_, total))
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         total = tensor.data.clone()
         begun = self._all_reduce(total, timeout_s, what)
         poison(tensor)
         return _ends(begun, Held(f"all_reduce of {what}", tensor=tensor), partial(tensor.data.copy_, total))
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         arrived = tensor.data.clone()
         begun = self._broadcast(arrived, root, timeout_s, what)
         if root != self._index:
@@ -88,7 +88,7 @@ class _Late:
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending:
+    ) -> PendingCollective:
         leaving, arrived = sent.data.clone(), torch.empty_like(output.data)
         begun = self._all_to_all(arrived, leaving, counts, timeout_s, what)
         poison(output)
@@ -108,7 +108,7 @@ def late_wire(wire: Any) -> Any:
     """``wire`` itself, whose sends read their tensors at once and compare them at the end."""
     send = wire.send
 
-    def begin(header: bytes, tensors: Sequence[Tensor], call: Any) -> Pending:
+    def begin(header: bytes, tensors: Sequence[Tensor], call: Any) -> PendingCollective:
         begun = send(header, [each.clone() for each in tensors], call)
         held = Held(f"send of {call.what}", **{f"tensor {i}": each for i, each in enumerate(tensors)})
         return _ends(begun, held, lambda: None)
@@ -119,21 +119,21 @@ def late_wire(wire: Any) -> Any:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Inside, the transport of every new Group and the wires of all new Peers are late."""
+    """Inside, the transport of every new Group and the wires of all new PointToPoint are late."""
 
     def group(self: Group, *args: Any, **keys: Any) -> None:
         make_group(self, *args, **keys)
         if self.transport is not None and "all_gather" not in vars(self.transport):
             late(self.transport, self.index)
 
-    def peers(self: Peers, group: Group, wires: dict[int, Any], device: torch.device) -> None:
+    def peers(self: PointToPoint, group: Group, wires: dict[int, Any], device: torch.device) -> None:
         for wire in wires.values():
             if "send" not in vars(wire):
                 late_wire(wire)
         make_peers(self, group, wires, device)
 
-    make_group, make_peers = Group.__init__, Peers.__init__
-    with patch.object(Group, "__init__", group), patch.object(Peers, "__init__", peers):
+    make_group, make_peers = Group.__init__, PointToPoint.__init__
+    with patch.object(Group, "__init__", group), patch.object(PointToPoint, "__init__", peers):
         yield
 
 
@@ -149,7 +149,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _ends(begun: Pending | None, held: Held, write: Callable[[], Any]) -> Pending:
+def _ends(begun: PendingCollective | None, held: Held, write: Callable[[], Any]) -> PendingCollective:
     def finish() -> None:
         changed = held.changed()
         if begun is not None:
@@ -158,4 +158,4 @@ def _ends(begun: Pending | None, held: Held, write: Callable[[], Any]) -> Pendin
             raise InFlight(changed[0])
         write()
 
-    return Pending(finish)
+    return PendingCollective(finish)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.base.errors import CommError, PlanError, ShardwiseError
 from shardwise.comm import peers, watch
-from shardwise.comm.agreed import Headers
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.agreed import MessageHeaders
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.peers import TorchWire
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -65,19 +65,19 @@ def headers_in(
         build = TorchWire.__init__
         patch.setattr(TorchWire, "__init__", lambda self, *a, **k: build(self, *a, agrees=agrees))
         seen = [0]
-        send, expect = TorchWire.send, peers.Peers.expect
+        send, expect = TorchWire.send, peers.PointToPoint.expect
 
         def counted(self: TorchWire, *args: Any) -> Any:
             seen[0] += 1
             return send(self, *args)
 
-        def expected(self: peers.Peers, *args: Any) -> bool:
+        def expected(self: peers.PointToPoint, *args: Any) -> bool:
             found = expect(self, *args)
             posted[0] = max(posted[0], len(self._ahead))
             return found
 
         patch.setattr(TorchWire, "send", counted)
-        patch.setattr(peers.Peers, "expect", expected)
+        patch.setattr(peers.PointToPoint, "expect", expected)
         model = net_of(has_experts=True)
         engine = shardwise.initialize(model, config, loss=loss_of, world=world.among((0, 1)))
         for step, rows in enumerate((2, 2, 5, 2, 5)):
@@ -156,7 +156,7 @@ def test_an_error_is_told_to_ranks_that_wait_for_numbers(what: str, own: str, ot
 
 
 def test_what_both_ends_know() -> None:
-    one, two = Headers(), Headers()
+    one, two = MessageHeaders(), MessageHeaders()
     a, b = b'["a","",[["float32",[2],"cpu"]],true]', b'["a","",[["float32",[3],"cpu"]],true]'
     assert not one.is_known("a", 5, a) and two.find("a", 5) is None
     two.agree("a", 5, a)
@@ -171,8 +171,8 @@ def test_what_both_ends_know() -> None:
 
 def test_other_messages_are_seen_at_the_end_of_a_walk() -> None:
     one, two = (
-        peers.Peers(
-            Group("pp", (0, 1), i, None, Clock(0.0), Traffic()),
+        peers.PointToPoint(
+            Group("pp", (0, 1), i, None, StepClock(0.0), Traffic()),
             {1 - i: TorchWire(1 - i, agrees=True)},
             torch.device("cpu"),
         )

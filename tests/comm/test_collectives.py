@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import DeadlineError
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
 def group_of(world: World, transport: str, timeout_s: float = 30.0) -> Group:
-    clock = Clock(timeout_s)
+    clock = StepClock(timeout_s)
     clock.steps_done = 1
     mesh = Mesh(dp_shard=world.size)
     return world.group(mesh, "dp", CommPolicy(transport=transport, timeout_s=timeout_s), clock, Traffic())
@@ -112,7 +112,7 @@ def test_a_late_rank_is_named_with_operation_unit_and_step(transport: str) -> No
 
 
 def test_the_first_step_has_ten_times_the_deadline() -> None:
-    clock = Clock(30.0)
+    clock = StepClock(30.0)
     assert clock.timeout_s == 300.0
     clock.steps_done = 1
     assert clock.timeout_s == 30.0

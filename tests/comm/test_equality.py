@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.equality import are_equal, differ, terms
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
@@ -45,7 +45,7 @@ def test_one_rank_of_many_is_seen(ranks: int, other: int) -> None:
 
 
 def compare(world: World) -> list[bool]:
-    group = world.group(Mesh(dp_shard=world.size), "dp", CommPolicy(), Clock(20.0), Traffic())
+    group = world.group(Mesh(dp_shard=world.size), "dp", CommPolicy(), StepClock(20.0), Traffic())
     return [
         group.all_equal(2**63 + 5, "a test"),
         group.all_equal(2**63 + 5 + world.rank, "a test"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.exchange import Parcel, back, carry, gather, send, share
+from shardwise.comm.exchange import RowParcel, back, carry, gather, send, share
 from shardwise.comm.world import World
 from tests.comm.test_collectives import group_of
 
@@ -65,8 +65,8 @@ def together(world: World) -> list[bool]:
     for order in (1, -1):
         counts = [[[rows_between(i, j, seed, 5 * seed) for j in ranks] for i in ranks] for seed in range(3)]
         parts = [[row[0] for row in each] for each in counts]
-        sent = [Parcel(torch.arange(sum(each[me])) + 100 * me, each) for each in counts]
-        gathered = [Parcel(torch.arange(part[me]) + 100 * me, [[n] for n in part]) for part in parts]
+        sent = [RowParcel(torch.arange(sum(each[me])) + 100 * me, each) for each in counts]
+        gathered = [RowParcel(torch.arange(part[me]) + 100 * me, [[n] for n in part]) for part in parts]
         parcels = [each for pair in zip(sent, gathered, strict=True) for each in pair][::order]
         before = group.traffic.total().calls
         came = carry(parcels, group, "a test")

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm import watch
-from shardwise.comm.collectives import Clock, Group, TorchTransport
-from shardwise.comm.rendezvous.handshake import Who
+from shardwise.comm.collectives import Group, StepClock, TorchTransport
+from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.rendezvous.store import SealedStore
 from shardwise.comm.trace import Traffic
-from shardwise.comm.watch import Watch
+from shardwise.comm.watch import Watchdog
 
 META = torch.device("meta")
 
@@ -61,9 +61,11 @@ class Rank:
     """One of two ranks, on a device, with a watch that ticks ten times as fast."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.watch = Watch(0, [Who("here", 1, "meta:0")] * 2, SealedStore(dist.HashStore(), b"key"), "watch")
+        self.watch = Watchdog(
+            0, [RankIdentity("here", 1, "meta:0")] * 2, SealedStore(dist.HashStore(), b"key"), "watch"
+        )
         self.watch.start()
-        self.clock = Clock(timeout_s, watch=self.watch)
+        self.clock = StepClock(timeout_s, watch=self.watch)
         self.clock.steps_done = 1
         self.clock.step = 12
         self.made = Communicator()

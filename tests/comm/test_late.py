@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import CommError
-from shardwise.comm.collectives import Clock, Group
-from shardwise.comm.peers import Peers
+from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -48,13 +48,13 @@ def results(world: World, group: Group) -> list[Tensor]:
     return found
 
 
-def missing_wait(group: Group, peers: Peers) -> None:
+def missing_wait(group: Group, peers: PointToPoint) -> None:
     mine = torch.ones(4)
     group.all_reduce(mine, "weights")
     assert not mine.isnan().any(), "poison"
 
 
-def read_too_early(group: Group, peers: Peers) -> None:
+def read_too_early(group: Group, peers: PointToPoint) -> None:
     whole = torch.zeros(4, dtype=torch.int64)
     pending = group.all_gather(whole, whole[2 * group.index :][:2], "keys")
     largest = int(whole.max())
@@ -62,14 +62,14 @@ def read_too_early(group: Group, peers: Peers) -> None:
     assert largest < 10, "poison"
 
 
-def input_used_again(group: Group, peers: Peers) -> None:
+def input_used_again(group: Group, peers: PointToPoint) -> None:
     shard, whole = torch.ones(2), torch.zeros(4)
     pending = group.all_gather(whole, shard, "weights")
     shard.mul_(2)
     pending.wait()
 
 
-def slot_used_again(group: Group, peers: Peers) -> None:
+def slot_used_again(group: Group, peers: PointToPoint) -> None:
     slot, sums = torch.ones(4), torch.zeros(2)
     first = group.reduce_scatter(sums, slot, "Unit 1")
     slot.fill_(3)  # the gradient of the next Unit
@@ -77,14 +77,14 @@ def slot_used_again(group: Group, peers: Peers) -> None:
     first.wait()
 
 
-def output_written(group: Group, peers: Peers) -> None:
+def output_written(group: Group, peers: PointToPoint) -> None:
     sums = torch.ones(4)
     pending = group.all_reduce(sums, "gradients")
     sums.zero_()
     pending.wait()
 
 
-def sent_and_changed(group: Group, peers: Peers) -> None:
+def sent_and_changed(group: Group, peers: PointToPoint) -> None:
     x = torch.ones(3)
     peers.send("", [x], 1 - group.index, "activation", "activations")
     x.add_(1)
@@ -92,7 +92,7 @@ def sent_and_changed(group: Group, peers: Peers) -> None:
     peers.flush()
 
 
-FAULTS: dict[Callable[[Group, Peers], None], str] = {
+FAULTS: dict[Callable[[Group, PointToPoint], None], str] = {
     missing_wait: "poison",
     read_too_early: "poison",
     input_used_again: "its shard of 2 torch.float32 changed",
@@ -106,13 +106,13 @@ def judged(world: World, kind: str) -> tuple[bool, dict[str, tuple[str, str]]]:
     """Whether results are equal to the bit; of each fault, what is said without and with late collectives."""
     said: dict[str, tuple[str, str]] = {}
 
-    def links() -> tuple[Group, Peers, World]:
+    def links() -> tuple[Group, PointToPoint, World]:
         part = world.among(range(world.size))
         policy = CommPolicy(transport=kind)  # type: ignore[arg-type]
-        group = part.group_among((0, 1), "dp", policy, Clock(20.0), Traffic())
+        group = part.group_among((0, 1), "dp", policy, StepClock(20.0), Traffic())
         return group, part.peers(group, policy), part
 
-    def attempt(fault: Callable[[Group, Peers], None], group: Group, peers: Peers) -> str:
+    def attempt(fault: Callable[[Group, PointToPoint], None], group: Group, peers: PointToPoint) -> str:
         try:
             fault(group, peers)
         except (CommError, AssertionError) as error:

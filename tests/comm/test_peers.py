@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shardwise.base.errors import CommError, DeadlineError, UsageError
-from shardwise.comm.collectives import Clock
-from shardwise.comm.peers import RING, Peers
+from shardwise.comm.collectives import StepClock
+from shardwise.comm.peers import RING, PointToPoint
 from shardwise.comm.policy import CommPolicy
-from shardwise.comm.trace import Count, Traffic
+from shardwise.comm.trace import Traffic, TrafficCount
 from shardwise.comm.world import World
 from shardwise.plan.mesh import Mesh
 from tests.ranks import RankPool
@@ -19,8 +19,8 @@ WIRES = pytest.mark.parametrize("transport", ["torch", "auto"])
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 
 
-def peers_of(world: World, transport: str, timeout_s: float = 30.0) -> Peers:
-    clock = Clock(timeout_s)
+def peers_of(world: World, transport: str, timeout_s: float = 30.0) -> PointToPoint:
+    clock = StepClock(timeout_s)
     clock.steps_done = 1
     policy = CommPolicy(transport=transport, timeout_s=timeout_s)
     group = world.group(Mesh(pp=world.size), "pp", policy, clock, Traffic())
@@ -72,7 +72,7 @@ def test_messages_arrive_in_order_with_every_shape_and_dtype(ranks: Any, size: i
         assert all(report), report
         sent = [t for number in range(3) for t in message(10 * rank + number)]
         assert counts["send", "activations"].bytes == sum(t.nbytes for t in sent)
-        assert counts["send", "gradients"] == Count(1, 10 * 1 + 30 * rank, 8 * (10 + 30 * rank))
+        assert counts["send", "gradients"] == TrafficCount(1, 10 * 1 + 30 * rank, 8 * (10 + 30 * rank))
         assert sequence == 0, "sends are not what all ranks do alike"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.comm.trace import Count, Operation, Traffic
+from shardwise.comm.trace import Operation, Traffic, TrafficCount
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from shardwise.comm.trace import Count, Operation, Traffic
 def test_elements_of_a_rank_among_four(operation: Operation, sent: int) -> None:
     traffic = Traffic()
     traffic.add(operation, "weights", 12, 2, ranks=4)
-    assert traffic.counts == {(operation, "weights"): Count(1, sent, 2 * sent)}
+    assert traffic.counts == {(operation, "weights"): TrafficCount(1, sent, 2 * sent)}
     assert traffic.bytes == 2 * sent
 
 
@@ -29,11 +29,11 @@ def test_totals_by_purpose() -> None:
     traffic.add("send", "activations", 3, 4, ranks=2)
     traffic.add("send", "activations", 5, 4, ranks=2)
     traffic.add("send", "gradients", 7, 8, ranks=2)
-    assert traffic.total("activations") == Count(2, 8, 32)
-    assert traffic.total("activations", "gradients") == traffic.total() == Count(3, 15, 88)
-    assert traffic.total("keys") == Count()
+    assert traffic.total("activations") == TrafficCount(2, 8, 32)
+    assert traffic.total("activations", "gradients") == traffic.total() == TrafficCount(3, 15, 88)
+    assert traffic.total("keys") == TrafficCount()
     traffic.clear()
-    assert traffic.total() == Count() and traffic.bytes == 88
+    assert traffic.total() == TrafficCount() and traffic.bytes == 88
 
 
 def hashed(*calls: tuple[Operation, str, int, str]) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm import world as world_module
-from shardwise.comm.rendezvous.seat import Seat, find_seat
+from shardwise.comm.rendezvous.seat import JobSeat, find_seat
 from shardwise.comm.world import World, join
 
 
@@ -57,7 +57,7 @@ def test_the_store_of_one_host_listens_on_loopback_alone(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    store = world_module._connect(Seat(0, 2, 0, 2, address, port, "test"), 5.0)
+    store = world_module._connect(JobSeat(0, 2, 0, 2, address, port, "test"), 5.0)
     store.set("k", "v")
     assert listens_at(port) == {"0100007F"}
 

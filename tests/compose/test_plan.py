@@ -14,16 +14,16 @@ from torch import nn
 from shardwise.base.errors import PlanError
 from shardwise.compose.describe import describe
 from shardwise.compose.lists import StageOrder, registered
-from shardwise.compose.plan import Planned, Policies, make_plan
+from shardwise.compose.plan import PlannedModel, PlanPolicies, make_plan
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.lists import Boundary
+from shardwise.plan.lists import UnitBoundary
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
 
@@ -33,7 +33,9 @@ def planned(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: 
     group_of, microbatches = more.pop("group_of", lambda name: 0), more.pop("microbatches", 1)
     updates, offload = (UpdateRule(("exp_avg", "exp_avg_sq")),) * 3, OffloadPolicy(**more.pop("offload", {}))
     zero = ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
-    policies = Policies(zero, PipelinePolicy(), precision, group_of, updates, microbatches, offload=offload)
+    policies = PlanPolicies(
+        zero, PipelinePolicy(), precision, group_of, updates, microbatches, offload=offload
+    )
     return make_plan(describe(model, zero), mesh or Mesh(dp_shard=4), policies)
 
 
@@ -154,7 +156,7 @@ def test_experts_lie_on_other_ranks_than_the_rest(mesh: Mesh, stage: int) -> Non
             gathers = [a for a in each.actions if a[:2] == (Kind.UNSHARD, unit) and a.microbatch >= 0]
             assert bool(gathers) == cuts_weight
     info = made.registry.get("parameter", "blocks.0.experts.gate_up")
-    assert Slices(made.registry, mesh, 0).local_shape(info) == (4 // mesh.ep, 16 // mesh.etp, 16)
+    assert TensorSlices(made.registry, mesh, 0).local_shape(info) == (4 // mesh.ep, 16 // mesh.etp, 16)
     assert info.bytes_on(mesh, 0) * mesh.ep * mesh.etp * (mesh.edp if stage == 3 else 1) == 4 * 4 * 16 * 16
     by_view = [made.bytes_per_rank(0, axes) for axes in (EXPERT, DENSE)]
     together = {row: sum(each.get(row, 0) for each in by_view) for row in by_view[1]}
@@ -202,24 +204,24 @@ def test_tables_are_fetched_where_a_step_has_shown() -> None:
     """Behind a gather ahead as without one, in the order in which the model asks."""
     spec = described(2, tables={"a": ("a",), "b": ("b",)})
     zero = ZeroPolicy(stage=3, prefetch_bytes=1)
-    policies = Policies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
+    policies = PlanPolicies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
     made = make_plan(spec, Mesh(dp_shard=2), policies)
     ahead = "UNSHARD(u0,0) UNSHARD(u1,0) F(u0,0) FETCH(u3,0) FETCH(u4,0)"
     assert ahead in " ".join(map(str, made.own.actions))
     boundaries = registered(made.own, 0).boundaries
-    asked = Planned(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1, 3: 1})})
+    asked = PlannedModel(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1, 3: 1})})
     assert "F(u1,0) FETCH(u4,0) FETCH(u3,0)" in " ".join(map(str, asked.own.actions))
     with pytest.raises(PlanError, match="0 FETCH of Unit 3 in microbatch 0"):
-        Planned(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1})})
+        PlannedModel(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1})})
 
 
 def test_a_block_that_runs_twice_in_a_row_is_recalled_for_both_calls() -> None:
     """One Unit ahead of the first, in one list: the Plan of a step that had shown this order was refused."""
     made = described_plan(Mesh(), saves=True)
     spec, boundaries = described(), list(registered(made.own, 0).boundaries)
-    place = boundaries.index(Boundary(False, 2)) + 1
-    boundaries[place:place] = [Boundary(True, 2), Boundary(False, 2)]
-    policies = Policies(
+    place = boundaries.index(UnitBoundary(False, 2)) + 1
+    boundaries[place:place] = [UnitBoundary(True, 2), UnitBoundary(False, 2)]
+    policies = PlanPolicies(
         ZeroPolicy(stage=0, prefetch_bytes=0),
         PipelinePolicy(),
         PrecisionPolicy(),
@@ -229,9 +231,9 @@ def test_a_block_that_runs_twice_in_a_row_is_recalled_for_both_calls() -> None:
         offload=OffloadPolicy(activations="host"),
         blocks=spec.units,
     )
-    asked = Planned(spec, policies, made).in_order({0: StageOrder(tuple(boundaries), {})})
+    asked = PlannedModel(spec, policies, made).in_order({0: StageOrder(tuple(boundaries), {})})
     row = " ".join(map(str, asked.own.actions))
-    assert "RECALL(u2,1) B(u3,1)" in row and "RECALL(u2,1) B(u2,1)" in row and "RECALL(u1,1) B(u2,1)" in row
+    assert "RELOAD(u2,1) B(u3,1)" in row and "RELOAD(u2,1) B(u2,1)" in row and "RELOAD(u1,1) B(u2,1)" in row
 
 
 def test_a_collection_that_two_stages_use() -> None:

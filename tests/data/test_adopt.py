@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.adopt import Mapped, Stream, adopt, samples_in
+from shardwise.data.adopt import IterableData, MapStyleData, adopt, samples_in
 
 
 class Numbers(IterableDataset[int]):
@@ -36,18 +36,18 @@ DATASET = TensorDataset(torch.arange(10))
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (DATASET, Mapped(DATASET, default_collate, True)),
-        ([3, 4], Mapped([3, 4], default_collate, True)),
-        (DataLoader(DATASET, 2), Mapped(DATASET, default_collate, False)),
-        (DataLoader(DATASET, 2, shuffle=True), Mapped(DATASET, default_collate, True)),
+        (DATASET, MapStyleData(DATASET, default_collate, True)),
+        ([3, 4], MapStyleData([3, 4], default_collate, True)),
+        (DataLoader(DATASET, 2), MapStyleData(DATASET, default_collate, False)),
+        (DataLoader(DATASET, 2, shuffle=True), MapStyleData(DATASET, default_collate, True)),
         (
             DataLoader(DATASET, 2, sampler=DistributedSampler(DATASET, 2, 1, shuffle=False)),
-            Mapped(DATASET, default_collate, False),
+            MapStyleData(DATASET, default_collate, False),
         ),
     ],
     ids=["dataset", "list", "loader", "shuffled loader", "distributed sampler"],
 )
-def test_random_access_is_found(data: Any, expected: Mapped) -> None:
+def test_random_access_is_found(data: Any, expected: MapStyleData) -> None:
     assert adopt(data) == expected
 
 
@@ -65,7 +65,7 @@ def test_random_access_is_found(data: Any, expected: Mapped) -> None:
 )
 def test_the_rest_is_a_stream(data: Any, holds_batches: bool) -> None:
     adopted = adopt(data)
-    assert isinstance(adopted, Stream)
+    assert isinstance(adopted, IterableData)
     assert adopted.holds_batches == holds_batches
 
 
@@ -75,7 +75,7 @@ def test_a_loader_keeps_its_collate_and_workers() -> None:
 
     loader = DataLoader(DATASET, 2, collate_fn=collate, num_workers=2, prefetch_factor=5)
     adopted = adopt(loader, workers=0)
-    assert isinstance(adopted, Mapped)
+    assert isinstance(adopted, MapStyleData)
     assert adopted.collate is collate
     assert (adopted.worker_options["num_workers"], adopted.worker_options["prefetch_factor"]) == (2, 5)
 

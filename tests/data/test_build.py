@@ -7,7 +7,7 @@ import torch
 
 from shardwise.base.errors import DataError
 from shardwise.data import DataPolicy, Loader, build, convert, load_tokenizer
-from shardwise.data.windows import Windows
+from shardwise.data.windows import TokenWindows
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def test_default_corpus_is_the_standard_library(tmp_path: Path) -> None:
 
 def test_training_and_validation_share_no_token(text: Path, tmp_path: Path) -> None:
     corpus = build(DataPolicy(source=str(text), validation=0.2), context=16, cache=tmp_path / "cache")
-    assert isinstance(corpus.train, Windows)
-    assert isinstance(corpus.validation, Windows)
+    assert isinstance(corpus.train, TokenWindows)
+    assert isinstance(corpus.validation, TokenWindows)
     assert corpus.train.spans[0].stop == corpus.validation.spans[0].start
     joined = torch.cat([corpus.train[i]["tokens"] for i in range(len(corpus.train))])
     assert corpus.tokenizer is not None

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shardwise.base.errors import DataError
-from shardwise.data.evaluation import Weighted, evaluation_batches
+from shardwise.data.evaluation import WeightedBatch, evaluation_batches
 from shardwise.data.token_file import TokenFile, TokenWriter
-from shardwise.data.windows import TokenSpan, Windows
+from shardwise.data.windows import TokenSpan, TokenWindows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -37,7 +37,7 @@ def _dataset(size: int) -> list[Tensor]:
     return list(torch.arange(size))
 
 
-def _counted(batches: list[Weighted]) -> list[int]:
+def _counted(batches: list[WeightedBatch]) -> list[int]:
     return [int(sample) for batch, weight in batches for sample in batch[:weight]]
 
 
@@ -74,7 +74,7 @@ def test_bounded_evaluation(make: Any) -> None:
 def test_text(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "x.tokens", "numbers", 1000) as writer:
         writer.append(np.arange(501))
-    windows = Windows([TokenSpan(TokenFile(tmp_path / "x.tokens"), 0, 501)], 10)
+    windows = TokenWindows([TokenSpan(TokenFile(tmp_path / "x.tokens"), 0, 501)], 10)
     batches = list(evaluation_batches(windows, 1, 2, 8))
     assert [weight for _, weight in batches] == [8, 8, 8, 0]
     assert batches[0].batch["tokens"].shape == (8, 10)

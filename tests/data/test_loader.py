@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError, DataError, UsageError
 from shardwise.data.loader import Loader
 from shardwise.data.sampler import Sampler
 from shardwise.data.token_file import TokenFile, TokenWriter
-from shardwise.data.windows import TokenSpan, Windows
+from shardwise.data.windows import TokenSpan, TokenWindows
 
 # Worker processes are forked, which newer Pythons remark upon when threads are alive.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -50,10 +50,10 @@ class NoisyStream(IterableDataset[Tensor]):
         return iter(torch.randperm(self.size))
 
 
-def _windows(folder: Path, tokens: int = 1001, context: int = 10) -> Windows:
+def _windows(folder: Path, tokens: int = 1001, context: int = 10) -> TokenWindows:
     with TokenWriter(folder / "x.tokens", "numbers", 1 << 16) as writer:
         writer.append(np.arange(tokens))
-    return Windows([TokenSpan(TokenFile(folder / "x.tokens"), 0, tokens)], context)
+    return TokenWindows([TokenSpan(TokenFile(folder / "x.tokens"), 0, tokens)], context)
 
 
 def _ranks(data: Callable[[], Any], dp: int, micro: int, **options: Any) -> list[Loader]:
@@ -235,7 +235,7 @@ def test_damage_met_by_the_thread_reaches_the_caller(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "x.tokens").read_bytes())
     content[5000] ^= 1
     (tmp_path / "y.tokens").write_bytes(content)
-    windows = Windows([TokenSpan(TokenFile(tmp_path / "y.tokens"), 0, 1001)], 10)
+    windows = TokenWindows([TokenSpan(TokenFile(tmp_path / "y.tokens"), 0, 1001)], 10)
     loader = Loader(windows, global_batch=8, micro_batch=8)
     for _ in range(2):
         with pytest.raises(DataError, match=r"y\.tokens is damaged"):

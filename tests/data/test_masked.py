@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.masked import MaskedWindows
-from shardwise.data.placed import SampleAt
+from shardwise.data.placed import PositionedSample
 
 CONTEXT, MASK = 50, 40
 
@@ -30,7 +30,7 @@ def masked(share: float = 0.3) -> MaskedWindows:
 
 
 def test_targets_are_the_hidden_tokens_and_all_others_stay() -> None:
-    places = [SampleAt(position, position % 7) for position in range(400)]
+    places = [PositionedSample(position, position % 7) for position in range(400)]
     batch = masked().batch(places, key=3)
     originals = torch.stack([Counted()[place.sample]["tokens"] for place in places])
     hidden = batch["targets"] != -100
@@ -46,7 +46,7 @@ def test_targets_are_the_hidden_tokens_and_all_others_stay() -> None:
 
 
 def test_a_position_has_the_same_draws_in_every_batch_and_others_with_another_key() -> None:
-    one, two = SampleAt(5, 1), SampleAt(6, 1)
+    one, two = PositionedSample(5, 1), PositionedSample(6, 1)
     together, alone = masked().batch([one, two], 3), masked().batch([two], 3)
     assert torch.equal(together["tokens"][1], alone["tokens"][0])
     assert not torch.equal(together["targets"][0], together["targets"][1])

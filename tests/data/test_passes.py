@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.data.passes import Passes
+from shardwise.data.passes import DataPasses
 
 
 class Line:
@@ -37,9 +37,9 @@ class Line:
             yield first + 1
 
 
-def passes(at_end: Any = None, **loader: Any) -> Passes:
+def passes(at_end: Any = None, **loader: Any) -> DataPasses:
     made: Any = Line(**loader)
-    return Passes(made, at_end)
+    return DataPasses(made, at_end)
 
 
 def test_each_loop_is_one_pass_and_leaves_nothing_out() -> None:

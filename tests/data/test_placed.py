@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.data import Loader
-from shardwise.data.placed import PlacedDataset, SampleAt
+from shardwise.data.placed import PlacedDataset, PositionedSample
 
 
 class Counted(PlacedDataset):
@@ -18,7 +18,7 @@ class Counted(PlacedDataset):
     def __len__(self) -> int:
         return 64
 
-    def batch(self, places: Sequence[SampleAt], key: int) -> int:
+    def batch(self, places: Sequence[PositionedSample], key: int) -> int:
         self.made += 1
         return int(self.made)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.sampler import Permutation, Sampler, Share
+from shardwise.data.sampler import BatchShare, Permutation, Sampler
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,7 +79,7 @@ def test_no_samples_is_refused() -> None:
 def test_blocks_of_all_ranks_are_the_step_for_any_dp(micro: int, accumulation: int, exponent: int) -> None:
     global_batch = micro * accumulation * 8
     dp = 2**exponent
-    shares = [Share(global_batch, micro, rank, dp) for rank in range(dp)]
+    shares = [BatchShare(global_batch, micro, rank, dp) for rank in range(dp)]
     dealt = sorted((block.start, block.stop) for share in shares for block in share.blocks())
     assert dealt == [(start, start + micro) for start in range(0, global_batch, micro)]
     assert all(
@@ -100,4 +100,4 @@ def test_blocks_of_all_ranks_are_the_step_for_any_dp(micro: int, accumulation: i
 )
 def test_batches_that_do_not_divide_are_refused(given: tuple[int, int, int, int], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        Share(*given)
+        BatchShare(*given)

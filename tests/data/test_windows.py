@@ -9,7 +9,7 @@ import torch
 
 from shardwise.base.errors import DataError
 from shardwise.data.token_file import TokenFile, TokenWriter
-from shardwise.data.windows import TokenSpan, Windows, hold_out
+from shardwise.data.windows import TokenSpan, TokenWindows, hold_out
 
 
 def _file(path: Path, lengths: list[int]) -> TokenFile:
@@ -25,7 +25,7 @@ def _file(path: Path, lengths: list[int]) -> TokenFile:
 
 def test_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
     file = _file(tmp_path / "x.tokens", [101])
-    windows = Windows([TokenSpan(file, 0, 101)], context=10)
+    windows = TokenWindows([TokenSpan(file, 0, 101)], context=10)
     assert len(windows) == 10
     samples = [windows.sample(i) for i in range(len(windows))]
     assert torch.equal(torch.cat([sample["tokens"] for sample in samples]), torch.arange(100))
@@ -36,7 +36,7 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
 
 def test_windows_stay_inside_their_span(tmp_path: Path) -> None:
     one, two = _file(tmp_path / "1.tokens", [25]), _file(tmp_path / "2.tokens", [1000])
-    windows = Windows(
+    windows = TokenWindows(
         [TokenSpan(one, 3, 25), TokenSpan(two, 0, 4), TokenSpan(two, 500, 531), TokenSpan(two, 600, 620)],
         context=10,
     )
@@ -48,7 +48,7 @@ def test_windows_stay_inside_their_span(tmp_path: Path) -> None:
 
 
 def test_worker_processes_get_the_same_windows(tmp_path: Path) -> None:
-    windows = Windows([TokenSpan(_file(tmp_path / "x.tokens", [500]), 0, 500)], context=7)
+    windows = TokenWindows([TokenSpan(_file(tmp_path / "x.tokens", [500]), 0, 500)], context=7)
     copy = pickle.loads(pickle.dumps(windows))
     assert torch.equal(copy[33]["tokens"], windows[33]["tokens"])
     assert copy.fingerprint() == windows.fingerprint()
@@ -57,13 +57,13 @@ def test_worker_processes_get_the_same_windows(tmp_path: Path) -> None:
 def test_fingerprint_follows_the_cut(tmp_path: Path) -> None:
     file = _file(tmp_path / "x.tokens", [500])
     cuts = [([TokenSpan(file, 0, 500)], 7), ([TokenSpan(file, 0, 500)], 8), ([TokenSpan(file, 0, 499)], 7)]
-    assert len({Windows(spans, context).fingerprint() for spans, context in cuts}) == 3
+    assert len({TokenWindows(spans, context).fingerprint() for spans, context in cuts}) == 3
 
 
 def test_too_short_names_file_and_need(tmp_path: Path) -> None:
     file = _file(tmp_path / "x.tokens", [10])
     with pytest.raises(DataError, match=r"x\.tokens holds 10 tokens, but one window of context 10 takes 11"):
-        Windows([TokenSpan(file, 0, 10)], context=10)
+        TokenWindows([TokenSpan(file, 0, 10)], context=10)
     with pytest.raises(DataError, match=r"x\.tokens holds 10 tokens.*12 tokens; give more text"):
         hold_out(file, 0.1, context=5)
 

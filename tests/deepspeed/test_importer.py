@@ -13,7 +13,7 @@ import shardwise
 import shardwise.deepspeed as deepspeed
 from shardwise.base.errors import UsageError
 from shardwise.deepspeed import importer
-from shardwise.deepspeed.names import NAMES, OTHERS, Refused
+from shardwise.deepspeed.names import NAMES, OTHERS, UnsupportedName
 
 ROWS = [(path, name) for path, rows in NAMES.items() for name in rows]
 
@@ -75,7 +75,7 @@ def test_what_is_not_supported_may_be_imported_and_says_so_when_used() -> None:
     assert not isinstance(3, TopKGate)
     with pytest.raises(UsageError, match="use moe.layer.MoE"):
         TopKGate(4, 2)
-    refused = [name for path, name in ROWS if isinstance(NAMES[path][name], Refused)]
+    refused = [name for path, name in ROWS if isinstance(NAMES[path][name], UnsupportedName)]
     assert len(refused) < len(ROWS) / 3
 
 

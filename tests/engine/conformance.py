@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Action, Kind
 
-SILENT = (Kind.BRING, Kind.RESHARD, Kind.ADOPT, Kind.LOAD, Kind.STORE, Kind.WAIT)
+SILENT = (Kind.LOAD_WEIGHT, Kind.RESHARD, Kind.SWAP_WEIGHT, Kind.LOAD, Kind.STORE, Kind.WAIT)
 """Kinds that send nothing to other ranks."""
 
 

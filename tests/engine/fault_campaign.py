@@ -35,7 +35,7 @@ import torch
 
 import shardwise
 from shardwise.base.errors import RankError
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.comm.world import World, join
 from shardwise.memory.direct_io import Bytes, DirectFile
 from tests.accelerator import pretend
@@ -176,7 +176,7 @@ class Striker:
 
     def install(self) -> None:
         """For the rest of this process."""
-        read, write, before = DirectFile._read, DirectFile._write, Files.before
+        read, write, before = DirectFile._read, DirectFile._write, FileSystem.before
         first = DirectFile._try_direct
         strike, draw = self.place.strike, random.Random(self.place.seed)
 
@@ -226,7 +226,7 @@ class Striker:
             self._written.discard(file.path)
             first(file)
 
-        def saves(files: Files, operation: str, path: Path) -> None:
+        def saves(files: FileSystem, operation: str, path: Path) -> None:
             before(files, operation, path)
             if self._fires("save", path):
                 self._note(path)
@@ -238,7 +238,7 @@ class Striker:
                 else:  # what a hand does to state on the disk, while a checkpoint is written
                     self._by_hand(next(iter(sorted(self.folder.glob("disk/shardwise.rank*.master")))))
 
-        DirectFile._read, DirectFile._write, Files.before = reads, writes, saves  # type: ignore[method-assign]
+        DirectFile._read, DirectFile._write, FileSystem.before = reads, writes, saves  # type: ignore[method-assign]
         DirectFile._try_direct = begins  # type: ignore[method-assign]
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 import shardwise
 from shardwise.base.errors import UsageError
 from shardwise.comm.world import World, join
-from shardwise.memory.watched import Watched
+from shardwise.memory.watched import WatchedParameter
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import worst
 
@@ -54,7 +54,7 @@ def edited(world: World, config: dict[str, Any], edit: str, in_context: bool) ->
         f"{name} master": engine.full_tensor(name) for name in ("norm.weight", "blocks.0.up.weight")
     }
     engine.close()
-    assert not any(isinstance(p, Watched) for p in engine.module.parameters())
+    assert not any(isinstance(p, WatchedParameter) for p in engine.module.parameters())
     return found
 
 
@@ -116,7 +116,7 @@ def test_reading_data_changes_no_number() -> None:
 
 def test_a_copy_of_the_model_is_not_watched() -> None:
     engine = start(join(quiet=True), precision="bf16")
-    assert all(isinstance(p, Watched) for p in engine.module.parameters())
+    assert all(isinstance(p, WatchedParameter) for p in engine.module.parameters())
     copied = copy.deepcopy(engine.module)
     assert {type(p) for p in copied.parameters()} == {nn.Parameter}
     engine.close()

@@ -21,15 +21,15 @@ from shardwise import MixtureOfExperts, RouterPolicy
 from shardwise.base.errors import MeshError, PlanError
 from shardwise.checkpoint import verify
 from shardwise.comm.world import join
-from shardwise.compose.spec import OnAxis
+from shardwise.compose.spec import AxisPlacement
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.expert.experts import Experts
 from shardwise.parallel.zero.gradient import Gradient, GradientState
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.mesh import DENSE, EXPERT
-from shardwise.plan.placement import Run
+from shardwise.plan.placement import ContiguousRun
 from shardwise.plan.registry import TensorInfo
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import Truth, once, train, worst
@@ -305,17 +305,19 @@ def summed_once_more() -> Any:
 
 def experts_left_out_of_the_norm() -> Any:
     """Those of other ranks along "tp" than the first."""
-    right = Slices.is_first
+    right = TensorSlices.is_first
 
-    def wrong(self: Slices, info: TensorInfo, run: Run) -> bool:
+    def wrong(self: TensorSlices, info: TensorInfo, run: ContiguousRun) -> bool:
         return right(self, info, run) and (info.axes == DENSE or self.mesh.index("tp", self.rank) == 0)
 
-    return patch.object(Slices, "is_first", wrong)
+    return patch.object(TensorSlices, "is_first", wrong)
 
 
 def router_not_summed() -> Any:
     """Each rank along "tp" keeps what its own tokens say of the router."""
-    return patch("shardwise.compose.describe.OnAxis", lambda place, gradient: OnAxis(place, place))
+    return patch(
+        "shardwise.compose.describe.AxisPlacement", lambda place, gradient: AxisPlacement(place, place)
+    )
 
 
 def dense_strategy_for_all() -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
-from shardwise.passes.absent import Expected
+from shardwise.passes.absent import ExpectedParameter
 from tests.comm import late
 from tests.engine import test_experts, test_model_parallel, test_parity, test_tables_model_parallel
 
@@ -108,9 +108,9 @@ def reads_between_steps(world: World, ahead: int) -> list[Tensor]:
     for read in readers:
         engine.train_step([torch.randn(3, 4, generator=generator)])
         assert model[2].weight.shape == (2, 6)  # is no number
-        assert isinstance(model[2].weight, Expected) == bool(ahead)
+        assert isinstance(model[2].weight, ExpectedParameter) == bool(ahead)
         seen.append(read(model[0].weight))
-        assert not isinstance(model[0].weight, Expected)
+        assert not isinstance(model[0].weight, ExpectedParameter)
     engine.close()
     assert type(model[2].weight) is nn.Parameter
     return [*seen, model[2].weight.detach().clone()]

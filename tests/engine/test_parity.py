@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.collectives import DONE
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.step import end as step_module
-from shardwise.engine.step.end import Totals
+from shardwise.engine.step.end import StepTotals
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.weight import Weight
 from tests.engine.conformance import Conformance
@@ -239,12 +239,12 @@ def gathers_what_is_stale(weight: Weight, beside: bool = False) -> Any:
     return DONE if weight.what == "Unit blocks.1" else _gather_updated(weight, beside)
 
 
-def counts_this_rank_alone(parts: Parts, local: Sequence[float], *squares: Any) -> Totals:
+def counts_this_rank_alone(parts: EngineParts, local: Sequence[float], *squares: Any) -> StepTotals:
     """The sum over the ranks is divided by one rank's weight."""
     return _exchange(parts, local, *squares)._replace(weight=local[0])
 
 
-def scaled_again_by_odd_ranks(parts: Parts, local: Any, *squares: Any) -> Totals:
+def scaled_again_by_odd_ranks(parts: EngineParts, local: Any, *squares: Any) -> StepTotals:
     """Gradients are scaled once more by the number of ranks where it is odd."""
     totals = _exchange(parts, local, *squares)
     ranks = parts.dp.size

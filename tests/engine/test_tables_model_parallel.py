@@ -13,7 +13,7 @@ import shardwise
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World, join
-from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.tables import ModelTables
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
@@ -225,11 +225,11 @@ def test_tables_beside_slices_and_stages_equal_one_process(ranks: Any, layout: L
 
 
 def _counted_by_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tables, "is_first_copy", property(lambda self: True))
+    patch.setattr(ModelTables, "is_first_copy", property(lambda self: True))
 
 
 def _counted_by_none(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tables, "square_sum", lambda self: torch.zeros((), dtype=torch.float64))
+    patch.setattr(ModelTables, "square_sum", lambda self: torch.zeros((), dtype=torch.float64))
 
 
 def _gradient_twice(patch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.clicks import BatchForm, ClickRows, Keys, PackedClicks, Schema, SparseFeature
+from shardwise.data.clicks import BatchForm, ClickRows, ClickSchema, FeatureKeys, PackedClicks, SparseFeature
 from shardwise.data.clicks import packed as module
 from shardwise.data.clicks.packed import record_dtype, write_packed
 
 from .trial import RAW_JSON, Case, Kind, of_bytes, of_json
 
 ROWS = 300
-SCHEMA = Schema(
+SCHEMA = ClickSchema(
     ("x", "y"),
     (SparseFeature("one"), SparseFeature("many", True), SparseFeature("two"), SparseFeature("more", True)),
 )
@@ -26,10 +26,10 @@ SCHEMA = Schema(
 def make(folder: Path) -> Path:
     draws = np.random.default_rng(0)
 
-    def keys(many: bool) -> Keys:
+    def keys(many: bool) -> FeatureKeys:
         lengths = draws.integers(0, 4, ROWS) if many else (draws.random(ROWS) < 0.9).astype(np.int64)
         values = draws.integers(-(1 << 62), 1 << 62, int(lengths.sum()))
-        return Keys(values, np.r_[0, np.cumsum(lengths)])
+        return FeatureKeys(values, np.r_[0, np.cumsum(lengths)])
 
     dense = draws.normal(size=(ROWS, 2)).astype(np.float32)
     labels = draws.integers(0, 2, ROWS).astype(np.float32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.clicks import Malformed
+from shardwise.data.clicks import MalformedRows
 from shardwise.data.clicks.csv_text import csv_schema, read_csv
 
 from .trial import Case, Kind, edited, of_bytes
@@ -25,7 +25,7 @@ def make(folder: Path) -> Path:
 
 def read(path: Path) -> Any:
     schema = csv_schema(path, ",")
-    found = list(read_csv(path, ",", schema, Malformed()))
+    found = list(read_csv(path, ",", schema, MalformedRows()))
     keys = [
         np.concatenate([rows.keys[i].values for rows in found]).tolist() for i in range(len(schema.features))
     ]

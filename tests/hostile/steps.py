@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, TensorPieces
 from shardwise.cli.inspect import command as inspect
 from shardwise.cli.trained import open_trained
 from shardwise.models.gpt import Gpt, GptPolicy
@@ -27,7 +27,7 @@ def make(folder: Path) -> Path:
     torch.manual_seed(0)
     model = Gpt(GptPolicy(**MODEL))
     items = [
-        Item("weight", name, tuple(p.shape), p.dtype, [FlatSlice(0, p.numel(), p.detach().view(-1))])
+        TensorPieces("weight", name, tuple(p.shape), p.dtype, [FlatSlice(0, p.numel(), p.detach().view(-1))])
         for name, p in model.named_parameters()
     ]
     state = {

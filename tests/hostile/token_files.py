@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.token_file import MAGIC, TokenFile, TokenWriter
-from shardwise.data.windows import TokenSpan, Windows
+from shardwise.data.windows import TokenSpan, TokenWindows
 
 from .trial import RAW_JSON, Case, Kind, edited, of_bytes, of_json
 
@@ -28,7 +28,7 @@ def make(folder: Path) -> Path:
 def read(path: Path) -> Any:
     """The samples of a run over it."""
     file = TokenFile(path)
-    windows = Windows([TokenSpan(file, 0, file.count)], 16)
+    windows = TokenWindows([TokenSpan(file, 0, file.count)], 16)
     return [np.asarray(windows[i]).tolist() for i in range(len(windows))], file.ends.tolist(), file.vocab_size
 
 

@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.kernels import dropout, philox
-from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout, plain_keyed_dropout
+from shardwise.kernels.dropout import EqualPart, MaskKey, keyed_dropout, plain_keyed_dropout
 
 KEY = philox.key_of(3, "dropout:blocks.0.mlp.dropout")
-DRAW = Draw(KEY, step=7, first_sample=4)
+DRAW = MaskKey(KEY, step=7, first_sample=4)
 
 
 def ones(*shape: int) -> Tensor:

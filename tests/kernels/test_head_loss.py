@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from shardwise.base.errors import UsageError
 from shardwise.kernels import head_loss as module
 from shardwise.kernels.cross_entropy import plain_cross_entropy
-from shardwise.kernels.head_loss import Tile, head_loss
+from shardwise.kernels.head_loss import LossTile, head_loss
 from tests.parallel.tensor.test_loss import LargestTensor
 
 ROWS, WIDTH, VOCABULARY = 23, 5, 11
@@ -125,7 +125,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
 
 def test_what_fits_into_one_tile_has_none() -> None:
     def over(tokens: Any, rows: int, columns: int, dtype: torch.dtype = torch.float32, width: int = 2) -> int:
-        return Tile(tokens).of(rows, columns, torch.empty(0, width, dtype=dtype))
+        return LossTile(tokens).of(rows, columns, torch.empty(0, width, dtype=dtype))
 
     assert over(8, 8, 100) == over(None, 2048, 8192) == 0
     assert over(8, 9, 100) == 8

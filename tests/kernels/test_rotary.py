@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from shardwise.kernels.rotary import Angles, FrequencyScaling, angles, plain_rotate, rotate
+from shardwise.kernels.rotary import FrequencyScaling, RotaryAngles, angles, plain_rotate, rotate
 
 CPU = torch.device("cpu")
 
 
-def at(start: int, stop: int, size: int = 8) -> Angles:
+def at(start: int, stop: int, size: int = 8) -> RotaryAngles:
     return angles(start, stop, size, 10_000.0, CPU)
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch import environment
-from shardwise.launch.environment import Job, is_in_job, of_rank, seat
+from shardwise.launch.environment import LaunchJob, is_in_job, of_rank, seat
 from shardwise.launch.hosts import HostRanks
 
-JOB = Job("word", HostRanks(4, 4, port=2900), Path("/tmp/failures"), "secret")
+JOB = LaunchJob("word", HostRanks(4, 4, port=2900), Path("/tmp/failures"), "secret")
 
 
 def test_a_seat_is_read_as_it_was_given() -> None:

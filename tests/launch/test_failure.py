@@ -6,11 +6,11 @@ import pytest
 
 from shardwise.base import errors
 from shardwise.launch import failure
-from shardwise.launch.failure import Failure, first
+from shardwise.launch.failure import RankFailure, first
 
 
-def at(rank: int, time_s: float, is_of_peers: bool = False) -> Failure:
-    return Failure(rank, time_s, 1, f"rank {rank}", is_of_peers=is_of_peers)
+def at(rank: int, time_s: float, is_of_peers: bool = False) -> RankFailure:
+    return RankFailure(rank, time_s, 1, f"rank {rank}", is_of_peers=is_of_peers)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def at(rank: int, time_s: float, is_of_peers: bool = False) -> Failure:
         "none but peers",
     ],
 )
-def test_which_failure_is_shown(failures: list[Failure], rank: int) -> None:
+def test_which_failure_is_shown(failures: list[RankFailure], rank: int) -> None:
     assert first(failures).rank == rank
 
 
-def raised(error: BaseException) -> Failure:
+def raised(error: BaseException) -> RankFailure:
     try:
         raise error
     except BaseException as caught:

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.launch import hosts as places
-from shardwise.launch.environment import Job, of_rank, seat
+from shardwise.launch.environment import LaunchJob, of_rank, seat
 from shardwise.launch.hosts import (
     Host,
     HostRanks,
@@ -106,7 +106,7 @@ def test_ranks_count_host_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "interface_of", lambda address: "eth7")
     here = ranks_here(HOSTS, 1, None, 29500)
     assert here == HostRanks(2, 6, 4, "gpu1", 29500, "eth7", (0, 1))
-    job = Job("word", here, Path("/tmp/failures"), "")
+    job = LaunchJob("word", here, Path("/tmp/failures"), "")
     given = of_rank(job, 5, None, {"NCCL_SOCKET_IFNAME": "ib0"})
     wanted = {
         "RANK": "5",
@@ -156,6 +156,6 @@ def test_cores_are_shared_out() -> None:
             parse_cores(text)
     with pytest.raises(UsageError, match="3 ranks cannot be bound to 2 cores"):
         shares([0, 1], 3)
-    job = Job("word", HostRanks(2, 2), Path("/tmp/failures"), "s", shares([4, 5, 6, 7], 2))
+    job = LaunchJob("word", HostRanks(2, 2), Path("/tmp/failures"), "s", shares([4, 5, 6, 7], 2))
     given = of_rank(job, 1, None, {})
     assert seat(given).cores == (6, 7) and given["OMP_NUM_THREADS"] == "2"

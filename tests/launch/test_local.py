@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import UsageError
-from shardwise.launch.local import Program, run
+from shardwise.launch.local import RankProgram, run
 from shardwise.launch.processes import of_job
 
 pytestmark = [
@@ -25,8 +25,8 @@ pytestmark = [
 _DRIVER = """
 import sys
 from pathlib import Path
-from shardwise.launch.local import Program, run
-sys.exit(run(Program("script", sys.argv[1], tuple(sys.argv[3:])), int(sys.argv[2]), Path("logs")))
+from shardwise.launch.local import RankProgram, run
+sys.exit(run(RankProgram("script", sys.argv[1], tuple(sys.argv[3:])), int(sys.argv[2]), Path("logs")))
 """
 
 
@@ -71,7 +71,7 @@ class Scripts:
         return of_job(words.pop())
 
     def run(self, text: str, ranks: int = 2, *arguments: str, logs: Path | None = None) -> int:
-        return run(Program("script", self.write(text), arguments), ranks, logs)
+        return run(RankProgram("script", self.write(text), arguments), ranks, logs)
 
     def start(self, text: str, before: str = "", ranks: int = 2) -> subprocess.Popen[str]:
         """In a process of its own, to be sent signals, after the statements ``before``."""
@@ -458,11 +458,11 @@ def test_a_module_runs_as_under_dash_m(scripts: Scripts, monkeypatch: pytest.Mon
     (package / "__init__.py").touch()
     (package / "job.py").write_text("import sys\nassert sys.argv[1:] == ['a'] and __package__ == 'package'\n")
     monkeypatch.chdir(scripts.folder)
-    assert run(Program("module", "package.job", ("a",)), 1) == 0
+    assert run(RankProgram("module", "package.job", ("a",)), 1) == 0
 
 
-def no_program(folder: Path) -> Program:
-    return Program("script", str(folder / "missing.py"))
+def no_program(folder: Path) -> RankProgram:
+    return RankProgram("script", str(folder / "missing.py"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import shardwise.launch.output as module
 from shardwise.base.errors import ConfigError
-from shardwise.launch.output import Output, _Target
+from shardwise.launch.output import JobOutput, _PipeTarget
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def shown(tmp_path: Path) -> Callable[..., str]:
     def show(*chunks: bytes) -> str:
         path = tmp_path / "out"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        target = _Target(descriptor, b"> ")
+        target = _PipeTarget(descriptor, b"> ")
         for chunk in chunks:
             target.take(chunk)
         target.take(b"")
@@ -53,7 +53,7 @@ def test_a_line_without_end_is_written_in_parts(
 
 def test_a_bar_of_progress_is_seen_before_its_last_line(capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that writes carriage returns alone was shown at its end, after time that grew with its square."""
-    output = Output(None)
+    output = JobOutput(None)
     with output.streams(1) as streams:
         assert streams.stdout is not None
         bar = os.dup(streams.stdout)
@@ -77,9 +77,9 @@ def test_too_few_descriptors_are_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.resource, "getrlimit", lambda which: (64, 64))
-    Output(None).check_room(20)
-    Output(tmp_path).check_room(1000)
+    JobOutput(None).check_room(20)
+    JobOutput(tmp_path).check_room(1000)
     with pytest.raises(
         ConfigError, match=r"64 ranks passes through some 152 open files.* may have 64; .*ulimit -n"
     ):
-        Output(None).check_room(64)
+        JobOutput(None).check_room(64)

@@ -6,15 +6,15 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwise.launch.failure import Failure
+from shardwise.launch.failure import RankFailure
 from shardwise.launch.report import show_failures
 
 
-def failure(rank: int, time_s: float, headline: str, **more: Any) -> Failure:
-    return Failure(**{"rank": rank, "time_s": time_s, "headline": headline, "code": 1, **more})
+def failure(rank: int, time_s: float, headline: str, **more: Any) -> RankFailure:
+    return RankFailure(**{"rank": rank, "time_s": time_s, "headline": headline, "code": 1, **more})
 
 
-def printed(*failures: Failure, log: Path | None = None) -> tuple[Failure, list[str]]:
+def printed(*failures: RankFailure, log: Path | None = None) -> tuple[RankFailure, list[str]]:
     text = io.StringIO()
     cause = show_failures(Console(file=text, width=200), failures, lambda rank: log)
     return cause, text.getvalue().splitlines()

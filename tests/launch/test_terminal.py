@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shardwise.launch.terminal import Lasting, lasting_console
+from shardwise.launch.terminal import PipeSafeStream, lasting_console
 
 _SAYS = """
 import sys
@@ -44,7 +44,7 @@ def test_streams_that_were_never_there() -> None:
 def test_a_stream_that_breaks_is_silent_from_then_on(capfd: pytest.CaptureFixture[str]) -> None:
     source, sink = os.pipe()
     stream = os.fdopen(sink, "w")
-    lasting = Lasting(stream)
+    lasting = PipeSafeStream(stream)
     os.close(source)
     lasting.write("x" * 100_000)
     lasting.flush()

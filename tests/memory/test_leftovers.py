@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from shardwise.memory.leftovers import Leftovers
+from shardwise.memory.leftovers import OpenResources
 
 
 class Owner:
@@ -12,7 +12,7 @@ class Owner:
 
 
 def test_an_owner_ends_its_resource_once() -> None:
-    leftovers, ended, owner = Leftovers(), [], Owner()
+    leftovers, ended, owner = OpenResources(), [], Owner()
     end = leftovers.keep(owner, lambda: ended.append("file"))
     end()
     end()
@@ -23,7 +23,7 @@ def test_an_owner_ends_its_resource_once() -> None:
 
 
 def test_a_dropped_one_is_ended_by_the_next_engine_and_not_by_the_collector() -> None:
-    leftovers, ended, dropped, kept = Leftovers(), [], Owner(), Owner()
+    leftovers, ended, dropped, kept = OpenResources(), [], Owner(), Owner()
     leftovers.keep(dropped, lambda: ended.append("dropped"))
     leftovers.keep(kept, lambda: ended.append("kept"))
     del dropped
@@ -35,7 +35,7 @@ def test_a_dropped_one_is_ended_by_the_next_engine_and_not_by_the_collector() ->
 
 
 def test_the_end_of_the_process_ends_those_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    leftovers, ended, owner = Leftovers(), [], Owner()
+    leftovers, ended, owner = OpenResources(), [], Owner()
     leftovers.keep(owner, lambda: ended.append("first"), at_exit=True)
     leftovers.keep(owner, lambda: ended.append("no"))
     leftovers.keep(owner, lambda: ended.append("second"), at_exit=True)

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from shardwise.memory.watched import Watched, unwatch_data, watch_data
+from shardwise.memory.watched import WatchedParameter, unwatch_data, watch_data
 
 
 class Own(nn.Parameter):
@@ -24,7 +24,7 @@ def test_a_read_of_data_is_reported_and_other_uses_are_not() -> None:
     with torch.no_grad():
         p.mul_(2)
     (p * p).sum().backward()
-    assert seen == [] and isinstance(p, Watched) and isinstance(p, nn.Parameter)
+    assert seen == [] and isinstance(p, WatchedParameter) and isinstance(p, nn.Parameter)
     p.data[0] = 5
     assert len(seen) == 1 and seen[0] is p and p.tolist() == [5, 2]
     p.data = torch.zeros(2)

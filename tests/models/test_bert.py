@@ -12,9 +12,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.comm.world import World
 from shardwise.data import Loader
 from shardwise.data.masked import MaskedWindows
-from shardwise.data.placed import SampleAt
+from shardwise.data.placed import PositionedSample
 from shardwise.data.token_file import TokenFile, TokenWriter
-from shardwise.data.windows import TokenSpan, Windows
+from shardwise.data.windows import TokenSpan, TokenWindows
 from shardwise.models.bert import Bert, BertPolicy
 
 TINY = BertPolicy(layers=2, width=8, heads=2, context=6, vocab=12, dropout=0)
@@ -45,17 +45,17 @@ def test_every_place_sees_every_other_and_gradients_flow() -> None:
     assert torch.allclose(given, wanted, rtol=1e-9, atol=1e-14)
 
 
-def windows(folder: Path) -> Windows:
+def windows(folder: Path) -> TokenWindows:
     with TokenWriter(folder / "x.tokens", "bytes", 200) as writer:
         writer.append(np.arange(6001) % 200)
         writer.end_document()
     file = TokenFile(folder / "x.tokens")
-    return Windows([TokenSpan(file, 0, file.count)], 60)
+    return TokenWindows([TokenSpan(file, 0, file.count)], 60)
 
 
 def test_text_is_masked_by_position(tmp_path: Path) -> None:
     data = MaskedWindows(windows(tmp_path), 200, 0.15)
-    places = [SampleAt(position, position % 100) for position in range(300)]
+    places = [PositionedSample(position, position % 100) for position in range(300)]
     batch = data.batch(places, 7)
     tokens, targets = batch["tokens"], batch["targets"]
     plain = torch.stack([data.windows[place.sample]["tokens"] for place in places])
@@ -90,9 +90,9 @@ def trained(world: World | None, folder: Path) -> list[tuple[float, float | None
     return told
 
 
-def windows_at(folder: Path) -> Windows:
+def windows_at(folder: Path) -> TokenWindows:
     file = TokenFile(folder / "x.tokens")
-    return Windows([TokenSpan(file, 0, file.count)], 60)
+    return TokenWindows([TokenSpan(file, 0, file.count)], 60)
 
 
 def test_two_ranks_are_one_process(ranks: Any, tmp_path: Path) -> None:

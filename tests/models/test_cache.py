@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwise.models.cache import Cache, LayerCache
+from shardwise.models.cache import KeyValueCache, LayerCache
 
 
 def piece(start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,7 @@ def test_pieces_come_back_as_one_whole() -> None:
 
 
 def test_buffers_are_made_once_and_stay_when_tokens_go() -> None:
-    cache = Cache(capacity=4)
+    cache = KeyValueCache(capacity=4)
     first, _ = cache.layer(1).extend(*piece(0, 2))
     other, _ = cache.layer(2).extend(*piece(0, 2))
     cache.length = 2

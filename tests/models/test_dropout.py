@@ -8,14 +8,14 @@ from shardwise.base.errors import UsageError
 from shardwise.kernels.dropout import EqualPart
 from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 
 POLICY = GptPolicy(family="gpt2", layers=2, width=8, heads=2, context=8, vocab=11, dropout=0.25)
 TOKENS = torch.arange(32).view(4, 8) % 11
 
 
 def test_all_places_of_a_model() -> None:
-    model, replay = Gpt(POLICY).eval(), Replay()
+    model, replay = Gpt(POLICY).eval(), DrawReplay()
     assert replace_dropout(model, 0, replay, {"blocks.*": EqualPart(1, 2, 0)}) == 5
     swapped = {name: module for name, module in model.named_modules() if isinstance(module, KeyedDropout)}
     assert {name: module.cut is not None for name, module in swapped.items()} == {
@@ -34,11 +34,11 @@ def test_all_places_of_a_model() -> None:
 
 
 def test_a_share_of_nothing_stays() -> None:
-    assert replace_dropout(Gpt(POLICY.model_copy(update={"dropout": 0.0})), 0, Replay()) == 0
+    assert replace_dropout(Gpt(POLICY.model_copy(update={"dropout": 0.0})), 0, DrawReplay()) == 0
 
 
 def test_the_batch_may_be_cut() -> None:
-    model, replay = Gpt(POLICY).double(), Replay()
+    model, replay = Gpt(POLICY).double(), DrawReplay()
     replace_dropout(model, 0, replay)
     with replay.at(BatchPosition(2)):
         whole = model(TOKENS)
@@ -52,7 +52,7 @@ def test_the_batch_may_be_cut() -> None:
 def test_seed_and_step_change_the_mask() -> None:
     outputs = []
     for seed, step in [(0, 0), (0, 0), (1, 0), (0, 1)]:
-        model, replay = Gpt(POLICY), Replay()
+        model, replay = Gpt(POLICY), DrawReplay()
         replace_dropout(model, seed, replay)
         with replay.at(BatchPosition(step)):
             outputs.append(model(TOKENS))
@@ -62,7 +62,7 @@ def test_seed_and_step_change_the_mask() -> None:
 
 
 def test_evaluation_is_the_identity_and_needs_no_place() -> None:
-    model, replay = Gpt(POLICY), Replay()
+    model, replay = Gpt(POLICY), DrawReplay()
     replace_dropout(model, 0, replay)
     assert torch.equal(model.eval()(TOKENS), model(TOKENS))
     with pytest.raises(UsageError, match="no microbatch is running"):
@@ -82,14 +82,14 @@ class Shared(nn.Module):
 
 def test_one_module_in_two_places_becomes_two() -> None:
     model = Shared()
-    assert replace_dropout(model, 0, Replay()) == 2
+    assert replace_dropout(model, 0, DrawReplay()) == 2
     assert model.a is not model.b
     assert (model.a.name, model.b.name) == ("a", "b")
 
 
 def test_what_cannot_be_replaced_is_named() -> None:
     model = Shared()
-    replace_dropout(model, 0, Replay())
+    replace_dropout(model, 0, DrawReplay())
     assert unkeyed_dropout(model) == [
         "Shared (attention_dropout=0.2)",
         "channels (p=0.5)",

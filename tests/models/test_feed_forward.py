@@ -15,7 +15,7 @@ from shardwise.models.dropout import replace_dropout
 from shardwise.models.feed_forward import feed_forward_parts
 from shardwise.models.tiles import tile_model
 from shardwise.parallel.expert.module import MixtureOfExperts
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.passes.tiles import TilesPolicy
 from tests.parallel.tensor.test_loss import LargestTensor
 
@@ -75,7 +75,7 @@ def passed(
 ) -> tuple[list[Tensor], int, list[Any]]:
     """Output and gradients; elements of the largest tensor; which parameters landed."""
     torch.manual_seed(0)
-    model, replay, landed = Holder(make()).double(), Replay(), []
+    model, replay, landed = Holder(make()).double(), DrawReplay(), []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: landed.append(name))
     replace_dropout(model, 7, replay)
@@ -120,7 +120,7 @@ def test_what_is_found() -> None:
 def test_nothing_is_held_when_the_pass_is_over() -> None:
     """A cycle would hold a part's input, and what was made of a tile, until somebody looks for cycles."""
     model = Holder(Residual())
-    tile_model(model, TilesPolicy(mlp=2), Replay(), at_once=True)
+    tile_model(model, TilesPolicy(mlp=2), DrawReplay(), at_once=True)
     gc.collect()
     gc.disable()
     try:
@@ -140,7 +140,7 @@ def test_autocast_reaches_the_second_pass() -> None:
     for mlp in ("off", 2):
         torch.manual_seed(0)
         model = Holder(Fused())
-        tile_model(model, TilesPolicy(mlp=mlp), Replay(), at_once=True)
+        tile_model(model, TilesPolicy(mlp=mlp), DrawReplay(), at_once=True)
         with torch.autocast("cpu", torch.bfloat16):
             y = model(torch.linspace(-1, 1, 15 * WIDTH).view(3, 5, WIDTH))
         assert y.dtype == torch.bfloat16
@@ -180,7 +180,7 @@ class Kept(Fused):
 
 def test_what_is_kept_for_later_is_refused() -> None:
     model = Holder(Kept())
-    tile_model(model, TilesPolicy(mlp=2), Replay(), at_once=True)
+    tile_model(model, TilesPolicy(mlp=2), DrawReplay(), at_once=True)
     model(torch.ones(3, 5, WIDTH))
     with pytest.raises(UsageError, match=r"tiles\.mlp: what part computes .* but sum is asked of it behind"):
         torch.sum(model.part.seen)  # type: ignore[arg-type, union-attr]

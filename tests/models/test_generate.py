@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
-from shardwise.models.cache import Cache
+from shardwise.models.cache import KeyValueCache
 from shardwise.models.generate import choose, generate
 from shardwise.models.gpt import GptPolicy
 from tests.models.shapes import BOTH, LLAMA, NAMES, restless, tokens
@@ -30,7 +30,7 @@ def test_the_cache_changes_nothing(policy: GptPolicy, length: int, keys: dict) -
 @both
 def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(policy: GptPolicy) -> None:
     model, x = restless(policy, torch.float64), tokens()
-    cache = Cache(16)
+    cache = KeyValueCache(16)
     for piece in x.split([5, 1, 4, 2], 1):
         last = model(piece, cache=cache)
     assert cache.length == 12

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.kernels.attention import causal_attention
-from shardwise.kernels.head_loss import Tile
+from shardwise.kernels.head_loss import LossTile
 from shardwise.models.cache import LayerCache
 from shardwise.models.layers import Attention, GeluMlp, Head, RmsNorm, SwiGlu, TransformerBlock
 
@@ -22,7 +22,7 @@ def test_a_head_returns_logits_or_their_loss() -> None:
     assert torch.equal(head(x), F.linear(x, head.weight, head.bias))
     loss = F.cross_entropy(head(x).flatten(0, 1), targets.flatten())
     assert torch.allclose(head(x, targets), loss)
-    head.tile = Tile(2)
+    head.tile = LossTile(2)
     assert torch.allclose(head(x, targets), loss) and head(x).shape == (2, 3, 7)
 
 

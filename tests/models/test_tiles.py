@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError, PlanError
-from shardwise.comm.trace import Count
+from shardwise.comm.trace import TrafficCount
 from shardwise.config.run import load
 from shardwise.models import Bert, BertPolicy, Gpt, GptPolicy
 from tests.parallel.tensor.test_loss import LargestTensor
@@ -25,7 +25,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.roll(-1, 1)
 
 
-def figures(world: Any, tokens: Any) -> tuple[Count, Count, float]:
+def figures(world: Any, tokens: Any) -> tuple[TrafficCount, TrafficCount, float]:
     """On slices, exchanges of the loss in a step and in an evaluation; the loss."""
     config = {
         "mesh": {"tp": 2},

@@ -10,7 +10,7 @@ from tests.ranks import RankPool
 from torch import Tensor
 
 from shardwise.base.errors import DataError
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -127,7 +127,7 @@ def test_counts_beyond_64_bits() -> None:
     """Three billion positives above three billion negatives: 1.8e19 pairs, doubled."""
     count = 3_000_000_000
     table = np.array([[5, 1 << 20], [0, count], [count, 0]], np.int64)
-    assert module._doubled_wins(table, module._Alone()) == 2 * count * count
+    assert module._doubled_wins(table, module._SingleMetricRank()) == 2 * count * count
 
 
 def on_rank(world: World, n: int, levels: int | None, narrow: bool) -> tuple[ClickScore, int]:
@@ -137,7 +137,7 @@ def on_rank(world: World, n: int, levels: int | None, narrow: bool) -> tuple[Cli
         module._cuts = lambda bins, limit: original(bins, 50)  # type: ignore[assignment]
     try:
         traffic = Traffic()
-        group = world.group_among(tuple(range(world.size)), "dp", CommPolicy(), Clock(60.0), traffic)
+        group = world.group_among(tuple(range(world.size)), "dp", CommPolicy(), StepClock(60.0), traffic)
         scores, labels = samples(n, levels=levels)
         cuts = [0, 0] + [n * i * i // (world.size - 1) ** 2 for i in range(1, world.size)]
         metrics = ClickMetrics()

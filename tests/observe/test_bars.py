@@ -7,14 +7,14 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from shardwise.observe.bars import IDLE, PALETTE, Panel, SpanBar, _draw, draw_bars
+from shardwise.observe.bars import IDLE, PALETTE, PicturePanel, SpanBar, _draw, draw_bars
 
 
 def test_bars_take_their_share_and_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     path, asked = tmp_path / "x.png", []
     path.write_bytes(b"old")
     bars = [SpanBar(0, 0, 5, PALETTE[0], ""), SpanBar(1, 5, 7.5, PALETTE[1], "")]
-    draw_bars([Panel("rank", ["0", "1"], 10.0, bars)], path, "steps", "s", 0.4, add_key=asked.append)
+    draw_bars([PicturePanel("rank", ["0", "1"], 10.0, bars)], path, "steps", "s", 0.4, add_key=asked.append)
     assert [*tmp_path.iterdir()] == [path] and len(asked) == 1
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     colours = [np.array([round(255 * part) for part in to_rgb(each)]) for each in (*PALETTE[:2], IDLE)]
@@ -28,7 +28,7 @@ class Axes:
     def __init__(self, *bars: SpanBar) -> None:
         self.bars: list[tuple[float, float]] = []
         self.texts: list[tuple[str, str, Any]] = []
-        _draw(self, Panel("", ["0", "1"], 10.0, bars), 10.0)
+        _draw(self, PicturePanel("", ["0", "1"], 10.0, bars), 10.0)
 
     def barh(self, middle: float, length: float, height: float, **more: Any) -> None:
         self.bars.append((round(middle, 2), round(height, 2)))

@@ -81,7 +81,7 @@ def test_counting_a_step_gives_the_formula(family: str) -> None:
     policy = GptPolicy(family=family, layers=2, width=32, heads=4, context=16, vocab=50)
     model = Gpt(policy)
     x = torch.randint(50, (3, 16))
-    with flops.Counter() as counter:
+    with flops.FlopsCounter() as counter:
         F.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
     assert counter.flops == x.numel() * flops_per_token(policy, causal=False)
 
@@ -92,7 +92,7 @@ def test_what_runs_again_is_not_counted_twice(reentrant: bool) -> None:
     block, found = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
     for again in (False, True):
         x = torch.randn(5, 8, requires_grad=True)
-        with flops.Counter() as counter:
+        with flops.FlopsCounter() as counter:
             out = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)
             out.sum().backward()
         found.append(counter.flops)
@@ -100,7 +100,7 @@ def test_what_runs_again_is_not_counted_twice(reentrant: bool) -> None:
 
 
 def test_convolutions_count() -> None:
-    with flops.Counter() as counter, torch.no_grad():
+    with flops.FlopsCounter() as counter, torch.no_grad():
         nn.Conv2d(3, 4, 3, padding=1)(torch.randn(2, 3, 8, 8))
     assert counter.flops == 2 * (2 * 8 * 8) * 4 * 3 * 9
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from shardwise.observe.lanes_picture import Lanes, LaneSpan, draw_picture, draw_text
+from shardwise.observe.lanes_picture import LaneRecorder, LaneSpan, draw_picture, draw_text
 
 
-def a_run(steps: int = 10, ahead: int = 1) -> Lanes:
+def a_run(steps: int = 10, ahead: int = 1) -> LaneRecorder:
     """Steps of 10 s: 8 s of compute, half a second for something else, keys 3 s one step ahead, reading 1 s three steps
     ahead in two pieces."""
-    lanes = Lanes(global_batch=100)
+    lanes = LaneRecorder(global_batch=100)
     for step in range(1, steps + 1):
         start = 10.0 * step
         lanes.watch((step - 1) * 100, start - 30, start - 29.5)
@@ -30,14 +30,14 @@ def test_a_window_shows_what_every_lane_did_in_one_stretch_of_time() -> None:
 
 
 def test_the_steps_shown_are_of_middle_length() -> None:
-    lanes = Lanes()
+    lanes = LaneRecorder()
     start = 0.0
     for step, length in enumerate([9.0, 1.0, 1.0, 2.0, 2.0, 8.0], 1):
         lanes.record("compute", step, start, start + length)
         start += length
     assert [span.step for span in lanes.window(steps=2)] == [4, 5], "of 2, 3, 4, 10 and 10 s"
     assert len(lanes.window(steps=50)) == 6
-    assert Lanes().window() == []
+    assert LaneRecorder().window() == []
 
 
 def test_a_ring_keeps_the_last_steps() -> None:
@@ -65,7 +65,7 @@ def test_the_table() -> None:
 
 
 def test_an_evaluation_is_no_waiting_and_stays_out_of_the_window() -> None:
-    lanes, start = Lanes(), 0.0
+    lanes, start = LaneRecorder(), 0.0
     for step in range(1, 13):
         aside = 30.0 if step in (5, 9) else 1.0
         lanes.record("keys", step, start - 2, start - 1)

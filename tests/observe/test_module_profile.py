@@ -5,7 +5,13 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from shardwise.observe.module_profile import Costs, ModuleCounter, ModuleProfilePolicy, ModuleTree, scaled
+from shardwise.observe.module_profile import (
+    ModuleCosts,
+    ModuleCounter,
+    ModuleProfilePolicy,
+    ModuleTree,
+    scaled,
+)
 
 
 class Net(nn.Module):
@@ -19,7 +25,7 @@ class Net(nn.Module):
         return self.block(x) @ self.block(x).T
 
 
-def counted() -> dict[str, Costs]:
+def counted() -> dict[str, ModuleCosts]:
     net, x = Net(), torch.randn(3, 4)
     counter = ModuleCounter(net.named_modules())
     with counter.forward():
@@ -44,9 +50,9 @@ def test_products_belong_to_the_module_that_runs_them() -> None:
 def tree() -> ModuleTree:
     kinds = {"": "Net", "block": "Sequential", "block.0": "Linear"}
     costs = {
-        "": Costs(10, 20, 3.0, 1),
-        "block": Costs(seconds=2.0, calls=1),
-        "block.0": Costs(100, 200, 1.0, 2),
+        "": ModuleCosts(10, 20, 3.0, 1),
+        "block": ModuleCosts(seconds=2.0, calls=1),
+        "block.0": ModuleCosts(100, 200, 1.0, 2),
     }
     return ModuleTree(kinds, {"block.0.weight": 30, "scale": 2}, costs)
 
@@ -54,7 +60,7 @@ def tree() -> ModuleTree:
 def test_a_module_has_the_costs_of_those_inside_and_its_own_seconds() -> None:
     root, block, layer = tree().rows
     assert tree().root == root and (root.parameters, block.parameters, layer.parameters) == (32, 30, 30)
-    assert root.costs == Costs(110, 220, 3.0, 1) and block.costs == Costs(100, 200, 2.0, 1)
+    assert root.costs == ModuleCosts(110, 220, 3.0, 1) and block.costs == ModuleCosts(100, 200, 2.0, 1)
 
 
 def test_the_text_names_the_most_expensive_and_ends_at_the_depth() -> None:
@@ -68,4 +74,4 @@ def test_the_text_names_the_most_expensive_and_ends_at_the_depth() -> None:
 
 
 def test_the_share_that_the_model_needs() -> None:
-    assert scaled(Costs(9, 6, 1.5, 2), Fraction(2, 3)) == Costs(6, 4, 1.5, 2)
+    assert scaled(ModuleCosts(9, 6, 1.5, 2), Fraction(2, 3)) == ModuleCosts(6, 4, 1.5, 2)

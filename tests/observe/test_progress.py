@@ -6,7 +6,7 @@ from rich.console import Console
 
 from shardwise.observe import progress
 from shardwise.observe.metrics import ClickRecord, StepRecord
-from shardwise.observe.progress import Bar, ConsoleHandler, Lines, open_progress
+from shardwise.observe.progress import BarSink, ConsoleHandler, LineSink, open_progress
 
 
 class Pipe:
@@ -27,7 +27,7 @@ def steps_printed(pipe: Pipe) -> list[int]:
 
 def test_a_pipe_gets_the_first_step_the_last_and_one_line_every_few_seconds() -> None:
     pipe = Pipe()
-    lines = Lines(pipe.console, 100, every_s=5.0, clock=lambda: pipe.now)
+    lines = LineSink(pipe.console, 100, every_s=5.0, clock=lambda: pipe.now)
     for step in range(1, 101):
         pipe.now += 1.0
         lines.write(StepRecord(step, 1.0))
@@ -37,7 +37,7 @@ def test_a_pipe_gets_the_first_step_the_last_and_one_line_every_few_seconds() ->
 
 def test_the_step_at_which_a_run_stopped_early_is_printed() -> None:
     pipe = Pipe()
-    lines = Lines(pipe.console, 100, clock=lambda: 0.0)
+    lines = LineSink(pipe.console, 100, clock=lambda: 0.0)
     for step in (1, 2, 3):
         lines.write(StepRecord(step, 1.0))
     lines.close()
@@ -46,7 +46,7 @@ def test_the_step_at_which_a_run_stopped_early_is_printed() -> None:
 
 def test_every_evaluation_is_printed() -> None:
     pipe = Pipe()
-    lines = Lines(pipe.console, 100, clock=lambda: 0.0)
+    lines = LineSink(pipe.console, 100, clock=lambda: 0.0)
     for step in range(1, 6):
         lines.write(StepRecord(step, 1.0, 2.5 if step == 3 else None))
     assert steps_printed(pipe) == [1, 3]
@@ -55,7 +55,7 @@ def test_every_evaluation_is_printed() -> None:
 
 def test_a_line_says_what_is_known_and_nothing_else() -> None:
     pipe = Pipe()
-    lines = Lines(pipe.console, 20, every_s=0.0, clock=lambda: pipe.now)
+    lines = LineSink(pipe.console, 20, every_s=0.0, clock=lambda: pipe.now)
     lines.write(StepRecord(1, 2.34567))
     pipe.now = 2.0
     lines.write(StepRecord(2, 2.0, tokens_per_s=12345, step_s=0.08251, memory=3 * 2**30, mfu=0.4136))
@@ -66,15 +66,15 @@ def test_a_line_says_what_is_known_and_nothing_else() -> None:
 
 
 def test_a_pipe_gets_lines_and_a_terminal_gets_a_bar() -> None:
-    assert isinstance(open_progress(Console(file=io.StringIO()), 10), Lines)
+    assert isinstance(open_progress(Console(file=io.StringIO()), 10), LineSink)
     bar = open_progress(Console(file=io.StringIO(), force_terminal=True, width=120), 10)
     bar.close()
-    assert isinstance(bar, Bar)
+    assert isinstance(bar, BarSink)
 
 
 def test_the_bar_shows_the_step_and_the_last_validation_loss() -> None:
     text = io.StringIO()
-    bar = Bar(Console(file=text, force_terminal=True, width=160), 10, clock=lambda: 0.0)
+    bar = BarSink(Console(file=text, force_terminal=True, width=160), 10, clock=lambda: 0.0)
     bar.write(StepRecord(1, 3.0, 2.75))
     bar.write(StepRecord(2, 2.5, step_s=1.5))
     bar.close()
@@ -87,7 +87,7 @@ def test_the_bar_shows_the_step_and_the_last_validation_loss() -> None:
 def test_the_bar_keeps_to_one_line_and_never_cuts_the_step(width: int) -> None:
     text = io.StringIO()
     ticks = iter(range(100))
-    bar = Bar(
+    bar = BarSink(
         Console(file=text, force_terminal=True, width=width, color_system=None),
         1000,
         clock=lambda: float(next(ticks)),
@@ -136,7 +136,7 @@ def test_a_click_through_model_s_words() -> None:
 
 def test_the_bar_keeps_the_last_auc() -> None:
     text = io.StringIO()
-    bar = Bar(Console(file=text, force_terminal=True, width=160), 10, clock=lambda: 0.0)
+    bar = BarSink(Console(file=text, force_terminal=True, width=160), 10, clock=lambda: 0.0)
     bar.write(ClickRecord(1, 0.6, 0.55, 0.75))
     bar.write(ClickRecord(2, 0.5))
     bar.close()
@@ -145,7 +145,7 @@ def test_the_bar_keeps_the_last_auc() -> None:
 
 def test_an_evaluation_counts_in_the_time_left_by_its_share() -> None:
     now = 0.0
-    pace = progress.Pace(100, lambda: now)
+    pace = progress.StepPace(100, lambda: now)
     for step in range(1, 52):
         now += 1.0 if step != 51 else 26.0  # one evaluation of 25 s
         left_s = pace.left_s(step, 1.0)

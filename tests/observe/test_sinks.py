@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise.base.errors import ConfigError
 from shardwise.observe.metrics import ClickRecord, StepRecord, read
-from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, TensorBoardEvents, open_sinks
+from shardwise.observe.sinks import AllSinks, MetricNames, MonitorPolicy, TensorBoardEvents, open_sinks
 
 
 class Kept:
@@ -79,7 +79,7 @@ def test_readers_of_the_events_see_each_step_once_after_a_resume(tmp_path: Path,
 
 def test_an_optional_sink_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     certain, broken, fine = Kept(), Kept(breaks_at=2), Kept()
-    sinks = Sinks([certain], [broken, fine])
+    sinks = AllSinks([certain], [broken, fine])
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         for step in (1, 2, 3):
             sinks.write(StepRecord(step, 0.0))
@@ -89,7 +89,7 @@ def test_an_optional_sink_that_fails_does_not_end_the_run(caplog: pytest.LogCapt
 
 def test_the_run_ends_when_its_own_record_cannot_be_kept() -> None:
     with pytest.raises(OSError, match="no space"):
-        Sinks([Kept(breaks_at=1)], []).write(StepRecord(1, 0.0))
+        AllSinks([Kept(breaks_at=1)], []).write(StepRecord(1, 0.0))
 
 
 def test_closing_goes_on_after_one_failed() -> None:
@@ -98,7 +98,7 @@ def test_closing_goes_on_after_one_failed() -> None:
             raise OSError("gone")
 
     certain, after = Kept(), Kept()
-    Sinks([certain], [Stuck(), after]).close()
+    AllSinks([certain], [Stuck(), after]).close()
     assert certain.is_closed and after.is_closed
 
 
@@ -110,7 +110,7 @@ def test_a_missing_wandb_is_said_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_tags_and_samples(tmp_path: Path) -> None:
     policy = MonitorPolicy(csv=False, picture=False, tensorboard=str(tmp_path / "events"))
-    naming = Naming({"loss": "Train/Samples/train_loss", "loss_scale": "scale"}, samples_per_step=8)
+    naming = MetricNames({"loss": "Train/Samples/train_loss", "loss_scale": "scale"}, samples_per_step=8)
     sinks = open_sinks(tmp_path / "run", policy, naming=naming)
     sinks.write(StepRecord(1, 3.5, lr=0.25))
     sinks.write(StepRecord(2, 3.0, loss_scale=4.0))
@@ -130,7 +130,7 @@ def test_tags_and_samples(tmp_path: Path) -> None:
 def test_a_file_for_each_number(tmp_path: Path) -> None:
     """Laid out as DeepSpeed's are; a run that goes on after step 2 drops what stands for later ones."""
     policy = MonitorPolicy(csv=False, picture=False, tensorboard=False, csv_per_tag=str(tmp_path / "job"))
-    naming = Naming({"lr": "Train/Samples/lr"}, samples_per_step=4)
+    naming = MetricNames({"lr": "Train/Samples/lr"}, samples_per_step=4)
     for resumed, steps in ((0, (1, 2, 3)), (2, (3,))):
         sinks = open_sinks(tmp_path / "run", policy, resumed, naming=naming)
         for step in steps:

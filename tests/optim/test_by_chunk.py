@@ -12,7 +12,7 @@ from shardwise.optim import flat
 from shardwise.optim.classes import from_policy
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.tiers.tier import Tiers, threads_beside
+from shardwise.tiers.tier import TierResources, threads_beside
 
 TOTAL = 5 * 64 + 37
 UNUSED: list[list[tuple[int, int]]] = [[], [(70, 211)], [(0, 3), (300, TOTAL)], []]
@@ -69,7 +69,7 @@ def test_chunks_have_the_bits_of_the_whole(name: str, monkeypatch: pytest.Monkey
 def test_the_thread_of_the_tiers_has_threads_of_its_own() -> None:
     """What torch is told in one thread holds for threads that start later: not here."""
     before = torch.get_num_threads()
-    tiers, found = Tiers(None, 1, threads=before + 1), []
+    tiers, found = TierResources(None, 1, threads=before + 1), []
     tiers.begin(lambda: found.append(torch.get_num_threads())).result()
     with ThreadPoolExecutor(1) as fresh:
         found.append(fresh.submit(torch.get_num_threads).result())

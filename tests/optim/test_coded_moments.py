@@ -12,8 +12,8 @@ from shardwise.optim.classes import from_torch, labels_of, make_state
 from shardwise.optim.coded_moments import CodedMoments, CodedPart, refused
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.lion import Lion
-from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.placement import Run
+from shardwise.optim.rounding import RoundedPart, StochasticRounding
+from shardwise.plan.placement import ContiguousRun
 from shardwise.plan.state_form import BLOCK, StateForm, stored_elements
 
 CPU = torch.device("cpu")
@@ -21,9 +21,11 @@ TOTAL = 5 * 64 + 37
 FORMS: list[StateForm] = ["bf16", "int8"]
 
 
-def whole(elements: int, name: str = "w") -> Rounding:
+def whole(elements: int, name: str = "w") -> StochasticRounding:
     """Of one parameter, uncut."""
-    return Rounding([RoundedPart(0, elements, key_of(0, name), lambda a, b: [Run(a, a, b - a)])])
+    return StochasticRounding(
+        [RoundedPart(0, elements, key_of(0, name), lambda a, b: [ContiguousRun(a, a, b - a)])]
+    )
 
 
 def moments(form: StateForm, elements: int, *labels: str) -> CodedMoments:

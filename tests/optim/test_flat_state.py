@@ -12,8 +12,8 @@ from shardwise.optim import flat_state
 from shardwise.optim.classes import from_policy, from_torch, update_rules
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.placement import Run
+from shardwise.optim.rounding import RoundedPart, StochasticRounding
+from shardwise.plan.placement import ContiguousRun
 from shardwise.plan.state_form import StateForm, stored_elements
 
 
@@ -132,7 +132,7 @@ def test_moments_are_made_where_they_are_to_lie(
     moments twice."""
     monkeypatch.setattr(flat_state, "_MADE_AT_ONCE", 32)
     make, elements = from_torch(OPTIMIZERS[name]([torch.zeros(1)])), 320
-    rounding = Rounding([RoundedPart(0, elements, 1, lambda a, b: [Run(0, a, b - a)])])
+    rounding = StochasticRounding([RoundedPart(0, elements, 1, lambda a, b: [ContiguousRun(0, a, b - a)])])
     master = torch.ones(elements)
     own = FlatOptimizer(master.clone(), make, 0, form, rounding).state
     stored = {label: tensor.dtype for label, _, _, tensor in own.moments()}

@@ -6,8 +6,8 @@ import torch
 
 from shardwise.kernels.philox import key_of, words_of
 from shardwise.optim import rounding
-from shardwise.optim.rounding import RoundedPart, Rounding
-from shardwise.plan.placement import Cut, Run, Shard, runs
+from shardwise.optim.rounding import RoundedPart, StochasticRounding
+from shardwise.plan.placement import AxisCut, ContiguousRun, Shard, runs
 
 CPU = torch.device("cpu")
 
@@ -20,13 +20,13 @@ def test_random_bits_are_those_of_the_place_in_the_parameter(monkeypatch: pytest
     ).view(2, rows, columns)
     for dim in (0, 1):
         for place in range(2):
-            cuts = [Cut(Shard(dim), place, 2)]
+            cuts = [AxisCut(Shard(dim), place, 2)]
 
-            def lies(a: int, b: int, cuts: list[Cut] = cuts) -> list[Run]:
+            def lies(a: int, b: int, cuts: list[AxisCut] = cuts) -> list[ContiguousRun]:
                 return list(runs((rows, columns), cuts, a, b))
 
             size = rows * columns // 2
-            flat = Rounding([RoundedPart(5, 5 + size, key, lies)])
+            flat = StochasticRounding([RoundedPart(5, 5 + size, key, lies)])
             mine = expected.chunk(2, dim + 1)[place].reshape(2, -1)
             for step in (7, 31, size):
                 for gap in (0, 1 << 12):
@@ -41,11 +41,11 @@ def test_random_bits_are_those_of_the_place_in_the_parameter(monkeypatch: pytest
 
 def test_a_device_draws_all_parts_at_once_and_the_same() -> None:
     parts = [
-        RoundedPart(0, 90, key_of(0, "a"), lambda a, b: list(runs((9, 20), [Cut(Shard(1), 1, 2)], a, b))),
-        RoundedPart(96, 133, key_of(0, "b"), lambda a, b: [Run(a, a + 5, b - a)]),
+        RoundedPart(0, 90, key_of(0, "a"), lambda a, b: list(runs((9, 20), [AxisCut(Shard(1), 1, 2)], a, b))),
+        RoundedPart(96, 133, key_of(0, "b"), lambda a, b: [ContiguousRun(a, a + 5, b - a)]),
     ]
     for start, stop in ((0, 140), (7, 100), (97, 101), (90, 96)):
-        expected = Rounding(parts).bits(start, stop, 3, 2, CPU)
+        expected = StochasticRounding(parts).bits(start, stop, 3, 2, CPU)
         draws = [draw for part in parts for draw in rounding._draws(part, start, stop, True) if draw.runs]
         got = torch.zeros_like(expected)
         for draw, drawn in zip(draws, rounding.drawn_together(draws, 3, 2, CPU), strict=True):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim import two_pass
-from shardwise.optim.two_pass import TwoPass, Whole
+from shardwise.optim.two_pass import TwoPass, WholeTensor
 
 
 class ByNorm(TwoPass):
@@ -29,7 +29,7 @@ class ByNorm(TwoPass):
         state["total"] += gradient
         gradient.copy_(state["total"])
 
-    def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
+    def factor(self, group: Mapping[str, Any], whole: WholeTensor) -> float:
         return whole.weight_norm / whole.direction_norm * len(whole.shape)
 
     def apply_part(

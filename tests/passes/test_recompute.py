@@ -12,16 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm import duals
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.kernels.rotary import Angles
-from shardwise.models.cache import Cache
+from shardwise.kernels.rotary import RotaryAngles
+from shardwise.models.cache import KeyValueCache
 from shardwise.models.dropout import KeyedDropout, replace_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute, chosen, recomputed
-from shardwise.passes.replay import Again, BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay, ReplayContext
 from shardwise.passes.second_run import SecondRuns
 from shardwise.plan.mesh import Mesh
 from tests.engine.nets import LLAMA, cache_name
@@ -42,12 +42,12 @@ def gpt(family: str = "llama", dropout: float = 0.0, dtype: torch.dtype = torch.
     return Gpt(GptPolicy(family=family, dropout=dropout, **shape)).to(dtype)
 
 
-def wrap(model: Gpt, replay: Replay, keys: dict[str, Any]) -> list[str]:
+def wrap(model: Gpt, replay: DrawReplay, keys: dict[str, Any]) -> list[str]:
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
     return apply_recompute(blocks, RecomputePolicy(**keys), replay)
 
 
-def gradients(model: nn.Module, replay: Replay) -> list[Tensor]:
+def gradients(model: nn.Module, replay: DrawReplay) -> list[Tensor]:
     """Two microbatches, both forwards first, as a pipeline has them."""
     losses = []
     for first in (0, 2):
@@ -67,7 +67,7 @@ def gradients(model: nn.Module, replay: Replay) -> list[Tensor]:
 def test_gradients_are_the_same_bits_with_dropout(keys: dict[str, Any], family: str) -> None:
     results = []
     for wanted in ({}, keys):
-        model, replay = gpt(family, dropout=0.3), Replay()
+        model, replay = gpt(family, dropout=0.3), DrawReplay()
         assert replace_dropout(model, 0, replay) == 7
         wrap(model, replay, wanted)
         results.append(gradients(model, replay))
@@ -79,12 +79,12 @@ def test_without_the_replay_they_would_differ(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(SecondRuns, "next", lambda self: None)  # which refuses it
     results = []
     for broken in (False, True):
-        model, replay = gpt(dropout=0.3), Replay()
+        model, replay = gpt(dropout=0.3), DrawReplay()
         replace_dropout(model, 0, replay)
         wrap(model, replay, {"scope": "full"})
         if broken:
-            monkeypatch.setattr(Again, "__enter__", lambda self: None)
-            monkeypatch.setattr(Again, "__exit__", lambda self, *exception: None)
+            monkeypatch.setattr(ReplayContext, "__enter__", lambda self: None)
+            monkeypatch.setattr(ReplayContext, "__exit__", lambda self, *exception: None)
         results.append(gradients(model, replay))
     assert not all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -93,7 +93,7 @@ def test_without_the_replay_they_would_differ(monkeypatch: pytest.MonkeyPatch) -
 def test_torchs_own_random_state_replays(keys: dict[str, Any]) -> None:
     results = []
     for wanted in ({}, keys):
-        model, replay = gpt(dropout=0.3), Replay()
+        model, replay = gpt(dropout=0.3), DrawReplay()
         wrap(model, replay, wanted)
         torch.manual_seed(5)
         results.append(gradients(model, replay))
@@ -108,7 +108,7 @@ def test_states_are_touched_again_only_where_a_piece_drew(monkeypatch: pytest.Mo
         set_to.clear()
         x = torch.ones(4, requires_grad=True)
         piece = recomputed(
-            lambda x, p=drops: nn.functional.dropout(x.exp(), 0.5) if p else x.exp().sin(), Replay()
+            lambda x, p=drops: nn.functional.dropout(x.exp(), 0.5) if p else x.exp().sin(), DrawReplay()
         )
         out = piece(x)
         out.sum().backward()
@@ -119,7 +119,7 @@ def test_states_are_touched_again_only_where_a_piece_drew(monkeypatch: pytest.Mo
 
 def test_a_layer_used_twice_drops_other_features_and_replays_them() -> None:
     class Twice(nn.Module):
-        def __init__(self, replay: Replay) -> None:
+        def __init__(self, replay: DrawReplay) -> None:
             super().__init__()
             self.drop = KeyedDropout(0.5, 0, "drop", replay)
             self.seen: list[Tensor] = []
@@ -129,7 +129,7 @@ def test_a_layer_used_twice_drops_other_features_and_replays_them() -> None:
             self.seen += [(a != 0).detach(), (b != 0).detach()]
             return (a.square() * b.square()).exp()
 
-    replay = Replay()
+    replay = DrawReplay()
     block = Twice(replay)
     apply_recompute([("block", block)], RecomputePolicy(scope="full"), replay)
     x = torch.ones(2, 8, 8, requires_grad=True)
@@ -146,19 +146,19 @@ def test_a_layer_used_twice_drops_other_features_and_replays_them() -> None:
 
 def test_without_gradients_a_cache_works_and_with_them_it_is_refused() -> None:
     plain, model = gpt().eval(), gpt().eval()
-    wrap(model, Replay(), {"scope": "full"})
+    wrap(model, DrawReplay(), {"scope": "full"})
     results = []
     for net in (plain, model):
-        cache = Cache(32)
+        cache = KeyValueCache(32)
         with torch.no_grad():
             results.append([net(TOKENS[:, :4], cache=cache), net(TOKENS[:, 4:5], cache=cache)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     with pytest.raises(UsageError, match=r"block blocks.0 was given a cache.*no_grad"):
-        model(TOKENS, cache=Cache(32))
+        model(TOKENS, cache=KeyValueCache(32))
 
 
 def test_a_second_backward_pass_runs_it_again() -> None:
-    model, replay = gpt(dropout=0.3), Replay()
+    model, replay = gpt(dropout=0.3), DrawReplay()
     replace_dropout(model, 0, replay)
     wrap(model, replay, {"scope": "full"})
     with replay.at(BatchPosition(1)):
@@ -175,7 +175,7 @@ class Choosing(nn.Module):
     """Each row of x [N, D] goes through one of E matrices. What the choice hangs on moves while passes are under way,
     as the last bit of a sum may."""
 
-    def __init__(self, replay: Replay, experts: int = 3, width: int = 4) -> None:
+    def __init__(self, replay: DrawReplay, experts: int = 3, width: int = 4) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.router = nn.Parameter(torch.randn(experts, width, generator=generator, dtype=torch.float64))
@@ -198,9 +198,11 @@ class Choosing(nn.Module):
         return x + out * scores.gather(1, index[:, None])
 
 
-def routed(wrap: Callable[[Choosing, Replay], None], twice: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+def routed(
+    wrap: Callable[[Choosing, DrawReplay], None], twice: bool = True
+) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of two microbatches, both forwards first, and the choices. ``twice``: with a second backward pass."""
-    replay = Replay()
+    replay = DrawReplay()
     net, generator = Choosing(replay), torch.Generator().manual_seed(1)
     wrap(net, replay)
     losses = []
@@ -216,11 +218,11 @@ def routed(wrap: Callable[[Choosing, Replay], None], twice: bool = True) -> tupl
     return found, net.chosen
 
 
-def nested(net: Choosing, replay: Replay) -> None:
+def nested(net: Choosing, replay: DrawReplay) -> None:
     net.forward = recomputed(recomputed(net.forward, replay), replay)  # type: ignore[method-assign]
 
 
-WRAPS: dict[str, Callable[[Choosing, Replay], Any]] = {
+WRAPS: dict[str, Callable[[Choosing, DrawReplay], Any]] = {
     "full": lambda net, replay: apply_recompute([("b", net)], RecomputePolicy(scope="full"), replay),
     "operations": lambda net, replay: apply_recompute(
         [("b", net)], RecomputePolicy(scope="selective"), replay
@@ -241,13 +243,13 @@ def test_a_choice_is_made_once(name: str) -> None:
 def test_a_choice_that_is_made_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite's own check."""
     monkeypatch.setattr(SecondRuns, "next", lambda self: None)  # which refuses it
-    monkeypatch.setattr(Replay, "keep", lambda self, key, make: make())
+    monkeypatch.setattr(DrawReplay, "keep", lambda self, key, make: make())
     expected, found = routed(lambda *_: None)[0], routed(WRAPS["nested"])[0]
     assert not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_what_is_kept_goes_with_the_graph() -> None:
-    replay, kept = Replay(), []
+    replay, kept = DrawReplay(), []
 
     def make() -> Tensor:
         made = torch.arange(3)
@@ -284,7 +286,7 @@ def block_run(model: Gpt, tokens: Tensor) -> tuple[Callable[[], Tensor], list[Te
     x = torch.randn(*tokens.shape, model.policy.width, dtype=torch.float64, requires_grad=True)
     at = None
     if model.positions is None:
-        at = Angles(*(angle.double() for angle in model._angles(0, tokens.shape[1], x.device)))
+        at = RotaryAngles(*(angle.double() for angle in model._angles(0, tokens.shape[1], x.device)))
     return lambda: block(x.clone(), at), [*block.parameters(), *(at or ())]
 
 
@@ -310,7 +312,7 @@ def kept_bytes(run: Callable[[], Tensor], shared: list[Tensor]) -> int:
 def test_kept_bytes_equal_the_closed_form(name: str, scope: Any, sequence: int) -> None:
     family, keys = SHAPES[name]
     model, tokens = gpt(family, **keys), torch.zeros(2, sequence, dtype=torch.int64)
-    wrap(model, Replay(), {"scope": scope})
+    wrap(model, DrawReplay(), {"scope": scope})
     assert kept_bytes(*block_run(model, tokens)) == 8 * kept_elements(shape_of(model, tokens), scope)
 
 
@@ -336,7 +338,7 @@ def test_repeated_flops_equal_the_closed_form(name: str, scope: Any, sequence: i
     counted = []
     for wanted in ("none", scope):
         model = gpt(family, **keys)
-        wrap(model, Replay(), {"scope": wanted})
+        wrap(model, DrawReplay(), {"scope": wanted})
         run, _ = block_run(model, tokens)
         with FlopCounterMode(display=False) as counter:
             run().sum().backward()
@@ -375,7 +377,7 @@ def test_operations_repeats_no_product_with_weights(fused: bool) -> None:
     for keys in ({}, {"scope": "selective"}, {"scope": "full"}):
         torch.manual_seed(0)
         block = TorchBlock(fused)
-        apply_recompute([("block", block)], RecomputePolicy(**keys), Replay())
+        apply_recompute([("block", block)], RecomputePolicy(**keys), DrawReplay())
         x = torch.randn(2, 96, 32, requires_grad=True)
         live.append(live_bytes(lambda: block(x)))  # noqa: B023
         with FlopCounterMode(display=False) as counter:
@@ -434,11 +436,11 @@ def test_errors() -> None:
         RecomputePolicy(scope="full", select="attention")
     with pytest.raises(ConfigError, match=r"no module in block b holds.*select: operations"):
         policy = RecomputePolicy(scope="selective", select="attention")
-        apply_recompute([("b", TorchBlock(True))], policy, Replay())
+        apply_recompute([("b", TorchBlock(True))], policy, DrawReplay())
     itself = TorchBlock(True)
     itself.gradient_checkpointing = True  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="already recomputes by itself"):
-        apply_recompute([("b", itself)], RecomputePolicy(scope="full"), Replay())
+        apply_recompute([("b", itself)], RecomputePolicy(scope="full"), DrawReplay())
 
 
 # With other techniques -----------------------------------------------------------------------------------------------
@@ -453,7 +455,7 @@ def test_with_compiled_blocks(keys: dict[str, Any], compiles_first: bool) -> Non
     torch._dynamo.reset()
     results = []
     for compiles in (False, True):
-        model, replay = gpt(dropout=0.3, layers=1), Replay()
+        model, replay = gpt(dropout=0.3, layers=1), DrawReplay()
         replace_dropout(model, 0, replay)
         if not compiles_first:
             wrap(model, replay, keys)
@@ -471,7 +473,7 @@ def trained(world: World, keys: dict[str, Any], stage: int) -> list[Tensor]:
     import shardwise
 
     model = gpt()
-    replay = Replay()
+    replay = DrawReplay()
     wrap(model, replay, keys)
     config = {"zero": {"stage": stage}, "precision": "fp64", "optimizer": {"type": "sgd", "lr": 0.1}}
     engine = shardwise.initialize(model, config, world=world)
@@ -504,7 +506,7 @@ def hugging_face(kind: str, keys: dict[str, Any]) -> Any:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, **GPT2))
         blocks = model.transformer.h
     named = [(f"blocks.{i}", block) for i, block in enumerate(blocks)]
-    apply_recompute(named, RecomputePolicy(**keys), Replay())
+    apply_recompute(named, RecomputePolicy(**keys), DrawReplay())
     return model.train()
 
 
@@ -549,7 +551,7 @@ class Sharing(nn.Module):
 def test_keys_that_blocks_share_through_a_cache_are_refused() -> None:
     transformers = pytest.importorskip("transformers")
     block = Sharing()
-    apply_recompute([("1", block)], RecomputePolicy(scope="full"), Replay())
+    apply_recompute([("1", block)], RecomputePolicy(scope="full"), DrawReplay())
     with pytest.raises(
         UsageError, match="block 1 takes the keys and values of an earlier block from the cache"
     ):
@@ -573,11 +575,11 @@ class Exchanging(nn.Module):
 
 def exchanged(world: World, keys: dict[str, Any]) -> tuple[list[Tensor], int]:
     traffic = Traffic()
-    group = world.group(Mesh(tp=world.size), "tp", CommPolicy(), Clock(60.0, 0.0), traffic)
+    group = world.group(Mesh(tp=world.size), "tp", CommPolicy(), StepClock(60.0, 0.0), traffic)
     torch.manual_seed(world.rank)
     blocks = nn.Sequential(*(Exchanging(group, i) for i in range(3)))
     named = [(str(i), block) for i, block in enumerate(blocks)]
-    apply_recompute(named, RecomputePolicy(**keys), Replay())
+    apply_recompute(named, RecomputePolicy(**keys), DrawReplay())
     x = torch.ones(2, 4, 8, dtype=torch.float64, requires_grad=True)
     blocks(x).sum().backward()
     return [x.grad, *(parameter.grad for parameter in blocks.parameters())], traffic.total(
@@ -669,7 +671,7 @@ def through_blocks(kind: type[nn.Module], keys: dict[str, Any] | None, twice: bo
     blocks = nn.Sequential(*(kind() for _ in range(3))).to(torch.float64)
     if keys is not None:
         apply_recompute(
-            [(str(i), block) for i, block in enumerate(blocks)], RecomputePolicy(**keys), Replay()
+            [(str(i), block) for i, block in enumerate(blocks)], RecomputePolicy(**keys), DrawReplay()
         )
     generator = torch.Generator().manual_seed(4)
     for _ in range(3):
@@ -708,7 +710,7 @@ class Late(nn.Module):
 
 def test_a_large_buffer_that_changes_late_is_refused() -> None:
     block = Late()
-    apply_recompute([("blocks.7", block)], RecomputePolicy(scope="full"), Replay())
+    apply_recompute([("blocks.7", block)], RecomputePolicy(scope="full"), DrawReplay())
     block(torch.ones(2, 4)).sum().backward()
     block.moves = True
     with pytest.raises(UsageError, match=r"block blocks\.7 changed its buffer 'table' \(80000 bytes\)"):

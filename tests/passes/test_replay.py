@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from shardwise.base.errors import UsageError
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 
 
 def test_outside_of_a_microbatch_there_is_no_place() -> None:
-    replay = Replay()
+    replay = DrawReplay()
     with pytest.raises(UsageError, match=r"no microbatch is running.*model.eval\(\)"):
         _ = replay.place
     with replay.at(BatchPosition(1)):
@@ -18,14 +18,14 @@ def test_outside_of_a_microbatch_there_is_no_place() -> None:
 
 
 def test_calls_are_numbered_within_a_pass() -> None:
-    replay = Replay()
+    replay = DrawReplay()
     for _ in range(2):
         with replay.at(BatchPosition(1)):
             assert [replay.next_call("a"), replay.next_call("b"), replay.next_call("a")] == [0, 0, 1]
 
 
 def test_again_brings_back_place_and_numbers_many_times() -> None:
-    replay = Replay()
+    replay = DrawReplay()
     with replay.at(BatchPosition(1)):
         replay.next_call("a")
         again = replay.again()
@@ -43,7 +43,7 @@ def test_again_brings_back_place_and_numbers_many_times() -> None:
 
 
 def test_an_exception_puts_the_place_back() -> None:
-    replay = Replay()
+    replay = DrawReplay()
     with replay.at(BatchPosition(1)):
         with pytest.raises(ZeroDivisionError), replay.at(BatchPosition(2)):
             raise ZeroDivisionError
@@ -56,12 +56,12 @@ def test_an_exception_puts_the_place_back() -> None:
 
 
 def test_outside_of_a_piece_nothing_is_kept() -> None:
-    replay, made = Replay(), iter(range(9))
+    replay, made = DrawReplay(), iter(range(9))
     assert [replay.keep("a", lambda: next(made)), replay.keep("a", lambda: next(made))] == [0, 1]
 
 
 def test_a_run_again_takes_what_the_first_one_made_by_key_and_call() -> None:
-    replay, made = Replay(), iter(range(9))
+    replay, made = DrawReplay(), iter(range(9))
     piece = replay.again()
 
     def run() -> list[int]:
@@ -78,7 +78,7 @@ def test_a_run_again_takes_what_the_first_one_made_by_key_and_call() -> None:
 
 
 def test_a_piece_that_runs_in_a_piece_that_runs_again_takes_from_it_and_keeps_for_its_own() -> None:
-    replay, made = Replay(), iter(range(9))
+    replay, made = DrawReplay(), iter(range(9))
     outer = replay.again()
     with outer.first(), replay.again().first():
         assert replay.keep("a", lambda: next(made)) == 0
@@ -91,7 +91,7 @@ def test_a_piece_that_runs_in_a_piece_that_runs_again_takes_from_it_and_keeps_fo
 
 
 def test_pieces_under_way_do_not_mix() -> None:
-    replay, made = Replay(), iter(range(9))
+    replay, made = DrawReplay(), iter(range(9))
     pieces = [replay.again() for _ in range(3)]
     for piece in pieces:
         with piece.first():
@@ -103,4 +103,4 @@ def test_pieces_under_way_do_not_mix() -> None:
 
 def test_what_is_kept_is_made_without_gradients() -> None:
     weight = torch.ones(2, requires_grad=True)
-    assert not Replay().keep("a", lambda: weight * 2).requires_grad
+    assert not DrawReplay().keep("a", lambda: weight * 2).requires_grad

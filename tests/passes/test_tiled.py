@@ -11,7 +11,7 @@ from shardwise.base.errors import PlanError
 from shardwise.models.dropout import replace_dropout
 from shardwise.models.layers import GeluMlp, SwiGlu
 from shardwise.models.tiles import tile_model
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.passes.tiles import TilesPolicy
 from tests.parallel.tensor.test_loss import LargestTensor
 from tests.passes.closed_forms import kept_elements
@@ -20,7 +20,7 @@ from tests.passes.test_recompute import SHAPES, block_run, gpt, kept_bytes, shap
 
 def passed(net: nn.Module, tokens: int | None, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """The output, and the gradients of input and weights."""
-    replay = Replay()
+    replay = DrawReplay()
     tile_model(nn.ModuleList([net]), TilesPolicy(mlp=tokens or "off"), replay, at_once=True)
     net.to(dtype).zero_grad()
     x = torch.linspace(-2, 2, 2 * 9 * 4, dtype=torch.float64).sin().view(2, 9, 4).to(dtype).requires_grad_()
@@ -58,7 +58,7 @@ def test_dropout_stays_keyed_by_the_place_of_a_token() -> None:
     for tokens in (None, 5):
         torch.manual_seed(0)
         net = SwiGlu(4, 8, 0.5)
-        replay = Replay()
+        replay = DrawReplay()
         replace_dropout(net, 7, replay)
         tile_model(nn.ModuleList([net]), TilesPolicy(mlp=tokens or "off"), replay, at_once=True)
         with replay.at(BatchPosition(1)):
@@ -71,7 +71,7 @@ def test_a_weight_lands_once_and_intermediates_stay_small() -> None:
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: landed.append(p.numel()))
     x = torch.ones(100, 4, requires_grad=True)
-    tile_model(nn.ModuleList([net]), TilesPolicy(mlp=10), Replay(), at_once=True)
+    tile_model(nn.ModuleList([net]), TilesPolicy(mlp=10), DrawReplay(), at_once=True)
     with LargestTensor() as largest:
         net(x).sum().backward()
     assert sorted(landed) == [256, 512] and largest.elements == 10 * 128
@@ -81,7 +81,7 @@ def test_a_weight_lands_once_and_intermediates_stay_small() -> None:
 def test_kept_bytes_equal_the_closed_form(name: str) -> None:
     family, keys = SHAPES[name]
     model, tokens = gpt(family, **keys), torch.zeros(2, 48, dtype=torch.int64)
-    tile_model(model, TilesPolicy(mlp=7), Replay(), at_once=True)
+    tile_model(model, TilesPolicy(mlp=7), DrawReplay(), at_once=True)
     elements = kept_elements(shape_of(model, tokens), "none", tiled_mlp=True)
     assert kept_bytes(*block_run(model, tokens)) == 8 * elements
 

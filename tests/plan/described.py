@@ -5,23 +5,30 @@ from itertools import chain
 
 import torch
 
-from shardwise.compose.plan import Policies, make_plan
-from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec, positions_by_order
+from shardwise.compose.plan import PlanPolicies, make_plan
+from shardwise.compose.spec import (
+    AxisPlacement,
+    BufferSpec,
+    ModelSpec,
+    ParameterSpec,
+    StageBlocks,
+    positions_by_order,
+)
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Block, Partial, Replicate, Shard
+from shardwise.plan.placement import Partial, Replicate, Shard, ShardBlock
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 16, 4, 2, 32
-_ALONE, _ADDEND = OnAxis(Replicate(), Replicate()), OnAxis(Replicate(), Partial())
+_ALONE, _ADDEND = AxisPlacement(Replicate(), Replicate()), AxisPlacement(Replicate(), Partial())
 
 
-def _cut(dim: int, *blocks: Block) -> OnAxis:
-    return OnAxis(Shard(dim, blocks), Shard(dim, blocks))
+def _cut(dim: int, *blocks: ShardBlock) -> AxisPlacement:
+    return AxisPlacement(Shard(dim, blocks), Shard(dim, blocks))
 
 
 _HEAD = WIDTH // HEADS
@@ -29,17 +36,17 @@ BLOCK = {
     "norm.weight": ((WIDTH,), _ADDEND),
     "qkv.weight": (
         ((HEADS + 2 * KV_HEADS) * _HEAD, WIDTH),
-        _cut(0, Block(WIDTH, HEADS), *2 * [Block(KV_HEADS * _HEAD, KV_HEADS)]),
+        _cut(0, ShardBlock(WIDTH, HEADS), *2 * [ShardBlock(KV_HEADS * _HEAD, KV_HEADS)]),
     ),
     "out.weight": ((WIDTH, WIDTH), _cut(1)),
     "out.bias": ((WIDTH,), _ADDEND),
 }
 """Shape and place on "tp" of a block's parameters."""
 HIDDEN = 8
-GATE_UP = (Block(HIDDEN, HIDDEN), Block(HIDDEN, HIDDEN))
+GATE_UP = (ShardBlock(HIDDEN, HIDDEN), ShardBlock(HIDDEN, HIDDEN))
 
 
-def experts(count: int) -> dict[str, tuple[tuple[int, ...], dict[str, OnAxis]]]:
+def experts(count: int) -> dict[str, tuple[tuple[int, ...], dict[str, AxisPlacement]]]:
     """Shapes and places of a stack's parameters."""
     return {
         "experts.gate_up": ((count, 2 * HIDDEN, WIDTH), {"ep": _cut(0), "etp": _cut(1, *GATE_UP)}),
@@ -78,7 +85,7 @@ def model(
     collections = list(chain(*(tables or {}).values()))
     positions = positions_by_order(canonical, names) | positions_by_order(collections, names) | {"mask": 0}
     weight = sum(torch.Size(shape).numel() for shape, _ in BLOCK.values())
-    dealt = Blocks(names, (weight,) * blocks, VOCABULARY * WIDTH, VOCABULARY * WIDTH, positions)
+    dealt = StageBlocks(names, (weight,) * blocks, VOCABULARY * WIDTH, VOCABULARY * WIDTH, positions)
     places = {name: {"tp": place} for name, (_, place) in rows.items()}
     places |= {name: place for name, (_, place) in stacks.items()}
     units = tuple(unit for name in names for unit in (name, f"{name}.experts")[: 1 + bool(stack)])
@@ -110,7 +117,7 @@ def plan(
     disk |= {"step": "delayed"} if delayed else {}
     disk |= {"activations": "host"} if saves else {}
     described = spec or model()
-    policies = Policies(
+    policies = PlanPolicies(
         ZeroPolicy.model_validate({"stage": stage, "prefetch_bytes": 0, **zero}),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
         PrecisionPolicy(),

@@ -11,8 +11,8 @@ from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.lists import (
-    Boundary,
-    Prefetch,
+    PrefetchLimits,
+    UnitBoundary,
     backward_actions,
     forward_actions,
     is_inside,
@@ -31,16 +31,16 @@ def text(actions: list[Action]) -> str:
     return " ".join(str(action) for action in actions)
 
 
-def opens(*units: int) -> list[Boundary]:
+def opens(*units: int) -> list[UnitBoundary]:
     """Units of a row inside the root 0."""
-    inner = [boundary for unit in units for boundary in (Boundary(True, unit), Boundary(False, unit))]
-    return [Boundary(True, 0), *inner, Boundary(False, 0)]
+    inner = [boundary for unit in units for boundary in (UnitBoundary(True, unit), UnitBoundary(False, unit))]
+    return [UnitBoundary(True, 0), *inner, UnitBoundary(False, 0)]
 
 
 def test_rows_are_fetched_once_behind_a_unit_that_runs_twice() -> None:
     made = with_fetches(forward_actions(opens(1, 2, 1), ZERO1), {5: 1, 4: 1, 3: 0})
     assert text(made) == "F(u0) FETCH(u3) F(u1) FETCH(u5) FETCH(u4) F(u2) F(u1)"
-    assert text(keys_ahead(made)) == "ASK(u3) ASK(u5) ASK(u4)"
+    assert text(keys_ahead(made)) == "INPUT_DIST(u3) INPUT_DIST(u5) INPUT_DIST(u4)"
 
 
 def test_lists_of_a_row() -> None:
@@ -63,7 +63,7 @@ def test_lists_of_a_row() -> None:
 
 def test_gathers_run_ahead_of_their_use() -> None:
     row = opens(1, 2, 3)
-    one_at_a_time = Prefetch(1, [10] * 4)
+    one_at_a_time = PrefetchLimits(1, [10] * 4)
     assert text(forward_actions(row, ZERO3, one_at_a_time)) == (
         "UNSHARD(u0) UNSHARD(u1) F(u0) UNSHARD(u2) F(u1) RESHARD(u1) "
         "UNSHARD(u3) F(u2) RESHARD(u2) F(u3) RESHARD(u3) RESHARD(u0)"
@@ -73,11 +73,11 @@ def test_gathers_run_ahead_of_their_use() -> None:
 def test_gathers_run_ahead_by_bytes() -> None:
     """Small ones many at once; a large one alone, where nothing else waits."""
     row = opens(1, 2, 3, 4)
-    assert text(forward_actions(row, ZERO3, Prefetch(10, [1, 3, 3, 3, 11]))) == (
+    assert text(forward_actions(row, ZERO3, PrefetchLimits(10, [1, 3, 3, 3, 11]))) == (
         "UNSHARD(u0) UNSHARD(u1) UNSHARD(u2) UNSHARD(u3) F(u0) F(u1) RESHARD(u1) F(u2) RESHARD(u2) "
         "UNSHARD(u4) F(u3) RESHARD(u3) F(u4) RESHARD(u4) RESHARD(u0)"
     )
-    assert text(forward_actions(row, ZERO3, Prefetch(10, [1, 3, 20, 3, 4]))) == (
+    assert text(forward_actions(row, ZERO3, PrefetchLimits(10, [1, 3, 20, 3, 4]))) == (
         "UNSHARD(u0) UNSHARD(u1) F(u0) UNSHARD(u2) F(u1) RESHARD(u1) UNSHARD(u3) UNSHARD(u4) F(u2) RESHARD(u2) "
         "F(u3) RESHARD(u3) F(u4) RESHARD(u4) RESHARD(u0)"
     )
@@ -88,13 +88,13 @@ def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
     away = [replace(each, tier="disk", weight_tier="disk") for each in ZERO3]
     strategies = [ZERO3[0], *away[1:]]
     row = opens(1, 2, 3)
-    assert text(forward_actions(row, strategies, Prefetch(1, [10] * 4))) == (
-        "BRING(u1) BRING(u2) UNSHARD(u0) UNSHARD(u1) F(u0) BRING(u3) UNSHARD(u2) F(u1) RESHARD(u1) "
+    assert text(forward_actions(row, strategies, PrefetchLimits(1, [10] * 4))) == (
+        "LOAD_WEIGHT(u1) LOAD_WEIGHT(u2) UNSHARD(u0) UNSHARD(u1) F(u0) LOAD_WEIGHT(u3) UNSHARD(u2) F(u1) RESHARD(u1) "
         "UNSHARD(u3) F(u2) RESHARD(u2) F(u3) RESHARD(u3) RESHARD(u0)"
     )
     assert text(forward_actions(row, strategies)) == (
-        "UNSHARD(u0) F(u0) BRING(u1) UNSHARD(u1) F(u1) RESHARD(u1) BRING(u2) UNSHARD(u2) F(u2) RESHARD(u2) "
-        "BRING(u3) UNSHARD(u3) F(u3) RESHARD(u3) RESHARD(u0)"
+        "UNSHARD(u0) F(u0) LOAD_WEIGHT(u1) UNSHARD(u1) F(u1) RESHARD(u1) LOAD_WEIGHT(u2) UNSHARD(u2) F(u2) RESHARD(u2) "
+        "LOAD_WEIGHT(u3) UNSHARD(u3) F(u3) RESHARD(u3) RESHARD(u0)"
     )
     assert not strategies[0].brings_shard and not replace(ZERO1[0], tier="disk").brings_shard
 
@@ -104,22 +104,22 @@ def test_what_was_saved_elsewhere_comes_one_such_unit_ahead() -> None:
     saving = [replace(each, saved_tier="host") for each in ZERO1]
     strategies = [ZERO1[0], *saving[1:3], ZERO1[3], *saving[4:]]
     assert text(backward_actions(opens(1, 2, 3, 4), strategies, [True] * 5, last=False)) == (
-        "B(u0) RECALL(u4) RECALL(u2) B(u4) B(u3) RECALL(u1) B(u2) B(u1)"
+        "B(u0) RELOAD(u4) RELOAD(u2) B(u4) B(u3) RELOAD(u1) B(u2) B(u1)"
     )
     assert text(backward_actions(opens(1, 2, 1), strategies, [True] * 5, last=False)) == (
-        "B(u0) RECALL(u1) RECALL(u2) B(u1) RECALL(u1) B(u2) B(u1)"
+        "B(u0) RELOAD(u1) RELOAD(u2) B(u1) RELOAD(u1) B(u2) B(u1)"
     )
     cut = [replace(each, saved_tier="host") for each in ZERO3]
-    row = backward_actions(opens(1, 2), [ZERO3[0], *cut[1:]], [True] * 3, False, Prefetch(1, [10] * 3))
+    row = backward_actions(opens(1, 2), [ZERO3[0], *cut[1:]], [True] * 3, False, PrefetchLimits(1, [10] * 3))
     assert text(row) == (
-        "UNSHARD(u0) UNSHARD(u2) B(u0) RECALL(u2) RECALL(u1) UNSHARD(u1) B(u2) RESHARD(u2) REDUCE(u2) ARRIVE(u2) "
+        "UNSHARD(u0) UNSHARD(u2) B(u0) RELOAD(u2) RELOAD(u1) UNSHARD(u1) B(u2) RESHARD(u2) REDUCE(u2) ARRIVE(u2) "
         "B(u1) RESHARD(u1) REDUCE(u1) ARRIVE(u1) RESHARD(u0) REDUCE(u0) ARRIVE(u0)"
     )
 
 
 def test_first_gathers_of_a_step_stay_behind_the_compute_in_front() -> None:
     """Of Units whose updates run beside it; what is on the device, or frozen, or adopted late, has no such update."""
-    row, ahead, trained = opens(1, 2, 3, 4, 5), Prefetch(1, [10] * 6), [True] * 6
+    row, ahead, trained = opens(1, 2, 3, 4, 5), PrefetchLimits(1, [10] * 6), [True] * 6
     away = [replace(each, tier="host") for each in ZERO3]
     assert text(forward_actions(row, away, ahead.behind_updates(row, away, trained))) == (
         "UNSHARD(u0) F(u0) UNSHARD(u1) F(u1) RESHARD(u1) UNSHARD(u2) F(u2) RESHARD(u2) UNSHARD(u3) UNSHARD(u4) F(u3) "
@@ -138,7 +138,7 @@ def test_first_gathers_of_a_step_stay_behind_the_compute_in_front() -> None:
 
 def test_only_the_first_pass_of_a_step_gathers_behind_updates() -> None:
     away = [replace(each, tier="host") for each in ZERO3]
-    row, ahead = opens(1, 2), Prefetch(1, [10] * 3)
+    row, ahead = opens(1, 2), PrefetchLimits(1, [10] * 3)
 
     def forward(stage: int, first: bool, last: bool) -> list[Action]:
         return forward_actions(row, away, ahead.behind_updates(row, away, [True] * 3) if first else ahead)
@@ -152,7 +152,8 @@ def test_an_update_that_counts_a_step_late() -> None:
     """Weights become the last one's before this one begins, which goes from the last Unit on, as gradients come."""
     late = [replace(each, tier="disk", is_delayed=True) for each in ZERO1]
     assert text(update_actions([True, False, True], late)) == (
-        "ADOPT(u0) UNSHARD(u0) ADOPT(u2) UNSHARD(u2) LOAD(u2) STEP(u2) STORE(u2) LOAD(u0) STEP(u0) STORE(u0)"
+        "SWAP_WEIGHT(u0) UNSHARD(u0) SWAP_WEIGHT(u2) UNSHARD(u2) LOAD(u2) STEP(u2) STORE(u2) "
+        "LOAD(u0) STEP(u0) STORE(u0)"
     )
 
 
@@ -170,40 +171,46 @@ def test_a_unit_that_runs_twice() -> None:
 def test_order_of_registration() -> None:
     names = ["", "a", "a.b", "a.c", "ab", "d"]
     assert registration_boundaries(names) == [
-        Boundary(True, 0),
-        Boundary(True, 1),
-        Boundary(True, 2),
-        Boundary(False, 2),
-        Boundary(True, 3),
-        Boundary(False, 3),
-        Boundary(False, 1),
-        Boundary(True, 4),
-        Boundary(False, 4),
-        Boundary(True, 5),
-        Boundary(False, 5),
-        Boundary(False, 0),
+        UnitBoundary(True, 0),
+        UnitBoundary(True, 1),
+        UnitBoundary(True, 2),
+        UnitBoundary(False, 2),
+        UnitBoundary(True, 3),
+        UnitBoundary(False, 3),
+        UnitBoundary(False, 1),
+        UnitBoundary(True, 4),
+        UnitBoundary(False, 4),
+        UnitBoundary(True, 5),
+        UnitBoundary(False, 5),
+        UnitBoundary(False, 0),
     ]
     assert is_inside("a.b", "a") and is_inside("a", "") and not is_inside("ab", "a")
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> list[Boundary]:
+def windows(draw: st.DrawFn) -> list[UnitBoundary]:
     """Any nesting and repetition of up to six Units inside the root."""
 
-    def some(depth: int) -> list[Boundary]:
-        found: list[Boundary] = []
+    def some(depth: int) -> list[UnitBoundary]:
+        found: list[UnitBoundary] = []
         for unit in draw(st.lists(st.integers(1, 6), max_size=4 - depth)):
-            found += [Boundary(True, unit), *(some(depth + 1) if depth < 2 else []), Boundary(False, unit)]
+            found += [
+                UnitBoundary(True, unit),
+                *(some(depth + 1) if depth < 2 else []),
+                UnitBoundary(False, unit),
+            ]
         return found
 
-    return [Boundary(True, 0), *some(0), Boundary(False, 0)]
+    return [UnitBoundary(True, 0), *some(0), UnitBoundary(False, 0)]
 
 
 @given(windows(), st.integers(0, 9), st.lists(st.integers(0, 8), min_size=7, max_size=7), st.integers(1, 3))
-def test_every_list_can_be_run(boundaries: list[Boundary], limit: int, sizes: list[int], passes: int) -> None:
+def test_every_list_can_be_run(
+    boundaries: list[UnitBoundary], limit: int, sizes: list[int], passes: int
+) -> None:
     """A Unit is gathered whenever it computes, never twice at once, and released and reduced once at the end. What
     waits for its use is within the limit, or one Unit, and gathers keep their order."""
-    trained, ahead = [True] * 7, Prefetch(limit, sizes)
+    trained, ahead = [True] * 7, PrefetchLimits(limit, sizes)
     for actions, plain, reduces in (
         (forward_actions(boundaries, ZERO3, ahead), forward_actions(boundaries, ZERO3), False),
         (

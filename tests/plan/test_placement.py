@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import PlanError
 from shardwise.plan.placement import (
-    Block,
+    AxisCut,
     ByHash,
-    Cut,
     Partial,
-    Piece,
+    PieceRange,
     Placement,
     Replicate,
     Shard,
+    ShardBlock,
     elements_sent,
     local_shape,
     move,
@@ -70,7 +70,7 @@ SHAPES = [
     ((2, 7, 3), Shard(1)),
     ((5,), Replicate()),
 ]
-FUSED = Shard(0, (Block(8, 4), Block(4, 2), Block(4, 2)))
+FUSED = Shard(0, (ShardBlock(8, 4), ShardBlock(4, 2), ShardBlock(4, 2)))
 """Four query heads of two features, two key and value heads."""
 
 
@@ -80,8 +80,8 @@ def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: P
     full = torch.arange(math.prod(shape))
     seen = torch.zeros(math.prod(shape), dtype=torch.long)
     for index in range(ranks):
-        local = torch.full((math.prod(local_shape(shape, [Cut(where, 0, ranks)])),), -1)
-        for run in runs(shape, [Cut(where, index, ranks)]):
+        local = torch.full((math.prod(local_shape(shape, [AxisCut(where, 0, ranks)])),), -1)
+        for run in runs(shape, [AxisCut(where, index, ranks)]):
             local[run.local : run.local + run.elements] = full[run.full : run.full + run.elements]
             seen[run.full : run.full + run.elements] += 1
         if isinstance(where, Shard):  # as slicing the dimension says
@@ -90,10 +90,10 @@ def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: P
                 [full.view(shape).narrow(where.dim, p.start, p.stop - p.start) for p in held], where.dim
             )
             size = wanted.shape[where.dim]
-            kept = local.view(local_shape(shape, [Cut(where, 0, ranks)])).narrow(where.dim, 0, size)
+            kept = local.view(local_shape(shape, [AxisCut(where, 0, ranks)])).narrow(where.dim, 0, size)
             assert torch.equal(kept, wanted)
         for start in range(0, len(local), 5):  # and any part of them
-            for run in runs(shape, [Cut(where, index, ranks)], start, min(start + 5, len(local))):
+            for run in runs(shape, [AxisCut(where, index, ranks)], start, min(start + 5, len(local))):
                 assert torch.equal(
                     local[run.local : run.local + run.elements], full[run.full :][: run.elements]
                 )
@@ -103,15 +103,17 @@ def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: P
 
 
 def test_fewer_heads_than_ranks_are_held_by_neighbours() -> None:
-    assert [pieces(FUSED, 16, i, 4)[1] for i in range(4)] == [Piece(8, 10, 2)] * 2 + [Piece(10, 12, 2)] * 2
-    held = [[run.replicas for run in runs((16, 3), [Cut(FUSED, i, 4)])] for i in range(4)]
+    assert [pieces(FUSED, 16, i, 4)[1] for i in range(4)] == [PieceRange(8, 10, 2)] * 2 + [
+        PieceRange(10, 12, 2)
+    ] * 2
+    held = [[run.replicas for run in runs((16, 3), [AxisCut(FUSED, i, 4)])] for i in range(4)]
     assert held == [[(1,), (2,), (2,)]] * 4
-    assert [run.replicas for run in runs((16, 3), [Cut(FUSED, 0, 2)])] == [(1,)] * 3
-    assert [run.replicas for run in runs((5,), [Cut(Replicate(), 3, 4)])] == [(4,)]
+    assert [run.replicas for run in runs((16, 3), [AxisCut(FUSED, 0, 2)])] == [(1,)] * 3
+    assert [run.replicas for run in runs((5,), [AxisCut(Replicate(), 3, 4)])] == [(4,)]
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_nearest_number() -> None:
     with pytest.raises(
         PlanError, match="6 heads .* over 4 ranks; the nearest number of ranks that works is 3"
     ):
-        pieces(Shard(0, (Block(12, 6),)), 12, 0, 4)
+        pieces(Shard(0, (ShardBlock(12, 6),)), 12, 0, 4)

@@ -8,7 +8,7 @@ from tests.engine.nets import Language, seeded
 from torch import nn
 
 from shardwise.compose.describe import describe
-from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.plan import PlanPolicies, make_plan
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
@@ -23,7 +23,9 @@ def planned(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: 
     group_of, microbatches = more.pop("group_of", lambda name: 0), more.pop("microbatches", 1)
     updates, offload = (UpdateRule(("exp_avg", "exp_avg_sq")),) * 3, OffloadPolicy(**more.pop("offload", {}))
     zero = ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
-    policies = Policies(zero, PipelinePolicy(), precision, group_of, updates, microbatches, offload=offload)
+    policies = PlanPolicies(
+        zero, PipelinePolicy(), precision, group_of, updates, microbatches, offload=offload
+    )
     return make_plan(describe(model, zero), mesh or Mesh(dp_shard=4), policies)
 
 

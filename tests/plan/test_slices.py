@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
+from shardwise.plan.placement import Partial, Placement, Replicate, Shard, ShardBlock
 from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 
 R, P = Replicate(), Partial()
-FUSED = Shard(1, (Block(8, 4), Block(4, 2), Block(4, 2)))
+FUSED = Shard(1, (ShardBlock(8, 4), ShardBlock(4, 2), ShardBlock(4, 2)))
 """Four query heads of two features, two key and two value heads: 16 columns."""
 
 
@@ -24,12 +24,12 @@ def slices(
     mesh: Mesh,
     where: dict[str, Placement],
     gradient: dict[str, Placement] | None = None,
-) -> list[Slices]:
+) -> list[TensorSlices]:
     registry = Registry(mesh)
     gradient = {axis: where.get(axis, R) for axis in mesh.model_axes()} | {"dp_shard": P} | (gradient or {})
     for kind in ("parameter", "gradient"):
         registry.add(TensorInfo("w", shape, torch.float32, kind, where, gradient))  # type: ignore[arg-type]
-    return [Slices(registry, mesh, rank) for rank in range(mesh.world_size)]
+    return [TensorSlices(registry, mesh, rank) for rank in range(mesh.world_size)]
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_the_pieces_of_all_ranks_make_the_whole(case: Any, data: Any) -> None:
 
 def test_experts_are_cut_along_two_dimensions() -> None:
     """[E/ep, 2F/etp, D]: "cp" stands for the axis of experts, which the mesh has not got yet."""
-    where = {"cp": Shard(0), "tp": Shard(1, (Block(4, 4), Block(4, 4)))}
+    where = {"cp": Shard(0), "tp": Shard(1, (ShardBlock(4, 4), ShardBlock(4, 4)))}
     ranks = slices((2, 8, 3), Mesh(cp=2, tp=2), where)
     info = ranks[0].registry.get("parameter", "w")
     assert [here.local_shape(info) for here in ranks] == [(1, 4, 3)] * 4
@@ -94,8 +94,8 @@ def test_experts_are_cut_along_two_dimensions() -> None:
         ({}, {"cp": P}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
         ({}, {"cp": P, "tp": P}, [tuple(range(8))]),
         ({"tp": Shard(0)}, {"cp": P, "tp": Shard(0)}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ({"tp": Shard(0, (Block(4, 2),))}, {}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        ({"tp": Shard(0, (Block(4, 2),))}, {"cp": P}, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ({"tp": Shard(0, (ShardBlock(4, 2),))}, {}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ({"tp": Shard(0, (ShardBlock(4, 2),))}, {"cp": P}, [(0, 1, 4, 5), (2, 3, 6, 7)]),
         ({}, {}, []),
     ],
     ids=["sequence", "context", "both", "cut and context", "neighbours", "neighbours and context", "equal"],

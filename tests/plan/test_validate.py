@@ -14,7 +14,7 @@ from tests.plan.described import plan
 from tests.plan.planted import MICROBATCHES, QKV, good, registered
 
 from shardwise.base.errors import PlanError
-from shardwise.plan.action import DEAL, NORM, RECV, SEND, SUM, TRUST, Action, B, F, Kind
+from shardwise.plan.action import ALL_TO_ALL, NORM, RECV, SEND, SUM, TRUST_RATIO, Action, B, F, Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import TensorInfo, UpdateRule
@@ -178,20 +178,20 @@ PLANTED = [
     ),
     ("tied", drop("pp 0", SUM), "pp 0 ranks have NORM before SUM"),
     ("tied", drop("pp 1", SUM), "pp 1 ranks have NORM before SUM"),
-    ("norms", drop("pp 1", TRUST), r"pp 1 ranks have STEP\(u0\) before TRUST"),
-    ("norms", double("pp 0", TRUST), "TRUST twice"),
-    ("norms", before("pp 0", TRUST, unit(Kind.DIRECT, 1)), r"TRUST before DIRECT\(u1\)"),
-    ("norms", drop("pp 0", unit(Kind.DIRECT, 1)), r"TRUST before DIRECT\(u1\)"),
-    ("norms", double("pp 0", unit(Kind.DIRECT, 1)), r"DIRECT\(u1\) twice"),
-    ("norms", before("pp 0", unit(Kind.DIRECT, 1), NORM), r"DIRECT\(u1\) before NORM"),
-    ("norms", before("pp 0", STEP1, TRUST), r"STEP\(u1\) before TRUST"),
-    ("norms", add("pp 0", DEAL), "DEAL though no update here needs it"),
-    ("matrices", drop("all", DEAL), r"STEP\(u0\) before DEAL"),
-    ("matrices", add("all", TRUST), "TRUST though no update here needs it"),
+    ("norms", drop("pp 1", TRUST_RATIO), r"pp 1 ranks have STEP\(u0\) before TRUST_RATIO"),
+    ("norms", double("pp 0", TRUST_RATIO), "TRUST_RATIO twice"),
+    ("norms", before("pp 0", TRUST_RATIO, unit(Kind.DIRECTION, 1)), r"TRUST_RATIO before DIRECTION\(u1\)"),
+    ("norms", drop("pp 0", unit(Kind.DIRECTION, 1)), r"TRUST_RATIO before DIRECTION\(u1\)"),
+    ("norms", double("pp 0", unit(Kind.DIRECTION, 1)), r"DIRECTION\(u1\) twice"),
+    ("norms", before("pp 0", unit(Kind.DIRECTION, 1), NORM), r"DIRECTION\(u1\) before NORM"),
+    ("norms", before("pp 0", STEP1, TRUST_RATIO), r"STEP\(u1\) before TRUST_RATIO"),
+    ("norms", add("pp 0", ALL_TO_ALL), "ALL_TO_ALL though no update here needs it"),
+    ("matrices", drop("all", ALL_TO_ALL), r"STEP\(u0\) before ALL_TO_ALL"),
+    ("matrices", add("all", TRUST_RATIO), "TRUST_RATIO though no update here needs it"),
     (
         "matrices",
-        add("all", unit(Kind.DIRECT, 0)),
-        r"DIRECT\(u0\) of a Unit whose updates look at each element",
+        add("all", unit(Kind.DIRECTION, 0)),
+        r"DIRECTION\(u0\) of a Unit whose updates look at each element",
     ),
     ("disk", before("all", unit(Kind.STEP, 4), unit(Kind.LOAD, 4)), r"STEP\(u4\) before LOAD\(u4\)"),
     ("disk", before("all", unit(Kind.STORE, 3), unit(Kind.STEP, 3)), r"STORE\(u3\) before STEP\(u3\)"),
@@ -204,53 +204,61 @@ PLANTED = [
         drop("all", unit(Kind.REDUCE, 1, 0)),
         r"ARRIVE\(u1,0\) though no reduction of Unit 1",
     ),
-    ("delayed", drop("all", unit(Kind.ADOPT, 4)), r"UNSHARD\(u4\) before ADOPT\(u4\)"),
-    ("delayed", before("all", unit(Kind.ADOPT, 4), NORM), r"ADOPT\(u4\) before NORM"),
-    ("delayed", swap("all", unit(Kind.ADOPT, 4), unit(Kind.STEP, 4)), r"STEP\(u4\) before LOAD\(u4\)"),
+    ("delayed", drop("all", unit(Kind.SWAP_WEIGHT, 4)), r"UNSHARD\(u4\) before SWAP_WEIGHT\(u4\)"),
+    ("delayed", before("all", unit(Kind.SWAP_WEIGHT, 4), NORM), r"SWAP_WEIGHT\(u4\) before NORM"),
+    ("delayed", swap("all", unit(Kind.SWAP_WEIGHT, 4), unit(Kind.STEP, 4)), r"STEP\(u4\) before LOAD\(u4\)"),
     (
         "delayed",
         swap("all", unit(Kind.UNSHARD, 4), unit(Kind.STORE, 4)),
         r"STORE\(u4\) before STEP\(u4\)",
     ),
     ("delayed", add("all", unit(Kind.UNSHARD, 4)), r"UNSHARD\(u4\) twice"),
-    ("disk", add("all", unit(Kind.ADOPT, 4)), r"ADOPT\(u4\) of a Unit whose updates count at once"),
-    ("weights on disk", double("all", unit(Kind.BRING, 3, 0)), r"BRING\(u3,0\) while .* or on their way"),
     (
-        "weights on disk",
-        swap("all", unit(Kind.BRING, 4, 1), unit(Kind.UNSHARD, 4, 1)),
-        r"UNSHARD\(u4,1\) without BRING\(u4,1\) before it",
+        "disk",
+        add("all", unit(Kind.SWAP_WEIGHT, 4)),
+        r"SWAP_WEIGHT\(u4\) of a Unit whose updates count at once",
     ),
     (
         "weights on disk",
-        before("all", unit(Kind.BRING, 4, 1), unit(Kind.B, 4, 0)),
-        r"BRING\(u4,1\) outside a pass of stage 0 with microbatch 1",
+        double("all", unit(Kind.LOAD_WEIGHT, 3, 0)),
+        r"LOAD_WEIGHT\(u3,0\) while .* or on their way",
     ),
     (
         "weights on disk",
-        lambda rows: rows["all"].insert(rows["all"].index(B(0, 1)), unit(Kind.BRING, 4, 1)),
-        r"BRING\(u4\) without UNSHARD\(u4\) behind it in its pass",
+        swap("all", unit(Kind.LOAD_WEIGHT, 4, 1), unit(Kind.UNSHARD, 4, 1)),
+        r"UNSHARD\(u4,1\) without LOAD_WEIGHT\(u4,1\) before it",
     ),
     (
         "weights on disk",
-        lambda rows: rows["all"].insert(1, unit(Kind.BRING, 1, 0)),
-        r"BRING\(u1,0\) of a Unit whose shard lies on the device",
+        before("all", unit(Kind.LOAD_WEIGHT, 4, 1), unit(Kind.B, 4, 0)),
+        r"LOAD_WEIGHT\(u4,1\) outside a pass of stage 0 with microbatch 1",
     ),
-    ("saved", drop("pp 0", unit(Kind.RECALL, 1, 1)), "0 RECALL and 1 B of Unit 1 in microbatch 1"),
-    ("saved", double("pp 0", unit(Kind.RECALL, 1, 1)), r"RECALL\(u1,1\) more often than F\(u1,1\)"),
+    (
+        "weights on disk",
+        lambda rows: rows["all"].insert(rows["all"].index(B(0, 1)), unit(Kind.LOAD_WEIGHT, 4, 1)),
+        r"LOAD_WEIGHT\(u4\) without UNSHARD\(u4\) behind it in its pass",
+    ),
+    (
+        "weights on disk",
+        lambda rows: rows["all"].insert(1, unit(Kind.LOAD_WEIGHT, 1, 0)),
+        r"LOAD_WEIGHT\(u1,0\) of a Unit whose shard lies on the device",
+    ),
+    ("saved", drop("pp 0", unit(Kind.RELOAD, 1, 1)), "0 RELOAD and 1 B of Unit 1 in microbatch 1"),
+    ("saved", double("pp 0", unit(Kind.RELOAD, 1, 1)), r"RELOAD\(u1,1\) more often than F\(u1,1\)"),
     (
         "saved",
-        swap("pp 0", unit(Kind.RECALL, 2, 0), unit(Kind.B, 2, 0)),
-        r"RECALL\(u2,0\) behind B\(u2,0\), which needs it",
+        swap("pp 0", unit(Kind.RELOAD, 2, 0), unit(Kind.B, 2, 0)),
+        r"RELOAD\(u2,0\) behind B\(u2,0\), which needs it",
     ),
     (
         "saved",
-        before("pp 0", unit(Kind.RECALL, 2, 1), unit(Kind.B, 2, 0)),
-        r"RECALL\(u2,1\) outside a pass of stage 0 with microbatch 1",
+        before("pp 0", unit(Kind.RELOAD, 2, 1), unit(Kind.B, 2, 0)),
+        r"RELOAD\(u2,1\) outside a pass of stage 0 with microbatch 1",
     ),
     (
         "saved",
-        swap("pp 0", unit(Kind.RECALL, 1, 1), unit(Kind.F, 1, 1)),
-        r"RECALL\(u1,1\) inside F\(0,1\); expected inside B",
+        swap("pp 0", unit(Kind.RELOAD, 1, 1), unit(Kind.F, 1, 1)),
+        r"RELOAD\(u1,1\) inside F\(0,1\); expected inside B",
     ),
     ("pp", drop("pp 0", SEND(0, 1, 1)), r"rank 0 has F\(0,1\) without SEND\(0,1,1\) after it"),
     ("pp", double("pp 0", SEND(0, 1, 1)), r"rank 0 has SEND\(0,1,1\) twice"),
@@ -311,8 +319,8 @@ PLANTED = [
     ("tables", add("all", unit(Kind.DELIVER, 1)), r"DELIVER\(u1\) of a Unit of parameters"),
     (
         "tables",
-        lambda rows: rows["all"].insert(1, unit(Kind.ASK, 5, 0)),
-        r"ASK\(u5,0\) in the list of a step",
+        lambda rows: rows["all"].insert(1, unit(Kind.INPUT_DIST, 5, 0)),
+        r"INPUT_DIST\(u5,0\) in the list of a step",
     ),
     (
         "tables",
@@ -405,7 +413,7 @@ UNSEEN = {
     "steps in another order": ("zero0", swap("all", STEP0, STEP1)),
     "a gather ahead": ("zero3", swap("all", unit(Kind.F, 0, 0), unit(Kind.UNSHARD, 1, 0))),
     "a gather before the release": ("zero3", swap("all", unit(Kind.RESHARD, 1, 0), unit(Kind.UNSHARD, 2, 0))),
-    "what was saved comes earlier": ("saved", swap("pp 0", unit(Kind.B, 0, 0), unit(Kind.RECALL, 2, 0))),
+    "what was saved comes earlier": ("saved", swap("pp 0", unit(Kind.B, 0, 0), unit(Kind.RELOAD, 2, 0))),
     "rows that wait for a block": ("tables", swap("all", unit(Kind.FETCH, 5, 0), unit(Kind.F, 1, 0))),
     "a message that waits for a reduction": ("pp", later("pp 0", 0, 0, RECV(0, 1, 1))),
 }
@@ -486,6 +494,7 @@ def test_bytes_and_moments_are_those_of_each_group() -> None:
         ["weight", "grad", "momentum_buffer"],
     ]
     assert " ".join(map(str, whole.actions["all"])).endswith(
-        "NORM DIRECT(u1) DIRECT(u2) DIRECT(u3) DIRECT(u4) DEAL STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) STEP(u2) "
+        "NORM DIRECTION(u1) DIRECTION(u2) DIRECTION(u3) DIRECTION(u4) ALL_TO_ALL STEP(u0) UNSHARD(u0) "
+        "STEP(u1) UNSHARD(u1) STEP(u2) "
         "UNSHARD(u2) STEP(u3) UNSHARD(u3) STEP(u4) UNSHARD(u4)"
     )

@@ -5,7 +5,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.config.run import RunConfig
-from shardwise.precision.policy import Dtypes, PrecisionPolicy
+from shardwise.precision.policy import BucketDtypes, PrecisionPolicy
 
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -27,12 +27,12 @@ F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
     ids=str,
 )
 def test_dtypes_follow(given: object, own: torch.dtype, wanted: tuple[torch.dtype, ...]) -> None:
-    assert PrecisionPolicy.model_validate(given).dtypes("w", own) == Dtypes(*wanted)
+    assert PrecisionPolicy.model_validate(given).dtypes("w", own) == BucketDtypes(*wanted)
 
 
 def test_patterns_that_stay_in_fp32() -> None:
     policy = PrecisionPolicy(compute="bf16", keep_fp32=["*norm*", "head.*"])
-    assert policy.dtypes("blocks.0.norm.weight", F32) == Dtypes(F32, F32, F32, F32)
+    assert policy.dtypes("blocks.0.norm.weight", F32) == BucketDtypes(F32, F32, F32, F32)
     assert policy.dtypes("head.weight", B16).compute is F32
     assert policy.dtypes("blocks.0.up.weight", F32).compute is B16
     assert PrecisionPolicy(compute="fp64", keep_fp32=["*"]).dtypes("w", F32).compute is F64

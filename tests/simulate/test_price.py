@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.base.rates import Rates
+from shardwise.base.rates import RankRates
 from shardwise.comm.world import World
-from shardwise.engine.fit.foresee import Known, read
+from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Kind
@@ -33,11 +33,11 @@ def tokens() -> dict[str, Tensor]:
     return {"tokens": ids, "targets": ids}
 
 
-def rates(**given: float) -> Rates:
-    return Rates(**(dict.fromkeys(Rates._fields, NEVER) | given))
+def rates(**given: float) -> RankRates:
+    return RankRates(**(dict.fromkeys(RankRates._fields, NEVER) | given))
 
 
-def priced(known: Known, is_cpu: bool = False, **given: float) -> StepSeconds:
+def priced(known: JobFacts, is_cpu: bool = False, **given: float) -> StepSeconds:
     plan = known.outlook(known.settings.offload).plan
     return step_seconds(plan, known.policies, known.passed, rates(**given), is_cpu)
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.plan.mesh import Mesh
-from shardwise.tiers.alike import Alike, key_of
+from shardwise.tiers.alike import AlikeStorages, key_of
 from tests.accelerator.crew import Crew
 
 
 def test_a_note_is_of_a_whole_storage_at_a_version() -> None:
-    alike, x = Alike(Group.alone("tp")), torch.zeros(4, 6)
+    alike, x = AlikeStorages(Group.alone("tp")), torch.zeros(4, 6)
     part, spread = torch.zeros(4, 6)[:, :3], torch.zeros(1).expand(1)
     alike.note(x)
     assert not alike.knows(key_of(x)), "no block runs"
@@ -28,7 +28,7 @@ def test_a_note_is_of_a_whole_storage_at_a_version() -> None:
 
 
 def test_what_is_saved_inside_a_module_that_is_alike() -> None:
-    alike, inside, outside = Alike(Group.alone("tp")), torch.zeros(3), torch.zeros(3)
+    alike, inside, outside = AlikeStorages(Group.alone("tp")), torch.zeros(3), torch.zeros(3)
     alike.enter()  # and an exception came
     with alike.listening():
         alike.saved(outside)
@@ -40,8 +40,8 @@ def test_what_is_saved_inside_a_module_that_is_alike() -> None:
 
 
 def compared(world: Any) -> list[bool]:
-    group = world.group(Mesh(tp=2), "tp", CommPolicy(), Clock(10.0), Traffic())
-    alike, found = Alike(group), []
+    group = world.group(Mesh(tp=2), "tp", CommPolicy(), StepClock(10.0), Traffic())
+    alike, found = AlikeStorages(group), []
     words = torch.arange(1003, dtype=torch.uint8).repeat(3)
     for place in (None, 0, 999, 3008):
         mine = words.clone()

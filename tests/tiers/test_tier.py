@@ -13,7 +13,7 @@ import shardwise
 from shardwise.comm.world import join
 from shardwise.memory.direct_io import DirectFile, mapped_empty
 from shardwise.observe.memory import apart_from_the_heap, give_back_free, resident_bytes
-from shardwise.tiers.tier import Staging
+from shardwise.tiers.tier import StagingMemory
 from tests.engine.nets import Language, seeded
 
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -29,7 +29,7 @@ class SlowWrite(Future[None]):
 
 def test_blocks_that_are_being_written_do_not_pile_up() -> None:
     """Each state that was opened between two steps took a block more, while those before were being written."""
-    staging = Staging(2)
+    staging = StagingMemory(2)
     for _ in range(20):
         block = staging.take(4096)
         assert staging.nbytes <= 2 * block.nbytes
@@ -41,7 +41,7 @@ def test_freed_blocks_return_to_the_system() -> None:
     block_bytes = 16 << 20
 
     def use() -> None:
-        staging = Staging(1)
+        staging = StagingMemory(1)
         block = staging.take(block_bytes)
         block.fill_(1)
         staging.give(block)
@@ -68,9 +68,9 @@ def test_a_block_may_be_empty() -> None:
 def test_a_load_stages_no_more_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load on a slow disk took a block for each bucket, more than the memory that the run had trained in."""
     taken: list[int] = []
-    take = Staging.take
+    take = StagingMemory.take
 
-    def noted(self: Staging, *arguments: Any) -> torch.Tensor:
+    def noted(self: StagingMemory, *arguments: Any) -> torch.Tensor:
         block = take(self, *arguments)
         taken.append(self.nbytes)
         return block
@@ -83,7 +83,7 @@ def test_a_load_stages_no_more_than_a_step(tmp_path: Path, monkeypatch: pytest.M
         }
         return shardwise.initialize(seeded(Language), config, world=join(quiet=True))
 
-    monkeypatch.setattr(Staging, "take", noted)
+    monkeypatch.setattr(StagingMemory, "take", noted)
     first = engine()
     for _ in range(2):
         first.train_step([(TOKENS, TOKENS)])

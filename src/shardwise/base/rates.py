@@ -7,7 +7,7 @@ because all ranks must come to the same placement before anything is measured.
 from typing import NamedTuple
 
 
-class Rates(NamedTuple):
+class RankRates(NamedTuple):
     """Rates of one rank, with the load that its neighbours put on the host."""
 
     flops_s: float
@@ -28,7 +28,7 @@ class Rates(NamedTuple):
     """Seconds of delay of one message to all ranks."""
 
 
-ASSUMED_RATES = Rates(
+ASSUMED_RATES = RankRates(
     flops_s=100e9,
     host_bytes_s=6e9,
     device_bytes_s=6e9,

@@ -2,24 +2,24 @@
 
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.inspect import FolderSummary, StepSummary, describe
-from shardwise.checkpoint.load import Damage, Loaded
+from shardwise.checkpoint.load import FileDamage, LoadedCheckpoint
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.peers import JobRanks, Solo
-from shardwise.checkpoint.piece import FlatSlice, Item
+from shardwise.checkpoint.peers import JobRanks, SingleRank
+from shardwise.checkpoint.piece import FlatSlice, TensorPieces
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.checkpoint.verify import verify
 
 __all__ = [
     "CheckpointPolicy",
     "Checkpoints",
-    "Damage",
+    "FileDamage",
     "FolderSummary",
-    "Item",
-    "Loaded",
+    "TensorPieces",
+    "LoadedCheckpoint",
     "Manifest",
     "JobRanks",
     "FlatSlice",
-    "Solo",
+    "SingleRank",
     "StepSummary",
     "describe",
     "verify",

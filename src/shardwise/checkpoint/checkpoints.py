@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError, TierError
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.layout import Sizes
-from shardwise.checkpoint.load import Choose, Loaded, Loading, StepReader
-from shardwise.checkpoint.peers import Coordinator, JobRanks, Solo
-from shardwise.checkpoint.piece import FlatSlice, Item, check_pieces
+from shardwise.checkpoint.files import FileSystem
+from shardwise.checkpoint.layout import LayoutSizes
+from shardwise.checkpoint.load import CheckpointLoad, Choose, LoadedCheckpoint, StepReader
+from shardwise.checkpoint.peers import CheckpointCoordinator, JobRanks, SingleRank
+from shardwise.checkpoint.piece import FlatSlice, TensorPieces, check_pieces
 from shardwise.checkpoint.policy import CheckpointPolicy
-from shardwise.checkpoint.save import Contents, Saver, Saving
-from shardwise.checkpoint.steps import Folder, StepDirectory
+from shardwise.checkpoint.save import CheckpointSave, CheckpointWriter, StepContents
+from shardwise.checkpoint.steps import CheckpointFolder, StepDirectory
 from shardwise.memory.pinned import pinned_empty
 
 
@@ -57,7 +57,7 @@ class HostBuffer:
         """Bytes of all pages."""
         return sum(page.nbytes for page in self._pages)
 
-    def copy(self, items: Sequence[Item]) -> list[Item]:
+    def copy(self, items: Sequence[TensorPieces]) -> list[TensorPieces]:
         """Return ``items`` with their tensors copied into the buffer; the copies are complete on return."""
         check_pieces(items)
         tensors = [piece.tensor for item in items for piece in item.pieces]
@@ -129,17 +129,17 @@ class Checkpoints:
         *,
         run: str = "",
         warn: Callable[[str], None] | None = None,
-        sizes: Sizes | None = None,
-        files: Files | None = None,
+        sizes: LayoutSizes | None = None,
+        files: FileSystem | None = None,
     ) -> None:
         self.root = Path(root)
         self.policy = policy or CheckpointPolicy()
-        self._peers: JobRanks = peers or Solo()
-        self._files = files or Files()
-        self._folder = Folder(self.root, self._files)
-        self._sizes = sizes or Sizes()
+        self._peers: JobRanks = peers or SingleRank()
+        self._files = files or FileSystem()
+        self._folder = CheckpointFolder(self.root, self._files)
+        self._sizes = sizes or LayoutSizes()
         self._warn = warn or logging.getLogger("shardwise.checkpoint").warning
-        self._writer = Saver(
+        self._writer = CheckpointWriter(
             run=run or secrets.token_hex(4),
             keep_last=self.policy.keep_last,
             keep_every=self.policy.keep_every,
@@ -160,14 +160,14 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        items: Sequence[Item],
+        items: Sequence[TensorPieces],
         trainer: Mapping[str, Any],
         *,
         aliases: Mapping[str, Sequence[str]] | None = None,
         write_aliases: bool = False,
         texts: Mapping[str, str] | None = None,
         asynchronous: bool | None = None,
-        copies: Sequence[Item] = (),
+        copies: Sequence[TensorPieces] = (),
         best: int | None = None,
     ) -> None:
         """Save ``items`` as step ``step``.
@@ -197,7 +197,7 @@ class Checkpoints:
             self.wait()
         self._failure = None
         behind = self.policy.asynchronous if asynchronous is None else asynchronous
-        contents = Contents(
+        contents = StepContents(
             step, [*items, *copies], dict(trainer), aliases or {}, write_aliases, texts or {}, best
         )
         if not 0 <= step < 10**15:
@@ -215,7 +215,7 @@ class Checkpoints:
             self._save(coordinator, contents)
             self._failures = 0
 
-    def _report(self, coordinator: Coordinator, error: Exception) -> None:
+    def _report(self, coordinator: CheckpointCoordinator, error: Exception) -> None:
         """Post a failure in place of the first phase, so that no rank waits for this one."""
 
         def fail() -> None:
@@ -223,15 +223,17 @@ class Checkpoints:
 
         coordinator.gather("specs", fail)
 
-    def _save(self, coordinator: Coordinator, contents: Contents) -> None:
+    def _save(self, coordinator: CheckpointCoordinator, contents: StepContents) -> None:
         try:
             with coordinator.at_work():
-                Saving(self._folder, self._files, self._sizes, self._writer, coordinator, contents).run()
+                CheckpointSave(
+                    self._folder, self._files, self._sizes, self._writer, coordinator, contents
+                ).run()
         except (CheckpointError, TierError) as error:
             kind = type(error) if isinstance(error, TierError) else CheckpointError
             raise kind(f"{self.root}: step {contents.step} was not saved: {error}") from error
 
-    def _behind(self, coordinator: Coordinator, contents: Contents) -> None:
+    def _behind(self, coordinator: CheckpointCoordinator, contents: StepContents) -> None:
         self._yield_to_training()
         try:
             self._save(coordinator, contents)
@@ -301,7 +303,7 @@ class Checkpoints:
         is_checked: bool = False,
         examine: Callable[[StepReader], None] | None = None,
         look_first: Callable[[], None] | None = None,
-    ) -> Loaded | None:
+    ) -> LoadedCheckpoint | None:
         """Fill ``items`` from the newest whole step, or only from the step at ``path``.
 
         Args:
@@ -323,7 +325,9 @@ class Checkpoints:
         """
         coordinator = self._open("load")
         self.wait()
-        load = Loading(self._folder, self._files, coordinator, self._warn, partial, is_checked, examine)
+        load = CheckpointLoad(
+            self._folder, self._files, coordinator, self._warn, partial, is_checked, examine
+        )
         with coordinator.at_work():
             try:
                 if path is None:
@@ -336,5 +340,5 @@ class Checkpoints:
         """Return the steps in the folder as this process sees them, newest first."""
         return self._folder.scan()
 
-    def _open(self, purpose: str) -> Coordinator:
-        return Coordinator(self._peers, purpose, self.policy.timeout_s)
+    def _open(self, purpose: str) -> CheckpointCoordinator:
+        return CheckpointCoordinator(self._peers, purpose, self.policy.timeout_s)

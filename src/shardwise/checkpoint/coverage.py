@@ -1,6 +1,6 @@
 """Coverage of files by the ranks' writes: every byte once, and the sums of blocks and tensors.
 
-A rank reports one ``Extent`` per range of bytes that it wrote, cut where a tensor or a CRC block ends. Sorted by
+A rank reports one ``FileExtent`` per range of bytes that it wrote, cut where a tensor or a CRC block ends. Sorted by
 position, the extents of all ranks must tile every file. A gap is an element that no rank wrote; an overlap is an
 element that two ranks wrote. The CRC-32s of blocks and pieces follow by ``crc32_combine``; no byte is read again.
 
@@ -19,7 +19,7 @@ from shardwise.formats.safetensors import CODES
 from shardwise.kernels.crc import crc32_combine
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """Bytes ``[start, stop)`` of file number ``file``, written with the CRC-32 ``crc``."""
 
     file: int
@@ -52,7 +52,7 @@ def cut_at_blocks(start: int, stop: int, block_bytes: int) -> list[tuple[int, in
 
 
 def sum_up(
-    layouts: Sequence[FileLayout], extents: Iterable[Sequence[Extent]], block_bytes: int
+    layouts: Sequence[FileLayout], extents: Iterable[Sequence[FileExtent]], block_bytes: int
 ) -> list[FileSums]:
     """Return the sums of every file from the extents of every rank.
 
@@ -64,13 +64,13 @@ def sum_up(
     Raises:
         CheckpointError: if a byte was written never or twice.
     """
-    by_file: list[list[Extent]] = [[] for _ in layouts]
+    by_file: list[list[FileExtent]] = [[] for _ in layouts]
     for extent in heapq.merge(*extents):
         by_file[extent.file].append(extent)
     return [_sum_file(layout, found, block_bytes) for layout, found in zip(layouts, by_file, strict=True)]
 
 
-def _sum_file(layout: FileLayout, extents: list[Extent], block_bytes: int) -> FileSums:
+def _sum_file(layout: FileLayout, extents: list[FileExtent], block_bytes: int) -> FileSums:
     sums = FileSums(layout.bytes, [0] * -(-layout.bytes // block_bytes), [0] * len(layout.slots))
     position = 0
     slot = -1  # -1: the header, which lies before the first slot

@@ -1,4 +1,4 @@
-"""Access of checkpoints to the disk: every call goes through ``Files``.
+"""Access of checkpoints to the disk: every call goes through ``FileSystem``.
 
 There are two reasons. Crash safety consists of the order of writes, fsyncs and renames, so that order is kept in one
 place; and a test derives from this class to fail, cut short or kill at the n-th call.
@@ -34,7 +34,7 @@ def lies_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-class Files:
+class FileSystem:
     """The file system, call by call. ``before`` is called with (operation, path) ahead of each change."""
 
     def before(self, operation: str, path: Path) -> None:

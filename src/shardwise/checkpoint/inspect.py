@@ -8,10 +8,10 @@ from typing import Any
 import shardwise.checkpoint.manifest as manifests
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict_json import read_object
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.load import Damage, StepReader
+from shardwise.checkpoint.files import FileSystem
+from shardwise.checkpoint.load import FileDamage, StepReader
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.steps import LATEST, Folder, open_step
+from shardwise.checkpoint.steps import LATEST, CheckpointFolder, open_step
 from shardwise.checkpoint.verify import verify
 
 
@@ -46,7 +46,7 @@ class StepSummary:
     versions: dict[str, str] | None = None
     """Versions of the programs that wrote the step; empty if it does not record them."""
     trainer: dict[str, Any] | None = None
-    damage: tuple[Damage, ...] | None = None
+    damage: tuple[FileDamage, ...] | None = None
     """Damage that verification found; None if verification was not requested."""
 
     @property
@@ -98,8 +98,8 @@ def describe(directory: Path | str, check: bool = True) -> StepSummary | FolderS
         raise CheckpointError(f"{path} is a file; expected a folder: a step, or a folder of steps{hint}")
     if (path / manifests.NAME).exists():
         return _describe_step(path, check)
-    files = Files()
-    found = Folder(path, files).scan()
+    files = FileSystem()
+    found = CheckpointFolder(path, files).scan()
     if not found:
         raise CheckpointError(
             f"{path}: neither a step (it has no {manifests.NAME}) nor a folder with directories step_NNNNNNNN"
@@ -114,7 +114,7 @@ def describe(directory: Path | str, check: bool = True) -> StepSummary | FolderS
 
 
 def _describe_step(path: Path, check: bool) -> StepSummary:
-    files = Files()
+    files = FileSystem()
     damage = tuple(verify(path, files)) if check else None
     try:
         manifest = open_step(path, files)

@@ -21,14 +21,14 @@ from math import prod
 from typing import NamedTuple
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.piece import MODEL_KINDS, Spec
+from shardwise.checkpoint.piece import MODEL_KINDS, TensorSpec
 from shardwise.formats.safetensors import encoded_header
 
 PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayoutSizes:
     """Sizes at which files, tensors and blocks are cut. They are fixed in format version 1; tests use tiny values."""
 
     file_bytes: int = 5_000_000_000
@@ -42,7 +42,7 @@ class Sizes:
 class FileSlot(NamedTuple):
     """Elements ``[start, stop)`` of one tensor, stored at ``offset`` of a file under the name ``key``."""
 
-    spec: Spec
+    spec: TensorSpec
     start: int
     stop: int
     key: str
@@ -64,7 +64,9 @@ class FileLayout(NamedTuple):
     bytes: int
 
 
-def arrange(specs: Iterable[Spec], sizes: Sizes, aliases: Mapping[str, Sequence[str]]) -> list[FileLayout]:
+def arrange(
+    specs: Iterable[TensorSpec], sizes: LayoutSizes, aliases: Mapping[str, Sequence[str]]
+) -> list[FileLayout]:
     """Return the layout of every safetensors file of a step.
 
     Args:
@@ -93,7 +95,7 @@ def arrange(specs: Iterable[Spec], sizes: Sizes, aliases: Mapping[str, Sequence[
     return layouts
 
 
-def _cut(spec: Spec, piece_elements: int) -> list[FileSlot]:
+def _cut(spec: TensorSpec, piece_elements: int) -> list[FileSlot]:
     """Return the slots of one tensor, offsets unset: one slot for a tensor of the model, else rows of the grid."""
     if spec.kind in MODEL_KINDS:
         return [FileSlot(spec, 0, spec.elements, spec.name, spec.shape, 0)]

@@ -28,18 +28,18 @@ from torch import Tensor
 import shardwise.checkpoint.manifest as manifests
 from shardwise.base.errors import CheckpointError, DamagedError, MismatchError, TierError
 from shardwise.base.strict_json import read_object
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.manifest import Manifest, ManifestTensor
-from shardwise.checkpoint.peers import Coordinator
-from shardwise.checkpoint.piece import Flat, Item, bytes_of, check_pieces
-from shardwise.checkpoint.steps import Folder, StepDirectory, open_step, step_of
+from shardwise.checkpoint.peers import CheckpointCoordinator
+from shardwise.checkpoint.piece import Flat, TensorPieces, bytes_of, check_pieces
+from shardwise.checkpoint.steps import CheckpointFolder, StepDirectory, open_step, step_of
 from shardwise.kernels.crc import sum_for
 
-Choose = Sequence[Item] | Callable[[Manifest], Sequence[Item]]
+Choose = Sequence[TensorPieces] | Callable[[Manifest], Sequence[TensorPieces]]
 """Items to fill, or a function that returns them for the manifest of a step."""
 
 
-class Loaded(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """The step that was loaded, with its trainer state and manifest."""
 
     step: int
@@ -48,7 +48,7 @@ class Loaded(NamedTuple):
     manifest: Manifest
 
 
-class Damage(NamedTuple):
+class FileDamage(NamedTuple):
     """Damage to one file of a step, and the tensors that it affects."""
 
     file: str
@@ -63,7 +63,7 @@ class Damage(NamedTuple):
 class StepReader:
     """Reads the bytes of one step, and returns none that fail their check. Uses one block of memory."""
 
-    def __init__(self, path: Path, manifest: Manifest, files: Files) -> None:
+    def __init__(self, path: Path, manifest: Manifest, files: FileSystem) -> None:
         self.path, self.manifest = path, manifest
         self._files = files
         largest = max(file.bytes for file in manifest.files.values())
@@ -95,7 +95,7 @@ class StepReader:
         self._each_block(name, range(file.blocks), lambda block, data: parts.append(data.numpy().tobytes()))
         return b"".join(parts)
 
-    def fill(self, items: Sequence[Item]) -> None:
+    def fill(self, items: Sequence[TensorPieces]) -> None:
         """Copy the stored elements into the pieces of ``items``, casting if the dtype differs."""
         for name, requests in self._requests(items).items():
             requests.sort(key=lambda request: request.start)
@@ -107,7 +107,7 @@ class StepReader:
             }
             self._each_block(name, sorted(touched), _copier(requests, size))
 
-    def _requests(self, items: Sequence[Item]) -> dict[str, list["_ReadRequest"]]:
+    def _requests(self, items: Sequence[TensorPieces]) -> dict[str, list["_ReadRequest"]]:
         requests: dict[str, list[_ReadRequest]] = {}
         for item in items:
             stored = self.manifest.find(item.kind, item.name)
@@ -152,9 +152,9 @@ class StepReader:
         finally:
             os.close(descriptor)
 
-    def _damage(self, name: str, block: int, what: str) -> Damage:
+    def _damage(self, name: str, block: int, what: str) -> FileDamage:
         size = self.manifest.block_bytes
-        return Damage(name, self.suspects(name, block * size, (block + 1) * size), what)
+        return FileDamage(name, self.suspects(name, block * size, (block + 1) * size), what)
 
     def suspects(self, name: str, start: int, stop: int) -> tuple[str, ...]:
         """Return the tensors within bytes ``[start, stop)`` of a file whose own CRC-32 no longer matches."""
@@ -219,7 +219,7 @@ def _copier(requests: Sequence[_ReadRequest], block_bytes: int) -> Callable[[int
 # ---------------------------------------------------------------------------------------------- which model
 
 
-def differences(items: Sequence[Item], manifest: Manifest) -> list[str]:
+def differences(items: Sequence[TensorPieces], manifest: Manifest) -> list[str]:
     """Return the differences between this rank's items and the tensors of the step, as text."""
     found = []
     for item in items:
@@ -242,7 +242,7 @@ def _castable(stored: ManifestTensor, wanted: torch.dtype) -> bool:
     return stored.torch_dtype == wanted or (stored.torch_dtype.is_floating_point and wanted.is_floating_point)
 
 
-def _requested(items: Sequence[Item], manifest: Manifest) -> str:
+def _requested(items: Sequence[TensorPieces], manifest: Manifest) -> str:
     """Return the manifest's tensors that this rank requests: a bit each, in hex."""
     wanted = {id(manifest.find(item.kind, name)) for item in items for name in manifest.names_of(item.name)}
     bits = "".join("1" if id(tensor) in wanted else "0" for tensor in manifest.tensors)
@@ -267,7 +267,7 @@ def _unrequested(answers: Sequence[dict[str, Any]], manifest: Manifest) -> list[
 # ------------------------------------------------------------------------------------------------- together
 
 
-class Loading:
+class CheckpointLoad:
     """One load in progress, the same on every rank.
 
     Args:
@@ -282,9 +282,9 @@ class Loading:
 
     def __init__(
         self,
-        folder: Folder,
-        files: Files,
-        coordinator: Coordinator,
+        folder: CheckpointFolder,
+        files: FileSystem,
+        coordinator: CheckpointCoordinator,
         warn: Callable[[str], None],
         partial: bool,
         is_checked: bool = False,
@@ -296,7 +296,7 @@ class Loading:
         self._warn = warn if coordinator.rank == 0 else lambda line: None
         self._touched = False
 
-    def newest(self, choose: Choose, look_first: Callable[[], None] | None = None) -> Loaded | None:
+    def newest(self, choose: Choose, look_first: Callable[[], None] | None = None) -> LoadedCheckpoint | None:
         """Load the newest whole step; an older step if newer steps are damaged.
 
         Args:
@@ -353,7 +353,7 @@ class Loading:
                 f"another folder. {'; '.join(stories)}"
             )
 
-    def exactly(self, path: Path, choose: Choose) -> Loaded:
+    def exactly(self, path: Path, choose: Choose) -> LoadedCheckpoint:
         """Load the step at ``path`` and no other.
 
         Args:
@@ -365,12 +365,12 @@ class Loading:
         """
         return self._one(path, choose, "only")
 
-    def _one(self, path: Path, choose: Choose, turn: str, given_name: object = None) -> Loaded:
+    def _one(self, path: Path, choose: Choose, turn: str, given_name: object = None) -> LoadedCheckpoint:
         """Check the step at ``path`` together with the other ranks, then fill.
 
         ``given_name`` is the step's name if another rank sent it.
         """
-        opened: list[tuple[StepReader, Sequence[Item]]] = []
+        opened: list[tuple[StepReader, Sequence[TensorPieces]]] = []
 
         def check() -> dict[str, Any]:
             manifest = open_step(
@@ -402,7 +402,7 @@ class Loading:
             reader.fill(items)
 
         self._coordinator.gather(f"read {turn}", read)
-        return Loaded(reader.manifest.step, trainer, path, reader.manifest)
+        return LoadedCheckpoint(reader.manifest.step, trainer, path, reader.manifest)
 
     def _judge(self, answers: Sequence[dict[str, Any]], reader: StepReader) -> None:
         """Raise the same error on all ranks if the answers of any rank differ or refuse the step."""

@@ -29,7 +29,7 @@ from shardwise import __version__
 from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.base.strict_json import Count, StrictModel, read_object, validated
 from shardwise.base.words import plain_name
-from shardwise.checkpoint.piece import Spec, check_spec
+from shardwise.checkpoint.piece import TensorSpec, check_spec
 from shardwise.formats.safetensors import DTYPES
 
 FORMAT = 1
@@ -98,9 +98,9 @@ class ManifestTensor(StrictModel):
     pieces: Annotated[list[StoredPiece], Field(min_length=1)]
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> TensorSpec:
         """Spec of the tensor."""
-        return Spec(self.kind, self.name, tuple(self.shape), DTYPES[self.dtype])
+        return TensorSpec(self.kind, self.name, tuple(self.shape), DTYPES[self.dtype])
 
     @property
     def torch_dtype(self) -> torch.dtype:

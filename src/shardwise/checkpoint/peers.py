@@ -1,10 +1,10 @@
 """Agreement among the ranks of a save or a load: short texts over a store, no collective.
 
 A save runs in its own thread while training continues, and a collective there would mix with training's own. Texts
-under agreed keys do not. Every phase of a save or load is one ``Coordinator.gather``: each rank does its part, posts
-the result, and reads the results of all others. So either all ranks continue or all raise, and no rank waits for a rank
-that failed. A rank that died or hangs does not post: ``JobRanks.collect`` raises an error that names it. A rank that is
-still working reports so by ``JobRanks.at_work``.
+under agreed keys do not. Every phase of a save or load is one ``CheckpointCoordinator.gather``: each rank does its
+part, posts the result, and reads the results of all others. So either all ranks continue or all raise, and no rank
+waits for a rank that failed. A rank that died or hangs does not post: ``JobRanks.collect`` raises an error that names
+it. A rank that is still working reports so by ``JobRanks.at_work``.
 
 Cost: one text per rank and phase; 5 to 7 phases a save, 3 a load.
 """
@@ -32,7 +32,7 @@ _END_S = 10.0
 
 
 class JobRanks(Protocol):
-    """The ranks of a job, as checkpoints use them: ``World``, or ``Solo`` for a single process."""
+    """The ranks of a job, as checkpoints use them: ``World``, or ``SingleRank`` for a single process."""
 
     @property
     def rank(self) -> int:
@@ -70,7 +70,7 @@ class JobRanks(Protocol):
         """Delete what all ranks posted under ``key``; called by one rank after all have read it."""
 
 
-class Solo:
+class SingleRank:
     """The only rank of a single process."""
 
     rank = 0
@@ -102,7 +102,7 @@ class Solo:
         """Do nothing, because ``collect`` has deleted the text."""
 
 
-class _Turns:
+class _ExchangeNumbers:
     """Numbers of the exchanges over one ``JobRanks``: a key must never be used twice on one store.
 
     Ranks open their exchanges in the same order, so that equal numbers belong together. Exchanges are counted per
@@ -124,7 +124,7 @@ class _Turns:
             return turn
 
 
-_turns = _Turns()
+_turns = _ExchangeNumbers()
 
 
 def _story(error: Exception) -> str:
@@ -134,7 +134,7 @@ def _story(error: Exception) -> str:
     return in_words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-class Coordinator:
+class CheckpointCoordinator:
     """The phases of one save or one load. Create it in the caller's thread and use it in any.
 
     Args:

@@ -1,4 +1,4 @@
-"""FlatSlice and Item: the form in which checkpoints receive model state, flat element ranges of whole tensors.
+"""FlatSlice and TensorPieces: the form in which checkpoints receive model state, flat element ranges of whole tensors.
 
 A checkpoint is independent of meshes and stages. However a tensor is cut, each rank names the elements that it holds:
 
@@ -22,7 +22,7 @@ MODEL_KINDS = ("weight", "buffer")
 """Kinds that are stored whole under the model's own names; all other kinds are cut on the grid of ``layout``."""
 
 
-class Source(NamedTuple):
+class ElementSource(NamedTuple):
     """Functions that read and write the elements of a flat tensor."""
 
     read: Callable[[int, int], Tensor]
@@ -31,10 +31,10 @@ class Source(NamedTuple):
     """Function that stores new elements from a position on."""
 
 
-class Elsewhere:
+class LazySlice:
     """A range of a flat tensor that is not in memory; ``source`` reads elements, which must be used at once."""
 
-    def __init__(self, source: Source, elements: int, dtype: torch.dtype, start: int = 0):
+    def __init__(self, source: ElementSource, elements: int, dtype: torch.dtype, start: int = 0):
         self._source, self._elements, self._start = source, elements, start
         self.dtype = dtype
         self.device = torch.device("cpu")
@@ -60,13 +60,13 @@ class Elsewhere:
         """Return True, because elements follow one another."""
         return True
 
-    def detach(self) -> "Elsewhere":
+    def detach(self) -> "LazySlice":
         """Return self, because there is no autograd graph."""
         return self
 
-    def __getitem__(self, wanted: slice) -> "Elsewhere":
+    def __getitem__(self, wanted: slice) -> "LazySlice":
         start, stop, _ = wanted.indices(self._elements)
-        return Elsewhere(self._source, max(stop - start, 0), self.dtype, self._start + start)
+        return LazySlice(self._source, max(stop - start, 0), self.dtype, self._start + start)
 
     def cpu(self) -> Tensor:
         """Read and return the elements."""
@@ -77,7 +77,7 @@ class Elsewhere:
         self._source.write(self._start, values)
 
 
-Flat = Tensor | Elsewhere
+Flat = Tensor | LazySlice
 """Tensor or range from which elements are read, or into which they are written."""
 
 
@@ -89,7 +89,7 @@ class FlatSlice(NamedTuple):
     tensor: Flat
 
 
-class Item(NamedTuple):
+class TensorPieces(NamedTuple):
     """One global tensor and this rank's pieces, to be written (save) or filled in place (load)."""
 
     kind: str
@@ -100,7 +100,7 @@ class Item(NamedTuple):
     pieces: list[FlatSlice]
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """Properties of a tensor from which every rank computes the position of its bytes."""
 
     kind: str
@@ -114,23 +114,25 @@ class Spec(NamedTuple):
         return prod(self.shape)
 
 
-def specs_of(items: Iterable[Item]) -> list[Spec]:
+def specs_of(items: Iterable[TensorPieces]) -> list[TensorSpec]:
     """Return the specs of ``items`` in canonical order.
 
     Raises:
         CheckpointError: if the format cannot hold a name, or a tensor is given twice.
     """
-    seen: dict[tuple[str, str], Spec] = {}
+    seen: dict[tuple[str, str], TensorSpec] = {}
     for item in items:
-        spec = Spec(item.kind, item.name, tuple(item.shape), item.dtype)
+        spec = TensorSpec(item.kind, item.name, tuple(item.shape), item.dtype)
         check_spec(spec)
         if (spec.kind, spec.name) in seen:
-            raise CheckpointError(f"{spec.kind} {spec.name!r} is given twice; merge its pieces into one Item")
+            raise CheckpointError(
+                f"{spec.kind} {spec.name!r} is given twice; merge its pieces into one TensorPieces"
+            )
         seen[spec.kind, spec.name] = spec
     return [seen[key] for key in sorted(seen)]
 
 
-def check_spec(spec: Spec) -> None:
+def check_spec(spec: TensorSpec) -> None:
     """Check that a tensor can be read back.
 
     Raises:
@@ -150,7 +152,7 @@ def check_spec(spec: Spec) -> None:
         )
 
 
-def check_pieces(items: Sequence[Item]) -> None:
+def check_pieces(items: Sequence[TensorPieces]) -> None:
     """Check that the shape, range and dtype of every piece agree with its tensor.
 
     Raises:

@@ -27,31 +27,31 @@ from typing import Any
 import shardwise.checkpoint.manifest as manifests
 from shardwise.base.errors import CheckpointError
 from shardwise.base.words import bytes_text, in_words
-from shardwise.checkpoint.coverage import Extent, FileSums, cut_at_blocks, stored_tensors, sum_up
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.layout import FileLayout, FileSlot, Sizes, arrange, index_text
+from shardwise.checkpoint.coverage import FileExtent, FileSums, cut_at_blocks, stored_tensors, sum_up
+from shardwise.checkpoint.files import FileSystem
+from shardwise.checkpoint.layout import FileLayout, FileSlot, LayoutSizes, arrange, index_text
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.peers import Coordinator
+from shardwise.checkpoint.peers import CheckpointCoordinator
 from shardwise.checkpoint.piece import (
     MODEL_KINDS,
     Flat,
-    Item,
-    Spec,
+    TensorPieces,
+    TensorSpec,
     bytes_of,
     check_pieces,
     specs_of,
 )
-from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name, temporary_of
+from shardwise.checkpoint.steps import LATEST, LOCK, CheckpointFolder, step_name, temporary_of
 from shardwise.formats.safetensors import CODES, DTYPES
 from shardwise.kernels.crc import Sum, sum_for
 
 
 @dataclass(frozen=True)
-class Contents:
+class StepContents:
     """Contents of one step on this rank."""
 
     step: int
-    items: Sequence[Item]
+    items: Sequence[TensorPieces]
     trainer: Mapping[str, Any]
     """State of the trainer. Only rank 0's is written."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Contents:
 
 
 @dataclass
-class Saver:
+class CheckpointWriter:
     """Settings of a writer, and its generation among all writers of the folder."""
 
     run: str
@@ -78,7 +78,7 @@ class Saver:
     """Generation of this writer, set on rank 0 by its first save."""
 
 
-def with_aliases(contents: Contents) -> list[Item]:
+def with_aliases(contents: StepContents) -> list[TensorPieces]:
     """Return the items, with a copy under every alias if ``write_aliases`` is set."""
     items = list(contents.items)
     if contents.write_aliases:
@@ -88,17 +88,17 @@ def with_aliases(contents: Contents) -> list[Item]:
     return items
 
 
-class Saving:
+class CheckpointSave:
     """One save in progress. ``run`` executes it, in any thread."""
 
     def __init__(
         self,
-        folder: Folder,
-        files: Files,
-        sizes: Sizes,
-        writer: Saver,
-        coordinator: Coordinator,
-        contents: Contents,
+        folder: CheckpointFolder,
+        files: FileSystem,
+        sizes: LayoutSizes,
+        writer: CheckpointWriter,
+        coordinator: CheckpointCoordinator,
+        contents: StepContents,
     ) -> None:
         self._folder, self._files, self._sizes, self._writer = folder, files, sizes, writer
         self._coordinator, self._contents = coordinator, contents
@@ -146,9 +146,9 @@ class Saving:
 
     # -- specs
 
-    def _agree(self, items: Sequence[Item]) -> list[FileLayout]:
+    def _agree(self, items: Sequence[TensorPieces]) -> list[FileLayout]:
         """Return the layout of every file, the same on every rank."""
-        own: list[Spec] = []
+        own: list[TensorSpec] = []
 
         def digest() -> str:
             check_pieces(items)
@@ -164,7 +164,7 @@ class Saving:
         self._aliases = aliases
         return arrange(own, self._sizes, {} if self._contents.write_aliases else aliases)
 
-    def _describe(self, specs: Sequence[Spec]) -> str:
+    def _describe(self, specs: Sequence[TensorSpec]) -> str:
         rows = [[s.kind, s.name, list(s.shape), CODES[s.dtype]] for s in specs]
         aliases = {name: list(others) for name, others in sorted(self._contents.aliases.items())}
         return json.dumps([self._contents.step, self._contents.write_aliases, rows, aliases])
@@ -232,19 +232,21 @@ class Saving:
 
     # -- write
 
-    def _write(self, temporary: Path, layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[Extent]:
+    def _write(
+        self, temporary: Path, layouts: Sequence[FileLayout], items: Sequence[TensorPieces]
+    ) -> list[FileExtent]:
         """Write this rank's ranges of every file; rank 0 also reports the headers that it wrote."""
         jobs = _jobs(layouts, items)
-        extents: list[Extent] = []
+        extents: list[FileExtent] = []
         for number, layout in enumerate(layouts):
             if self._leads:
                 for start, stop in cut_at_blocks(0, len(layout.header), self._sizes.block_bytes):
-                    extents.append(Extent(number, start, stop, self._sum(layout.header[start:stop])))
+                    extents.append(FileExtent(number, start, stop, self._sum(layout.header[start:stop])))
             if jobs[number]:
                 extents += self._write_file(temporary / layout.path, number, jobs[number])
         return extents
 
-    def _write_file(self, path: Path, number: int, jobs: list[tuple[int, Flat]]) -> list[Extent]:
+    def _write_file(self, path: Path, number: int, jobs: list[tuple[int, Flat]]) -> list[FileExtent]:
         extents = []
         try:
             descriptor = self._files.open_for_writing(path)
@@ -261,7 +263,7 @@ class Saving:
                 ):
                     part = tensor[(start - offset) // itemsize : (stop - offset) // itemsize]
                     data = bytes_of(part.cpu())
-                    extents.append(Extent(number, start, stop, self._sum(data)))
+                    extents.append(FileExtent(number, start, stop, self._sum(data)))
                     self._files.write_at(descriptor, path, data, start)
             self._files.sync(descriptor, path)
         finally:
@@ -279,7 +281,7 @@ class Saving:
         and the older steps are not yet removed. It reads what any reader would get, cached pages included.
         """
         if self._leads:
-            extents = [[Extent(*row) for row in json.loads(text)] for text in answers]
+            extents = [[FileExtent(*row) for row in json.loads(text)] for text in answers]
             sums += sum_up(layouts, extents, self._sizes.block_bytes)
         if not self._writer.read_back:
             return []
@@ -371,9 +373,9 @@ class Saving:
             self._writer.warn(f"step {self._contents.step} is saved, but cleaning up after it failed: {why}")
 
 
-def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
+def _merge(answers: Sequence[str]) -> tuple[list[TensorSpec], dict[str, list[str]]]:
     """Return the tensors of all ranks; a tensor that several ranks hold must be the same on all of them."""
-    specs: dict[tuple[str, str], Spec] = {}
+    specs: dict[tuple[str, str], TensorSpec] = {}
     aliases: dict[str, list[str]] = {}
     first: tuple[Any, Any] | None = None
     for rank, answer in enumerate(answers):
@@ -386,7 +388,7 @@ def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
             )
         aliases.update(others)
         for kind, name, shape, code in rows:
-            spec = Spec(kind, name, tuple(shape), DTYPES[code])
+            spec = TensorSpec(kind, name, tuple(shape), DTYPES[code])
             known = specs.setdefault((kind, name), spec)
             if known != spec:
                 raise CheckpointError(
@@ -396,7 +398,7 @@ def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
     return [specs[key] for key in sorted(specs)], dict(sorted(aliases.items()))
 
 
-def _jobs(layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[list[tuple[int, Flat]]]:
+def _jobs(layouts: Sequence[FileLayout], items: Sequence[TensorPieces]) -> list[list[tuple[int, Flat]]]:
     """Return for each file the offsets and tensors that this rank writes."""
     slots: dict[tuple[str, str], list[tuple[int, FileSlot]]] = {}
     for number, layout in enumerate(layouts):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import shardwise.checkpoint.manifest as manifests
 from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.base.strict_json import JSON_BYTES
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.manifest import Manifest
 
 _STEP = re.compile(r"step_(\d{8,15})(\.old-[0-9a-f]+)?", re.ASCII)
@@ -108,7 +108,7 @@ def _named(root: Path, name: object, form: re.Pattern[str]) -> Path:
     )
 
 
-def open_step(path: Path, files: Files) -> Manifest:
+def open_step(path: Path, files: FileSystem) -> Manifest:
     """Return the manifest of one step after checking that every file exists and has its size; contents are not read.
 
     Args:
@@ -148,10 +148,10 @@ def _holding(manifest: Manifest, file: str) -> str:
     return f"(holds {', '.join(names[:3])}{more}) "
 
 
-class Folder:
+class CheckpointFolder:
     """The folder of steps at ``root``."""
 
-    def __init__(self, root: Path, files: Files) -> None:
+    def __init__(self, root: Path, files: FileSystem) -> None:
         self.root = root
         self._files = files
         self._claims: dict[tuple[str, int, int], tuple[int, str]] = {}

@@ -12,14 +12,14 @@ from pathlib import Path
 import shardwise.checkpoint.manifest as manifests
 from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.base.strict_json import JSON_BYTES
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.load import Damage, StepReader
+from shardwise.checkpoint.files import FileSystem
+from shardwise.checkpoint.load import FileDamage, StepReader
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import open_step
 from shardwise.formats.safetensors import CODES, StoredTensor, header_of
 
 
-def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
+def verify(directory: Path | str, files: FileSystem | None = None) -> list[FileDamage]:
     """Return all damage to one step; empty if the step is whole.
 
     Args:
@@ -27,15 +27,15 @@ def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
         files: Access to the file system; tests replace it.
     """
     path = Path(directory)
-    files = files or Files()
+    files = files or FileSystem()
     try:
         manifest = open_step(path, files)
     except DamagedError as damage:
         return _what_opens(path, damage, files)
     except CheckpointError as refusal:
-        return [Damage(manifests.NAME, (), str(refusal))]
+        return [FileDamage(manifests.NAME, (), str(refusal))]
     reader = StepReader(path, manifest, files)
-    found: list[Damage] = []
+    found: list[FileDamage] = []
     for name in sorted(manifest.files):
         wrong = _check_file(reader, name)
         if wrong is None and name.endswith(".safetensors"):
@@ -44,14 +44,14 @@ def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
     return found + _unknown_files(path, manifest)
 
 
-def _what_opens(path: Path, problem: DamagedError, files: Files) -> list[Damage]:
+def _what_opens(path: Path, problem: DamagedError, files: FileSystem) -> list[FileDamage]:
     """Return the damage of a step that does not open: to the manifest, or to files that it names."""
     try:
         manifest = Manifest.decode(
             files.read_bytes(path / manifests.NAME, JSON_BYTES), str(path / manifests.NAME)
         )
     except (OSError, CheckpointError):
-        return [Damage(manifests.NAME, (), str(problem))]
+        return [FileDamage(manifests.NAME, (), str(problem))]
     found = []
     for name, file in sorted(manifest.files.items()):
         place = path / name
@@ -63,11 +63,11 @@ def _what_opens(path: Path, problem: DamagedError, files: Files) -> list[Damage]
                 if any(piece.file == name for piece in tensor.pieces)
             )
             what = "is missing" if size is None else f"is {size} bytes; {file.bytes} were written"
-            found.append(Damage(name, tensors, what))
-    return found or [Damage(manifests.NAME, (), str(problem))]
+            found.append(FileDamage(name, tensors, what))
+    return found or [FileDamage(manifests.NAME, (), str(problem))]
 
 
-def _check_file(reader: StepReader, name: str) -> Damage | None:
+def _check_file(reader: StepReader, name: str) -> FileDamage | None:
     """Return the first bad block of a file, with every tensor of the file whose own sum fails."""
     file = reader.manifest.files[name]
     for block in range(file.blocks):
@@ -78,11 +78,11 @@ def _check_file(reader: StepReader, name: str) -> Damage | None:
             stop = min(file.bytes, start + reader.manifest.block_bytes)
             what = f"bytes {start}..{stop} do not match their CRC-32"
             tensors = reader.suspects(name, start, file.bytes)
-            return Damage(name, tensors, what if tensors else f"{what} (outside of every tensor)")
+            return FileDamage(name, tensors, what if tensors else f"{what} (outside of every tensor)")
     return None
 
 
-def _check_header(reader: StepReader, name: str) -> Damage | None:
+def _check_header(reader: StepReader, name: str) -> FileDamage | None:
     """Return the damage if plain safetensors would read other tensors from this file than the manifest lists."""
     wanted = {}
     for tensor in reader.manifest.tensors:
@@ -93,7 +93,7 @@ def _check_header(reader: StepReader, name: str) -> Damage | None:
     try:
         found = _header(reader.path / name, reader.manifest.files[name].bytes).values()
     except CheckpointError as error:
-        return Damage(name, (), f"its header is not one of safetensors ({error})")
+        return FileDamage(name, (), f"its header is not one of safetensors ({error})")
     described = {
         (each.offset, each.offset + each.elements * each.dtype.itemsize): (each.name, CODES[each.dtype])
         for each in found
@@ -101,13 +101,13 @@ def _check_header(reader: StepReader, name: str) -> Damage | None:
     for (start, end, tensor_name), dtype in wanted.items():
         key, code = described.get((start, end), ("", ""))
         if start != end and (code != dtype or tensor_name not in key):
-            return Damage(name, (repr(tensor_name),), "the file's header and the manifest disagree")
+            return FileDamage(name, (repr(tensor_name),), "the file's header and the manifest disagree")
     return None
 
 
 def _header(path: Path, size: int) -> dict[str, StoredTensor]:
-    """Return the header of a safetensors file, read through ``Files``."""
-    files = Files()
+    """Return the header of a safetensors file, read through ``FileSystem``."""
+    files = FileSystem()
     descriptor = files.open_for_reading(path)
 
     def read(start: int, count: int) -> bytes:
@@ -121,11 +121,11 @@ def _header(path: Path, size: int) -> dict[str, StoredTensor]:
         files.close(descriptor)
 
 
-def _unknown_files(path: Path, manifest: Manifest) -> list[Damage]:
+def _unknown_files(path: Path, manifest: Manifest) -> list[FileDamage]:
     known = {manifests.NAME, *manifest.files}
     found = []
     for place in sorted(path.rglob("*")):
         name = place.relative_to(path).as_posix()
         if not (place.is_dir() and not place.is_symlink()) and name not in known:
-            found.append(Damage(name, (), "is not in the manifest"))
+            found.append(FileDamage(name, (), "is not in the manifest"))
     return found

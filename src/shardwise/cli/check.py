@@ -25,17 +25,17 @@ from shardwise.base.words import bytes_text
 from shardwise.cli.click_trainer import with_steps
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import side_of
-from shardwise.cli.request import Request
+from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder, differences, without_start
 from shardwise.cli.text_trainer import context_of, with_mask
-from shardwise.cli.trainer import Reading, nothing_left, on_command_line
+from shardwise.cli.trainer import ConversionProgress, nothing_left, on_command_line
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, read_file
 from shardwise.data import DataPolicy, build
 from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
-from shardwise.engine.fit.fits import Fit, Memory, budget, fits
-from shardwise.engine.fit.foresee import Outlook, examine_step, foresee
+from shardwise.engine.fit.fits import FitReport, Memory, budget, fits
+from shardwise.engine.fit.foresee import MemoryEstimate, examine_step, foresee
 from shardwise.launch.local import check_ranks
 from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
@@ -48,7 +48,7 @@ from shardwise.tiers.scratch_folder import check_folder
 
 
 @dataclasses.dataclass(frozen=True)
-class Foreseen:
+class RunEstimate:
     """Facts about a run that are known before its first step."""
 
     config: RunConfig
@@ -60,12 +60,12 @@ class Foreseen:
     """Number of training samples; None if the data does not contain it."""
     validation_samples: int | None
     parameters: int
-    outlook: Outlook
+    outlook: MemoryEstimate
     free_bytes: int | None
     """Free memory of this host, or of the accelerator."""
     changes: tuple[str, ...] = ()
     """Keys that differ from those of the run's last start, and state of a resumed step that this run does not use."""
-    fit: Fit | None = None
+    fit: FitReport | None = None
     """Result of ``--memory``, or None."""
 
     @property
@@ -114,7 +114,7 @@ class Foreseen:
         )
 
 
-def check(request: Request, memory: Memory | None = None) -> Foreseen:
+def check(request: CommandRequest, memory: Memory | None = None) -> RunEstimate:
     """Check a run without starting it.
 
     Args:
@@ -157,7 +157,7 @@ def check(request: Request, memory: Memory | None = None) -> Foreseen:
     if memory is not None:
         fit = fits(make, begins, memory, _microbatch(config, resolved.config), ranks=ranks, device=device)
     parameters = sum(math.prod(info.shape) for info in outlook.plan.registry.of_kind("parameter"))
-    return Foreseen(
+    return RunEstimate(
         config,
         ranks,
         resolved.choices,
@@ -217,7 +217,7 @@ def _opened(
     """Open the data; return the configuration, the model's maker, and the numbers of training and held-out samples."""
     model, data, seed = config.model, config.data, config.train.seed
     if isinstance(data, ClickPolicy):
-        clicks = build_clicks(data, folder.cache, Reading("packing clicks"))
+        clicks = build_clicks(data, folder.cache, ConversionProgress("packing clicks"))
         config = with_steps(config, len(clicks.train), data.epochs)
         sizes: tuple[int | None, int | None] = len(clicks.train), len(clicks.validation)
         if isinstance(model, CtrPolicy):
@@ -231,7 +231,7 @@ def _opened(
             return config, lambda: build_image_model(model, classes, seed), *sizes
     else:
         assert isinstance(data, DataPolicy), "data is text, clicks or images"
-        corpus = build(data, context_of(config, data), folder.cache, Reading("tokenising"))
+        corpus = build(data, context_of(config, data), folder.cache, ConversionProgress("tokenising"))
         sizes = _size(corpus.train), _size(corpus.validation)
         if isinstance(model, GptPolicy):
             whole = model.resolved(corpus.vocab_size)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.trainer import Opened, Reading, Throughput, Trainer
+from shardwise.cli.trainer import ConversionProgress, OpenedData, Throughput, Trainer
 from shardwise.comm.world import World
-from shardwise.config.auto import Resolved
+from shardwise.config.auto import ResolvedConfig
 from shardwise.config.run import RunConfig
 from shardwise.data.batched import Watch
 from shardwise.data.clicks import ClickPolicy, build_clicks
@@ -27,12 +27,12 @@ from shardwise.models import TargetPolicy, build_ctr
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.observe.auc import ClickMetrics, ClickScore
-from shardwise.observe.lanes_picture import Lanes
+from shardwise.observe.lanes_picture import LaneRecorder
 from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ClickRecord
 from shardwise.optim.schedule_policy import ends_at, lacks_end
-from shardwise.parallel.embedding.planner import Choice
-from shardwise.parallel.embedding.rows import Tally
+from shardwise.parallel.embedding.planner import PlacementChoice
+from shardwise.parallel.embedding.rows import RowTally
 
 _log = logging.getLogger(__name__)
 
@@ -43,27 +43,29 @@ class ClickTrainer(Trainer):
     record_kind = ClickRecord
     higher_is_better = True
 
-    def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
+    def __init__(
+        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+    ) -> None:
         super().__init__(world, resolved, folder, profile_steps)
         self.score: ClickScore | None = None
-        self.tally = self._earlier = Tally(0)
+        self.tally = self._earlier = RowTally(0)
         """Rows of all tables at the last evaluation, and before this process."""
         self._throughput = Throughput("samples")
         for name, collection in self.engine.tables.items():
             for line in described(collection.choices):
                 _log.info("%s: %s", name, line)
 
-    def open_data(self, config: RunConfig) -> Opened:
+    def open_data(self, config: RunConfig) -> OpenedData:
         """Open the log, and set the number of steps from its epochs, which schedules need."""
         assert isinstance(config.data, ClickPolicy), "text has a trainer of its own"
-        reading = Reading("packing clicks") if self.world.rank == 0 else None
+        reading = ConversionProgress("packing clicks") if self.world.rank == 0 else None
         self.corpus = build_clicks(config.data, self.folder.cache, reading)
         if self.corpus.skipped:
             _log.warning("data: %d malformed rows were skipped", self.corpus.skipped)
         assert config.batch.global_size is not None, "Request.load refuses a run without a batch size"
-        self.lanes = Lanes(config.batch.global_size)
+        self.lanes = LaneRecorder(config.batch.global_size)
         config = with_steps(config, len(self.corpus.train), config.data.epochs)
-        return Opened(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
+        return OpenedData(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
 
     @property
     def epochs(self) -> int | None:
@@ -120,10 +122,10 @@ class ClickTrainer(Trainer):
         )
         return found
 
-    def _count_rows(self) -> Tally:
+    def _count_rows(self) -> RowTally:
         """Count the rows of all tables and ranks, including earlier processes of the run. Collective."""
         tallies = list(self.engine.table_tallies().values())
-        return Tally(
+        return RowTally(
             sum(each.rows for each in tallies),
             self._earlier.inserted + sum(each.inserted for each in tallies),
             self._earlier.evicted + sum(each.evicted for each in tallies),
@@ -135,7 +137,7 @@ class ClickTrainer(Trainer):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the numbers of inserted and evicted rows."""
-        self._earlier = Tally(**state["tables"])
+        self._earlier = RowTally(**state["tables"])
 
     @functools.cached_property
     def best(self) -> ClickScore | None:
@@ -180,7 +182,7 @@ def with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig
     return config.model_copy(update={"train": train, "schedule": schedule})
 
 
-def described(choices: Sequence[Choice]) -> list[str]:
+def described(choices: Sequence[PlacementChoice]) -> list[str]:
     """Return where tables lie and why, a line for neighbours that are alike."""
     said: list[tuple[str, list[str]]] = []
     for choice in choices:

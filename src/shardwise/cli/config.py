@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.config.keys import Key
+    from shardwise.config.keys import ConfigKey
 
 
 def command(
@@ -39,7 +39,7 @@ def command(
         typer.echo(keys.as_json(found)) if as_json else _show(found)
 
 
-def _show(found: "list[Key]") -> None:
+def _show(found: "list[ConfigKey]") -> None:
     """Print a line for each key, with its description below."""
     from rich.console import Console
     from rich.padding import Padding

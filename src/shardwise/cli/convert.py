@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.checkpoint import StepSummary
-    from shardwise.data.clicks import Schema
+    from shardwise.data.clicks import ClickSchema
     from shardwise.models import GptPolicy
     from shardwise.models.source import WeightSource
-    from shardwise.models.upcycle import Made
+    from shardwise.models.upcycle import ComputedTensor
 
 _PICKLES = (".pt", ".pth", ".bin")
 _TRIES = 5
@@ -204,9 +204,9 @@ def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
     )
 
 
-def _columns(dense: str | None, sparse: str | None) -> "Schema | None":
+def _columns(dense: str | None, sparse: str | None) -> "ClickSchema | None":
     """Return the named columns, or None if types decide."""
-    from shardwise.data.clicks import Schema, SparseFeature
+    from shardwise.data.clicks import ClickSchema, SparseFeature
 
     if dense is None and sparse is None:
         return None
@@ -215,7 +215,7 @@ def _columns(dense: str | None, sparse: str | None) -> "Schema | None":
             "--dense and --sparse name the columns together; give both, one of them empty if need be, or neither"
         )
     numbers, keys = ([name for name in names.split(",") if name] for names in (dense, sparse))
-    return Schema(tuple(numbers), tuple(SparseFeature(name) for name in keys))
+    return ClickSchema(tuple(numbers), tuple(SparseFeature(name) for name in keys))
 
 
 def _pack(source: str, out: Path, **options: Any) -> None:
@@ -281,14 +281,14 @@ def _export_step(step: "StepSummary", source: Path, out: Path) -> None:
 
 def _import(source: Path, out: Path) -> None:
     from shardwise.models import gpt_policy_from_huggingface, open_weights
-    from shardwise.models.upcycle import Made
+    from shardwise.models.upcycle import ComputedTensor
 
     policy = gpt_policy_from_huggingface(source).resolved()
     weights = open_weights(source, policy)
     tokenizer = source / "tokenizer.json"
     data = {"data": {"tokenizer": str(tokenizer.resolve())}} if tokenizer.is_file() else {}
     tensors = {
-        name: Made(weights.shape(name), weights.dtype(name), partial(_whole, weights, name))
+        name: ComputedTensor(weights.shape(name), weights.dtype(name), partial(_whole, weights, name))
         for name in weights.names()
     }
     _save_start(out, policy, data, tensors)
@@ -337,10 +337,12 @@ def _whole(weights: "WeightSource", name: str) -> "Tensor":
     return weights.read(name, 0, math.prod(shape)).view(shape)
 
 
-def _save_start(out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "Mapping[str, Made]") -> None:
+def _save_start(
+    out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "Mapping[str, ComputedTensor]"
+) -> None:
     """Save a step 0 from which a run may start. Each tensor is made when it is written."""
-    from shardwise.checkpoint import Checkpoints, FlatSlice, Item
-    from shardwise.checkpoint.piece import Elsewhere, Source
+    from shardwise.checkpoint import Checkpoints, FlatSlice, TensorPieces
+    from shardwise.checkpoint.piece import ElementSource, LazySlice
     from shardwise.config.run import RunConfig
 
     if _is_checkpoint(out):
@@ -350,7 +352,7 @@ def _save_start(out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "
     def flat(name: str) -> "Tensor":
         return tensors[name].make().reshape(-1)
 
-    def item(name: str, made: "Made") -> Item:
+    def item(name: str, made: "ComputedTensor") -> TensorPieces:
         def read(start: int, stop: int) -> "Tensor":
             return flat(name)[start:stop]
 
@@ -358,8 +360,8 @@ def _save_start(out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "
             assert not values.numel(), f"{name} is read here alone"
 
         elements = math.prod(made.shape)
-        pieces = [FlatSlice(0, elements, Elsewhere(Source(read, write), elements, made.dtype))]
-        return Item("weight", name, made.shape, made.dtype, pieces)
+        pieces = [FlatSlice(0, elements, LazySlice(ElementSource(read, write), elements, made.dtype))]
+        return TensorPieces("weight", name, made.shape, made.dtype, pieces)
 
     config = RunConfig.parse({"model": {"name": "gpt", **policy.model_dump(exclude={"name"})}, **data})
     user = {"config": config.model_dump(mode="json", exclude_none=True)}

@@ -32,7 +32,7 @@ def notes_on(config: RunConfig) -> list[str]:
     return said
 
 
-class Evaluations:
+class RunEvaluations:
     """Results of a run's evaluations. All ranks get the same values, so all decide the same.
 
     Args:

@@ -18,11 +18,11 @@ from shardwise.base.errors import UsageError
 from shardwise.base.target import load_target
 from shardwise.cli.click_trainer import logits_in
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.trainer import Opened, Throughput, Trainer
+from shardwise.cli.trainer import OpenedData, Throughput, Trainer
 from shardwise.comm.world import World
-from shardwise.config.auto import Resolved
+from shardwise.config.auto import ResolvedConfig
 from shardwise.config.run import RunConfig
-from shardwise.data.images import ImagePolicy, LabelsAlone, build_images
+from shardwise.data.images import ImagePolicy, LabelsOnly, build_images
 from shardwise.engine.step.end import StepResult
 from shardwise.models import TargetPolicy, build_image_model
 from shardwise.models import build as build_model
@@ -40,7 +40,7 @@ Metrics = Callable[[Any, Tensor], Mapping[str, Any]]
 """Function that ``train.metrics`` names."""
 
 
-class _Part(NamedTuple):
+class _MetricPart(NamedTuple):
     """Contribution of one batch to a metric."""
 
     total: float
@@ -53,7 +53,9 @@ class ImageTrainer(Trainer):
     record_kind = ImageRecord
     higher_is_better = True
 
-    def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
+    def __init__(
+        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+    ) -> None:
         super().__init__(world, resolved, folder, profile_steps)
         wanted = self.config.train.metrics
         self._metrics: Metrics | None = None if wanted is None else load_target("train.metrics", wanted)
@@ -61,11 +63,11 @@ class ImageTrainer(Trainer):
         """Results of the last evaluation: loss, accuracy, and the metrics of ``train.metrics``."""
         self._throughput = Throughput("pictures")
 
-    def open_data(self, config: RunConfig) -> Opened:
+    def open_data(self, config: RunConfig) -> OpenedData:
         """Open the pictures, in the size that the model takes."""
         assert isinstance(config.data, ImagePolicy), "text and clicks have trainers of their own"
         self.corpus = build_images(config.data, side_of(config))
-        return Opened(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
+        return OpenedData(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
 
     def make_model(self) -> nn.Module:
         """Make the model with its start weights."""
@@ -80,7 +82,7 @@ class ImageTrainer(Trainer):
     def to_read(self, data: Any, whole: int = 0) -> Any:
         """Return labels only on stages that read no pictures: in a list of layers, only the first stage reads them."""
         reads_all = self.mesh.index("pp", self.world.rank) == 0 or not isinstance(self.engine.module, Layers)
-        return data if reads_all or data is None else LabelsAlone(data, whole)
+        return data if reads_all or data is None else LabelsOnly(data, whole)
 
     def weights(self, batches: Sequence[Any]) -> list[float]:
         """Return the number of pictures of each microbatch."""
@@ -92,11 +94,11 @@ class ImageTrainer(Trainer):
 
     def evaluate(self) -> float:
         """Compute all metrics over the held-out pictures into ``score``, and return the accuracy."""
-        parts: dict[str, list[_Part]] = {}
+        parts: dict[str, list[_MetricPart]] = {}
         with self.evaluating():
             for outputs, labels, samples in self._outputs():
                 for name, part in self._parts_of(outputs, labels, samples).items():
-                    parts.setdefault(name, []).append(part if samples else _Part(0.0, 0.0))
+                    parts.setdefault(name, []).append(part if samples else _MetricPart(0.0, 0.0))
         sums = torch.tensor(
             [[sum(column) for column in zip(*each, strict=True)] for each in parts.values()],
             dtype=torch.float64,
@@ -120,13 +122,13 @@ class ImageTrainer(Trainer):
             for output, (batch, samples) in zip(outputs, chunk, strict=True):
                 yield output, batch.labels, samples
 
-    def _parts_of(self, outputs: Any, labels: Tensor, samples: int) -> dict[str, _Part]:
+    def _parts_of(self, outputs: Any, labels: Tensor, samples: int) -> dict[str, _MetricPart]:
         """Return the contribution of a batch to each metric; the same names on every rank, in the same order."""
         logits = outputs if isinstance(outputs, Tensor) else logits_in(outputs)
         labels = labels.to(logits.device)
         parts = {
-            "loss": _Part(float(cross_entropy(logits.double(), labels, reduction="sum")), samples),
-            "accuracy": _Part(float((logits.argmax(-1) == labels).sum()), samples),
+            "loss": _MetricPart(float(cross_entropy(logits.double(), labels, reduction="sum")), samples),
+            "accuracy": _MetricPart(float((logits.argmax(-1) == labels).sum()), samples),
         }
         if self._metrics is not None:
             found = self._metrics(outputs, labels)
@@ -138,7 +140,7 @@ class ImageTrainer(Trainer):
             for name in sorted(found):
                 given = found[name]
                 total, count = given if isinstance(given, tuple | list) else (given, samples)
-                parts[name] = _Part(float(total), float(count))
+                parts[name] = _MetricPart(float(total), float(count))
         return parts
 
     def with_evaluation(self, record: Any) -> ImageRecord:

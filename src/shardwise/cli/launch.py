@@ -198,12 +198,12 @@ def command(
     The script finds its rank as under torchrun. If one rank fails, all are stopped and its traceback is shown.
     """
     from shardwise.launch.as_deepspeed import read_env_file
-    from shardwise.launch.local import Program, run
+    from shardwise.launch.local import RankProgram, run
     from shardwise.launch.terminal import lasting_console
 
     kind = _kind_of_program(is_module, is_program)
     wants_local_rank = as_deepspeed and not no_local_rank
-    made = Program(kind, program, tuple(arguments or ()), wants_local_rank=wants_local_rank)
+    made = RankProgram(kind, program, tuple(arguments or ()), wants_local_rank=wants_local_rank)
     _check_level(log_level)
     if not is_program and not (ranks or hostfile or include or exclude or num_nodes):
         _check_order(program, arguments or ())

@@ -11,7 +11,7 @@ from rich.console import Console
 from shardwise.cli.click_trainer import ClickTrainer
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import ImageTrainer
-from shardwise.cli.request import Request
+from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder, without_start
 from shardwise.cli.stop import StopFlag
 from shardwise.cli.text_trainer import TextTrainer
@@ -38,7 +38,7 @@ _TRAINERS: dict[type, type[Trainer]] = {
 """Trainer for each kind of data."""
 
 
-def train(request: Request) -> int:
+def train(request: CommandRequest) -> int:
     """Train as one rank and return the exit code."""
     config = request.load()
     world = join(timeout_s=config.comm.join_timeout_s, device=config.comm.device)
@@ -87,7 +87,7 @@ def _open_monitor(trainer: Trainer, console: Console) -> Monitor:
     return monitor
 
 
-def _train(trainer: Trainer, console: Console, request: Request) -> int:
+def _train(trainer: Trainer, console: Console, request: CommandRequest) -> int:
     """Run the training loop and release everything after it."""
     monitor = _open_monitor(trainer, console)
     stop = StopFlag(trainer.engine.request_stop)
@@ -159,7 +159,7 @@ def _last_words(trainer: Trainer, console: Console) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run a rank that the launcher started."""
     (text,) = arguments
-    return train(Request.from_json(text))
+    return train(CommandRequest.from_json(text))
 
 
 if __name__ == "__main__":

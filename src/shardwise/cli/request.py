@@ -10,7 +10,7 @@ from shardwise.config.run import RunConfig, load
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandRequest:
     """The user's request on the command line."""
 
     config: str
@@ -24,7 +24,7 @@ class Request:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Request":
+    def from_json(cls, text: str) -> "CommandRequest":
         """Return the request that :meth:`to_json` wrote."""
         given = json.loads(text)
         return cls(**given | {"overrides": tuple(given["overrides"])})

@@ -40,8 +40,8 @@ import yaml
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.regular_files import read_small_file, read_small_text, write_small_file
 from shardwise.base.words import in_words, printable
-from shardwise.checkpoint.files import Files, lies_at
-from shardwise.checkpoint.steps import Folder, steps_at
+from shardwise.checkpoint.files import FileSystem, lies_at
+from shardwise.checkpoint.steps import CheckpointFolder, steps_at
 from shardwise.config.run import RunConfig, read_file
 from shardwise.observe.log import log_path
 
@@ -159,7 +159,7 @@ class RunFolder:
             who = f"process {os.getpid()} on {socket.gethostname()} since {now} UTC\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, who.encode(), 0)
-            Folder(self.checkpoints, Files()).tidy()
+            CheckpointFolder(self.checkpoints, FileSystem()).tidy()
             with contextlib.suppress(OSError):
                 (self.root / "run.json.new").unlink()
             yield

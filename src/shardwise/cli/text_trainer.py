@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError
 from shardwise.base.words import printable
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.trainer import Opened, Reading, Trainer
+from shardwise.cli.trainer import ConversionProgress, OpenedData, Trainer
 from shardwise.comm.world import World
-from shardwise.config.auto import Resolved
+from shardwise.config.auto import ResolvedConfig
 from shardwise.config.run import RunConfig
-from shardwise.data import Corpus, DataPolicy, build
+from shardwise.data import DataPolicy, TextCorpus, build
 from shardwise.data.masked import MaskedWindows
-from shardwise.data.windows import Windows
+from shardwise.data.windows import TokenWindows
 from shardwise.engine.step.end import StepResult
 from shardwise.models import BertPolicy, Gpt, GptPolicy, TargetPolicy, flops_per_token
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
-from shardwise.observe.flops import Counter, flops_text, measured_peak, mfu, peak_of, pf_days
+from shardwise.observe.flops import FlopsCounter, flops_text, measured_peak, mfu, peak_of, pf_days
 from shardwise.observe.memory import available_bytes, taken
 from shardwise.observe.metrics import StepRecord
 from shardwise.parallel.expert.loads import summary_of
@@ -45,7 +45,9 @@ class TextTrainer(Trainer):
 
     record_kind = StepRecord
 
-    def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
+    def __init__(
+        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+    ) -> None:
         super().__init__(world, resolved, folder, profile_steps)
         self.flops = 0.0
         self.val_loss: float | None = None
@@ -56,11 +58,11 @@ class TextTrainer(Trainer):
         # Counted as if not causal, as in the literature, so that figures compare.
         self.flops_per_token = flops_per_token(model, causal=False) if isinstance(model, GptPolicy) else None
 
-    def open_data(self, config: RunConfig) -> Opened:
+    def open_data(self, config: RunConfig) -> OpenedData:
         """Open the corpus, and set the model's vocabulary from it, so that a checkpoint contains the model's shape."""
         assert isinstance(config.data, DataPolicy), "clicks have a trainer of their own"
-        reading = Reading("tokenising") if self.world.rank == 0 else None
-        corpus: Corpus = build(config.data, context_of(config, config.data), self.folder.cache, reading)
+        reading = ConversionProgress("tokenising") if self.world.rank == 0 else None
+        corpus: TextCorpus = build(config.data, context_of(config, config.data), self.folder.cache, reading)
         self.tokenizer, self._train = corpus.tokenizer, corpus.train
         if isinstance(config.model, GptPolicy):
             config = config.model_copy(update={"model": config.model.resolved(corpus.vocab_size)})
@@ -69,7 +71,7 @@ class TextTrainer(Trainer):
             config, mask = with_mask(config, model, corpus)
             train = MaskedWindows(train, mask, model.masked)
             held_out = None if held_out is None else MaskedWindows(held_out, mask, model.masked)
-        return Opened(config, train, held_out, corpus.fingerprint())
+        return OpenedData(config, train, held_out, corpus.fingerprint())
 
     def make_model(self) -> nn.Module:
         """Make our model without weights, or the user's as it comes."""
@@ -133,7 +135,7 @@ class TextTrainer(Trainer):
         has_formula = self.flops_per_token is not None or self.config.compile.scope != "none"
         if has_formula or self._counted is not None:
             return super().train_step(batches, weights)
-        with Counter() as counter:
+        with FlopsCounter() as counter:
             result = super().train_step(batches, weights)
         key = f"trainer/{self.world.next_engine()}/flops"
         self.world.post(key, str(counter.flops))
@@ -198,7 +200,7 @@ class TextTrainer(Trainer):
     def _first_tokens(self) -> list[int]:
         """Return the first tokens of the held-out text, else of the training text, as a prompt of their kind."""
         text = self._train if self.validation is None else self.validation
-        first = text[0] if isinstance(text, Windows) else {"tokens": [0]}
+        first = text[0] if isinstance(text, TokenWindows) else {"tokens": [0]}
         return [int(token) for token in first["tokens"][:_PROMPT_TOKENS]]
 
     @contextlib.contextmanager
@@ -226,7 +228,7 @@ class TextTrainer(Trainer):
         return available is None or 2 * sharers * elements * dtype.itemsize <= available
 
 
-def with_mask(config: RunConfig, model: BertPolicy, corpus: Corpus) -> tuple[RunConfig, int]:
+def with_mask(config: RunConfig, model: BertPolicy, corpus: TextCorpus) -> tuple[RunConfig, int]:
     """Return the configuration with the vocabulary of a model of masked text, and the masking token.
 
     The masking token is the first behind the tokenizer's.

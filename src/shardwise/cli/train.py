@@ -58,9 +58,9 @@ def command(
 ) -> None:
     """Train a model, and leave checkpoints, metrics and logs in its run folder."""
     from shardwise.cli.rank import train
-    from shardwise.cli.request import Request
+    from shardwise.cli.request import CommandRequest
 
-    request = Request(config, tuple(overrides or ()), resume, profile, ranks)
+    request = CommandRequest(config, tuple(overrides or ()), resume, profile, ranks)
     if (as_json or memory) and not check:
         from shardwise.base.errors import UsageError
 
@@ -82,7 +82,7 @@ def command(
 
     from shardwise.cli.run_folder import RunFolder
     from shardwise.config.auto import resolve
-    from shardwise.launch.local import Program, check_ranks, run
+    from shardwise.launch.local import RankProgram, check_ranks, run
 
     # Checked by this process as well as in the ranks, so that a fault is reported once, before anything has started.
     check_ranks(ranks)
@@ -92,5 +92,5 @@ def command(
     folder.start_from(resume)
     with folder.claimed():
         pass  # rank 0 locks the folder for the whole run; a second run is refused before its ranks start
-    program = Program("module", "shardwise.cli.rank", (request.to_json(),))
+    program = RankProgram("module", "shardwise.cli.rank", (request.to_json(),))
     raise typer.Exit(run(program, ranks, folder.logs))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.base.errors import CheckpointError, MismatchError, UsageError
-from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest, StepSummary, describe
+from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, StepSummary, TensorPieces, describe
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
@@ -118,10 +118,12 @@ def _fill(model: Gpt, step: Path) -> None:
     for name, parameter in model.named_parameters():
         flat = parameter.data.view(-1)
         items.append(
-            Item("weight", name, tuple(parameter.shape), parameter.dtype, [FlatSlice(0, flat.numel(), flat)])
+            TensorPieces(
+                "weight", name, tuple(parameter.shape), parameter.dtype, [FlatSlice(0, flat.numel(), flat)]
+            )
         )
 
-    def choose(manifest: Manifest) -> list[Item]:
+    def choose(manifest: Manifest) -> list[TensorPieces]:
         return items
 
     Checkpoints(step.parent).load(choose, path=step)

@@ -23,14 +23,14 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import DataError, MismatchError, UsageError
 from shardwise.base.words import bytes_text
-from shardwise.cli.evaluations import Evaluations
+from shardwise.cli.evaluations import RunEvaluations
 from shardwise.cli.profile import StepProfile
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.run_saves import RunSaves
 from shardwise.comm.collectives import Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.config.auto import Resolved
+from shardwise.config.auto import ResolvedConfig
 from shardwise.config.run import RunConfig
 from shardwise.data import Loader, evaluation_batches
 from shardwise.data.batched import Watch
@@ -50,7 +50,7 @@ _NAMED = 5
 _WHERE: dict[Tier, str] = {"device": "on this rank", "host": "in host memory", "disk": "on a disk"}
 
 
-class Reading:
+class ConversionProgress:
     """Logs the progress of a conversion of data every few seconds; nothing if it ends before that."""
 
     def __init__(self, what: str) -> None:
@@ -131,7 +131,7 @@ def on_command_line(error: MismatchError, resume: Path) -> MismatchError:
     return MismatchError(error.what, way, error.missing, error.unexpected)
 
 
-class Opened(NamedTuple):
+class OpenedData(NamedTuple):
     """Training and validation data, and the configuration with the values that follow from them."""
 
     config: RunConfig
@@ -156,7 +156,9 @@ class Trainer(ABC):
     higher_is_better: ClassVar[bool] = False
     """True if a larger value is better for ``early_stop``."""
 
-    def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
+    def __init__(
+        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+    ) -> None:
         self.world, self.folder = world, folder
         self.profile_steps = profile_steps
         self.mesh = resolved.mesh
@@ -185,13 +187,13 @@ class Trainer(ABC):
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """Timelines of the last step of a pipeline, predicted and measured."""
-        self.evaluations = Evaluations(self.config.train.early_stop, self.higher_is_better)
+        self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
 
     # What a subclass defines -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open_data(self, config: RunConfig) -> Opened:
+    def open_data(self, config: RunConfig) -> OpenedData:
         """Open the data; the first call of a run."""
 
     @abstractmethod

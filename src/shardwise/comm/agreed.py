@@ -17,7 +17,7 @@ _KEPT = 4096
 """Headers kept for one direction. Both ends keep them in the same order, and so drop the same headers."""
 
 
-class Headers:
+class MessageHeaders:
     """Headers of the messages in one direction."""
 
     def __init__(self) -> None:

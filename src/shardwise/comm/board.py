@@ -28,7 +28,7 @@ import torch.distributed as dist
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.base.words import named_ranks
 from shardwise.comm.rendezvous.store import missing_keys
-from shardwise.comm.watch import Watch, Words
+from shardwise.comm.watch import AwaitedTexts, Watchdog
 
 _SLICE_S = 0.05
 """Interval in seconds at which a thread that waits for texts checks the verdict."""
@@ -38,7 +38,7 @@ _LAST_TEXT_S = 0.5
 """Seconds that the last text of a rank that has ended gets to arrive."""
 
 
-class Board:
+class MessageBoard:
     """Short texts between the ranks of a World.
 
     Args:
@@ -54,7 +54,7 @@ class Board:
         rank: int,
         store: dist.Store | None = None,
         word: str = "",
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
         members: Sequence[int] = (),
     ):
         self.store = store
@@ -67,7 +67,7 @@ class Board:
         self._past: dict[tuple[int, ...], str] = {}
         """Key of the last meeting, by the ranks that met."""
 
-    def part(self, rank: int, name: str, members: Sequence[int]) -> "Board":
+    def part(self, rank: int, name: str, members: Sequence[int]) -> "MessageBoard":
         """Return the board of some of the ranks.
 
         Args:
@@ -75,7 +75,7 @@ class Board:
             name: Name of the part.
             members: Ranks of the job.
         """
-        return Board(rank, self.store, f"{self.word}/{name}", self.watch, members)
+        return MessageBoard(rank, self.store, f"{self.word}/{name}", self.watch, members)
 
     def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
         """Return a context in which the calling thread does its part of work for which other ranks wait.
@@ -132,8 +132,8 @@ class Board:
             if not missing:
                 return [self.store.get(name).decode() for name in names]
             raise DeadlineError(self._late(what or repr(key), missing, timeout_s))
-        reading = _Reading(self.store, names)
-        self.watch.begin_words(self._own_name, what or repr(key), Words(key, ranks, names), timeout_s)
+        reading = _ReaderThread(self.store, names)
+        self.watch.begin_words(self._own_name, what or repr(key), AwaitedTexts(key, ranks, names), timeout_s)
         try:
             return self._awaited(reading, self.watch, ranks, what or repr(key), timeout_s)
         finally:
@@ -157,9 +157,9 @@ class Board:
         place = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         key = f"meeting/{place}/{self.number('meeting', ranks)}/{call}"
         names = tuple(self._name(key, index) for index in range(len(ranks)))
-        arriving = _Arriving(self.store, names, ranks.index(self._own_name), self._past.get(ranks, ""))
+        arriving = _ArrivalThread(self.store, names, ranks.index(self._own_name), self._past.get(ranks, ""))
         self._past[ranks] = self._name(key, 0)
-        self.watch.begin_words(self._own_name, "its beginning", Words(key, ranks, names), timeout_s)
+        self.watch.begin_words(self._own_name, "its beginning", AwaitedTexts(key, ranks, names), timeout_s)
         try:
             self._awaited(arriving, self.watch, ranks, "its beginning", timeout_s)
         finally:
@@ -167,7 +167,7 @@ class Board:
             self.watch.end()
 
     def _awaited(
-        self, reading: "_Reading", watch: Watch, ranks: tuple[int, ...], what: str, timeout_s: float
+        self, reading: "_ReaderThread", watch: Watchdog, ranks: tuple[int, ...], what: str, timeout_s: float
     ) -> list[str]:
         start = time.monotonic()
         looked_s = start
@@ -228,7 +228,7 @@ class Board:
         return f"shardwise/{self.word}/{key}/{index}"
 
 
-class _Reading(threading.Thread):
+class _ReaderThread(threading.Thread):
     """A thread that waits until all of ``names`` are in the store, and reads them."""
 
     def __init__(self, store: dist.Store, names: Sequence[str]):
@@ -276,7 +276,7 @@ class _Reading(threading.Thread):
         return [place for place, name in enumerate(self._names) if not self._store.check([name])]
 
 
-class _Arriving(_Reading):
+class _ArrivalThread(_ReaderThread):
     """A thread that reports the arrival of this rank, and waits until the last rank has arrived."""
 
     def __init__(self, store: dist.Store, names: Sequence[str], index: int, past: str):

@@ -36,10 +36,10 @@ from torch import Tensor
 from shardwise.base.errors import CommError, DeadlineError, UsageError
 from shardwise.comm.equality import are_equal, terms
 from shardwise.comm.faults import cause_of, is_late
-from shardwise.comm.flights import Communicator, Flight
+from shardwise.comm.flights import Communicator, InFlightCollective
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
-from shardwise.comm.watch import Patience, Watch, advice
+from shardwise.comm.watch import WaitLimits, Watchdog, advice
 
 _PIECE_BYTES = 16 << 20
 _SLICE_S = 0.25
@@ -49,7 +49,7 @@ _STEPS = 32
 _LIMIT_STEPS, _PATIENCE_STEPS = 10, 5
 
 
-class Pending:
+class PendingCollective:
     """A collective in flight; ``wait`` returns when its output may be used.
 
     On a device, the current stream waits and the host goes on: ``works`` run on ``communicator``.
@@ -75,13 +75,15 @@ class Pending:
             finish()
 
 
-DONE = Pending()
+DONE = PendingCollective()
 
 
 class Transport(Protocol):
     """Moves bytes between the ranks of one group. ``what`` names the tensor in errors."""
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending | None:
+    def all_gather(
+        self, output: Tensor, shard: Tensor, timeout_s: float, what: str
+    ) -> PendingCollective | None:
         """Gather the ranks' shards into ``output``.
 
         Args:
@@ -97,7 +99,7 @@ class Transport(Protocol):
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending | None:
+    ) -> PendingCollective | None:
         """Write this rank's part of the sum of ``full`` over the ranks into ``shard_out``.
 
         Args:
@@ -112,17 +114,17 @@ class Transport(Protocol):
         """
         ...
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective | None:
         """Sum ``tensor`` over the ranks in place."""
         ...
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective | None:
         """Copy ``tensor`` from the rank with index ``root``."""
         ...
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending | None:
+    ) -> PendingCollective | None:
         """Send parts of ``sent`` to each rank and receive into ``output``.
 
         Args:
@@ -137,26 +139,26 @@ class Transport(Protocol):
         """
         ...
 
-    def barrier(self, timeout_s: float, what: str) -> Pending | None:
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective | None:
         """Wait until all ranks have arrived."""
         ...
 
 
-class Clock:
+class StepClock:
     """The step that the ranks are in, shared by all groups of an engine and read by errors and deadlines.
 
     Args:
         timeout_s: Value of ``comm.timeout_s``.
         delay_s: Longest random pause before a collective, for debugging.
         watch: Watch that records every wait; None: no watch.
-        meet: Function as ``Board.meet``.
+        meet: Function as ``MessageBoard.meet``.
     """
 
     def __init__(
         self,
         timeout_s: float | str,
         delay_s: float = 0.0,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
         meet: Callable[[tuple[int, ...], str, float], None] | None = None,
     ):
         self.step = 0
@@ -295,15 +297,15 @@ class Clock:
             patience_s, standstill_s = self._patience_s
             given = self._timeout_s
             ends_s = patience_s if isinstance(given, str) else max(patience_s, given)
-            self.watch.set_patience(self, Patience(patience_s, standstill_s, ends_s))
+            self.watch.set_patience(self, WaitLimits(patience_s, standstill_s, ends_s))
 
     def follow(
         self,
-        pending: Pending,
+        pending: PendingCollective,
         what: tuple[Any, ...],
         explain: Callable[[Exception], CommError],
         members: tuple[int, ...] = (),
-    ) -> Flight | None:
+    ) -> InFlightCollective | None:
         """Give a collective on a device, which runs while the host goes on, the deadline of a wait.
 
         Args:
@@ -318,7 +320,7 @@ class Clock:
         if self.watch is None or pending.communicator is None:
             return None
         patience_s, standstill_s = self._patience_s
-        flight = Flight(
+        flight = InFlightCollective(
             (*what, self.step),
             self.timeout_s,
             (patience_s, isinstance(self._timeout_s, str), standstill_s),
@@ -365,7 +367,7 @@ class Group:
     index: int
     transport: Transport | None
     """Transport of the bytes; None if the axis has one rank: every collective is then the identity."""
-    clock: Clock
+    clock: StepClock
     traffic: Traffic
     names: tuple[int, ...] = ()
     """Ranks in the numbering of the whole job, for errors; empty: as ``ranks``."""
@@ -375,14 +377,16 @@ class Group:
     @classmethod
     def alone(cls, axis: str) -> "Group":
         """Build a group of one rank, whose collectives are the identity."""
-        return cls(axis, (0,), 0, None, Clock(0.0), Traffic())
+        return cls(axis, (0,), 0, None, StepClock(0.0), Traffic())
 
     @cached_property
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
 
-    def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Purpose = "weights") -> Pending:
+    def all_gather(
+        self, output: Tensor, shard: Tensor, what: str, purpose: Purpose = "weights"
+    ) -> PendingCollective:
         """Gather the ranks' shards: ``output[i]`` becomes rank i's ``shard``.
 
         Args:
@@ -406,7 +410,7 @@ class Group:
         what: str,
         purpose: Purpose = "gradients",
         accumulate: bool = False,
-    ) -> Pending:
+    ) -> PendingCollective:
         """Write this rank's part of the sum of ``full`` over the ranks into ``shard_out``.
 
         ``full`` may have a narrower dtype than ``shard_out``; the sum is computed in the wider dtype. ``full`` keeps
@@ -433,7 +437,7 @@ class Group:
             lambda t, s: t.reduce_scatter(shard_out, full, s, what, accumulate),
         )
 
-    def all_reduce(self, tensor: Tensor, what: str, purpose: Purpose = "gradients") -> Pending:
+    def all_reduce(self, tensor: Tensor, what: str, purpose: Purpose = "gradients") -> PendingCollective:
         """Sum ``tensor`` over the ranks in place, with the same bits on each.
 
         Args:
@@ -459,7 +463,9 @@ class Group:
         self.all_reduce(sums, what, purpose="control").wait()
         return are_equal(self.size, sums.tolist())
 
-    def broadcast(self, tensor: Tensor, root: int, what: str, purpose: Purpose = "control") -> Pending:
+    def broadcast(
+        self, tensor: Tensor, root: int, what: str, purpose: Purpose = "control"
+    ) -> PendingCollective:
         """Copy ``tensor`` from the rank with index ``root``.
 
         Args:
@@ -479,7 +485,7 @@ class Group:
         counts: Sequence[Sequence[int]],
         what: str,
         purpose: Purpose = "activations",
-    ) -> Pending:
+    ) -> PendingCollective:
         """Send ``counts[i][j]`` elements from rank i to rank j.
 
         Args:
@@ -514,9 +520,9 @@ class Group:
         purpose: Purpose,
         full: Tensor,
         what: str,
-        start: Callable[[Transport, float], Pending | None],
+        start: Callable[[Transport, float], PendingCollective | None],
         elements: int | None = None,
-    ) -> Pending:
+    ) -> PendingCollective:
         assert self.transport is not None, "a group of one rank has nothing to run"
         elements = full.numel() if elements is None else elements
         self.clock.check_intact()
@@ -556,7 +562,7 @@ class Group:
                 flight.waited(full.device)
                 self.clock.check_intact()
 
-        return Pending(finish)
+        return PendingCollective(finish)
 
     def meet(self) -> None:
         """Wait until all ranks of the group have reached the engine call that this rank is in."""
@@ -660,7 +666,7 @@ class TorchTransport:
         self._all_gather = _gather_call()
         self._reduce_scatter = _scatter_call()
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Gather the ranks' shards into ``output``."""
         if not self._composed:
             work = self._all_gather(output, shard, group=self._open_group, async_op=True)
@@ -676,7 +682,7 @@ class TorchTransport:
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         """Write (or add) this rank's part of the sum of ``full`` into ``shard_out``."""
         if self._composed:
             self._exchange_and_sum(shard_out, full, timeout_s, accumulate)
@@ -695,7 +701,7 @@ class TorchTransport:
 
     def _exchange_then_sum(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool
-    ) -> Pending:
+    ) -> PendingCollective:
         """Send narrow parts to each rank and sum them in the wide dtype.
 
         A backend's own reduce-scatter would sum in the dtype that it sends.
@@ -729,20 +735,20 @@ class TorchTransport:
             else:
                 _sum_in_order(received, total)
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Sum ``tensor`` over the ranks in place."""
         return self._waiting(
             [dist.all_reduce(tensor, group=self._open_group, async_op=True)], timeout_s, tensor
         )
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         """Copy ``tensor`` from the rank with index ``root``."""
         work = dist.broadcast(tensor, src=self._ranks[root], group=self._open_group, async_op=True)
         return self._waiting([work], timeout_s, tensor)
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending:
+    ) -> PendingCollective:
         """Send parts of ``sent`` to each rank and receive into ``output``."""
         work = dist.all_to_all_single(
             output,
@@ -754,7 +760,7 @@ class TorchTransport:
         )
         return self._waiting([work], timeout_s, sent)
 
-    def barrier(self, timeout_s: float, what: str) -> Pending:
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         """Wait until all ranks have arrived."""
         # A tensor on the CPU, because the host waits only for those.
         return self.all_reduce(torch.ones(1), timeout_s, what)
@@ -770,11 +776,15 @@ class TorchTransport:
             raise CommError("the group was closed earlier")
         return self._group
 
-    def _waiting(self, works: list[Any], timeout_s: float, tensor: Tensor) -> Pending:
+    def _waiting(self, works: list[Any], timeout_s: float, tensor: Tensor) -> PendingCollective:
         return self._pending(lambda: self._wait(works, timeout_s, tensor), works, tensor)
 
-    def _pending(self, finish: Callable[[], None], works: list[Any], tensor: Tensor) -> Pending:
-        return Pending(finish) if tensor.device.type == "cpu" else Pending(finish, works, self._communicator)
+    def _pending(self, finish: Callable[[], None], works: list[Any], tensor: Tensor) -> PendingCollective:
+        return (
+            PendingCollective(finish)
+            if tensor.device.type == "cpu"
+            else PendingCollective(finish, works, self._communicator)
+        )
 
     def _wait(self, works: list[Any], timeout_s: float, tensor: Tensor) -> None:
         """Wait until all works have ended; on a device, only until its stream waits for them.

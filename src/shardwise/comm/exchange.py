@@ -101,7 +101,7 @@ def gather(
     return torch.cat([part[:count] for part, count in zip(full, parts, strict=True)])
 
 
-class Parcel(NamedTuple):
+class RowParcel(NamedTuple):
     """Rows of one element each, and their receivers."""
 
     rows: Tensor
@@ -116,7 +116,7 @@ class Parcel(NamedTuple):
 
 
 def carry(
-    parcels: Sequence[Parcel], group: Group, what: str, purpose: Purpose = "activations"
+    parcels: Sequence[RowParcel], group: Group, what: str, purpose: Purpose = "activations"
 ) -> list[Tensor]:
     """Exchange several parcels of one dtype in at most two messages.
 
@@ -138,7 +138,7 @@ def carry(
     return [next(came if parcel.is_for_all else arrived) for parcel in parcels]
 
 
-def _gather_all(parcels: Sequence[Parcel], group: Group, what: str, purpose: Purpose) -> list[Tensor]:
+def _gather_all(parcels: Sequence[RowParcel], group: Group, what: str, purpose: Purpose) -> list[Tensor]:
     sizes = [[count for (count,) in parcel.counts] for parcel in parcels]
     if len(parcels) == 1:
         return [gather(parcels[0].rows, sizes[0], group, what, purpose)]
@@ -153,7 +153,7 @@ def _gather_all(parcels: Sequence[Parcel], group: Group, what: str, purpose: Pur
     return [torch.cat(pieces[i :: len(parcels)]) for i in range(len(parcels))]
 
 
-def _send_all(parcels: Sequence[Parcel], group: Group, what: str, purpose: Purpose) -> list[Tensor]:
+def _send_all(parcels: Sequence[RowParcel], group: Group, what: str, purpose: Purpose) -> list[Tensor]:
     if len(parcels) == 1:
         return [send(parcels[0].rows, parcels[0].counts, group, what, purpose)]
     ranks, me = range(group.size), group.index

@@ -54,7 +54,7 @@ class Communicator:
         group.abort()
 
 
-class Flight:
+class InFlightCollective:
     """A collective on a device, from its start until the device has passed it.
 
     Args:
@@ -116,19 +116,19 @@ class Flight:
         self._is_over = passed(device) or self._is_over
 
 
-class Flights:
+class InFlightCollectives:
     """Collectives in flight of one rank. Threads that start one only append; the watch's thread removes."""
 
     def __init__(self) -> None:
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightCollective] = deque()
         self._progress_s = 0.0
         """Time at which a flight was last seen to be over."""
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: InFlightCollective) -> None:
         """Add a flight to those that the watch follows."""
         self._flights.append(flight)
 
-    def oldest(self) -> tuple[Flight, float] | None:
+    def oldest(self) -> tuple[InFlightCollective, float] | None:
         """Return the flight that started first and the time at which its time began, or None."""
         flight = min(self._flights.copy(), key=lambda each: each.since_s, default=None)
         return None if flight is None else (flight, max(flight.since_s, self._progress_s))

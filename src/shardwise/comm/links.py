@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import ConfigError
-from shardwise.comm.board import Board
+from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group, TorchTransport, Transport
 from shardwise.comm.groups import GROUP_TIMEOUT_S, backends, end_groups, make_group
-from shardwise.comm.peers import RING, Peers, SharedMemoryWire, TorchWire, Wire
+from shardwise.comm.peers import RING, PointToPoint, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.comm.shared_ring import meet
@@ -27,7 +27,7 @@ from shardwise.memory.leftovers import LEFTOVERS
 _log = logging.getLogger(__name__)
 
 
-class Links:
+class WorldLinks:
     """Transports and wires of one World.
 
     Args:
@@ -48,7 +48,7 @@ class Links:
         local_size: int,
         device: torch.device,
         backend: str,
-        board: Board,
+        board: MessageBoard,
         uses_default: bool,
     ):
         self._rank = rank
@@ -193,7 +193,7 @@ class Links:
 
     # Messages --------------------------------------------------------------------------------------------------------
 
-    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]]) -> Peers:
+    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]]) -> PointToPoint:
         """Return a channel for messages to the neighbours of this rank on the ring of ``group``'s ranks.
 
         All ranks of the group make this call. On gloo the other ranks of the group can be reached too.
@@ -217,7 +217,7 @@ class Links:
             for index, rank in enumerate(group.ranks):
                 if index != group.index:
                     wires.setdefault(index, TorchWire(self._members[rank], whole, whole))
-        return Peers(group, wires, self._device)
+        return PointToPoint(group, wires, self._device)
 
     def _wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
         """Return the wire between two ranks; None on any other rank, which only takes part in making groups."""

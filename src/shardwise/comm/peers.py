@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import CommError, DeadlineError, UsageError
-from shardwise.comm.agreed import Headers
-from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.comm.agreed import MessageHeaders
+from shardwise.comm.collectives import DONE, Group, PendingCollective
 from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import Communicator
-from shardwise.comm.shared_ring import Call, RingLayout, Rings
+from shardwise.comm.shared_ring import CollectiveCall, GroupRings, RingLayout
 from shardwise.comm.trace import Purpose
 
 RING = RingLayout(ranks=2, slots=64, slot_bytes=256 << 10)
@@ -55,7 +55,7 @@ Allocate = Callable[[bytes], Sequence[Tensor]]
 """Function from a header to the tensors that the message is received into."""
 
 
-class Message(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message that arrived."""
 
     text: str
@@ -65,13 +65,15 @@ class Message(NamedTuple):
 class Wire(Protocol):
     """Carries messages between this rank and one other. Tensors are contiguous."""
 
-    def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
-        """Start to send; the tensors must not change until the Pending has been waited for."""
+    def send(self, header: bytes, tensors: Sequence[Tensor], call: CollectiveCall) -> PendingCollective:
+        """Start to send; the tensors must not change until the PendingCollective has been waited for."""
 
-    def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> Pending:
+    def receive(
+        self, call: CollectiveCall, allocate: Allocate, meanwhile: Callable[[], bool]
+    ) -> PendingCollective:
         """Receive the next message into the tensors that ``allocate`` makes for its header.
 
-        ``meanwhile`` is as in ``Rings.receive``.
+        ``meanwhile`` is as in ``GroupRings.receive``.
         """
 
     def advance(self) -> bool:
@@ -81,7 +83,7 @@ class Wire(Protocol):
         """Leave the connection."""
 
 
-class Peers:
+class PointToPoint:
     """Messages from and to the other ranks of ``group``, by their index in it. Threads must not share an object.
 
     Args:
@@ -94,13 +96,13 @@ class Peers:
         self.group = group
         self._wires = wires
         self._device = device
-        self._sending: deque[Pending] = deque()
+        self._sending: deque[PendingCollective] = deque()
         self._agreed = {
-            index: _Agreed(wire, Headers(), Headers())
+            index: _AgreedConnection(wire, MessageHeaders(), MessageHeaders())
             for index, wire in wires.items()
             if isinstance(wire, TorchWire) and wire.agrees
         }
-        self._ahead: deque[_Ahead] = deque()
+        self._ahead: deque[_PostedReceive] = deque()
 
     @property
     def agrees(self) -> bool:
@@ -116,11 +118,11 @@ class Peers:
         purpose: Purpose,
         like: int | None = None,
         lasting: bool = False,
-    ) -> Pending:
+    ) -> PendingCollective:
         """Start to send a message, without waiting for the receiver.
 
-        The tensors must not change until the send has ended. ``flush`` ends all sends of this rank, so the Pending may
-        be dropped.
+        The tensors must not change until the send has ended. ``flush`` ends all sends of this rank, so the
+        PendingCollective may be dropped.
 
         Args:
             text: Text of the message.
@@ -182,10 +184,10 @@ class Peers:
         with self._explaining("receive", source, what) as call:
             pending = agreed.wire.post([each for each in tensors if each.numel()], call, outward=False)
         pending = self._followed(pending, "receive", source, what)
-        self._ahead.append(_Ahead(source, what, like, Message(text, tensors), pending))
+        self._ahead.append(_PostedReceive(source, what, like, ReceivedMessage(text, tensors), pending))
         return True
 
-    def receive(self, source: int, what: str | None, like: int | None = None) -> Message:
+    def receive(self, source: int, what: str | None, like: int | None = None) -> ReceivedMessage:
         """Return the next message of rank ``source``.
 
         Args:
@@ -205,10 +207,10 @@ class Peers:
             assert posted[:3] == (source, what, like), f"{posted.what} was posted before {said}"
             posted.pending.wait()
             return posted.message
-        found: list[Message] = []
+        found: list[ReceivedMessage] = []
 
         def allocate(header: bytes) -> list[Tensor]:
-            found.append(Message(*self._opened(header, source, what)))
+            found.append(ReceivedMessage(*self._opened(header, source, what)))
             agreed = self._agreed.get(source)
             if agreed is not None and what is not None:
                 agreed.inward.agree(what, like, header)
@@ -310,7 +312,9 @@ class Peers:
         for itemsize, elements in by_size.items():
             self.group.traffic.add("send", purpose, elements, itemsize, 2, what, self.group.axis)
 
-    def _followed(self, pending: Pending, operation: str, index: int, what: str) -> Pending:
+    def _followed(
+        self, pending: PendingCollective, operation: str, index: int, what: str
+    ) -> PendingCollective:
         if pending is DONE:
             return DONE
         clock, flight = self.group.clock, None
@@ -330,7 +334,7 @@ class Peers:
                 flight.waited(self._device)
                 clock.check_intact()
 
-        return Pending(finish)
+        return PendingCollective(finish)
 
     def _waits_for(self, operation: str, index: int, what: str) -> tuple[int, str, str]:
         names = self.group.names or self.group.ranks
@@ -342,13 +346,13 @@ class Peers:
         return names[self.group.index], names[index]
 
     @contextlib.contextmanager
-    def _explaining(self, operation: str, index: int, what: str) -> Iterator[Call]:
+    def _explaining(self, operation: str, index: int, what: str) -> Iterator[CollectiveCall]:
         clock, timeout_s = self.group.clock, self.group.clock.timeout_s
         clock.check_intact()
         give_up = getattr(self._wires.get(index), "give_up", None)
         clock.begin_wait(self._waits_for(operation, index, what), give_up, self._ends(index))
         try:
-            yield Call(operation, what, timeout_s)
+            yield CollectiveCall(operation, what, timeout_s)
         except (RuntimeError, CommError) as error:
             raise self._explained(error, operation, index, what, clock.step, timeout_s) from error
         finally:
@@ -372,22 +376,22 @@ class Peers:
         return CommError(f"{where} failed; {cause_of(error)}. ({error}){self.group.clock.advice}")
 
 
-class _Agreed(NamedTuple):
+class _AgreedConnection(NamedTuple):
     """A connection, and the headers that both ends have kept."""
 
     wire: "TorchWire"
-    outward: Headers
-    inward: Headers
+    outward: MessageHeaders
+    inward: MessageHeaders
 
 
-class _Ahead(NamedTuple):
+class _PostedReceive(NamedTuple):
     """A receive that was posted before its ``receive`` was called."""
 
     source: int
     what: str
     like: int | None
-    message: Message
-    pending: Pending
+    message: ReceivedMessage
+    pending: PendingCollective
 
 
 class TorchWire:
@@ -414,7 +418,7 @@ class TorchWire:
         self._communicators: tuple[Communicator, ...] = Communicator(outward), Communicator(inward)
         self._is_closed = False
 
-    def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
+    def send(self, header: bytes, tensors: Sequence[Tensor], call: CollectiveCall) -> PendingCollective:
         """Send a message of fixed size with the header's length and beginning, then the rest, then the tensors."""
         body = len(header).to_bytes(_LENGTH_BYTES, "big") + header
         first = body[:_HEADER_BYTES].ljust(_HEADER_BYTES)
@@ -428,9 +432,9 @@ class TorchWire:
             told.wait()
             pending.wait()
 
-        return Pending(finish, pending.works, pending.communicator)
+        return PendingCollective(finish, pending.works, pending.communicator)
 
-    def post(self, tensors: Sequence[Tensor], call: Call, outward: bool) -> Pending:
+    def post(self, tensors: Sequence[Tensor], call: CollectiveCall, outward: bool) -> PendingCollective:
         """Start to send only ``tensors``, or to receive into them."""
         parts = [_bytes_of(each) for each in tensors]
         if not parts:
@@ -451,9 +455,15 @@ class TorchWire:
                 else:
                     work.wait()
 
-        return Pending(finish) if on_host else Pending(finish, works, self._communicators[not outward])
+        return (
+            PendingCollective(finish)
+            if on_host
+            else PendingCollective(finish, works, self._communicators[not outward])
+        )
 
-    def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> Pending:
+    def receive(
+        self, call: CollectiveCall, allocate: Allocate, meanwhile: Callable[[], bool]
+    ) -> PendingCollective:
         """Receive the header, whose size is known, then the tensors that it describes."""
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self.post([first], call, outward=False).wait()
@@ -490,12 +500,12 @@ class TorchWire:
         self._communicators = ()
 
 
-class _Outgoing:
+class _OutgoingMessage:
     """A message that is being copied into the ring: pieces of bytes, each at a multiple of 64."""
 
     __slots__ = ("_done", "_pieces", "call", "ended")
 
-    def __init__(self, header: bytes, tensors: Sequence[Tensor], call: Call):
+    def __init__(self, header: bytes, tensors: Sequence[Tensor], call: CollectiveCall):
         size = len(header).to_bytes(_LENGTH_BYTES, "big")
         self._pieces = deque(
             [torch.frombuffer(bytearray(size + header), dtype=torch.uint8), *map(_bytes_of, tensors)]
@@ -522,11 +532,11 @@ class _Outgoing:
 class SharedMemoryWire:
     """Messages of two ranks over their rings; ``index`` is this rank's index in the pair, 0 or 1."""
 
-    def __init__(self, rings: Rings, index: int):
+    def __init__(self, rings: GroupRings, index: int):
         self._rings = rings
         self._index = index
         self._peer = 1 - index
-        self._queue: deque[_Outgoing] = deque()
+        self._queue: deque[_OutgoingMessage] = deque()
         self._offset = 0
         """Position in the slot that is being read."""
         self._broken = ""
@@ -536,15 +546,17 @@ class SharedMemoryWire:
         """Bytes of this rank's own memory."""
         return RING.file_bytes
 
-    def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
+    def send(self, header: bytes, tensors: Sequence[Tensor], call: CollectiveCall) -> PendingCollective:
         """Copy the message into the ring as far as there is room."""
-        outgoing = _Outgoing(header, tensors, call)
+        outgoing = _OutgoingMessage(header, tensors, call)
         with self._guarded():
             self._queue.append(outgoing)
             self._fill(blocks=False)
-        return DONE if outgoing.ended else Pending(lambda: self._finish(outgoing))
+        return DONE if outgoing.ended else PendingCollective(lambda: self._finish(outgoing))
 
-    def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> Pending:
+    def receive(
+        self, call: CollectiveCall, allocate: Allocate, meanwhile: Callable[[], bool]
+    ) -> PendingCollective:
         """Copy the next message out of the ring; each piece is copied once."""
         with self._guarded():
             self._next_slot(call, meanwhile)
@@ -573,7 +585,7 @@ class SharedMemoryWire:
             self._rings.leave(self._broken, failed=False)
             self._queue.clear()
 
-    def _finish(self, outgoing: _Outgoing) -> None:
+    def _finish(self, outgoing: _OutgoingMessage) -> None:
         with self._guarded():
             while not outgoing.ended:
                 self._fill(blocks=True)
@@ -589,12 +601,12 @@ class SharedMemoryWire:
             if outgoing.ended:
                 self._queue.popleft()
 
-    def _next_slot(self, call: Call, meanwhile: Callable[[], bool]) -> None:
+    def _next_slot(self, call: CollectiveCall, meanwhile: Callable[[], bool]) -> None:
         self._rings.receive([self._peer], call, meanwhile)
         self._offset = 0
 
     def _copy_out(
-        self, piece: Tensor, call: Call, meanwhile: Callable[[], bool], aligns: bool = True
+        self, piece: Tensor, call: CollectiveCall, meanwhile: Callable[[], bool], aligns: bool = True
     ) -> None:
         rings, peer, done = self._rings, self._peer, 0
         while done < piece.numel():

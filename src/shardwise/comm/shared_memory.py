@@ -34,8 +34,15 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import CommError, UsageError
-from shardwise.comm.collectives import DONE, Pending
-from shardwise.comm.shared_ring import HEAD_BYTES, Call, RingLayout, Rings, SharedMemoryUnavailable, meet
+from shardwise.comm.collectives import DONE, PendingCollective
+from shardwise.comm.shared_ring import (
+    HEAD_BYTES,
+    CollectiveCall,
+    GroupRings,
+    RingLayout,
+    SharedMemoryUnavailable,
+    meet,
+)
 
 __all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable"]
 
@@ -46,21 +53,21 @@ _WHOLE_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _RingCollective:
     """One collective in flight: ``writes`` rounds of the own ring to fill, ``reads`` rounds of the sources' to read.
 
     Round t is written only when fewer than ``ahead`` rounds before it are unread, because an all-reduce writes results
     that depend on what it read.
     """
 
-    call: Call
+    call: CollectiveCall
     head: bytes
     writes: int
     write: Callable[[int, int], None]
     """Function of (round, slot of the own ring)."""
     reads: int
     read: Callable[[int], None]
-    """Function of (round); the sources' slots are ``Rings.at``."""
+    """Function of (round); the sources' slots are ``GroupRings.at``."""
     sources: Sequence[int]
     ahead: int
     written: int = 0
@@ -110,10 +117,10 @@ class SharedMemoryTransport:
         self.size = size
         self._rank = rank
         self._names = range(size) if names is None else names
-        self._rings: Rings = meet(rank, post, collect, timeout_s, layout, self._names, alarm)
+        self._rings: GroupRings = meet(rank, post, collect, timeout_s, layout, self._names, alarm)
         self._layout = layout
         self._peers = self._rings.peers
-        self._queue: deque[_Exchange] = deque()
+        self._queue: deque[_RingCollective] = deque()
         self._calls = 0
         self._process = os.getpid()
         self._broken = ""
@@ -126,7 +133,7 @@ class SharedMemoryTransport:
         """Bytes of this rank's own memory."""
         return self._layout.file_bytes
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Gather the ranks' shards: ``output[r]`` becomes rank r's ``shard``, which may lie in ``output`` already."""
         size = self._layout.ranks
         call = self._call("all_gather", what, timeout_s, output, shard)
@@ -155,7 +162,7 @@ class SharedMemoryTransport:
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         """Write this rank's part of the sum of ``full`` into ``shard_out``, or add it with ``accumulate``.
 
         ``shard_out`` may be that part of ``full`` itself, and its dtype may be wider.
@@ -178,7 +185,7 @@ class SharedMemoryTransport:
         rounds = len(totals) if full.numel() else 0
         return self._begin(call, full, rounds, write, rounds, read)
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Sum ``tensor`` over the ranks in place, with the same bits on each."""
         call = self._call("all_reduce", what, timeout_s, tensor)
         size = self._layout.ranks
@@ -216,7 +223,7 @@ class SharedMemoryTransport:
 
         return self._begin(call, tensor, 2 * blocks, write, 2 * blocks, read, ahead=ahead)
 
-    def _all_reduce_whole(self, call: Call, tensor: Tensor) -> Pending:
+    def _all_reduce_whole(self, call: CollectiveCall, tensor: Tensor) -> PendingCollective:
         """Let every rank read and sum everything: half as many rounds, but N-1 times the additions."""
         own, theirs, at = self._slots(tensor.dtype, 1)
         pieces = _split(tensor, self._step(tensor.dtype, 1))
@@ -233,7 +240,7 @@ class SharedMemoryTransport:
         rounds = len(pieces) if tensor.numel() else 0
         return self._begin(call, tensor, rounds, write, rounds, read)
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         """Copy ``tensor`` from the rank with index ``root``."""
         call = self._call("broadcast", what, timeout_s, tensor)
         # Small pieces if there would be few, so that the others read one piece while the root writes the next.
@@ -254,7 +261,7 @@ class SharedMemoryTransport:
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending:
+    ) -> PendingCollective:
         """Send ``counts[i][j]`` elements from rank i to rank j.
 
         Every rank has all counts, and so the number of rounds.
@@ -292,7 +299,7 @@ class SharedMemoryTransport:
         # An empty tensor for the comparison of heads, because sizes differ from rank to rank.
         return self._begin(call, sent.new_empty(0), rounds, write, rounds, read)
 
-    def barrier(self, timeout_s: float, what: str) -> Pending:
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         """Wait until every rank has arrived."""
         nothing = torch.empty(0, dtype=torch.uint8)
         call = self._call("barrier", what, timeout_s)
@@ -303,8 +310,8 @@ class SharedMemoryTransport:
         if not self._broken and self._process == os.getpid():
             self._let_go("it was closed", failed=False)
 
-    def _call(self, operation: str, what: str, timeout_s: float, *tensors: Tensor) -> Call:
-        call = Call(operation, what, timeout_s)
+    def _call(self, operation: str, what: str, timeout_s: float, *tensors: Tensor) -> CollectiveCall:
+        call = CollectiveCall(operation, what, timeout_s)
         if self._broken:
             raise CommError(f"{self._where(call)}: the group was closed earlier: {self._broken}")
         if self._process != os.getpid():
@@ -318,7 +325,7 @@ class SharedMemoryTransport:
 
     def _begin(
         self,
-        call: Call,
+        call: CollectiveCall,
         tensor: Tensor,
         writes: int,
         write: Callable[[int, int], None],
@@ -326,13 +333,13 @@ class SharedMemoryTransport:
         read: Callable[[int], None],
         sources: Sequence[int] | None = None,
         ahead: int = 1 << 30,
-    ) -> Pending:
+    ) -> PendingCollective:
         if not writes and not reads:
             return DONE
         self._calls += 1
         text = f"{self._calls} {call.operation} of {_kind(tensor)} for {call.what}"
         head = text.encode()[:HEAD_BYTES].rstrip()
-        exchange = _Exchange(call, head, writes, write, reads, read, sources or self._peers, ahead)
+        exchange = _RingCollective(call, head, writes, write, reads, read, sources or self._peers, ahead)
         self._queue.append(exchange)
         try:
             self._fill_in_turn()
@@ -341,9 +348,9 @@ class SharedMemoryTransport:
             raise
         if len(self._queue) > 1:
             self._finish(self._queue[-2])
-        return Pending(lambda: self._finish(exchange))
+        return PendingCollective(lambda: self._finish(exchange))
 
-    def _finish(self, exchange: _Exchange) -> None:
+    def _finish(self, exchange: _RingCollective) -> None:
         if exchange.ended:
             return
         if self._broken:
@@ -365,7 +372,7 @@ class SharedMemoryTransport:
             if exchange.written < exchange.writes:
                 return
 
-    def _complete(self, exchange: _Exchange) -> None:
+    def _complete(self, exchange: _RingCollective) -> None:
         rings, call, sources = self._rings, exchange.call, exchange.sources
         while not exchange.ended:
             self._fill(exchange, blocks=True)
@@ -377,7 +384,7 @@ class SharedMemoryTransport:
                 rings.release(sources)
                 exchange.done += 1
 
-    def _fill(self, exchange: _Exchange, blocks: bool) -> None:
+    def _fill(self, exchange: _RingCollective, blocks: bool) -> None:
         """Write rounds as far as the ring has room; with ``blocks``, wait for room if nothing else can be done."""
         rings, call = self._rings, exchange.call
         while exchange.written < exchange.writes:
@@ -393,7 +400,7 @@ class SharedMemoryTransport:
             rings.publish()
             exchange.written += 1
 
-    def _compare(self, exchange: _Exchange) -> None:
+    def _compare(self, exchange: _RingCollective) -> None:
         """Check that the sources are in the same collective.
 
         Otherwise ranks would use each other's bytes as their own.
@@ -415,7 +422,7 @@ class SharedMemoryTransport:
         self._theirs.clear()
         self._rings.leave(reason, failed)
 
-    def _where(self, call: Call) -> str:
+    def _where(self, call: CollectiveCall) -> str:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
 
     def _step(self, dtype: torch.dtype, parts: int) -> int:

@@ -137,7 +137,7 @@ class RingLayout(NamedTuple):
         return self.control_bytes + self.slots * self.slot_bytes
 
 
-class Ring:
+class SharedRing:
     """One rank's file, as mapped by its owner or by a peer."""
 
     def __init__(self, descriptor: int, layout: RingLayout):
@@ -174,7 +174,7 @@ class Ring:
         self.map[0] = _FAILED if failed else _LEFT
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """The collective that a rank is in, for errors."""
 
     operation: str
@@ -182,7 +182,7 @@ class Call(NamedTuple):
     timeout_s: float
 
 
-class Lives:
+class PeerProcesses:
     """The peers' processes, which can be checked for their end.
 
     ``descriptors`` are their pidfds. They close with this object at the latest, because an engine may be dropped
@@ -202,7 +202,7 @@ class Lives:
         return {self._peers[descriptor] for descriptor, _ in self._poll.poll(0)}
 
 
-class Rings:
+class GroupRings:
     """The rings of a group as one rank uses them: it fills its own and reads those of its peers.
 
     Args:
@@ -216,8 +216,8 @@ class Rings:
     def __init__(
         self,
         rank: int,
-        rings: Sequence[Ring],
-        lives: Lives,
+        rings: Sequence[SharedRing],
+        lives: PeerProcesses,
         names: Sequence[int],
         alarm: Callable[[], None] | None = None,
     ):
@@ -240,7 +240,7 @@ class Rings:
         self._credits = dict.fromkeys(self.peers, layout.slots)
         self._next = 0
 
-    def claim(self, call: Call, blocks: bool) -> int:
+    def claim(self, call: CollectiveCall, blocks: bool) -> int:
         """Return the next slot of the own ring after every peer has returned it.
 
         Args:
@@ -271,7 +271,7 @@ class Rings:
             post(address)
 
     def receive(
-        self, sources: Sequence[int], call: Call, meanwhile: Callable[[], bool] | None = None
+        self, sources: Sequence[int], call: CollectiveCall, meanwhile: Callable[[], bool] | None = None
     ) -> None:
         """Wait for the next slot of each source; ``at`` then contains its number.
 
@@ -303,7 +303,7 @@ class Rings:
         addresses: dict[int, int],
         peer: int,
         awaited: Sequence[int],
-        call: Call,
+        call: CollectiveCall,
         meanwhile: Callable[[], bool] | None = None,
     ) -> None:
         """Take ``peer``'s semaphore; if that fails, the error names all of ``awaited`` whose semaphore is empty."""
@@ -346,7 +346,7 @@ class Rings:
                 return f"{self._list([peer])} gave up: {self.rings[peer].reason}"
         return ""
 
-    def _where(self, call: Call) -> str:
+    def _where(self, call: CollectiveCall) -> str:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
 
     def _list(self, ranks: Sequence[int]) -> str:
@@ -361,7 +361,7 @@ def meet(
     layout: RingLayout,
     names: Sequence[int],
     alarm: Callable[[], None] | None = None,
-) -> Rings:
+) -> GroupRings:
     """Make the own ring and open those of all peers; either every rank succeeds or all raise.
 
     The ranks exchange texts twice: first their offers, then whether they could open the others' rings.
@@ -379,11 +379,11 @@ def meet(
         SharedMemoryUnavailable: on all ranks, if one of them cannot take part.
     """
     with contextlib.ExitStack() as held:
-        own: Ring | None = None
+        own: SharedRing | None = None
         try:
             descriptor = _create(layout)
             held.callback(os.close, descriptor)
-            own = Ring(descriptor, layout)
+            own = SharedRing(descriptor, layout)
             semaphores = Semaphores()
             for peer in range(layout.ranks):
                 semaphores.start(own.address + layout.written(peer))
@@ -412,7 +412,7 @@ def meet(
         post("attached", reason)
         _refuse(collect("attached", timeout_s), names)
         undo.pop_all()
-    return Rings(rank, rings, Lives(lives), names, alarm)
+    return GroupRings(rank, rings, PeerProcesses(lives), names, alarm)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
@@ -446,13 +446,13 @@ def _describe(descriptor: int, layout: RingLayout) -> dict[str, Any]:
     }
 
 
-def _attach(offer: dict[str, Any], layout: RingLayout) -> Ring:
+def _attach(offer: dict[str, Any], layout: RingLayout) -> SharedRing:
     descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if [status.st_dev, status.st_ino] != offer["file"]:
             raise OSError(errno.ESTALE, "its process ended and another took its number")
-        return Ring(descriptor, layout)
+        return SharedRing(descriptor, layout)
     finally:
         os.close(descriptor)
 

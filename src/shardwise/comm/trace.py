@@ -29,7 +29,7 @@ _STATE_AXES = ("dp", "dp_shard", "dp_replicate", "edp", "expert_dp")
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 
 
-class Count(NamedTuple):
+class TrafficCount(NamedTuple):
     """Totals of one kind of traffic."""
 
     calls: int = 0
@@ -41,7 +41,7 @@ class Count(NamedTuple):
 class Traffic:
     """Running totals by (operation, purpose)."""
 
-    counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+    counts: dict[tuple[str, str], TrafficCount] = field(default_factory=dict)
     bytes: int = 0
     """Bytes sent so far."""
     sequence: int = 0
@@ -81,15 +81,15 @@ class Traffic:
             else _SENT[operation] * elements * (ranks - 1) // ranks
         )
         self.bytes += sent * itemsize
-        old = self.counts.get((operation, purpose), Count())
-        self.counts[operation, purpose] = Count(
+        old = self.counts.get((operation, purpose), TrafficCount())
+        self.counts[operation, purpose] = TrafficCount(
             old.calls + 1, old.elements + sent, old.bytes + sent * itemsize
         )
 
-    def total(self, *purposes: Purpose) -> Count:
+    def total(self, *purposes: Purpose) -> TrafficCount:
         """Return the sum over the given purposes, or over all if none is given."""
         rows = [count for (_, purpose), count in self.counts.items() if not purposes or purpose in purposes]
-        return Count(*(sum(column) for column in zip(*rows, strict=True))) if rows else Count()
+        return TrafficCount(*(sum(column) for column in zip(*rows, strict=True))) if rows else TrafficCount()
 
     def clear(self) -> None:
         """Reset the counts by operation and purpose."""

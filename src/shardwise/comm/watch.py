@@ -47,11 +47,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shardwise.base.errors import CommError, DeadlineError
-from shardwise.comm.flights import Flights
-from shardwise.comm.rendezvous.handshake import Who
-from shardwise.comm.rendezvous.process import Pulse, calls_of, has_ended, seconds_of, stack_of, state_of
+from shardwise.comm.flights import InFlightCollectives
+from shardwise.comm.rendezvous.handshake import RankIdentity
+from shardwise.comm.rendezvous.process import (
+    ProcessHeartbeat,
+    calls_of,
+    has_ended,
+    seconds_of,
+    stack_of,
+    state_of,
+)
 from shardwise.comm.rendezvous.stack_file import StackFile, stack_by_signal
-from shardwise.comm.rendezvous.store import SealedStore, Talker
+from shardwise.comm.rendezvous.store import SealedStore, StoreClient
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +78,7 @@ _AHEAD = 0.75
 """Part of the patience after which ranks are first asked, so that a rank that does not answer can be asked twice."""
 
 
-class Patience(NamedTuple):
+class WaitLimits(NamedTuple):
     """Seconds that limit the waits of one engine."""
 
     patience_s: float
@@ -82,7 +89,7 @@ class Patience(NamedTuple):
     """Seconds after which the answers may end the job."""
 
 
-class Words(NamedTuple):
+class AwaitedTexts(NamedTuple):
     """The texts of other ranks that a thread waits for."""
 
     key: str
@@ -92,7 +99,7 @@ class Words(NamedTuple):
     """Keys of the ranks' texts in the store, by ``ranks``."""
 
 
-class Wait(NamedTuple):
+class CollectiveWait(NamedTuple):
     """One thread's wait in a collective, for a message or for the texts of other ranks."""
 
     what: tuple[Any, ...]
@@ -110,7 +117,7 @@ class Wait(NamedTuple):
     """Ranks of the job that take part."""
     call: str = ""
     """Engine call in which the thread waits; all ranks make it."""
-    words: Words | None = None
+    words: AwaitedTexts | None = None
     ends_s: float = 0.0
     """Seconds for which the job continues, whatever the answers are."""
 
@@ -130,7 +137,7 @@ class Wait(NamedTuple):
         )
 
 
-class State(Enum):
+class RankState(Enum):
     """The state of a rank that keeps another one waiting."""
 
     WAITS = "waits"
@@ -138,7 +145,7 @@ class State(Enum):
     STILL = "still"
 
 
-class Work(NamedTuple):
+class SharedWork(NamedTuple):
     """A part of common work that one thread does while other ranks wait for it."""
 
     key: str
@@ -166,7 +173,7 @@ def advice(call: str) -> str:
     )
 
 
-class _Questions:
+class _WatchQuestions:
     """Questions to all ranks, their answers and the verdict over the store, for one of ``size`` ranks."""
 
     def __init__(self, rank: int, size: int, store: SealedStore, prefix: str):
@@ -182,7 +189,7 @@ class _Questions:
         """Time at which this rank last got its answers."""
         self.answered_s = -_RECENT_S
 
-    def connect(self) -> Talker:
+    def connect(self) -> StoreClient:
         """Use a separate connection from now on, so that a call that blocks holds up no other thread.
 
         Returns:
@@ -190,7 +197,7 @@ class _Questions:
         """
         self._store = self._store.again()
         self.contact_s = time.monotonic()
-        return Talker(self._store)
+        return StoreClient(self._store)
 
     def offer(self, numbers: list[int]) -> None:
         """Write the numbers with which another rank gets this rank's stack without its answer."""
@@ -201,7 +208,7 @@ class _Questions:
         key = self._key("stack", rank)
         return list(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def missing(self, words: Words) -> list[int]:
+    def missing(self, words: AwaitedTexts) -> list[int]:
         """Return the ranks whose text is missing."""
         return [
             rank for rank, name in zip(words.ranks, words.names, strict=True) if not self._store.check([name])
@@ -244,23 +251,23 @@ class _Questions:
         return "/".join([self._prefix, *map(str, parts)])
 
 
-class _Doings:
+class _ThreadActivities:
     """Work, waits and calls of one rank's threads, by thread, and the patience of its engines."""
 
     def __init__(self) -> None:
-        self.works: dict[int, Work] = {}
+        self.works: dict[int, SharedWork] = {}
         self.joins: dict[int, int] = {}
         """Thread of this process that each thread waits for."""
         self.calls: dict[int, str] = {}
         """Collective call of the engine that each thread is in."""
-        self.patiences: weakref.WeakKeyDictionary[Any, Patience] = weakref.WeakKeyDictionary()
+        self.patiences: weakref.WeakKeyDictionary[Any, WaitLimits] = weakref.WeakKeyDictionary()
         """Limits of an engine's waits, by the engine's clock."""
-        self.stacks = _Stacks()
+        self.stacks = _RemoteStacks()
         self.at_exit: Callable[[], None] = lambda: None
         """Function that is called at the end of the process and ends the threads."""
 
 
-class _Stacks:
+class _RemoteStacks:
     """Access to the stacks of ranks that do not answer."""
 
     def __init__(self) -> None:
@@ -269,7 +276,7 @@ class _Stacks:
         """Offered numbers, by rank of this host."""
 
 
-class Watch:
+class Watchdog:
     """The watch of one rank of a job.
 
     Args:
@@ -279,15 +286,15 @@ class Watch:
         prefix: Beginning of the keys in ``store``.
     """
 
-    def __init__(self, rank: int, who: Sequence[Who], store: SealedStore, prefix: str):
+    def __init__(self, rank: int, who: Sequence[RankIdentity], store: SealedStore, prefix: str):
         self._rank = rank
         self._who = who
-        self._questions = _Questions(rank, len(who), store, prefix)
-        self._waits: dict[int, Wait] = {}
+        self._questions = _WatchQuestions(rank, len(who), store, prefix)
+        self._waits: dict[int, CollectiveWait] = {}
         """Waits, by thread."""
-        self._doings = _Doings()
-        self._pulse = Pulse(None, None)
-        self.flights = Flights()
+        self._doings = _ThreadActivities()
+        self._pulse = ProcessHeartbeat(None, None)
+        self.flights = InFlightCollectives()
         """Collectives in flight on the device."""
         self._failure: CommError | None = None
         self._verdict = ""
@@ -304,7 +311,7 @@ class Watch:
         """Start to watch the calling thread, and return False if the watch was running."""
         if self._threads or len(self._who) < 2:
             return False
-        self._pulse = Pulse(threading.get_ident(), threading.get_native_id())
+        self._pulse = ProcessHeartbeat(threading.get_ident(), threading.get_native_id())
         self._doings.stacks.own = StackFile(threading.get_ident())
         self._questions.offer(self._doings.stacks.own.offer)
         talker = self._questions.connect()
@@ -331,10 +338,10 @@ class Watch:
             thread.join(2.0)
         self._threads = []
         self._doings.stacks.own = None
-        self.flights = Flights()
+        self.flights = InFlightCollectives()
         atexit.unregister(self._doings.at_exit)
 
-    def set_patience(self, clock: Any, patience: Patience) -> None:
+    def set_patience(self, clock: Any, patience: WaitLimits) -> None:
         """Set the limits of one engine's waits, which are dropped together with ``clock``."""
         self._doings.patiences[clock] = patience
 
@@ -378,7 +385,7 @@ class Watch:
         """
         thread = threading.get_ident()
         before = self._doings.works.get(thread)
-        self._doings.works[thread] = Work(key, what, time.monotonic())
+        self._doings.works[thread] = SharedWork(key, what, time.monotonic())
         try:
             yield
         finally:
@@ -399,7 +406,7 @@ class Watch:
         finally:
             del self._doings.joins[threading.get_ident()]
 
-    def begin_words(self, rank: int, what: str, words: Words, timeout_s: float) -> None:
+    def begin_words(self, rank: int, what: str, words: AwaitedTexts, timeout_s: float) -> None:
         """Record that the calling thread waits for texts of other ranks, until ``end``.
 
         Args:
@@ -411,7 +418,7 @@ class Watch:
         patiences = list(self._doings.patiences.values())
         longest = [max(each) for each in zip(*patiences, strict=True)] or [timeout_s] * 3
         patience_s, standstill_s, ends_s = longest
-        self._waits[threading.get_ident()] = Wait(
+        self._waits[threading.get_ident()] = CollectiveWait(
             (rank, what),
             time.monotonic(),
             min(patience_s, timeout_s),
@@ -449,7 +456,7 @@ class Watch:
             members: Ranks of the job that take part.
         """
         thread = threading.get_ident()
-        self._waits[thread] = Wait(
+        self._waits[thread] = CollectiveWait(
             what,
             time.monotonic(),
             patience_s,
@@ -521,12 +528,12 @@ class Watch:
         if self._verdict:
             self._wake()
 
-    def _longest(self) -> Wait | None:
+    def _longest(self) -> CollectiveWait | None:
         """Return the wait whose patience ends first."""
         waits = [*self._waits.copy().values(), *self._flying()]
         return min(waits, key=lambda wait: wait.since_s + wait.soon_s, default=None)
 
-    def _flying(self) -> list[Wait]:
+    def _flying(self) -> list[CollectiveWait]:
         """Return the device's longest flight as a wait, if there is one."""
         found = self.flights.oldest()
         if found is None:
@@ -534,7 +541,9 @@ class Watch:
         flight, since_s = found
         patience_s, is_auto, standstill_s = flight.patience
         return [
-            Wait(flight.what, since_s, patience_s, is_auto, standstill_s, None, flight.members, flight.call)
+            CollectiveWait(
+                flight.what, since_s, patience_s, is_auto, standstill_s, None, flight.members, flight.call
+            )
         ]
 
     def _fail(self, error: CommError) -> None:
@@ -551,7 +560,7 @@ class Watch:
                 with contextlib.suppress(Exception):
                     wait.give_up()
 
-    def _judge_alone(self, wait: Wait, silence_s: float) -> None:
+    def _judge_alone(self, wait: CollectiveWait, silence_s: float) -> None:
         """Judge, while the store does not answer, by what can be seen of the ranks of this host from outside."""
         found = {rank: self._seen_from_outside(rank) for rank in self._here() if rank != self._rank}
         stopped = [rank for rank, (ends, _) in found.items() if ends]
@@ -621,7 +630,7 @@ class Watch:
             if not self._is_judged():
                 self._judge(wait, answers)
 
-    def _is_due(self, wait: Wait) -> bool:
+    def _is_due(self, wait: CollectiveWait) -> bool:
         """Return whether to ask the other ranks now; seldom if a wait is long."""
         now, ripe_s = time.monotonic(), wait.since_s + wait.patience_s
         silence_s = now - self._questions.asked_s
@@ -663,7 +672,7 @@ class Watch:
             self._wake()
         return bool(self._verdict)
 
-    def _judge(self, wait: Wait, answers: Mapping[int, dict[str, Any]]) -> None:
+    def _judge(self, wait: CollectiveWait, answers: Mapping[int, dict[str, Any]]) -> None:
         age_s = time.monotonic() - wait.since_s
         awaited = [*range(len(self._who))] if wait.words is None else self._questions.missing(wait.words)
         silent = frozenset(awaited) - frozenset(answers)
@@ -673,10 +682,10 @@ class Watch:
         self._suspects = silent
         found = [self._of_one(rank, answers[rank], wait) for rank in awaited if rank in answers]
         lines += [line for line, _ in found if line]
-        ends = ends or State.STILL in (state for _, state in found)
+        ends = ends or RankState.STILL in (state for _, state in found)
         if not wait.is_auto or age_s <= max(wait.patience_s, wait.ends_s):
             ends = False
-        is_idle = not silent and {state for _, state in found} <= {State.WAITS}
+        is_idle = not silent and {state for _, state in found} <= {RankState.WAITS}
         if is_idle and all(said["waits"] is not None for said in answers.values()):
             waits = {rank: said["waits"] for rank, said in answers.items()}
             # A device may be busy with work that its rank launched before, which cannot be seen from outside.
@@ -723,15 +732,15 @@ class Watch:
             lines.append(f"rank {rank} does not answer: {seen}")
         return lines, ends
 
-    def _of_one(self, rank: int, said: Mapping[str, Any], wait: Wait) -> tuple[str, State]:
+    def _of_one(self, rank: int, said: Mapping[str, Any], wait: CollectiveWait) -> tuple[str, RankState]:
         """Return a line about a rank that answers, and its state; no line if it waits as this rank does."""
         for key, what, seconds, is_main, stack in said["works"]:
             if is_main or (wait.words is not None and wait.words.key.startswith(f"{key}/")):
                 at = f"That thread is at\n{stack}"
-                return f"rank {rank} is at work on its own for {seconds:.0f} s: {what}. {at}", State.WORKS
+                return f"rank {rank} is at work on its own for {seconds:.0f} s: {what}. {at}", RankState.WORKS
         if said["waits"] is not None:
             what, seconds = said["waits"]
-            return ("" if wait.words is None else f"{what}, waits for {seconds:.0f} s"), State.WAITS
+            return ("" if wait.words is None else f"{what}, waits for {seconds:.0f} s"), RankState.WAITS
         unmoved_s = float(said["unmoved_s"])
         if unmoved_s > wait.patience_s / 2:
             state = f"has not moved for {unmoved_s:.0f} s: no line, no computing, no reading or writing"
@@ -740,10 +749,12 @@ class Watch:
         hint = f" {advice(wait.call)}." if wait.call and wait.words is not None else ""
         return (
             f"rank {rank} {state}.{hint} Its main thread is at\n{said['stack']}",
-            State.STILL if unmoved_s >= wait.standstill_s else State.WORKS,
+            RankState.STILL if unmoved_s >= wait.standstill_s else RankState.WORKS,
         )
 
-    def _crossed(self, wait: Wait, answers: Mapping[int, dict[str, Any]], awaited: Sequence[int]) -> str:
+    def _crossed(
+        self, wait: CollectiveWait, answers: Mapping[int, dict[str, Any]], awaited: Sequence[int]
+    ) -> str:
         """Return a sentence if two ranks have waited for one another for a while in different engine calls, else ""."""
         own = answers.get(self._rank, {})
         if own.get("waits") is None or own["flies"] or own["waits"][0] != str(wait):
@@ -766,17 +777,17 @@ class Watch:
             )
         return ""
 
-    def _tell(self, wait: Wait) -> None:
+    def _tell(self, wait: CollectiveWait) -> None:
         """Log the state of a wait, at most once a minute."""
         if time.monotonic() - self._reported_s >= _AGAIN_S:
             self._reported_s = time.monotonic()
             _log.warning("%s", self._sentence(wait, self._story))
 
-    def _sentence(self, wait: Wait, story: str) -> str:
+    def _sentence(self, wait: CollectiveWait, story: str) -> str:
         return f"{wait} has waited {time.monotonic() - wait.since_s:.0f} s: {story}"
 
 
-def _run(own: "weakref.ref[Watch]", ended: threading.Event, tick: Callable[["Watch"], None]) -> None:
+def _run(own: "weakref.ref[Watchdog]", ended: threading.Event, tick: Callable[["Watchdog"], None]) -> None:
     """Call ``tick`` once a second until the watch is stopped or dropped."""
     while not ended.wait(_TICK_S):
         watch = own()
@@ -790,17 +801,17 @@ def _run(own: "weakref.ref[Watch]", ended: threading.Event, tick: Callable[["Wat
         del watch
 
 
-def _observe(own: "weakref.ref[Watch]", ended: threading.Event) -> None:
+def _observe(own: "weakref.ref[Watchdog]", ended: threading.Event) -> None:
     """Run the thread that checks this process and the clock."""
-    _run(own, ended, Watch._observe)
+    _run(own, ended, Watchdog._observe)
 
 
 def _talk(
-    own: "weakref.ref[Watch]", ended: threading.Event, talker: Talker, at_exit: Callable[[], None]
+    own: "weakref.ref[Watchdog]", ended: threading.Event, talker: StoreClient, at_exit: Callable[[], None]
 ) -> None:
     """Run the thread that uses the store, and stop before the store does."""
 
-    def tick(watch: Watch) -> None:
+    def tick(watch: Watchdog) -> None:
         if talker.must_leave():
             raise EOFError("the process that serves the store ends")
         watch._talk()
@@ -812,7 +823,7 @@ def _talk(
         atexit.unregister(at_exit)
 
 
-def _stop(own: "weakref.ref[Watch]") -> None:
+def _stop(own: "weakref.ref[Watchdog]") -> None:
     watch = own()
     if watch is not None:
         watch.stop()

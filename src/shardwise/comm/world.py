@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import CommError, UsageError
-from shardwise.comm.board import Board
-from shardwise.comm.collectives import Clock, Group, TorchTransport
+from shardwise.comm.board import MessageBoard
+from shardwise.comm.collectives import Group, StepClock, TorchTransport
 from shardwise.comm.groups import (
     GROUP_TIMEOUT_S,
     backend_of_default,
@@ -41,18 +41,18 @@ from shardwise.comm.groups import (
     is_made_here,
     keep_with_default,
 )
-from shardwise.comm.links import Links
-from shardwise.comm.peers import Peers
+from shardwise.comm.links import WorldLinks
+from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
 from shardwise.comm.rendezvous.device import choose_device
 from shardwise.comm.rendezvous.hosts import levels_of, numbered
 from shardwise.comm.rendezvous.jobs import JobThread
-from shardwise.comm.rendezvous.seat import LOOPBACK, Seat, find_seat
+from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
 from shardwise.comm.rendezvous.store import SealedStore, root_of, say_farewell
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.trace import Traffic
-from shardwise.comm.watch import Watch
+from shardwise.comm.watch import Watchdog
 from shardwise.plan.mesh import Mesh
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class World:
         device: torch.device = _CPU,
         members: tuple[int, ...] = (),
         hosts: tuple[int, ...] = (),
-        board: Board | None = None,
+        board: MessageBoard | None = None,
         owns_default: bool = False,
         is_part: bool = False,
     ):
@@ -101,8 +101,8 @@ class World:
         self.device = device
         self.members = members or tuple(range(size))
         self.hosts = hosts or (0,) * size
-        self.board = Board(rank, members=self.members) if board is None else board
-        self.links = Links(rank, self.members, local_size, device, backend, self.board, owns_default)
+        self.board = MessageBoard(rank, members=self.members) if board is None else board
+        self.links = WorldLinks(rank, self.members, local_size, device, backend, self.board, owns_default)
         """Transports between the ranks."""
         self.ends_with_engine = False
         """True if this World was made for one engine, whose ``close`` releases it."""
@@ -147,14 +147,14 @@ class World:
             is_part=True,
         )
 
-    def clock(self, policy: CommPolicy) -> Clock:
+    def clock(self, policy: CommPolicy) -> StepClock:
         """Return a clock for one engine."""
         watch = self.board.watch
         if watch is not None and watch.start():
             _log.debug("rank %d: the watch begins", self.rank)
-        return Clock(policy.timeout_s, policy.debug_delay_s, watch, self.board.meet)
+        return StepClock(policy.timeout_s, policy.debug_delay_s, watch, self.board.meet)
 
-    def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
+    def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: StepClock, traffic: Traffic) -> Group:
         """Return the group of the ranks along ``axis``.
 
         Every rank makes this call for the same axes in the same order.
@@ -174,7 +174,7 @@ class World:
         ranks: tuple[int, ...],
         axis: str,
         policy: CommPolicy,
-        clock: Clock,
+        clock: StepClock,
         traffic: Traffic,
         lane: str = "",
         kin: Sequence[tuple[int, ...]] = (),
@@ -199,7 +199,12 @@ class World:
         return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic, names, hosts)
 
     def groups_among(
-        self, kin: Sequence[tuple[int, ...]], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
+        self,
+        kin: Sequence[tuple[int, ...]],
+        axis: str,
+        policy: CommPolicy,
+        clock: StepClock,
+        traffic: Traffic,
     ) -> dict[tuple[int, ...], Group]:
         """Return the groups among ``kin`` that contain this rank, by ranks; there may be none.
 
@@ -220,7 +225,12 @@ class World:
         return found
 
     def levels(
-        self, kin: Sequence[tuple[int, ...]], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
+        self,
+        kin: Sequence[tuple[int, ...]],
+        axis: str,
+        policy: CommPolicy,
+        clock: StepClock,
+        traffic: Traffic,
     ) -> tuple[Group, ...]:
         """Return the two levels of this rank's group among ``kin``: across hosts and within this host.
 
@@ -261,7 +271,7 @@ class World:
         )
         return " and ".join(names) or "nothing: one rank"
 
-    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]] = ()) -> Peers:
+    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]] = ()) -> PointToPoint:
         """Return a channel for messages to the neighbours of this rank on the ring of ``group``'s ranks.
 
         All ranks of the group make this call. On gloo the other ranks of the group can be reached too.
@@ -360,7 +370,7 @@ def join(
         CommError: if the other ranks cannot be reached.
     """
     if rank is not None and world_size is not None:
-        seat = Seat(rank, world_size, rank, world_size, address, port, "arguments")
+        seat = JobSeat(rank, world_size, rank, world_size, address, port, "arguments")
     else:
         seat = _adopted() if dist.is_initialized() else find_seat(os.environ)
     found, default_backend = choose_device(device, seat, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -368,7 +378,7 @@ def join(
     adopts = dist.is_initialized()
     if backend is None:
         backend = backend_of_default(found) if adopts and not alone else default_backend
-    board, hosts, is_first = Board(seat.rank, store), (0,) * seat.world_size, True
+    board, hosts, is_first = MessageBoard(seat.rank, store), (0,) * seat.world_size, True
     if not alone:
         board, hosts, is_first = _meet(seat, found, backend, store, timeout_s)
     world = World(
@@ -387,7 +397,7 @@ def join(
     return world
 
 
-def _print_ranks(seat: Seat, device: torch.device, backend: str) -> None:
+def _print_ranks(seat: JobSeat, device: torch.device, backend: str) -> None:
     """Print the number of ranks of the job, the source of that number, the device and the backend."""
     where = f", {seat.local_size} on this host" if seat.local_size != seat.world_size else ""
     many = f"{seat.world_size} ranks{where} from {seat.source}, {device.type}, {backend}"
@@ -432,7 +442,7 @@ _BUILDERS: dict[int, threading.Thread] = {}
 """Thread that builds an engine, by rank: builds use torch's default group, which a process has only once."""
 
 
-def own_seat() -> Seat:
+def own_seat() -> JobSeat:
     """Return the rank of this process and its job, by the environment."""
     return find_seat(os.environ)
 
@@ -452,16 +462,16 @@ def is_joined() -> bool:
     return dist.is_initialized()
 
 
-def _adopted() -> Seat:
+def _adopted() -> JobSeat:
     found = find_seat(os.environ)
     size = dist.get_world_size()
     local = found.local_size if found.world_size == size else size
-    return Seat(dist.get_rank(), size, found.local_rank, local, "", 0, "torch's existing default group")
+    return JobSeat(dist.get_rank(), size, found.local_rank, local, "", 0, "torch's existing default group")
 
 
 def _meet(
-    seat: Seat, device: torch.device, backend: str, store: dist.Store | None, timeout_s: float
-) -> tuple[Board, tuple[int, ...], bool]:
+    seat: JobSeat, device: torch.device, backend: str, store: dist.Store | None, timeout_s: float
+) -> tuple[MessageBoard, tuple[int, ...], bool]:
     """Wait for the other ranks at the store, and create torch's default group if there is none.
 
     Returns the board of all ranks, the number of each rank's host, and whether this is the job's first World.
@@ -496,7 +506,7 @@ def _meet(
             "environment",
             f"{seat.address}:{seat.port}" if seat.address else "it",
         )
-    watch = Watch(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
+    watch = Watchdog(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
     if not adopts:
         if backend == "nccl":
             # The watch ends a communicator that fails and reports where; torch's own thread would end the process
@@ -516,7 +526,7 @@ def _meet(
             # Not atexit, because ranks of shardwise.launch(function) never run its handlers.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
     hosts = numbered([each.host for each in met.who])
-    board = Board(seat.rank, met.store, met.word, watch, range(seat.world_size))
+    board = MessageBoard(seat.rank, met.store, met.word, watch, range(seat.world_size))
     return board, hosts, is_first
 
 
@@ -541,11 +551,11 @@ def _is_under_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _serves(seat: Seat) -> bool:
+def _serves(seat: JobSeat) -> bool:
     return seat.rank == 0 and not _is_under_agent()
 
 
-def _connect(seat: Seat, timeout_s: float) -> dist.Store:
+def _connect(seat: JobSeat, timeout_s: float) -> dist.Store:
     descriptor = os.environ.get("SHARDWISE_STORE_FD")
     under_agent, listens = _is_under_agent(), _serves(seat)
     # All ranks are on this host: no other host shall reach the store, whatever name of this host the environment

@@ -13,37 +13,44 @@ from torch import nn
 
 from shardwise.base.errors import PlanError
 from shardwise.base.names import chosen_by, matching
-from shardwise.compose.spec import Blocks, BufferSpec, ExpertLayer, ModelSpec, OnAxis, ParameterSpec
+from shardwise.compose.spec import (
+    AxisPlacement,
+    BufferSpec,
+    ExpertLayer,
+    ModelSpec,
+    ParameterSpec,
+    StageBlocks,
+)
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.expert.experts import dropouts_in
-from shardwise.parallel.expert.stacks import Stack, find_stacks, refuse_own_balance, refuse_unknown
+from shardwise.parallel.expert.stacks import ExpertStack, find_stacks, refuse_own_balance, refuse_unknown
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
 from shardwise.parallel.pipeline.layers import Layers, class_name
 from shardwise.parallel.pipeline.policy import PipelinePolicy
-from shardwise.parallel.pipeline.uses import Uses, order_of_use
+from shardwise.parallel.pipeline.uses import ModuleUses, order_of_use
 from shardwise.parallel.tensor.apply import table_of
-from shardwise.parallel.tensor.layout import Table, owners, places
+from shardwise.parallel.tensor.layout import StyleTable, owners, places
 from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.modules import check_callable, check_memory, holdings, unit_names
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Cut, Shard, local_shape
+from shardwise.plan.placement import AxisCut, Shard, local_shape
 from shardwise.precision.resolve import shared_buffers_of
 
 
-class Described(NamedTuple):
+class DescribedModel(NamedTuple):
     """A model's description, and other findings that cutting the module needs again."""
 
     spec: ModelSpec
-    table: Table | None
+    table: StyleTable | None
     """Table of how modules are cut along "tp"; None if none is cut."""
     cuts_sequence: bool
     owners: Mapping[str, str]
     """Module whose forward pass alone may use a parameter, by each name of a parameter that "tp" cuts or sums."""
-    uses: Uses | None
+    uses: ModuleUses | None
     """Order in which the model uses its parts, if it was observed."""
-    stacks: Mapping[str, Stack]
+    stacks: Mapping[str, ExpertStack]
     """Modules of experts whose state lies on other ranks than the rest; each is a Unit."""
 
 
@@ -108,7 +115,7 @@ def describe_cut(
     pipeline: PipelinePolicy,
     call: Callable[[nn.Module], Any] | None = None,
     device: torch.device | None = None,
-) -> Described:
+) -> DescribedModel:
     """Return everything that a Plan on ``mesh`` needs.
 
     Args:
@@ -133,7 +140,7 @@ def describe_cut(
     stacks = _stacks(model, mesh)
     spec = describe(model, zero, stacks)
     table, cuts_sequence, uses = None, False, None
-    slices: dict[str, Mapping[str, OnAxis]] = {}
+    slices: dict[str, Mapping[str, AxisPlacement]] = {}
     alone: Mapping[str, str] = {}
     if mesh.tp > 1:
         table = table_of(model, tensor.table, has_stacks=bool(stacks))
@@ -144,21 +151,24 @@ def describe_cut(
         placed = places(model, table, mesh.tp, cuts_sequence)
         alone = owners(model, table, placed)
         slices = {
-            name: {"tp": OnAxis(placed[name].placement, placed[name].gradient)} for name in spec.parameters
+            name: {"tp": AxisPlacement(placed[name].placement, placed[name].gradient)}
+            for name in spec.parameters
         }
     spec = replace(spec, slices={**slices, **_slices_of_experts(spec, stacks)})
     if mesh.pp > 1:
         uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
         spec = replace(spec, blocks=blocks_of(model, pipeline, uses, _cut_sizes(model, spec, mesh)))
-    return Described(spec, table, cuts_sequence, alone, uses, stacks)
+    return DescribedModel(spec, table, cuts_sequence, alone, uses, stacks)
 
 
-def _slices_of_experts(spec: ModelSpec, stacks: Mapping[str, Stack]) -> dict[str, Mapping[str, OnAxis]]:
+def _slices_of_experts(
+    spec: ModelSpec, stacks: Mapping[str, ExpertStack]
+) -> dict[str, Mapping[str, AxisPlacement]]:
     """Return the placements of the experts' parameters on the axes "ep" and "etp", by the name of the parameter."""
     return {
         spec.canonical[f"{module}.{leaf}"]: {
-            "ep": OnAxis(Shard(0), Shard(0)),
-            "etp": OnAxis(stacked.placement, stacked.gradient),
+            "ep": AxisPlacement(Shard(0), Shard(0)),
+            "etp": AxisPlacement(stacked.placement, stacked.gradient),
         }
         for module, stack in stacks.items()
         for leaf, stacked in stack.parameters.items()
@@ -170,7 +180,7 @@ def _cut_sizes(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[int, int]:
     sizes = {}
     for name, places_ in spec.slices.items():
         parameter = model.get_parameter(name)
-        cuts = [Cut(place.placement, 0, mesh.size(axis)) for axis, place in places_.items()]
+        cuts = [AxisCut(place.placement, 0, mesh.size(axis)) for axis, place in places_.items()]
         sizes[id(parameter)] = math.prod(local_shape(parameter.shape, cuts))
     return sizes
 
@@ -193,7 +203,7 @@ def _rows_around_mixtures(model: nn.Module, rows: Mapping[str, str]) -> dict[str
     return found | dict.fromkeys(layers, "partial")
 
 
-def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:
+def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, ExpertStack]:
     """Return the modules of experts whose state lies on other ranks than the rest.
 
     Raises PlanError if a module of experts drops inside itself, because its mask would depend on the mesh.
@@ -212,8 +222,8 @@ def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:
 
 
 def blocks_of(
-    model: nn.Module, policy: PipelinePolicy, uses: Uses | None, sizes: dict[int, int] | None = None
-) -> Blocks:
+    model: nn.Module, policy: PipelinePolicy, uses: ModuleUses | None, sizes: dict[int, int] | None = None
+) -> StageBlocks:
     """Return the blocks that are distributed to stages.
 
     Args:
@@ -230,7 +240,7 @@ def blocks_of(
     blocks = blocks_around(model, names)
     weights, front, back = weigh(model, blocks, uses, sizes)
     classes = tuple(class_name(model.get_submodule(name)) for name in blocks)
-    return Blocks(blocks, tuple(weights), front, back, positions(model, blocks, uses), classes)
+    return StageBlocks(blocks, tuple(weights), front, back, positions(model, blocks, uses), classes)
 
 
 def _tables(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -4,7 +4,7 @@
                     + SEND and RECV                  parallel/pipeline/passes.py
                     + the Actions of the Units inside each pass, FETCH of tables in forward passes      plan/lists.py
                     + DELIVER, SUM, NORM, and the updates at the end                                    plan/lists.py
-    a skipped step  the same up to NORM, then only what belongs to the update of the step before (ADOPT)
+    a skipped step  the same up to NORM, then only what belongs to the update of the step before (SWAP_WEIGHT)
     an evaluation   F of the stages with messages and Units, without a backward pass
     one pass        the Actions of the Units in one pass, which the hooks of a user's own loop walk: an evaluation, a
                     backward pass whose forward pass took another way, a backward pass of another engine's loss
@@ -23,11 +23,11 @@ from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, F, Kind
+from shardwise.plan.action import ALL_TO_ALL, NORM, SUM, TRUST_RATIO, Action, F, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.lists import (
-    Boundary,
-    Prefetch,
+    PrefetchLimits,
+    UnitBoundary,
     backward_actions,
     forward_actions,
     is_inside,
@@ -36,7 +36,7 @@ from shardwise.plan.lists import (
     with_fetches,
 )
 from shardwise.plan.plan import Plan, RankClass
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.validate import validate_forward
 
 _KEPT = 16
@@ -46,7 +46,7 @@ _KEPT = 16
 class StageOrder(NamedTuple):
     """Order in which the Units of a stage run, by their numbers on the rank."""
 
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[UnitBoundary]
     fetches: Mapping[int, int]
     """Unit behind whose F a collection of embedding tables is fetched, by number of the collection, in the order of
     FETCHes.
@@ -68,7 +68,7 @@ class UnitLists:
     def __init__(self, ranks: RankClass, zero: ZeroPolicy):
         limit = 0 if zero.prefetch_bytes == "auto" else int(zero.prefetch_bytes)
         self._ranks = ranks
-        self._prefetch = Prefetch(limit, [unit.weight_bytes for unit in ranks.units])
+        self._prefetch = PrefetchLimits(limit, [unit.weight_bytes for unit in ranks.units])
         self._cached = lru_cache(_KEPT)(self._make)
 
     def forward(self, order: StageOrder, is_first: bool = False) -> list[Action]:
@@ -81,7 +81,7 @@ class UnitLists:
         what = "first forward" if is_first else "forward"
         return self._cached(tuple(order.boundaries), tuple(order.fetches.items()), what)
 
-    def backward(self, boundaries: Sequence[Boundary], is_last: bool, is_first: bool) -> list[Action]:
+    def backward(self, boundaries: Sequence[UnitBoundary], is_last: bool, is_first: bool) -> list[Action]:
         """Return the Units' Actions of a backward pass.
 
         Args:
@@ -92,7 +92,7 @@ class UnitLists:
         what = ("first " if is_first else "") + ("last " if is_last else "") + "backward"
         return self._cached(tuple(boundaries), (), what)
 
-    def foreign(self, boundaries: Sequence[Boundary]) -> list[Action]:
+    def foreign(self, boundaries: Sequence[UnitBoundary]) -> list[Action]:
         """Return the Units' Actions of a backward pass that adds to no gradient: another engine's loss.
 
         Args:
@@ -101,7 +101,7 @@ class UnitLists:
         return self._cached(tuple(boundaries), (), "foreign")
 
     def _make(
-        self, boundaries: tuple[Boundary, ...], fetches: tuple[tuple[int, int], ...], what: str
+        self, boundaries: tuple[UnitBoundary, ...], fetches: tuple[tuple[int, int], ...], what: str
     ) -> list[Action]:
         strategies, trained, prefetch = self._ranks.strategies, self._ranks.trained, self._prefetch
         if what.endswith("forward"):
@@ -161,14 +161,14 @@ def step_actions(
         zero.reshard_after_forward or not any(each.has_windows for each in strategies),
     )[0]
     actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
-    if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
+    if TensorSlices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
         actions.append(SUM)
     rows = (Action(Kind.STEP, unit.index) for unit in ranks.tables)
     needs = {unit.index: plan.registry.needs_of(unit) for unit in ranks.units}
     directed = [unit for unit, found in needs.items() if found - {"elements"}]
     # Norms are summed over all ranks of the job, matrices are distributed among the ranks of a stage.
-    between = [TRUST] * bool(plan.registry.needs("norm"))
-    between += [DEAL] * any("matrix" in found for found in needs.values())
+    between = [TRUST_RATIO] * bool(plan.registry.needs("norm"))
+    between += [ALL_TO_ALL] * any("matrix" in found for found in needs.values())
     return (*actions, NORM, *update_actions(trained, strategies, directed, between, loads_ahead), *rows)
 
 
@@ -223,7 +223,7 @@ def registered(ranks: RankClass, stage: int) -> StageOrder:
     """
     units = ranks.units_of(stage)
     boundaries = [
-        Boundary(enters, units[place].index)
+        UnitBoundary(enters, units[place].index)
         for enters, place in registration_boundaries([unit.name for unit in units])
     ]
     fetches = {}

@@ -14,14 +14,14 @@ from torch import nn
 from shardwise.base.errors import PlanError
 from shardwise.comm.collectives import Group
 from shardwise.compose.apply import Phase, Step, apply_steps
-from shardwise.compose.describe import Described, blocks_of
+from shardwise.compose.describe import DescribedModel, blocks_of
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.policy import ExpertsPolicy
-from shardwise.parallel.expert.stacks import Stack, find_stacks
+from shardwise.parallel.expert.stacks import ExpertStack, find_stacks
 from shardwise.parallel.expert.surroundings import Layout
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
@@ -30,13 +30,13 @@ from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import order_of_use
 from shardwise.parallel.tensor.apply import make_parallel
 from shardwise.parallel.tensor.layout import dropout_cuts
-from shardwise.parallel.tensor.region import Region
+from shardwise.parallel.tensor.region import ParallelRegion
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 from shardwise.passes.tiles import TilesPolicy
-from shardwise.tiers.activations import Activations
-from shardwise.tiers.alike import Alike
+from shardwise.tiers.activations import ActivationOffload
+from shardwise.tiers.alike import AlikeStorages
 
 RunStage = Callable[[Callable[[nn.Module], Any], Any, Hashable], Any]
 """Function of (call of the model, input from the stage before, kind of batch) that returns the input of the next stage,
@@ -79,16 +79,16 @@ class ModelCut:
     """
 
     model: nn.Module
-    described: Described
+    described: DescribedModel
     starts: Sequence[str]
     """Blocks that begin each stage but the first."""
     ranks: CutRanks
     policies: CutPolicies
-    replay: Replay
+    replay: DrawReplay
     """Records of random numbers, which recomputation replays."""
     loads: ExpertLoads
     """Counters of the experts' loads."""
-    alike: Alike | None = None
+    alike: AlikeStorages | None = None
     """Recorder of tensors that ranks along "tp" have in common."""
     stages: Stages = field(default_factory=dict)
     """This rank's stages; empty until the model is cut."""
@@ -96,8 +96,8 @@ class ModelCut:
     def __post_init__(self) -> None:
         check_tiles(self.model, self.policies.tiles, self.described.spec.units)
         self._tp = self.ranks.groups["tp"]
-        self._region = Region(self._tp, self.described.cuts_sequence, self.replay, self.alike)
-        self._stacks: Mapping[str, Stack] = {}
+        self._region = ParallelRegion(self._tp, self.described.cuts_sequence, self.replay, self.alike)
+        self._stacks: Mapping[str, ExpertStack] = {}
         groups, policy = self.ranks.groups, self.policies.experts
         ep, etp = groups.get("ep") or Group.alone("ep"), groups.get("etp") or Group.alone("etp")
         in_blocks = policy.exchange == "blocks"
@@ -203,7 +203,7 @@ def _refuse_unkeyed(model: nn.Module) -> None:
 
 
 def recompute_blocks(
-    module: nn.Module, names: Collection[str], policy: RecomputePolicy, replay: Replay
+    module: nn.Module, names: Collection[str], policy: RecomputePolicy, replay: DrawReplay
 ) -> None:
     """Wrap the blocks ``names`` that are in ``module`` for recomputation; stand-ins have nothing to recompute.
 
@@ -218,7 +218,7 @@ def recompute_blocks(
         apply_recompute(here, policy.model_copy(update={"blocks": "all"}), replay)
 
 
-def offload_blocks(module: nn.Module, names: Collection[str], activations: Activations) -> None:
+def offload_blocks(module: nn.Module, names: Collection[str], activations: ActivationOffload) -> None:
     """Keep in host memory what the blocks ``names`` that are in ``module`` save for the backward pass."""
     activations.wrap(_blocks_here(module, names))
 

@@ -40,14 +40,14 @@ from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
 from shardwise.plan.plan import Plan, RankClass, RowExchange, class_of
 from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from shardwise.plan.validate import validate_plan
-from shardwise.precision.policy import Dtypes, PrecisionPolicy
+from shardwise.precision.policy import BucketDtypes, PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
 
 
-class Policies(NamedTuple):
+class PlanPolicies(NamedTuple):
     """Inputs of a Plan besides model and mesh."""
 
     zero: ZeroPolicy
@@ -69,11 +69,11 @@ class Policies(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedModel:
     """A Plan and its inputs."""
 
     spec: ModelSpec
-    policies: Policies
+    policies: PlanPolicies
     plan: Plan
 
     def in_order(self, orders: Orders, microbatches: int | None = None) -> Plan:
@@ -104,7 +104,7 @@ class Planned:
         return UnitLists(self.plan.own, self.policies.zero)
 
 
-def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) -> Plan:
+def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0) -> Plan:
     """Return the Plan of all ranks of ``mesh``.
 
     Args:
@@ -134,7 +134,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
     return with_orders(plan, policies)
 
 
-def with_orders(plan: Plan, policies: Policies, orders: Orders | None = None) -> Plan:
+def with_orders(plan: Plan, policies: PlanPolicies, orders: Orders | None = None) -> Plan:
     """Return ``plan`` with its lists made anew and validated.
 
     Args:
@@ -163,7 +163,7 @@ def with_orders(plan: Plan, policies: Policies, orders: Orders | None = None) ->
 # What ranks hold ---------------------------------------------------------------------------------------------------
 
 
-def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies: Policies) -> Registry:
+def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies: PlanPolicies) -> Registry:
     """Return a registry of every persistent tensor with its placement on every axis."""
     registry = Registry(mesh)
     for parameter in spec.parameters.values():
@@ -179,7 +179,7 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
 
 
 def _tensors_of(
-    parameter: ParameterSpec, spec: ModelSpec, stages: tuple[int, ...], mesh: Mesh, policies: Policies
+    parameter: ParameterSpec, spec: ModelSpec, stages: tuple[int, ...], mesh: Mesh, policies: PlanPolicies
 ) -> Iterator[TensorInfo]:
     """Yield the parameter itself and, if it is trained, its gradient, its master and its moments.
 
@@ -224,13 +224,13 @@ def _class(
     stages: tuple[int, ...],
     registry: Registry,
     mesh: Mesh,
-    policies: Policies,
+    policies: PlanPolicies,
 ) -> RankClass:
     """Return the class of ranks that hold ``stages``, without Actions."""
-    slices = Slices(registry, mesh, 0)
+    slices = TensorSlices(registry, mesh, 0)
     units: list[Unit] = []
     unit_stages: list[int] = []
-    held: dict[tuple[int, int], Dtypes] = {}
+    held: dict[tuple[int, int], BucketDtypes] = {}
     for stage in stages:
         for name, members in _units_on(spec, stage_of, stage, policies.zero.external_parameters):
             buckets: list[Bucket] = []
@@ -306,7 +306,7 @@ def _units_on(
     return [(name, members) for name, members in held.items() if members or not name]
 
 
-def titles_of_units(planned: Planned) -> dict[str, str]:
+def titles_of_units(planned: PlannedModel) -> dict[str, str]:
     """Return the title of the Unit of each parameter of the whole model, on any stage, in order of Units.
 
     A parameter that several stages hold belongs to the Unit that it would have on one.
@@ -317,11 +317,11 @@ def titles_of_units(planned: Planned) -> dict[str, str]:
 
 
 def _grouped(
-    names: Sequence[str], spec: ModelSpec, registry: Registry, policies: Policies
-) -> list[tuple[BucketKey, Dtypes, list[str]]]:
+    names: Sequence[str], spec: ModelSpec, registry: Registry, policies: PlanPolicies
+) -> list[tuple[BucketKey, BucketDtypes, list[str]]]:
     """Return the parameters of one Unit by bucket."""
     groups: dict[BucketKey, list[str]] = {}
-    dtypes: dict[BucketKey, Dtypes] = {}
+    dtypes: dict[BucketKey, BucketDtypes] = {}
     for name in names:
         entry = spec.parameters[name]
         own = policies.precision.dtypes(name, entry.dtype)
@@ -333,7 +333,7 @@ def _grouped(
     return [(key, dtypes[key], members) for key, members in groups.items()]
 
 
-def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> Dtypes:
+def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> BucketDtypes:
     """Return the dtypes of the buffers of a bucket.
 
     Args:
@@ -374,7 +374,7 @@ def exchanges_of(
     return tuple(found)
 
 
-def _notes(spec: ModelSpec, mesh: Mesh, policies: Policies) -> tuple[str, ...]:
+def _notes(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[str, ...]:
     notes, zero, offload = [], policies.zero, policies.offload
     if zero.units == "auto":
         blocks = sum(name.rpartition(".")[2].isdecimal() for name in spec.units)

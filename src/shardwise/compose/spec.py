@@ -43,7 +43,7 @@ class BufferSpec(NamedTuple):
     """True if a state dict contains the buffer."""
 
 
-class Blocks(NamedTuple):
+class StageBlocks(NamedTuple):
     """The modules that are distributed to pipeline stages, and the parameters around them."""
 
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
         )
 
 
-class OnAxis(NamedTuple):
+class AxisPlacement(NamedTuple):
     """Placement of one parameter on an axis with several ranks."""
 
     placement: Placement
@@ -108,9 +108,9 @@ class ModelSpec:
     """Names in the order of the model's state dict."""
     units: tuple[str, ...] = ()
     """Names of the modules whose parameters move together, in order of registration, without the root."""
-    blocks: Blocks | None = None
+    blocks: StageBlocks | None = None
     """Blocks to distribute; None if the model is not cut into stages."""
-    slices: Mapping[str, Mapping[str, OnAxis]] = field(default_factory=dict)
+    slices: Mapping[str, Mapping[str, AxisPlacement]] = field(default_factory=dict)
     """Placements by first name and axis: "tp", or, for a parameter of experts, "ep" and "etp"; empty if nothing is cut.
     """
     tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class ModelSpec:
 
 
 def positions_by_order(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:
-    """Return ``Blocks.positions`` for tensors in the order in which the model uses them.
+    """Return ``StageBlocks.positions`` for tensors in the order in which the model uses them.
 
     Args:
         names: Names of the tensors.

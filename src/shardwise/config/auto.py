@@ -16,7 +16,7 @@ _PREFETCH_BYTES = 64 << 20
 """Bytes to prefetch: enough to keep a network busy, and little compared with a device's memory."""
 
 
-class Resolved(NamedTuple):
+class ResolvedConfig(NamedTuple):
     """A configuration in which every number is determined, its mesh, and a description of each choice."""
 
     config: RunConfig
@@ -24,7 +24,7 @@ class Resolved(NamedTuple):
     choices: tuple[str, ...]
 
 
-def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
+def resolve(config: RunConfig, world_size: int, device_type: str) -> ResolvedConfig:
     """Fill in the values that follow from the number of ranks and the device.
 
     Args:
@@ -68,7 +68,7 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
         update={"batch": batch, "offload": offload, "schedule": schedule, "zero": zero}
     )
     check(resolved)
-    return Resolved(resolved, mesh, tuple(choices))
+    return ResolvedConfig(resolved, mesh, tuple(choices))
 
 
 def _resolved_zero(

@@ -3,7 +3,7 @@
     made = translate({"train_batch_size": 32, "zero_optimization": {"stage": 2}})
     made.config     {"batch": {"global_size": 32, ...}, "zero": {"stage": 2}, ...}    for RunConfig.parse, or as YAML
     made.values     every DeepSpeed key by path: given, resolved from "auto", or default; old names are replaced
-    made.notes      a Note for each key that was given, and for each DeepSpeed default that differs from Shardwise's
+    made.notes      a DeepSpeedKeyEffect for each given key and for each default that differs from Shardwise's
 
 The table of keys is in ``deepspeed_keys.py``; ``deepspeed_values.py`` reads values according to the table, and
 ``deepspeed_blocks.py`` fills Shardwise's blocks. Unknown keys, wrong values and refused keys raise a single
@@ -28,7 +28,7 @@ SHARED = ("optimizer", "pipeline", "compile", "checkpoint")
 """Blocks of the top level that both DeepSpeed and Shardwise have."""
 
 
-class Note(NamedTuple):
+class DeepSpeedKeyEffect(NamedTuple):
     """The effect of one key of a DeepSpeed configuration."""
 
     path: str
@@ -42,12 +42,12 @@ class Note(NamedTuple):
         return f"{self.path}: {shown(self.given, self.path)} {marks[self.fate]} {self.said}"
 
 
-class Translation(NamedTuple):
+class ConfigTranslation(NamedTuple):
     """A DeepSpeed configuration in Shardwise's keys."""
 
     config: dict[str, Any]
     values: dict[str, Any]
-    notes: tuple[Note, ...]
+    notes: tuple[DeepSpeedKeyEffect, ...]
 
     def summary(self) -> str:
         """Return one sentence for the log."""
@@ -82,7 +82,7 @@ def from_base64(text: str) -> dict[str, Any] | None:
 
 def translate(
     given: Mapping[str, Any], where: str = "config", auto: Mapping[str, Any] | None = None
-) -> Translation:
+) -> ConfigTranslation:
     """Translate a DeepSpeed configuration into Shardwise's keys.
 
     Args:
@@ -105,7 +105,7 @@ def translate(
     if faults:
         more = f"; and {len(faults) - _FAULTS} more" if len(faults) > _FAULTS else ""
         raise ConfigError(f"{where}: " + "; ".join(faults[:_FAULTS]) + more)
-    return Translation(config, view.values(), tuple(_notes(view, config)))
+    return ConfigTranslation(config, view.values(), tuple(_notes(view, config)))
 
 
 # Notes --------------------------------------------------------------------------------------------------------------
@@ -117,21 +117,25 @@ _DEFAULTS = {
 """Keys whose default in DeepSpeed differs from Shardwise's, each with Shardwise's key."""
 
 
-def _notes(v: KeyValues, config: Mapping[str, Any]) -> Iterable[Note]:
+def _notes(v: KeyValues, config: Mapping[str, Any]) -> Iterable[DeepSpeedKeyEffect]:
     for place, row, value in v.places():
         off = next((path for path in _outer(row.path) if path in v.off and f"{path}.enabled" in ROWS), None)
         if off is not None and not row.path.endswith(".enabled"):
-            yield Note(place, value, "idle", f"{off}.enabled is false")
+            yield DeepSpeedKeyEffect(place, value, "idle", f"{off}.enabled is false")
         elif row.fate == "does" and (value != row.default or row.default is not False):
-            yield Note(place, value, "does", _ours(row, config))
+            yield DeepSpeedKeyEffect(place, value, "does", _ours(row, config))
         else:
-            yield Note(place, value, "idle", row.said if row.fate == "idle" else "it asks for nothing")
+            yield DeepSpeedKeyEffect(
+                place, value, "idle", row.said if row.fate == "idle" else "it asks for nothing"
+            )
     for place, value, why in v.unread():
-        yield Note(place, value, "idle", why)
+        yield DeepSpeedKeyEffect(place, value, "idle", why)
     for path, ours in _DEFAULTS.items():
         if not v.given(path):
-            yield Note(path, v(path), "default", f"{ours}: {shown(_at(config, ours))}")
-    yield Note("(loss)", "mean", "default", "batch.weigh_by: batches, so every microbatch weighs the same")
+            yield DeepSpeedKeyEffect(path, v(path), "default", f"{ours}: {shown(_at(config, ours))}")
+    yield DeepSpeedKeyEffect(
+        "(loss)", "mean", "default", "batch.weigh_by: batches, so every microbatch weighs the same"
+    )
 
 
 def _outer(path: str) -> Sequence[str]:

@@ -62,7 +62,7 @@ _RANGES: tuple[tuple[type, str, str], ...] = (
 )
 
 
-class Key(NamedTuple):
+class ConfigKey(NamedTuple):
     """One configuration key that a user may set."""
 
     path: str
@@ -85,17 +85,17 @@ class Key(NamedTuple):
     """The policies whose keys are below this key."""
 
 
-def all_keys() -> list[Key]:
+def all_keys() -> list[ConfigKey]:
     """Return all keys in the order of the policies; a block is followed by its keys."""
     return list(_walk(RunConfig, "", ""))
 
 
-def keys_of(policy: type[Policy]) -> list[Key]:
+def keys_of(policy: type[Policy]) -> list[ConfigKey]:
     """Return the keys of one policy, without the keys of its blocks."""
     return [key for key in _walk(policy, "", "") if key.owner is policy]
 
 
-def find(path: str) -> list[Key]:
+def find(path: str) -> list[ConfigKey]:
     """Return the key ``path`` and all keys below it.
 
     Raises:
@@ -182,13 +182,13 @@ def _any_of(part: Any) -> None:
 # Walking the policies ----------------------------------------------------------------------------------------------
 
 
-def _walk(policy: type[Policy], prefix: str, when: str) -> Iterator[Key]:
+def _walk(policy: type[Policy], prefix: str, when: str) -> Iterator[ConfigKey]:
     for name, field in policy.model_fields.items():
         path = f"{prefix}{name}"
         kind = _kind_of(field)
         forms = list(_forms(_whole_type(field), path))
         sentence = _sentence(field)
-        yield Key(
+        yield ConfigKey(
             path,
             kind,
             _default_of(field),
@@ -363,7 +363,7 @@ def _wrapped(text: str, depth: int) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent="  " * depth + "# ", subsequent_indent="  " * depth + "# ")
 
 
-def as_json(found: list[Key]) -> str:
+def as_json(found: list[ConfigKey]) -> str:
     """Return keys as a JSON list with one object per key."""
     return json.dumps(
         [

@@ -52,10 +52,10 @@ def read_json(text: str) -> Any:
     Raises:
         ValueError: if the text does not parse; the error contains line and column.
     """
-    return _Scanner(text).read()
+    return _JsonScanner(text).read()
 
 
-class _Scanner:
+class _JsonScanner:
     """A parser that reads a text from its beginning to its end."""
 
     def __init__(self, text: str) -> None:

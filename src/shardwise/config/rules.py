@@ -21,7 +21,7 @@ from shardwise.optim.schedule_policy import SchedulePolicy
 from shardwise.parallel.embedding.policy import TableOptions
 
 
-class Rule(NamedTuple):
+class ConfigRule(NamedTuple):
     """A rule across policies: a name, a predicate, and the sentence of the error."""
 
     name: str
@@ -34,14 +34,14 @@ def _backends() -> list[str]:
 
 
 RULES = (
-    Rule(
+    ConfigRule(
         "compile backend",  # listing the backends imports torch's compiler (a second), so the default skips it
         lambda c: c.compile.backend == "inductor" or c.compile.backend in _backends(),
         lambda c: (
             f"compile.backend: torch has no backend {c.compile.backend!r}{nearest(c.compile.backend, _backends())}"
         ),
     ),
-    Rule(
+    ConfigRule(
         "CUDA graphs of what is compiled",
         lambda c: (
             not c.compile.cuda_graphs or (c.compile.scope != "none" and c.compile.backend == "inductor")
@@ -51,7 +51,7 @@ RULES = (
             "compile.backend: inductor, or leave cuda_graphs out"
         ),
     ),
-    Rule(
+    ConfigRule(
         "CUDA graphs of weights that stay in their place",
         lambda c: not c.compile.cuda_graphs or (c.zero.stage < 3 and c.offload.parameters == "device"),
         lambda c: (
@@ -60,7 +60,7 @@ RULES = (
             "offload.parameters: device, or leave cuda_graphs out"
         ),
     ),
-    Rule(
+    ConfigRule(
         "CUDA graphs of one microbatch at a time",
         lambda c: not c.compile.cuda_graphs or (c.mesh.pp == 1 and c.recompute.scope == "none"),
         lambda c: (
@@ -69,7 +69,7 @@ RULES = (
             "and recompute: none, or leave cuda_graphs out"
         ),
     ),
-    Rule(
+    ConfigRule(
         "CUDA graphs of activations that stay in their place",
         lambda c: not c.compile.cuda_graphs or c.offload.activations == "device",
         lambda c: (
@@ -77,7 +77,7 @@ RULES = (
             "back elsewhere; leave one of them out"
         ),
     ),
-    Rule(
+    ConfigRule(
         "dtypes of operations",
         lambda c: c.precision.operations is None or c.compile.scope == "none",
         lambda c: (
@@ -85,12 +85,12 @@ RULES = (
             "compile: none, or precision: bf16"
         ),
     ),
-    Rule(
+    ConfigRule(
         "techniques",
         lambda c: c.mesh.cp == 1,
         lambda c: "mesh: this version cuts along pp, dp, tp, ep and etp; set cp to 1",
     ),
-    Rule(
+    ConfigRule(
         "virtual stages",
         lambda c: c.pipeline.virtual_stages == 1 or c.mesh.pp > 1,
         lambda c: (
@@ -98,7 +98,7 @@ RULES = (
             "mesh.pp is 1; set mesh.pp: 2 or leave pipeline out"
         ),
     ),
-    Rule(
+    ConfigRule(
         "reshard after forward",
         lambda c: c.zero.reshard_after_forward or (c.mesh.pp > 1 and c.zero.stage == 3),
         lambda c: (
@@ -107,7 +107,7 @@ RULES = (
             + (", or use zero.stage: 2, which keeps weights whole" if c.zero.stage == 3 else "")
         ),
     ),
-    Rule(
+    ConfigRule(
         "whole logits by tiles",
         lambda c: not c.tensor.gather_logits or c.tiles.logits in (None, "off"),
         lambda c: (
@@ -115,7 +115,7 @@ RULES = (
             "of them out"
         ),
     ),
-    Rule(
+    ConfigRule(
         "batch norm",
         lambda c: c.batch_norm == "per_rank" or c.mesh.pp == 1,
         lambda c: (
@@ -123,12 +123,12 @@ RULES = (
             "microbatches would do in different order; set batch_norm: per_rank or mesh.pp: 1"
         ),
     ),
-    Rule(
+    ConfigRule(
         "clicks",
         lambda c: isinstance(c.data, ClickPolicy) or not reads_clicks(c.model),
         lambda c: "data: a click-through model reads clicks; remove kind and target, or set kind: clicks",
     ),
-    Rule(
+    ConfigRule(
         "text",
         lambda c: isinstance(c.data, DataPolicy) or not isinstance(c.model, GptPolicy | BertPolicy),
         lambda c: (
@@ -136,17 +136,17 @@ RULES = (
             f"choose a model that reads {c.data.kind}"
         ),
     ),
-    Rule(
+    ConfigRule(
         "masked text",
         lambda c: not isinstance(c.model, BertPolicy) or getattr(c.data, "target", None) is None,
         lambda c: "data: a bert reads text that it masks itself; remove data.target and give data.source",
     ),
-    Rule(
+    ConfigRule(
         "images",
         lambda c: isinstance(c.data, ImagePolicy) or not reads_images(c.model),
         lambda c: "data: a model of images reads pictures; remove kind and target, or set kind: images",
     ),
-    Rule(
+    ConfigRule(
         "size of pictures",
         lambda c: (
             not isinstance(c.data, ImagePolicy)
@@ -158,7 +158,7 @@ RULES = (
             "out, which follows from the model"
         ),
     ),
-    Rule(
+    ConfigRule(
         "metrics of your own",
         lambda c: c.train.metrics is None or isinstance(c.data, ImagePolicy),
         lambda c: (
@@ -166,7 +166,7 @@ RULES = (
             "metrics out"
         ),
     ),
-    Rule(
+    ConfigRule(
         "tables of features",
         lambda c: (c.tables.defaults == TableOptions() and not c.tables.named) or reads_clicks(c.model),
         lambda c: (
@@ -174,12 +174,12 @@ RULES = (
             "a model of your own says in its code what its tables are"
         ),
     ),
-    Rule(
+    ConfigRule(
         "module profile",
         lambda c: c.module_profile is None or c.compile.scope == "none",
         lambda c: "module_profile: modules of compiled blocks cannot be told apart; set compile: none for it",
     ),
-    Rule(
+    ConfigRule(
         "warm-up",
         lambda c: (
             not isinstance(c.schedule, SchedulePolicy)
@@ -191,7 +191,7 @@ RULES = (
             f"{getattr(c.schedule, 'total_steps', 0)}"
         ),
     ),
-    Rule(
+    ConfigRule(
         "decay",
         lambda c: (
             not isinstance(c.schedule, SchedulePolicy)
@@ -202,12 +202,12 @@ RULES = (
             f"schedule: warmup_steps and decay_steps together must not be more than total_steps: {c.schedule!r}"
         ),
     ),
-    Rule(
+    ConfigRule(
         "learning rate",
         lambda c: c.optimizer.lr > 0 or any(group.lr for group in c.optimizer.groups),
         lambda c: "optimizer: lr is 0 for every group, so no weight would ever move; give an lr above 0",
     ),
-    Rule(
+    ConfigRule(
         "reduce",
         lambda c: (
             c.zero.reduce != "microbatch"

@@ -4,27 +4,27 @@
 ``convert`` makes token files.
 """
 
-from shardwise.data.build import Corpus, build
-from shardwise.data.evaluation import Weighted, evaluation_batches
+from shardwise.data.build import TextCorpus, build
+from shardwise.data.evaluation import WeightedBatch, evaluation_batches
 from shardwise.data.loader import Loader
 from shardwise.data.policy import DataPolicy
-from shardwise.data.sampler import Sampler, Share
+from shardwise.data.sampler import BatchShare, Sampler
 from shardwise.data.text import convert
 from shardwise.data.token_file import TokenFile
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from shardwise.data.windows import Windows
+from shardwise.data.windows import TokenWindows
 
 __all__ = [
     "ByteTokenizer",
-    "Corpus",
+    "TextCorpus",
     "DataPolicy",
     "Loader",
     "Sampler",
-    "Share",
+    "BatchShare",
     "TokenFile",
     "Tokenizer",
-    "Weighted",
-    "Windows",
+    "WeightedBatch",
+    "TokenWindows",
     "build",
     "convert",
     "evaluation_batches",

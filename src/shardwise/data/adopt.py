@@ -1,4 +1,4 @@
-"""Conversion of a user's data to one of two kinds, ``Mapped`` or ``Stream``.
+"""Conversion of a user's data to one of two kinds, ``MapStyleData`` or ``IterableData``.
 
     brought                                           seen as
     PlacedDataset (placed.py): pictures, masked text  Mapped: the dataset makes whole batches
@@ -31,10 +31,10 @@ from torch.utils.data import (
 )
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.draws import Draws
-from shardwise.data.placed import PlacedDataset, SampleAt, placed_batches
+from shardwise.data.draws import GeneratorContext
+from shardwise.data.placed import PlacedDataset, PositionedSample, placed_batches
 from shardwise.data.sampler import key_of
-from shardwise.data.windows import Windows
+from shardwise.data.windows import TokenWindows
 from shardwise.data.workers import PendingBlocks, from_workers
 
 Collate = Callable[[list[Any]], Any]
@@ -43,24 +43,24 @@ _AHEAD = 2
 """Batches that each worker reads ahead beside those that are requested at once."""
 
 
-class _Placed(NamedTuple):
+class _PlacedSample(NamedTuple):
     position: int
     content: Any
 
 
 @dataclass
-class _Reader(Dataset[Any]):
+class _PlacedReader(Dataset[Any]):
     """Dataset that reads one place; picklable for worker processes."""
 
     dataset: Any
     key: int
     draws: bool
 
-    def __getitem__(self, place: SampleAt) -> _Placed:
+    def __getitem__(self, place: PositionedSample) -> _PlacedSample:
         if not self.draws:
-            return _Placed(place.position, self.dataset[place.sample])
-        with Draws(key_of("sample", self.key, place.position)):
-            return _Placed(place.position, self.dataset[place.sample])
+            return _PlacedSample(place.position, self.dataset[place.sample])
+        with GeneratorContext(key_of("sample", self.key, place.position)):
+            return _PlacedSample(place.position, self.dataset[place.sample])
 
 
 @dataclass
@@ -71,16 +71,16 @@ class _Collator:
     key: int
     draws: bool
 
-    def __call__(self, placed: list[_Placed]) -> Any:
+    def __call__(self, placed: list[_PlacedSample]) -> Any:
         samples = [each.content for each in placed]
         if not self.draws:
             return self.collate(samples)
-        with Draws(key_of("collate", self.key, placed[0].position)):
+        with GeneratorContext(key_of("collate", self.key, placed[0].position)):
             return self.collate(samples)
 
 
 @dataclass(frozen=True)
-class Mapped:
+class MapStyleData:
     """Dataset with random access."""
 
     dataset: Any
@@ -99,14 +99,14 @@ class Mapped:
     @property
     def is_text(self) -> bool:
         """True for our own windows, which draw nothing and may be read by a thread."""
-        return isinstance(self.dataset, Windows) and self.collate is default_collate
+        return isinstance(self.dataset, TokenWindows) and self.collate is default_collate
 
     @property
     def is_ours(self) -> bool:
         """True if the dataset draws nothing from the generators of this process and has a fingerprint."""
         return self.is_text or isinstance(self.dataset, PlacedDataset)
 
-    def batches(self, blocks: Iterable[list[SampleAt]], key: int, together: int = 1) -> Iterable[Any]:
+    def batches(self, blocks: Iterable[list[PositionedSample]], key: int, together: int = 1) -> Iterable[Any]:
         """Yield one batch for each block of places, in order; worker processes read ahead if there are any.
 
         Args:
@@ -119,7 +119,7 @@ class Mapped:
         ahead = _AHEAD + -(-together // workers) if workers else 0
         if isinstance(self.dataset, PlacedDataset):
             return placed_batches(self.dataset, blocks, key, workers, ahead)
-        reader = _Reader(self.dataset, key, draws=not self.is_text)
+        reader = _PlacedReader(self.dataset, key, draws=not self.is_text)
         collator = _Collator(self.collate, key, draws=not self.is_text)
         if not self.worker_options:
             return (collator([reader[place] for place in block]) for block in blocks)
@@ -138,7 +138,7 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Stream:
+class IterableData:
     """Items that can only be read in order."""
 
     source: Iterable[Any]
@@ -154,8 +154,8 @@ class Stream:
 
 def adopt(
     data: Any, collate_fn: Collate | None = None, workers: int = 0, shuffle: bool = True
-) -> Mapped | Stream:
-    """Convert the user's data to ``Mapped`` or ``Stream``.
+) -> MapStyleData | IterableData:
+    """Convert the user's data to ``MapStyleData`` or ``IterableData``.
 
     Args:
         data: the user's data.
@@ -171,7 +171,7 @@ def adopt(
         return _adopt_loader(data, collate_fn, workers)
     collate = collate_fn or default_collate
     if isinstance(data, PlacedDataset):
-        return Mapped(
+        return MapStyleData(
             data, collate, shuffle, {"num_workers": workers} if workers and not data.is_cheap else {}
         )
     if (
@@ -181,7 +181,7 @@ def adopt(
     ):
         if len(data) == 0:
             raise DataError(f"{type(data).__name__} is empty; give a dataset that holds samples")
-        return Mapped(data, collate, shuffle, {"num_workers": workers} if workers else {})
+        return MapStyleData(data, collate, shuffle, {"num_workers": workers} if workers else {})
     if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__next__")):
         if workers > 1:
             raise ConfigError(
@@ -190,8 +190,10 @@ def adopt(
                 "its workers"
             )
         if workers:
-            return Stream(DataLoader(data, None, num_workers=1, collate_fn=_as_is), False, collate, None, 1)
-        return Stream(data, False, collate)
+            return IterableData(
+                DataLoader(data, None, num_workers=1, collate_fn=_as_is), False, collate, None, 1
+            )
+        return IterableData(data, False, collate)
     raise DataError(
         f"data is a {type(data).__name__}; expected a Dataset with __len__ and __getitem__, an IterableDataset or a "
         "DataLoader"
@@ -203,10 +205,12 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def _adopt_loader(loader: DataLoader[Any], collate_fn: Collate | None, workers: int) -> Mapped | Stream:
+def _adopt_loader(
+    loader: DataLoader[Any], collate_fn: Collate | None, workers: int
+) -> MapStyleData | IterableData:
     shuffle = _shuffle_of(loader)
     if shuffle is None:
-        return Stream(loader, True, default_collate, loader.batch_size, loader.num_workers)
+        return IterableData(loader, True, default_collate, loader.batch_size, loader.num_workers)
     dataset: Any = loader.dataset
     if len(dataset) == 0:
         raise DataError("the DataLoader's dataset is empty; give one that holds samples")
@@ -221,7 +225,7 @@ def _adopt_loader(loader: DataLoader[Any], collate_fn: Collate | None, workers: 
             "timeout": loader.timeout,
             "pin_memory": loader.pin_memory,
         }
-    return Mapped(dataset, collate_fn or loader.collate_fn, shuffle, options)
+    return MapStyleData(dataset, collate_fn or loader.collate_fn, shuffle, options)
 
 
 def _shuffle_of(loader: DataLoader[Any]) -> bool | None:

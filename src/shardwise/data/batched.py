@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError
-from shardwise.data.feed import Cursor, Fetched
-from shardwise.data.sampler import Sampler, Share
+from shardwise.data.feed import Cursor, StepMicrobatches
+from shardwise.data.sampler import BatchShare, Sampler
 
 STEPS_AHEAD = 2
 
@@ -67,7 +67,7 @@ class BatchedFeed:
     def __init__(
         self,
         data: BatchedDataset,
-        share: Share,
+        share: BatchShare,
         seed: int,
         *,
         shuffle: bool = True,
@@ -91,7 +91,7 @@ class BatchedFeed:
         """Return the cursor ``steps`` steps after ``cursor``."""
         return {"position": cursor["position"] + steps * self._share.global_batch}
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: BatchShare) -> None:
         """Set the share of this rank in the steps that are read from now on.
 
         Raises:
@@ -122,12 +122,12 @@ class BatchedFeed:
             self._watch(position, began, time.perf_counter())
         return batch
 
-    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+    def steps(self, cursor: Cursor) -> Iterator[StepMicrobatches]:
         """Return an iterator over the steps from ``cursor`` on, which reads ahead."""
-        return _Steps(self, cursor, self._threads, self._ahead)
+        return _FeedSteps(self, cursor, self._threads, self._ahead)
 
 
-class _Steps:
+class _FeedSteps:
     """Steps of a feed from ``cursor`` on, each read by the threads of a pool ``ahead`` steps early.
 
     This is an object instead of a generator because ``close`` waits for the threads, which the garbage collector must
@@ -140,16 +140,16 @@ class _Steps:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardwise-data")
         self._waiting: deque[list[Future[Any]]] = deque()
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Iterator[StepMicrobatches]:
         return self
 
-    def __next__(self) -> Fetched:
+    def __next__(self) -> StepMicrobatches:
         try:
             while len(self._waiting) <= self._ahead:
                 self._waiting.append(self._reader.ask(self._pool, self._asked))
                 self._asked = self._reader.advance({"position": self._asked}, 1)["position"]
             self._cursor = self._reader.advance(self._cursor, 1)
-            return Fetched([future.result() for future in self._waiting.popleft()], self._cursor)
+            return StepMicrobatches([future.result() for future in self._waiting.popleft()], self._cursor)
         except BaseException:
             self.close()
             raise

@@ -10,15 +10,15 @@ from shardwise.base.target import call_target
 from shardwise.data.policy import DataPolicy
 from shardwise.data.text import Progress, open_source
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.data.windows import TokenSpan, Windows, hold_out
+from shardwise.data.windows import TokenSpan, TokenWindows, hold_out
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TextCorpus:
     """Training data and validation data of a run."""
 
     train: Any
-    """``Windows`` for text; for a target its result: a Dataset, an IterableDataset or a DataLoader."""
+    """``TokenWindows`` for text; for a target its result: a Dataset, an IterableDataset or a DataLoader."""
     validation: Any | None
     """Validation data of the same kinds; None if nothing is held out."""
     tokenizer: Tokenizer | None
@@ -31,10 +31,10 @@ class Corpus:
 
     def fingerprint(self) -> str | None:
         """Return a digest that is equal on two ranks that read the same text; None for a target."""
-        return self.train.fingerprint() if isinstance(self.train, Windows) else None
+        return self.train.fingerprint() if isinstance(self.train, TokenWindows) else None
 
 
-def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | None = None) -> Corpus:
+def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | None = None) -> TextCorpus:
     """Open the data that the policy names, and tokenise text if needed.
 
     Args:
@@ -55,17 +55,17 @@ def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | No
     ]
     if isinstance(policy.validation, str):
         held_out = open_source(policy.validation, tokenizer, cache, pattern=policy.pattern, progress=progress)
-        train = Windows([TokenSpan(file, 0, file.count) for file in files], context)
-        return Corpus(
-            train, Windows([TokenSpan(file, 0, file.count) for file in held_out], context), tokenizer
+        train = TokenWindows([TokenSpan(file, 0, file.count) for file in files], context)
+        return TextCorpus(
+            train, TokenWindows([TokenSpan(file, 0, file.count) for file in held_out], context), tokenizer
         )
     cuts = [hold_out(file, policy.validation, context) for file in files]
-    train = Windows([cut[0] for cut in cuts], context)
-    validation = Windows([cut[1] for cut in cuts], context) if policy.validation else None
-    return Corpus(train, validation, tokenizer)
+    train = TokenWindows([cut[0] for cut in cuts], context)
+    validation = TokenWindows([cut[1] for cut in cuts], context) if policy.validation else None
+    return TextCorpus(train, validation, tokenizer)
 
 
-def _from_target(policy: DataPolicy) -> Corpus:
+def _from_target(policy: DataPolicy) -> TextCorpus:
     assert policy.target is not None, "called for a policy with a target"
     made = call_target("data.target", policy.target, policy.arguments)
     train, validation = made, None
@@ -79,4 +79,4 @@ def _from_target(policy: DataPolicy) -> Corpus:
     if train is None:
         raise DataError(f"data.target {policy.target!r} returned None; expected a Dataset or a DataLoader")
     tokenizer = load_tokenizer(policy.tokenizer) if "tokenizer" in policy.model_fields_set else None
-    return Corpus(train, validation, tokenizer)
+    return TextCorpus(train, validation, tokenizer)

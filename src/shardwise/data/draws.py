@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 
-class _State(NamedTuple):
+class _GeneratorStates(NamedTuple):
     torch_state: torch.Tensor
     numpy_state: dict[str, Any]
     python_state: tuple[Any, ...]
 
     @staticmethod
-    def now() -> "_State":
+    def now() -> "_GeneratorStates":
         """Return the current state of the three generators."""
-        return _State(
+        return _GeneratorStates(
             torch.default_generator.get_state(), np.random.get_state(legacy=False), random.getstate()
         )
 
@@ -35,7 +35,7 @@ class _State(NamedTuple):
         random.setstate(self.python_state)
 
 
-class Draws:
+class GeneratorContext:
     """Context manager in which the CPU generators continue from the last use of this object.
 
     The first use starts from ``key``; leaving the context restores the state before it.
@@ -46,10 +46,10 @@ class Draws:
 
     def __init__(self, key: int) -> None:
         self._key = key
-        self._own: _State | None = None
+        self._own: _GeneratorStates | None = None
 
-    def __enter__(self) -> "Draws":
-        self._outer = _State.now()
+    def __enter__(self) -> "GeneratorContext":
+        self._outer = _GeneratorStates.now()
         if self._own is None:
             torch.default_generator.manual_seed(self._key)
             np.random.seed(self._key & 0xFFFFFFFF)
@@ -61,5 +61,5 @@ class Draws:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._own = _State.now()
+        self._own = _GeneratorStates.now()
         self._outer.restore()

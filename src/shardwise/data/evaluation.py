@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardwise.base.errors import DataError
-from shardwise.data.adopt import Collate, Mapped, Stream, adopt, samples_in
+from shardwise.data.adopt import Collate, IterableData, MapStyleData, adopt, samples_in
 from shardwise.data.batched import BatchedDataset, evaluation_blocks
-from shardwise.data.draws import Draws
+from shardwise.data.draws import GeneratorContext
 from shardwise.data.feed import read_stream
-from shardwise.data.placed import SampleAt
+from shardwise.data.placed import PositionedSample
 from shardwise.data.sampler import key_of
 
 
-class Weighted(NamedTuple):
+class WeightedBatch(NamedTuple):
     """A batch and the number of samples that count in it; 0 for a batch that only fills up the round."""
 
     batch: Any
@@ -37,7 +37,7 @@ def evaluation_batches(
     workers: int = 0,
     samples: int | None = None,
     seed: int = 0,
-) -> Iterator[Weighted]:
+) -> Iterator[WeightedBatch]:
     """Yield this rank's batches of one evaluation, as many as on every other rank.
 
     Args:
@@ -54,30 +54,32 @@ def evaluation_batches(
         DataError: if the data is empty.
     """
     if isinstance(data, BatchedDataset):
-        return (Weighted(*each) for each in evaluation_blocks(data, dp_index, dp_size, micro_batch, samples))
+        return (
+            WeightedBatch(*each) for each in evaluation_blocks(data, dp_index, dp_size, micro_batch, samples)
+        )
     adopted = adopt(data, collate_fn, workers, shuffle=False)
-    if isinstance(adopted, Mapped):
+    if isinstance(adopted, MapStyleData):
         return _of_map(adopted, dp_index, dp_size, micro_batch, samples, seed)
     return _of_stream(adopted, dp_index, dp_size, micro_batch, samples, seed)
 
 
 def _of_map(
-    data: Mapped, dp_index: int, dp_size: int, micro_batch: int, samples: int | None, seed: int
-) -> Iterator[Weighted]:
+    data: MapStyleData, dp_index: int, dp_size: int, micro_batch: int, samples: int | None, seed: int
+) -> Iterator[WeightedBatch]:
     size = min(samples or data.size, data.size)
-    places = [SampleAt(i, i * data.size // size) for i in range(size)]
+    places = [PositionedSample(i, i * data.size // size) for i in range(size)]
     blocks = [places[start : start + micro_batch] for start in range(0, size, micro_batch)]
     mine = range(dp_index, -(-len(blocks) // dp_size) * dp_size, dp_size)
     chosen = [blocks[k] if k < len(blocks) else blocks[0] for k in mine]
     weights = [len(blocks[k]) if k < len(blocks) else 0 for k in mine]
-    yield from map(Weighted, data.batches(chosen, key_of("evaluation", seed)), weights)
+    yield from map(WeightedBatch, data.batches(chosen, key_of("evaluation", seed)), weights)
 
 
 def _of_stream(
-    data: Stream, dp_index: int, dp_size: int, micro_batch: int, samples: int | None, seed: int
-) -> Iterator[Weighted]:
-    held: Weighted | None = None
-    filler: Weighted | None = None
+    data: IterableData, dp_index: int, dp_size: int, micro_batch: int, samples: int | None, seed: int
+) -> Iterator[WeightedBatch]:
+    held: WeightedBatch | None = None
+    filler: WeightedBatch | None = None
     k = -1
     for k, block in enumerate(_stream_blocks(data, micro_batch, samples, seed)):
         if k % dp_size == 0:
@@ -89,10 +91,12 @@ def _of_stream(
     if k < 0 or filler is None:
         raise DataError("the validation stream is empty; give one that holds samples")
     if k % dp_size != dp_size - 1:
-        yield held if held is not None else Weighted(filler.batch, 0)
+        yield held if held is not None else WeightedBatch(filler.batch, 0)
 
 
-def _stream_blocks(data: Stream, micro_batch: int, samples: int | None, seed: int) -> Iterator[Weighted]:
+def _stream_blocks(
+    data: IterableData, micro_batch: int, samples: int | None, seed: int
+) -> Iterator[WeightedBatch]:
     key = key_of("evaluation", seed)
     seen = 0
     held: list[Any] = []
@@ -102,7 +106,7 @@ def _stream_blocks(data: Stream, micro_batch: int, samples: int | None, seed: in
         if data.holds_batches:
             size = samples_in(item)
             seen += 1 if size is None else size
-            yield Weighted(item, 1 if size is None else size)
+            yield WeightedBatch(item, 1 if size is None else size)
             continue
         held.append(item)
         seen += 1
@@ -113,6 +117,6 @@ def _stream_blocks(data: Stream, micro_batch: int, samples: int | None, seed: in
         yield _collated(data, held, key_of("collate", key, seen))
 
 
-def _collated(data: Stream, held: list[Any], key: int) -> Weighted:
-    with Draws(key):
-        return Weighted(data.collate(held), len(held))
+def _collated(data: IterableData, held: list[Any], key: int) -> WeightedBatch:
+    with GeneratorContext(key):
+        return WeightedBatch(data.collate(held), len(held))

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import DataLoader
 
 from shardwise.base.errors import ConfigError, DataError, UsageError
-from shardwise.data.adopt import Mapped, Stream, samples_in
-from shardwise.data.draws import Draws
-from shardwise.data.placed import SampleAt
-from shardwise.data.sampler import Sampler, Share, key_of
+from shardwise.data.adopt import IterableData, MapStyleData, samples_in
+from shardwise.data.draws import GeneratorContext
+from shardwise.data.placed import PositionedSample
+from shardwise.data.sampler import BatchShare, Sampler, key_of
 from shardwise.data.workers import FAULTS, worker_error
 
 Cursor = dict[str, int]
 
 
-class Fetched(NamedTuple):
+class StepMicrobatches(NamedTuple):
     """Microbatches of one step of one rank, and the cursor behind the step."""
 
     batches: list[Any]
@@ -41,11 +41,11 @@ class Feed(Protocol):
         """Return the cursor ``steps`` steps after ``cursor``."""
         ...
 
-    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+    def steps(self, cursor: Cursor) -> Iterator[StepMicrobatches]:
         """Yield the steps from ``cursor`` on."""
         ...
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: BatchShare) -> None:
         """Set the share of this rank in the steps that follow."""
         ...
 
@@ -66,7 +66,7 @@ class MapFeed:
         DataError: if the dataset is smaller than a global batch.
     """
 
-    def __init__(self, data: Mapped, share: Share, seed: int) -> None:
+    def __init__(self, data: MapStyleData, share: BatchShare, seed: int) -> None:
         self._data, self._seed = data, seed
         self.deal(share)
         self._sampler = Sampler(data.size, seed, data.shuffle)
@@ -79,7 +79,7 @@ class MapFeed:
         """Return the cursor ``steps`` steps after ``cursor``."""
         return {"position": cursor["position"] + steps * self._share.global_batch}
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: BatchShare) -> None:
         """Set the share of this rank in the steps that follow.
 
         Raises:
@@ -103,24 +103,24 @@ class MapFeed:
         content = self._data.dataset.fingerprint() if self._data.is_ours else None
         return {"kind": "map", "samples": self._data.size, "content": content}
 
-    def _blocks(self, position: int) -> Iterator[list[SampleAt]]:
+    def _blocks(self, position: int) -> Iterator[list[PositionedSample]]:
         """Yield this rank's microbatches as positions and samples, from a position on, without end."""
         while True:
             order = self._sampler.at(position, position + self._share.global_batch)
             for block in self._share.blocks():
-                yield [SampleAt(position + offset, int(order[offset])) for offset in block]
+                yield [PositionedSample(position + offset, int(order[offset])) for offset in block]
             position += self._share.global_batch
 
-    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+    def steps(self, cursor: Cursor) -> Iterator[StepMicrobatches]:
         """Yield the steps from ``cursor`` on, without end."""
         together = self._share.accumulation
         batches = iter(self._data.batches(self._blocks(cursor["position"]), self._seed, together))
         while True:
             cursor = self.advance(cursor, 1)
-            yield Fetched([next(batches) for _ in range(together)], cursor)
+            yield StepMicrobatches([next(batches) for _ in range(together)], cursor)
 
 
-class _Item(NamedTuple):
+class _StreamItem(NamedTuple):
     value: Any
     after: Cursor
 
@@ -137,7 +137,7 @@ class StreamFeed:
         ConfigError: if the batch size of the user's DataLoader is not the micro batch.
     """
 
-    def __init__(self, data: Stream, share: Share, seed: int) -> None:
+    def __init__(self, data: IterableData, share: BatchShare, seed: int) -> None:
         if data.batch_size is not None and data.batch_size != share.micro_batch:
             raise ConfigError(
                 f"the DataLoader's batch_size is {data.batch_size}, but the micro batch is {share.micro_batch}; its "
@@ -156,7 +156,7 @@ class StreamFeed:
             f"a stream is read in order and cannot jump by {steps} steps; ask for the next step, or load a saved state"
         )
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: BatchShare) -> None:
         """Set the share of this rank in the steps that follow."""
         self._share = share
 
@@ -164,7 +164,7 @@ class StreamFeed:
         """Return the kind of the data and its number of workers."""
         return {"kind": "stream", "workers": self._data.workers}
 
-    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+    def steps(self, cursor: Cursor) -> Iterator[StepMicrobatches]:
         """Yield the steps from ``cursor`` on, without end.
 
         Raises:
@@ -179,15 +179,15 @@ class StreamFeed:
                 if self._share.owner(block) == self._share.dp_index:
                     batches.append(self._batch(held))
                 cursor = held[-1].after
-            yield Fetched(batches, cursor)
+            yield StepMicrobatches(batches, cursor)
 
-    def _batch(self, held: list[_Item]) -> Any:
+    def _batch(self, held: list[_StreamItem]) -> Any:
         if self._data.holds_batches:
             return held[0].value
-        with Draws(key_of("collate", self._seed, *held[0].after.values())):
+        with GeneratorContext(key_of("collate", self._seed, *held[0].after.values())):
             return self._data.collate([item.value for item in held])
 
-    def _items(self, cursor: Cursor) -> Iterator[_Item]:
+    def _items(self, cursor: Cursor) -> Iterator[_StreamItem]:
         """Yield the items behind the cursor, epoch after epoch."""
         epoch, skip = cursor["epoch"], cursor["items"]
         needed = self._share.global_batch // (self._share.micro_batch if self._data.holds_batches else 1)
@@ -199,7 +199,7 @@ class StreamFeed:
                     continue
                 whole += 1
                 if count > skip:
-                    yield _Item(item, {"epoch": epoch, "items": count})
+                    yield _StreamItem(item, {"epoch": epoch, "items": count})
             self._refuse_short(epoch, count, whole, skip, needed)
             epoch, skip = epoch + 1, 0
 
@@ -236,7 +236,7 @@ def read_stream(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
 
     The items are the same on every rank and in every replay.
     """
-    draws = Draws(key_of("stream", seed, epoch))
+    draws = GeneratorContext(key_of("stream", seed, epoch))
     with draws:
         _set_epoch(source, epoch)
         items = iter(source)

@@ -21,15 +21,15 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.adopt import Collate, Mapped, adopt
+from shardwise.data.adopt import Collate, MapStyleData, adopt
 from shardwise.data.batched import STEPS_AHEAD, BatchedDataset, BatchedFeed, Watch
-from shardwise.data.feed import Feed, Fetched, MapFeed, StreamFeed
-from shardwise.data.sampler import Share
+from shardwise.data.feed import Feed, MapFeed, StepMicrobatches, StreamFeed
+from shardwise.data.sampler import BatchShare
 
 _STEPS_AHEAD = 1
 
 
-class Position:
+class LoaderPosition:
     """Position of a loader in its data, which outlives the loader."""
 
     def __init__(self, feed: Feed) -> None:
@@ -86,7 +86,7 @@ class Loader:
         steps_ahead: int = STEPS_AHEAD,
         watch: Watch | None = None,
     ) -> None:
-        self.share = Share(global_batch, micro_batch, dp_index, dp_size)
+        self.share = BatchShare(global_batch, micro_batch, dp_index, dp_size)
         self._feed: Feed
         self._reads_ahead = False
         self._end: int | None = None
@@ -110,15 +110,15 @@ class Loader:
                 f"epochs is {epochs}, but {type(data).__name__} is read sample by sample, epoch after epoch without "
                 "end; count steps instead, or bring a BatchedDataset"
             )
-        elif isinstance(adopted := adopt(data, collate_fn, workers, shuffle), Mapped):
+        elif isinstance(adopted := adopt(data, collate_fn, workers, shuffle), MapStyleData):
             self._feed = MapFeed(adopted, self.share, seed)
             self._size = adopted.size
             self._reads_ahead = adopted.is_ours and not adopted.worker_options
         else:
             self._feed = StreamFeed(adopted, self.share, seed)
-        self.place = Position(self._feed)
+        self.place = LoaderPosition(self._feed)
         """Position behind the steps that have been returned."""
-        self._open: Iterator[Fetched] | None = None
+        self._open: Iterator[StepMicrobatches] | None = None
         self._take_back: Callable[[], None] | None = None
 
     @property
@@ -180,7 +180,7 @@ class Loader:
         """True if threads read the data, so that any thread may request the next step."""
         return self._reads_ahead or isinstance(self._feed, BatchedFeed)
 
-    def fetch(self) -> Fetched:
+    def fetch(self) -> StepMicrobatches:
         """Return the next step without counting it, for callers that fetch several before the first is used.
 
         A step counts when ``count`` is called. ``close`` discards the steps that were not counted: they are read again.
@@ -195,7 +195,7 @@ class Loader:
             self._forget()  # a later call starts anew at the same position
             raise
 
-    def count(self, fetched: Fetched) -> None:
+    def count(self, fetched: StepMicrobatches) -> None:
         """Move the position behind ``fetched``, the oldest step that was not counted."""
         self.place.step += 1
         self.place.samples += self.share.global_batch
@@ -283,15 +283,15 @@ class _ReadAhead:
     not do. [Note: finalizers] An object that is dropped unclosed ends with its pool, whose thread then ends by itself.
     """
 
-    def __init__(self, steps: Iterator[Fetched]) -> None:
+    def __init__(self, steps: Iterator[StepMicrobatches]) -> None:
         self._steps = steps
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise-data")
         self._waiting = deque(self._pool.submit(next, steps) for _ in range(_STEPS_AHEAD))
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Iterator[StepMicrobatches]:
         return self
 
-    def __next__(self) -> Fetched:
+    def __next__(self) -> StepMicrobatches:
         try:
             current = self._waiting.popleft().result()
             self._waiting.append(self._pool.submit(next, self._steps))

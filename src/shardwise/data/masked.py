@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.placed import PlacedDataset, SampleAt, draws_at
-from shardwise.data.windows import Windows
+from shardwise.data.placed import PlacedDataset, PositionedSample, draws_at
+from shardwise.data.windows import TokenWindows
 
 _IGNORED = -100
 _MASKED, _REPLACED = 0.8, 0.9
@@ -29,13 +29,13 @@ class MaskedWindows(PlacedDataset):
         share: share of the tokens that are targets.
     """
 
-    def __init__(self, windows: Windows, mask: int, share: float) -> None:
+    def __init__(self, windows: TokenWindows, mask: int, share: float) -> None:
         self.windows, self._mask, self._share = windows, mask, share
 
     def __len__(self) -> int:
         return len(self.windows)
 
-    def batch(self, places: Sequence[SampleAt], key: int) -> dict[str, Tensor]:
+    def batch(self, places: Sequence[PositionedSample], key: int) -> dict[str, Tensor]:
         """Return the masked windows at these places; see ``PlacedDataset.batch``."""
         tokens = torch.stack([self.windows[place.sample]["tokens"] for place in places]).numpy()
         targets = np.full_like(tokens, _IGNORED)

@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.data.loader import Loader
 
 
-class Passes:
+class DataPasses:
     """Loop over a Loader in which each ``for`` is one pass over the data. Made by ``engine.loader``.
 
     Args:

@@ -19,7 +19,7 @@ from shardwise.base.errors import DataError
 from shardwise.data.workers import PendingBlocks, from_workers
 
 
-class SampleAt(NamedTuple):
+class PositionedSample(NamedTuple):
     """A sample of a dataset at a position of the endless line (``sampler.py``)."""
 
     position: int
@@ -37,7 +37,7 @@ class PlacedDataset(ABC):
         """Return the number of samples."""
 
     @abstractmethod
-    def batch(self, places: Sequence[SampleAt], key: int) -> Any:
+    def batch(self, places: Sequence[PositionedSample], key: int) -> Any:
         """Return a batch of the samples at these places, at least one.
 
         Random numbers depend on ``key`` and each position.
@@ -53,13 +53,13 @@ def draws_at(key: int, position: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([key, position], dtype=np.uint64)))
 
 
-class _ByPlaces(Dataset[Any]):
+class _PositionDataset(Dataset[Any]):
     """Dataset whose index is a block of places and whose item is their batch."""
 
     def __init__(self, data: PlacedDataset, key: int) -> None:
         self._data, self._key = data, key
 
-    def __getitem__(self, places: Sequence[SampleAt]) -> Any:
+    def __getitem__(self, places: Sequence[PositionedSample]) -> Any:
         try:
             return self._data.batch(places, self._key)
         except (
@@ -69,7 +69,7 @@ class _ByPlaces(Dataset[Any]):
 
 
 def placed_batches(
-    data: PlacedDataset, blocks: Iterable[list[SampleAt]], key: int, workers: int, ahead: int
+    data: PlacedDataset, blocks: Iterable[list[PositionedSample]], key: int, workers: int, ahead: int
 ) -> Iterator[Any]:
     """Yield one batch for each block of places, in order.
 
@@ -90,7 +90,7 @@ def placed_batches(
     given = PendingBlocks(blocks)
     sampler: Any = given  # any iterable serves
     loader: DataLoader[Any] = DataLoader(
-        _ByPlaces(data, key),
+        _PositionDataset(data, key),
         batch_size=None,
         sampler=sampler,
         num_workers=workers,

@@ -113,7 +113,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """Assignment of a step's positions to the microbatches of one data-parallel rank.
 
     Args:

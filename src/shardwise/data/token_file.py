@@ -141,7 +141,7 @@ class TokenWriter:
         self._file.publish(_FORMAT, text)
 
 
-class _Header(StrictModel):
+class _TokenHeader(StrictModel):
     count: Count
     documents: Count
     tokenizer: Annotated[str, Field(min_length=1, max_length=200)]
@@ -171,7 +171,7 @@ class TokenFile:
                 header, _ = _FORMAT.read_header(
                     file,
                     self.path,
-                    _Header,
+                    _TokenHeader,
                     _TOKENS_START_BYTES - PREFIX.size,
                     f"is no token file: it does not start with {MAGIC.decode()}; make one with `shardwise convert`, or "
                     f"rename a text file that ends in {SUFFIX}",

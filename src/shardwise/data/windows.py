@@ -39,7 +39,7 @@ class TokenSpan(NamedTuple):
         return self.stop - self.start
 
 
-class Windows(Dataset[dict[str, Tensor]]):
+class TokenWindows(Dataset[dict[str, Tensor]]):
     """Samples ``{"tokens": [T], "targets": [T]}``, both int64, cut from spans of token files.
 
     Args:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from shardwise.base.errors import UsageError
 from shardwise.deepspeed.absent_names import ABSENT, AREAS, WHY, is_absent
-from shardwise.deepspeed.names import NAMES, OTHERS, Refused, Value
+from shardwise.deepspeed.names import NAMES, OTHERS, ConstantName, UnsupportedName
 
 _OURS = "shardwise.deepspeed"
 _TOLD = ("__version", "__git")
@@ -65,9 +65,9 @@ def attribute(root: str, path: str, name: str) -> Any:
         AttributeError: if the module has no such name; the message suggests a similar name.
     """
     home = NAMES.get(path, {}).get(name)
-    if isinstance(home, Refused):
+    if isinstance(home, UnsupportedName):
         return refusal(name, home.why)
-    if isinstance(home, Value):
+    if isinstance(home, ConstantName):
         return home.value
     if home is not None:
         return _at(home)

@@ -2,8 +2,8 @@
 
     NAMES["ops.adam"]["FusedAdam"] = "deepspeed.training.optimizer_classes:FusedAdam"
 
-A home is ``module:attribute``, below ``shardwise`` or in torch. ``Refused`` marks a name that may be imported but is
-not supported: a use raises an error that says what to do instead. ``OTHERS`` contains the module in which a path
+A home is ``module:attribute``, below ``shardwise`` or in torch. ``UnsupportedName`` marks a name that may be imported
+but is not supported: a use raises an error that says what to do instead. ``OTHERS`` contains the module in which a path
 looks up all other names. Each path of the table, and each prefix of a path, is a module; importer.py makes these
 modules.
 """
@@ -14,20 +14,20 @@ FOLLOWED_VERSION = "0.19.8"
 """The DeepSpeed version whose names and keys the table follows."""
 
 
-class Refused(NamedTuple):
+class UnsupportedName(NamedTuple):
     """A name of DeepSpeed's that is not supported."""
 
     why: str
     """The replacement, in one sentence."""
 
 
-class Value(NamedTuple):
+class ConstantName(NamedTuple):
     """A name whose value is a word or a number."""
 
     value: Any
 
 
-Rows = dict[str, str | Refused | Value]
+Rows = dict[str, str | UnsupportedName | ConstantName]
 """The home of each name."""
 
 
@@ -38,17 +38,17 @@ def _all(home: str, names: str) -> Rows:
 
 def _none(why: str, names: str) -> Rows:
     """Return rows for names that are unsupported for the same reason ``why``."""
-    return {name: Refused(why) for name in names.split()}
+    return {name: UnsupportedName(why) for name in names.split()}
 
 
 def _words(names: str) -> Rows:
     """Return rows for constants whose value is the name in lower case: ``WARMUP_MIN_LR`` is ``"warmup_min_lr"``."""
-    return {name: Value(name.lower()) for name in names.split()}
+    return {name: ConstantName(name.lower()) for name in names.split()}
 
 
 def _values(**values: Any) -> Rows:
     """Return rows for constants with these values."""
-    return {name: Value(value) for name, value in values.items()}
+    return {name: ConstantName(value) for name, value in values.items()}
 
 
 _INSIDE_EXPERTS = (
@@ -158,7 +158,7 @@ _OFFLOAD_MODELS = _all(
 )
 _OPTIMIZERS = "ADAGRAD ADAM ADAMW LAMB ONEBIT_ADAM ZERO_ONE_ADAM ONEBIT_LAMB MUADAM MUADAMW MUSGD LION MUON"
 _OPTIMIZER_WORDS: Rows = {
-    f"{name}_OPTIMIZER": Value(name.lower().replace("_", "")) for name in _OPTIMIZERS.split()
+    f"{name}_OPTIMIZER": ConstantName(name.lower().replace("_", "")) for name in _OPTIMIZERS.split()
 }
 _SAVED_WORDS = _words(
     "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "

@@ -24,31 +24,31 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.base.errors import UsageError
 from shardwise.data.adopt import Collate
 from shardwise.data.batched import BatchedDataset
-from shardwise.data.evaluation import Weighted
+from shardwise.data.evaluation import WeightedBatch
 from shardwise.data.loader import Loader
-from shardwise.data.passes import Passes
-from shardwise.engine.model.held import Held
-from shardwise.engine.model.original import Original
+from shardwise.data.passes import DataPasses
+from shardwise.engine.model.held import ModelHandle
+from shardwise.engine.model.original import OriginalAttributes
 from shardwise.engine.model.state_access import StateAccess
 from shardwise.engine.parts import metrics
 from shardwise.engine.parts.inputs import Loss
 from shardwise.engine.parts.out_of_memory import tells_out_of_memory
-from shardwise.engine.parts.parts import Parts
-from shardwise.engine.parts.weighing import Weighing
+from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.parts.weighing import MicrobatchWeights
 from shardwise.engine.state.averaging import averaged
 from shardwise.engine.state.away import AwayTier, StateKind
-from shardwise.engine.state.loaders import Loaders
-from shardwise.engine.state.saves import Saves
+from shardwise.engine.state.loaders import EngineLoaders
+from shardwise.engine.state.saves import StepSaves
 from shardwise.engine.state.together import named, together
-from shardwise.engine.step.check import Check
-from shardwise.engine.step.end import StepEnd, StepResult
-from shardwise.engine.step.forward import Forward
+from shardwise.engine.step.check import FirstStepCheck
+from shardwise.engine.step.end import StepEndHandlers, StepResult
+from shardwise.engine.step.forward import ForwardRunner
 from shardwise.engine.step.monitor import Monitor
-from shardwise.engine.step.pipeline import Pipeline
+from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.engine.step.prefetch import Prefetcher
 from shardwise.engine.step.record import StepInputs
 from shardwise.engine.step.training_step import StepDiscard, TrainingStep
-from shardwise.observe.lanes_picture import Lanes
+from shardwise.observe.lanes_picture import LaneRecorder
 from shardwise.parallel.expert.loads import summary_of
 from shardwise.passes.recompute import recomputed
 
@@ -65,31 +65,33 @@ class Engine(StateAccess):
 
     def __init__(
         self,
-        parts: Parts,
-        original: Original,
+        parts: EngineParts,
+        original: OriginalAttributes,
         loss: Loss | None,
         on_step: Sequence[OnStep],
-        end: StepEnd,
-        pipeline: Pipeline | None = None,
-        check: Check | None = None,
+        end: StepEndHandlers,
+        pipeline: PipelineRunner | None = None,
+        check: FirstStepCheck | None = None,
     ):
         record = StepInputs(check, parts.world.size > 1)
-        super().__init__(parts, pipeline, record, Held(parts, original, self.close, record.before_pass))
+        super().__init__(
+            parts, pipeline, record, ModelHandle(parts, original, self.close, record.before_pass)
+        )
         self.on_step: list[OnStep] = list(on_step)
         """Callbacks, called with (engine, result) after every optimizer step."""
-        self.weighing = Weighing(parts.config.batch.weigh_by, parts.model)
+        self.weighing = MicrobatchWeights(parts.config.batch.weigh_by, parts.model)
         """Weights of microbatches for which the caller gives none."""
         self.monitor = Monitor(parts.config, parts.world.rank == 0, parts.device)
         """Sinks that receive the step's loss, norm, learning rate and timings after every step."""
         self._discard = StepDiscard(parts, end, record, self.weighing)
-        self._forward = Forward(parts, loss, pipeline, record, self.weighing, self._discard.on_error)
+        self._forward = ForwardRunner(parts, loss, pipeline, record, self.weighing, self._discard.on_error)
         self._training = TrainingStep(
             parts, end, pipeline, self._forward, record, self.weighing, self._discard, self._step_ended
         )
-        self._loaders = Loaders(
+        self._loaders = EngineLoaders(
             parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"]
         )
-        self._saves = Saves(parts, self._loaders)
+        self._saves = StepSaves(parts, self._loaders)
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class Engine(StateAccess):
         return recomputed(function, self._parts.passes.replay)
 
     def prefetch(
-        self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: Lanes | None = None
+        self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: LaneRecorder | None = None
     ) -> Prefetcher:
         """Return an iterator over ``steps`` that exchanges the keys of embedding tables ahead of time, in a thread.
 
@@ -313,7 +315,7 @@ class Engine(StateAccess):
         self._held.away.check("evaluate", reads_weights_alone=True)
         self._held.known.follow("evaluate")
         self._parts.groups["world"].meet()
-        if isinstance(batches, Passes | Loader):
+        if isinstance(batches, DataPasses | Loader):
             raise UsageError(
                 "evaluate: engine.loader is for training, and its position would move; give "
                 "engine.evaluation_loader(data), or the DataLoader or Dataset itself"
@@ -501,7 +503,7 @@ class Engine(StateAccess):
         collate_fn: Collate | None = None,
         workers: int = 0,
         epochs: int | None = None,
-    ) -> Passes:
+    ) -> DataPasses:
         """Return a loop over this rank's share of a data set; each ``for`` over it is one pass.
 
         Data-parallel ranks get different samples, and the ranks of one model the same samples. The order is drawn
@@ -534,7 +536,7 @@ class Engine(StateAccess):
         batch_size: int | None = None,
         collate_fn: Collate | None = None,
         workers: int = 0,
-    ) -> Iterator[Weighted]:
+    ) -> Iterator[WeightedBatch]:
         """Return (batch, number of samples that count) pairs for one ``engine.evaluate`` or an evaluation loop.
 
         The pairs contain every sample once over all ranks, in order. Every rank gets the same number of pairs; in a

@@ -103,7 +103,7 @@ class StoredTensor(NamedTuple):
             return torch.from_numpy(raw).view(self.dtype).view(self.shape)
 
 
-class _Stored(StrictModel):
+class _StoredEntry(StrictModel):
     """An entry of the header."""
 
     dtype: str
@@ -182,7 +182,7 @@ def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[S
     for name, given in header.items():
         if name == METADATA:
             continue
-        entry = validated(_Stored, given, f"{file}: {name[:200]}")
+        entry = validated(_StoredEntry, given, f"{file}: {name[:200]}")
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(

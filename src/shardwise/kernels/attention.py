@@ -49,7 +49,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys <= _BLOCKED_UP_TO.get(q.dtype, 0) and q.device.type == "cpu":
-        return _Blocked.apply(q, k, v).transpose(1, 2)
+        return _BlockedAttention.apply(q, k, v).transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if queries == 1 or queries == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, enable_gqa=shared)
@@ -73,7 +73,7 @@ def _visible(q: Tensor, k: Tensor) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
-class _Blocked(torch.autograd.Function):
+class _BlockedAttention(torch.autograd.Function):
     """Attention in blocks of queries: [B, H, T, K] and twice [B, N, T, K] -> [B, T, H, K]."""
 
     @staticmethod

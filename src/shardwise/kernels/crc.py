@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.kernels.tables.compiled import Loop, loop
+from shardwise.kernels.tables.compiled import CompiledLoop, loop
 
 __all__ = ["Sum", "crc32", "crc32_combine", "sum_for"]
 
@@ -73,7 +73,7 @@ _WORTH_BYTES = 4096
 """Number of bytes below which zlib is as fast."""
 
 
-class _Fold(Loop):
+class _Fold(CompiledLoop):
     """Loop that folds bytes, from one address to another and 64 at a time, onto 64 bytes at ``lanes``."""
 
     @functools.cached_property

@@ -58,7 +58,7 @@ class EqualPart(NamedTuple):
     """Index of this rank's part."""
 
 
-class Draw(NamedTuple):
+class MaskKey(NamedTuple):
     """Name of the mask of one call of one layer on one microbatch."""
 
     key: int
@@ -83,7 +83,7 @@ class TileRows(NamedTuple):
 
 
 def keyed_dropout(
-    x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None, rows: TileRows | None = None
+    x: Tensor, p: float, draw: MaskKey, cut: EqualPart | None = None, rows: TileRows | None = None
 ) -> Tensor:
     """Return ``x`` with a share ``p`` of its elements zeroed and the others scaled up: [...] -> [...].
 
@@ -112,7 +112,7 @@ def keyed_dropout(
     if rows is not None:
         return _Dropout.apply(x, _keep_rows(x, dropped, draw, cut, rows), scale)
     if fused(x):
-        return _Dropped.apply(x, dropped, *_numbers(draw, cut))
+        return _DeviceDropout.apply(x, dropped, *_numbers(draw, cut))
     if torch.compiler.is_compiling():
         return x * _keep_in_graph(x.detach(), dropped, *_numbers(draw, cut)).to(x.dtype) * scale
     return dropped_by(x, keep(x.shape, dropped, draw, cut, x.device), scale)
@@ -124,10 +124,10 @@ def dropped_by(x: Tensor, kept: Tensor, scale: float) -> Tensor:
     return out
 
 
-def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None) -> Tensor:
+def plain_keyed_dropout(x: Tensor, p: float, draw: MaskKey, cut: EqualPart | None = None) -> Tensor:
     """Return ``keyed_dropout`` element by element: the reference."""
     dropped = round(p * _LEVELS)
-    here = _Sample.of(x.shape, draw, cut)
+    here = _SamplePart.of(x.shape, draw, cut)
     out = torch.zeros_like(x)
     for place in np.ndindex(*x.shape):
         sample, row = divmod(place[0], here.shape[0])
@@ -143,7 +143,7 @@ def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None =
     return out
 
 
-class _Sample(NamedTuple):
+class _SamplePart(NamedTuple):
     """Part of each sample that a tensor of this rank has."""
 
     samples: int
@@ -154,7 +154,7 @@ class _Sample(NamedTuple):
     """True if a sample is one row of features, so that all samples share a substream."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], draw: Draw, cut: EqualPart | None) -> "_Sample":
+    def of(cls, shape: Sequence[int], draw: MaskKey, cut: EqualPart | None) -> "_SamplePart":
         samples = draw.samples or shape[0]
         if shape[0] % samples:
             samples = 1
@@ -166,7 +166,7 @@ class _Sample(NamedTuple):
 
 
 def keep(
-    shape: Sequence[int], dropped: int, draw: Draw, cut: EqualPart | None, device: torch.device
+    shape: Sequence[int], dropped: int, draw: MaskKey, cut: EqualPart | None, device: torch.device
 ) -> Tensor:
     """Return the mask of the elements that stay, with ``dropped`` of 2^16 elements 0: uint8 ``shape``.
 
@@ -179,7 +179,7 @@ def keep(
     """
     if math.prod(shape) == 0:
         return torch.empty(tuple(shape), dtype=torch.uint8, device=device)
-    samples, local, (dim, parts, part), is_row = _Sample.of(shape, draw, cut)
+    samples, local, (dim, parts, part), is_row = _SamplePart.of(shape, draw, cut)
     first, last = draw.first_sample, draw.first_sample + samples
     before, inside = math.prod(local[:dim]), math.prod(local[dim:])
     if is_row:
@@ -195,10 +195,10 @@ def keep(
     return kept.reshape(tuple(shape))
 
 
-def _keep_rows(x: Tensor, dropped: int, draw: Draw, cut: EqualPart | None, rows: TileRows) -> Tensor:
+def _keep_rows(x: Tensor, dropped: int, draw: MaskKey, cut: EqualPart | None, rows: TileRows) -> Tensor:
     """Return the part of the larger tensor's mask that belongs to the tile ``x`` [C, F]: uint8 [C, F]."""
     count, features = x.shape
-    _, local, (dim, parts, part), is_row = _Sample.of((*rows.lead, features), draw, cut)
+    _, local, (dim, parts, part), is_row = _SamplePart.of((*rows.lead, features), draw, cut)
     assert parts == 1 or dim == len(rows.lead), "a tile of rows is cut along features alone"
     whole, of_sample = features * parts, math.prod(local[:-1])
     threshold, pieces = dropped - _LEVELS // 2, []
@@ -214,13 +214,13 @@ def _keep_rows(x: Tensor, dropped: int, draw: Draw, cut: EqualPart | None, rows:
     return torch.cat(pieces).view(count, parts, features)[:, part]
 
 
-def _rows(shape: Sequence[int], draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int, int]:
+def _rows(shape: Sequence[int], draw: MaskKey, cut: EqualPart | None) -> tuple[int, int, int, int, int, int]:
     """Describe a tensor as rows of consecutive elements of substreams; see ``fused.dropout.DrawnRows``.
 
     Returns (rows, elements of a row, rows that share a substream, distance of the first elements of two rows, start of
     the first row, second word of its substream).
     """
-    samples, local, (dim, parts, part), is_row = _Sample.of(shape, draw, cut)
+    samples, local, (dim, parts, part), is_row = _SamplePart.of(shape, draw, cut)
     before, inside = math.prod(local[:dim]), math.prod(local[dim:])
     if is_row:
         whole = inside * parts
@@ -263,7 +263,7 @@ class _Dropout(torch.autograd.Function):
         return torch.mul(grad, kept).mul_(ctx.scale), None, None  # type: ignore[attr-defined]
 
 
-class _Dropped(torch.autograd.Function):
+class _DeviceDropout(torch.autograd.Function):
     """Dropout on a device: the backward pass drops the gradient by the same kernel."""
 
     @staticmethod
@@ -282,7 +282,7 @@ class _Dropped(torch.autograd.Function):
 # In a compiled graph the draw is one operation whose numbers are inputs: a new step needs no new graph.
 
 
-def _numbers(draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int, int, int, int]:
+def _numbers(draw: MaskKey, cut: EqualPart | None) -> tuple[int, int, int, int, int, int, int, int]:
     key = draw.key - (1 << 64) if draw.key >> 63 else draw.key  # integers of operations are signed
     dim, parts, part = cut or (0, 1, 0)
     return key, draw.step, draw.first_sample, draw.samples or 0, draw.call, dim, parts, part
@@ -290,8 +290,8 @@ def _numbers(draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int
 
 def _drawn(
     key: int, step: int, first_sample: int, samples: int, call: int, dim: int, parts: int, part: int
-) -> tuple[Draw, EqualPart]:
-    return Draw(key % (1 << 64), step, first_sample, samples or None, call), EqualPart(dim, parts, part)
+) -> tuple[MaskKey, EqualPart]:
+    return MaskKey(key % (1 << 64), step, first_sample, samples or None, call), EqualPart(dim, parts, part)
 
 
 @device_operation(

@@ -62,7 +62,7 @@ Change = Callable[[Tensor], Tensor]
 """Function that a model applies to the logits before the loss (a factor, a cap): [C, V] -> [C, V]."""
 
 
-class Tile(NamedTuple):
+class LossTile(NamedTuple):
     """Size of a tile, and the pass that computes its gradient."""
 
     tokens: int | None = None
@@ -176,9 +176,9 @@ class _HeadLoss(torch.autograd.Function):
         found: list[RowTotals] = []
         sums = None
         if at_once and any(ctx.needs_input_grad):
-            sums = _Gradients(x, weight, bias, ctx.needs_input_grad)
+            sums = _HeadGradients(x, weight, bias, ctx.needs_input_grad)
         share = 1 / rows.divisor.to(_wide(x))
-        waiting: list[tuple[slice, _Logits, Callable[[], RowTotals]]] = []
+        waiting: list[tuple[slice, _TileLogits, Callable[[], RowTotals]]] = []
         """Tiles without their gradients, whose numbers travel."""
 
         def end() -> None:
@@ -188,7 +188,7 @@ class _HeadLoss(torch.autograd.Function):
             sums.add(tile, _gradient(logits, rows, tile, found[-1][0], share), x, weight)
 
         for tile in _tiles(x, tokens):
-            logits = _Logits(F.linear(x[tile], weight, bias), change)  # [C, V]
+            logits = _TileLogits(F.linear(x[tile], weight, bias), change)  # [C, V]
             numbers.append(numbers_of(logits.z, rows.columns[tile], rows.owned[tile]))
             if sums is not None:
                 waiting.append((tile, logits, combine(numbers.pop())))
@@ -223,9 +223,9 @@ class _HeadLoss(torch.autograd.Function):
 
 def _second_pass(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
     x, weight, bias, lse = ctx.saved_tensors
-    sums, scale = _Gradients(x, weight, bias, ctx.needs_input_grad), grad / ctx.rows.divisor
+    sums, scale = _HeadGradients(x, weight, bias, ctx.needs_input_grad), grad / ctx.rows.divisor
     for tile in _tiles(x, ctx.tokens):
-        logits = _Logits(F.linear(x[tile], weight, bias), ctx.change)
+        logits = _TileLogits(F.linear(x[tile], weight, bias), ctx.change)
         sums.add(tile, _gradient(logits, ctx.rows, tile, lse[tile], scale), x, weight)
         del logits
     return sums.scaled(None)
@@ -257,7 +257,7 @@ def _alone(numbers: Tensor) -> Callable[[], RowTotals]:
     return lambda: (numbers[0] + numbers[1].log(), numbers[2])
 
 
-class _Logits:
+class _TileLogits:
     """Logits of a tile, as the loss takes them: ``z`` [C, V]."""
 
     def __init__(self, product: Tensor, change: Change | None) -> None:
@@ -275,7 +275,7 @@ class _Logits:
         return torch.autograd.grad(self._changed, self._product, d_z.to(self._changed.dtype))[0]
 
 
-def _gradient(logits: _Logits, rows: TargetRows, tile: slice, lse: Tensor, scale: Tensor) -> Tensor:
+def _gradient(logits: _TileLogits, rows: TargetRows, tile: slice, lse: Tensor, scale: Tensor) -> Tensor:
     """Return the gradient of the tile's product: [C, V]."""
     if not logits.z.shape[1]:
         return logits.z
@@ -283,7 +283,7 @@ def _gradient(logits: _Logits, rows: TargetRows, tile: slice, lse: Tensor, scale
     return logits.gradient(row_gradient(logits.z, rows.columns[tile, None], lse, of_all, -of_target))
 
 
-class _Gradients:
+class _HeadGradients:
     """dx, and the sums of dW and db, as far as they are needed."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Any) -> None:

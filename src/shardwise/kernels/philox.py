@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import Loop, has_numba, loop
+from shardwise.kernels.tables.compiled import CompiledLoop, has_numba, loop
 from shardwise.kernels.threads import in_threads
 
 Substream = tuple[int, int, int]
@@ -110,7 +110,7 @@ def _compiled_words(key: int, first: int, last: int, substreams: Sequence[Substr
     return out.reshape(len(substreams), -1)
 
 
-class _HighProduct(Loop):
+class _HighProduct(CompiledLoop):
     """Loop that returns the upper 64 bits of the product of two words."""
 
     @functools.cached_property

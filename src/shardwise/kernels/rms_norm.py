@@ -31,13 +31,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.compiler.is_compiling():
         return plain_rms_norm(x, weight, eps)  # The compiler fuses the formula.
     if _is_fused(x, weight):
-        return _RmsNorm.apply(x, weight, eps)
+        return _RmsNormFunction.apply(x, weight, eps)
     if x.device.type == "cpu":
         # Autocast chooses dtypes op by op, which the kernel's two reductions would mix.
         return (
             plain_rms_norm(x, weight, eps)
             if torch.is_autocast_enabled("cpu")
-            else _RmsNorm.apply(x, weight, eps)
+            else _RmsNormFunction.apply(x, weight, eps)
         )
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -58,7 +58,7 @@ def _at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.forms = (_normed, _gradients) if _is_fused(x, weight) else (_plain_normed, _plain_gradients)  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ class FrequencyScaling(NamedTuple):
     """Length in tokens of the context trained on."""
 
 
-class Angles(NamedTuple):
+class RotaryAngles(NamedTuple):
     """Cosine and sine of every position's angles, each [T, K/2] in fp32."""
 
     cos: Tensor
@@ -55,7 +55,7 @@ def angles(
     theta: float,
     device: torch.device,
     scaling: FrequencyScaling | None = None,
-) -> Angles:
+) -> RotaryAngles:
     """Return the angles of positions [start, stop) for heads of ``size`` features.
 
     Angles are a function of the position instead of a buffer, so there is nothing to save, to move, or to forget on the
@@ -76,21 +76,21 @@ def angles(
         keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
     angle = torch.arange(start, stop, device=device, dtype=torch.float32)[:, None] * frequency
-    return Angles(angle.cos(), angle.sin())
+    return RotaryAngles(angle.cos(), angle.sin())
 
 
-def rotate(x: Tensor, at: Angles) -> Tensor:
+def rotate(x: Tensor, at: RotaryAngles) -> Tensor:
     """Return x [B, H, T, K] turned by the angles of its T positions, contiguous."""
     if torch.compiler.is_compiling():
         return plain_rotate(
             x, at
         )  # The compiler fuses the formula, and refuses to write into halves of a tensor.
     if fused(x):
-        return _Turn.apply(x, at.cos, at.sin)
+        return _DeviceRotate.apply(x, at.cos, at.sin)
     return _Rotate.apply(x, at.cos.to(x.dtype), at.sin.to(x.dtype))
 
 
-def plain_rotate(x: Tensor, at: Angles) -> Tensor:
+def plain_rotate(x: Tensor, at: RotaryAngles) -> Tensor:
     """Return ``rotate`` in plain torch operations: the reference."""
     a, b = x.chunk(2, -1)
     cos, sin = at.cos.to(x.dtype), at.sin.to(x.dtype)
@@ -119,7 +119,7 @@ class _Rotate(torch.autograd.Function):
         return _turn(grad, cos, -sin), None, None
 
 
-class _Turn(torch.autograd.Function):
+class _DeviceRotate(torch.autograd.Function):
     """Rotation on a device, by the fused kernel."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _Callable(ModuleType):
+class _CallableModule(ModuleType):
     """A module that starts a function when it is called."""
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -23,4 +23,4 @@ class _Callable(ModuleType):
         return launch(function, *arguments, **options)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule

@@ -56,7 +56,7 @@ def _run(kind: str, name: str, arguments: list[str]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
-def _leave(here: RankEnvironment, failure: failures.Failure) -> int:
+def _leave(here: RankEnvironment, failure: failures.RankFailure) -> int:
     """Report the failure to the launcher, or to the terminal if there is no launcher, and return its exit code."""
     if here.failure_path is not None:
         failures.write(failure, here.failure_path)

@@ -36,7 +36,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _CORES})
 
 
-class Job(NamedTuple):
+class LaunchJob(NamedTuple):
     """Data that the ranks of one launch on this host share."""
 
     word: str
@@ -81,7 +81,7 @@ def cores() -> int:
 
 
 def of_rank(
-    job: Job, rank: int, store_fd: int | None, base: Mapping[str, str] = os.environ
+    job: LaunchJob, rank: int, store_fd: int | None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the whole environment of one rank.
 

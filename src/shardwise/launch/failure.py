@@ -65,7 +65,7 @@ def exit_code(error: BaseException) -> int:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The failure of one rank."""
 
     rank: int
@@ -92,7 +92,7 @@ def headline(error: BaseException) -> str:
     return f"{name}: {error}" if str(error) else name
 
 
-def of_exception(rank: int, error: BaseException) -> Failure:
+def of_exception(rank: int, error: BaseException) -> RankFailure:
     """Build the failure of this rank from the exception that left its program.
 
     Args:
@@ -103,7 +103,7 @@ def of_exception(rank: int, error: BaseException) -> Failure:
     # gloo raises a plain RuntimeError that carries the path of its source file.
     is_of_peers = bool(lineage.intersection(_PEER_LOST)) or "/gloo/" in str(error)
     text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
-    return Failure(
+    return RankFailure(
         rank=rank,
         time_s=time.monotonic(),
         code=exit_code(error),
@@ -137,7 +137,7 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def of_own_exit(rank: int, code: int, said: str) -> Failure:
+def of_own_exit(rank: int, code: int, said: str) -> RankFailure:
     """Build the failure of a program that ended itself by ``sys.exit``.
 
     Args:
@@ -145,10 +145,10 @@ def of_own_exit(rank: int, code: int, said: str) -> Failure:
         code: Exit code.
         said: Message.
     """
-    return Failure(rank, time.monotonic(), code, said)
+    return RankFailure(rank, time.monotonic(), code, said)
 
 
-def of_exit(rank: int, time_s: float, status: int) -> Failure:
+def of_exit(rank: int, time_s: float, status: int) -> RankFailure:
     """Build the failure of a process that left no record.
 
     Args:
@@ -157,13 +157,13 @@ def of_exit(rank: int, time_s: float, status: int) -> Failure:
         status: Exit status as in :mod:`subprocess`, negative for a signal.
     """
     if status >= 0:
-        return Failure(rank, time_s, status, f"exited with code {status} and left no traceback")
+        return RankFailure(rank, time_s, status, f"exited with code {status} and left no traceback")
     number = -status
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-    return Failure(rank, time_s, 128 + number, f"killed by {name}{_SIGNAL_HINTS.get(number, '')}")
+    return RankFailure(rank, time_s, 128 + number, f"killed by {name}{_SIGNAL_HINTS.get(number, '')}")
 
 
-def write(failure: Failure, path: str | os.PathLike[str]) -> None:
+def write(failure: RankFailure, path: str | os.PathLike[str]) -> None:
     """Write the record of a failure for the launcher, whole or not at all.
 
     Args:
@@ -176,7 +176,7 @@ def write(failure: Failure, path: str | os.PathLike[str]) -> None:
     fresh.replace(path)
 
 
-def read(path: str | os.PathLike[str], rank: int, time_s: float) -> Failure:
+def read(path: str | os.PathLike[str], rank: int, time_s: float) -> RankFailure:
     """Read the record that :func:`write` left.
 
     Args:
@@ -189,11 +189,11 @@ def read(path: str | os.PathLike[str], rank: int, time_s: float) -> Failure:
     """
     try:
         found = json.loads(read_small_file(path, _RECORD_BYTES, follows_links=False))
-        kinds = {each.name: _KINDS[each.type] for each in fields(Failure)}
+        kinds = {each.name: _KINDS[each.type] for each in fields(RankFailure)}
         wrong = [name for name, kind in kinds.items() if name in found and type(found[name]) not in kind]
         if wrong:
             raise ValueError(f"{wrong[0]} is a {type(found[wrong[0]]).__name__}")
-        failure = replace(Failure(**found), rank=rank)
+        failure = replace(RankFailure(**found), rank=rank)
         if abs(failure.code) >= 1 << 31 or not math.isfinite(failure.time_s):
             raise ValueError("code or time_s is out of range")
     except OSError as error:
@@ -202,10 +202,10 @@ def read(path: str | os.PathLike[str], rank: int, time_s: float) -> Failure:
         said = str(error)[:200]
     else:
         return failure
-    return Failure(rank, time_s, 1, f"failed, and its record of the failure cannot be read ({said})")
+    return RankFailure(rank, time_s, 1, f"failed, and its record of the failure cannot be read ({said})")
 
 
-def first(failures: Iterable[Failure]) -> Failure:
+def first(failures: Iterable[RankFailure]) -> RankFailure:
     """Return the failure to show: the earliest, unless it is of communication and another kind came close after it."""
     in_time = sorted(failures, key=lambda failure: failure.time_s)
     close = (f for f in in_time if f.time_s - in_time[0].time_s <= CLOSE_S)

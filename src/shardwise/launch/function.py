@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import shardwise.launch.failure as failures
 from shardwise.base.errors import RankError, UsageError
 from shardwise.launch.child import die_with
-from shardwise.launch.environment import Job, of_rank
-from shardwise.launch.failure import Failure
+from shardwise.launch.environment import LaunchJob, of_rank
+from shardwise.launch.failure import RankFailure
 from shardwise.launch.hosts import LOOPBACK, HostRanks
 from shardwise.launch.local import GRACE_S, check_ranks
 
@@ -98,7 +98,7 @@ def launch(
         store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         store.bind((LOOPBACK, 0))
         here = HostRanks(ranks, ranks, port=store.getsockname()[1])
-        job = Job(secrets.token_hex(16), here, Path(folder), secrets.token_hex(32))
+        job = LaunchJob(secrets.token_hex(16), here, Path(folder), secrets.token_hex(32))
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
@@ -143,7 +143,7 @@ def _check_forkable() -> None:
 # In the ranks ------------------------------------------------------------------------------------------------------
 
 
-def _be_rank(call: _FunctionCall, job: Job, rank: int, store: socket.socket, pipe: Connection) -> None:
+def _be_rank(call: _FunctionCall, job: LaunchJob, rank: int, store: socket.socket, pipe: Connection) -> None:
     """Run the function as rank ``rank`` in this process, from its start to its end."""
     os.setsid()  # a process group of its own, so that the processes it starts end with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -184,7 +184,7 @@ def _send(pipe: Connection, rank: int, value: Any) -> None:
 def _collect(processes: Sequence[BaseProcess], pipes: Sequence[Connection]) -> list[Any]:
     """Return the results by rank, or raise RankError with the first failure."""
     results: dict[int, Any] = {}
-    failed: list[Failure] = []
+    failed: list[RankFailure] = []
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     until_s: float | None = None
     while waiting and (until_s is None or time.monotonic() < until_s):

@@ -38,10 +38,10 @@ import shardwise.launch.report as report
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.words import in_words, named_ranks, printable
 from shardwise.launch.as_deepspeed import names_of_deepspeed
-from shardwise.launch.environment import SECRET, Job, cores, is_in_job, of_rank
-from shardwise.launch.failure import Failure
+from shardwise.launch.environment import SECRET, LaunchJob, cores, is_in_job, of_rank
+from shardwise.launch.failure import RankFailure
 from shardwise.launch.hosts import SLOT_LIMIT, HostRanks
-from shardwise.launch.output import Output
+from shardwise.launch.output import JobOutput
 from shardwise.launch.terminal import lasting_console
 
 _SETTLE_S = 0.5
@@ -60,7 +60,7 @@ _SAVE_S = 1200.0
 """Seconds after a request for ranks that handle the signal, which may be saving."""
 
 
-class Program(NamedTuple):
+class RankProgram(NamedTuple):
     """The program that every rank runs."""
 
     kind: Literal["script", "module", "program"]
@@ -85,7 +85,7 @@ def stop_signals() -> list[signal.Signals]:
     return asked if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*asked, signal.SIGHUP]
 
 
-class StopRequests:
+class StopSignals:
     """Collector of Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP while the ranks run."""
 
     def __init__(self) -> None:
@@ -109,15 +109,15 @@ class StopRequests:
 class RankProcesses:
     """The processes of one job's ranks, from their start to their end."""
 
-    def __init__(self, job: Job, output: Output, console: Console) -> None:
+    def __init__(self, job: LaunchJob, output: JobOutput, console: Console) -> None:
         self.job, self.output, self.console = job, output, console
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.failures: dict[int, Failure] = {}
+        self.failures: dict[int, RankFailure] = {}
         self.stopped: set[int] = set()
         """Ranks that ended because of a stop request."""
         self._looked_at_s = time.monotonic()
 
-    def spawn(self, program: Program, store: socket.socket) -> None:
+    def spawn(self, program: RankProgram, store: socket.socket) -> None:
         """Start all ranks, each in a session of its own.
 
         Args:
@@ -189,7 +189,7 @@ class RankProcesses:
             self._keep(failure)
         return cause.code
 
-    def _keep(self, failure: Failure) -> None:
+    def _keep(self, failure: RankFailure) -> None:
         """Append a failure to its rank's log."""
         log = self.output.log_of(failure.rank)
         if log is not None:
@@ -212,7 +212,7 @@ class RankProcesses:
         first = self.job.here.first
         return [rank for rank in running if ending.ignores(self.processes[rank - first].pid, asked)]
 
-    def run(self, requests: StopRequests) -> int:
+    def run(self, requests: StopSignals) -> int:
         """Wait for the ranks and return the exit code of the job."""
         asked: signal.Signals | None = None
         asked_s = math.inf
@@ -284,7 +284,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def run(
-    program: Program,
+    program: RankProgram,
     ranks: int | HostRanks,
     logs: str | os.PathLike[str] | None = None,
     grace_s: float = GRACE_S,
@@ -320,8 +320,8 @@ def run(
     console = console or lasting_console(stderr=True)
     _warn_of_few_cores(console, here.local)
     _flush_output()
-    output = Output(None if logs is None else Path(logs), here.first)
-    requests = StopRequests()
+    output = JobOutput(None if logs is None else Path(logs), here.first)
+    requests = StopSignals()
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable only by this user
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -345,7 +345,7 @@ def run(
         return code
 
 
-def _check_script(program: Program) -> None:
+def _check_script(program: RankProgram) -> None:
     """Raise UsageError if the program is a script that does not exist."""
     if program.kind == "script" and not os.path.exists(program.name):
         raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
@@ -371,13 +371,13 @@ def _job_of(
     cores_of: Sequence[Sequence[int]],
     exports: dict[str, str],
     as_deepspeed: bool,
-) -> Job:
+) -> LaunchJob:
     """Return a job with a word and, if the job is on one host, a secret of its own."""
     secret = secrets.token_hex(32) if here.is_one_host else os.environ.get(SECRET, "")
     if as_deepspeed:
         inherited = exports.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         exports |= names_of_deepspeed(folder, inherited)
-    return Job(secrets.token_hex(16), here, folder, secret, cores_of, exports)
+    return LaunchJob(secrets.token_hex(16), here, folder, secret, cores_of, exports)
 
 
 def _bind(store: socket.socket, here: HostRanks) -> int:

@@ -25,7 +25,7 @@ _OPEN_FILES = 24
 """Number of files that a launcher has open besides the pipes of its ranks."""
 
 
-class Streams(NamedTuple):
+class RankStreams(NamedTuple):
     """File descriptors for one rank; None stands for the launcher's own."""
 
     stdout: int | None
@@ -42,7 +42,7 @@ def _write_all(descriptor: int, chunk: bytes) -> bool:
     return True
 
 
-class _Target:
+class _PipeTarget:
     """The destination of a pipe's bytes, which gets whole lines if two sources are mixed.
 
     ``tag`` begins each line. A carriage return ends a line too, because bars of progress use nothing else. A line of
@@ -88,7 +88,7 @@ class _Target:
         return line
 
 
-class Output:
+class JobOutput:
     """The pipes, threads and files of one job's output.
 
     Args:
@@ -124,33 +124,33 @@ class Output:
         return None if self._logs is None else log_path(self._logs, rank)
 
     @contextlib.contextmanager
-    def streams(self, rank: int) -> Iterator[Streams]:
+    def streams(self, rank: int) -> Iterator[RankStreams]:
         """Yield the descriptors for one rank; they are closed after the ``with`` block, when its process has them."""
         log = self.log_of(rank)
         opened: list[int] = []
         try:
             if log is None and rank == self._first:
-                yield Streams(None, None)
+                yield RankStreams(None, None)
             elif log is None:
                 tag = f"[rank {rank}] ".encode()
-                opened += [self._copy([_Target(1, tag)]), self._copy([_Target(2, tag)])]
-                yield Streams(*opened)
+                opened += [self._copy([_PipeTarget(1, tag)]), self._copy([_PipeTarget(2, tag)])]
+                yield RankStreams(*opened)
             else:
                 file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 if rank > self._first:
                     opened.append(file)
-                    yield Streams(file, file)
+                    yield RankStreams(file, file)
                 else:
                     self._ours.append(file)
-                    stdout = None if os.isatty(1) else self._copy([_Target(1), _Target(file, b"")])
-                    stderr = self._copy([_Target(2), _Target(file, b"")])
+                    stdout = None if os.isatty(1) else self._copy([_PipeTarget(1), _PipeTarget(file, b"")])
+                    stderr = self._copy([_PipeTarget(2), _PipeTarget(file, b"")])
                     opened += [d for d in (stdout, stderr) if d is not None]
-                    yield Streams(stdout, stderr)
+                    yield RankStreams(stdout, stderr)
         finally:
             for descriptor in opened:
                 os.close(descriptor)
 
-    def _copy(self, targets: list[_Target]) -> int:
+    def _copy(self, targets: list[_PipeTarget]) -> int:
         """Start a thread that copies a new pipe to ``targets``, and return the pipe's end for the rank."""
         source, sink = os.pipe()
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from shardwise.base.regular_files import open_regular
 from shardwise.base.words import printable
-from shardwise.launch.failure import Failure, first
+from shardwise.launch.failure import RankFailure, first
 
 _TAIL_LINES = 20
 
@@ -20,8 +20,8 @@ def show_answer(console: Console, sentence: str, where: str = "") -> None:
 
 
 def show_failures(
-    console: Console, failures: Iterable[Failure], log_of: Callable[[int], Path | None]
-) -> Failure:
+    console: Console, failures: Iterable[RankFailure], log_of: Callable[[int], Path | None]
+) -> RankFailure:
     """Print the failure that ended the job and a line for each that followed, and return the first.
 
     Args:

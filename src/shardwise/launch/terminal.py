@@ -12,7 +12,7 @@ from typing import IO, Any, TextIO, cast
 from rich.console import Console
 
 
-class Lasting:
+class PipeSafeStream:
     """A text stream that is written as long as its reader exists, and ignored after that."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -57,7 +57,7 @@ class Lasting:
 def lasting_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return a console on the current standard output or standard error that survives the loss of its reader."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=cast(IO[str], Lasting(stream)), stderr=stderr, quiet=quiet)
+    return Console(file=cast(IO[str], PipeSafeStream(stream)), stderr=stderr, quiet=quiet)
 
 
 def open_standard_streams() -> None:

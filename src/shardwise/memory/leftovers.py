@@ -7,7 +7,7 @@ or for a rank that does not take part. A finalizer may close descriptors, append
 ``SimpleQueue``.
 
 Resources that need more (process groups of torch, whose destructors join threads; files of a monitor, which draws its
-pictures last) are registered with a ``Leftovers`` when they are opened:
+pictures last) are registered with a ``OpenResources`` when they are opened:
 
     the owner closes the resource  the resource ends at once
     the owner is collected         its number is appended to a deque, and nothing else happens
@@ -25,10 +25,10 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["LEFTOVERS", "Leftovers"]
+__all__ = ["LEFTOVERS", "OpenResources"]
 
 
-class Leftovers:
+class OpenResources:
     """Registry of the open resources of one process, each with the function that ends it."""
 
     def __init__(self) -> None:
@@ -75,6 +75,6 @@ class Leftovers:
             end()
 
 
-LEFTOVERS = Leftovers()
+LEFTOVERS = OpenResources()
 """The registry of this process; torch's process groups, too, belong to the process and not to an engine."""
 atexit.register(LEFTOVERS.end_all)

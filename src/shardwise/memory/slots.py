@@ -21,7 +21,7 @@ from shardwise.memory.direct_io import aligned_empty
 
 
 @dataclass(eq=False)
-class _Slot:
+class _PoolSlot:
     memory: Tensor
     holder: Hashable | None
     tenant: Hashable | None = None
@@ -42,8 +42,8 @@ class SlotPool:
         self._device = device
         self._ahead_bytes = ahead_bytes
         self._poison = poison
-        self._slots: dict[tuple[int, torch.dtype], list[_Slot]] = {}
-        self._home: dict[Hashable, _Slot] = {}
+        self._slots: dict[tuple[int, torch.dtype], list[_PoolSlot]] = {}
+        self._home: dict[Hashable, _PoolSlot] = {}
 
     def acquire(self, owner: Hashable, elements: int, dtype: torch.dtype, movable: bool = False) -> Tensor:
         """Return flat memory for an owner, at the same address every time.
@@ -108,7 +108,7 @@ class SlotPool:
         """Bytes of all slots, in use or not."""
         return sum(slot.memory.nbytes for row in self._slots.values() for slot in row)
 
-    def _free_slot(self, elements: int, dtype: torch.dtype) -> _Slot:
+    def _free_slot(self, elements: int, dtype: torch.dtype) -> _PoolSlot:
         row = self._slots.setdefault((elements, dtype), [])
         free = [slot for slot in row if slot.holder is None]
         spare = max(self._ahead_bytes // max(elements * dtype.itemsize, 1), 1) if self._ahead_bytes else 0
@@ -117,7 +117,7 @@ class SlotPool:
         with torch.inference_mode(
             False
         ):  # the first pass may be an evaluation, and autograd cannot save a tensor made in inference mode
-            slot = _Slot(self._new(elements, dtype), None)
+            slot = _PoolSlot(self._new(elements, dtype), None)
         row.append(slot)
         return slot
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
-class Watched:
+class WatchedParameter:
     """Mixin for the class of a Parameter whose ``data`` is watched."""
 
     _plain: type
@@ -69,4 +69,4 @@ def _watching(own: type, seen: Callable[[Tensor], None]) -> type:
         "__doc__": own.__doc__,
         "_plain": own,
     }
-    return type(own.__name__, (own, Watched), body)
+    return type(own.__name__, (own, WatchedParameter), body)

@@ -38,7 +38,7 @@ class LayerCache:
         self._length = 0
 
 
-class Cache:
+class KeyValueCache:
     """The cached keys and values of all layers, for one batch of sequences."""
 
     def __init__(self, capacity: int) -> None:

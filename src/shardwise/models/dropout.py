@@ -1,9 +1,9 @@
 """Dropout layers with the same mask on every layout, which replace ``nn.Dropout``.
 
 ``replace_dropout`` replaces every ``nn.Dropout`` of a model by a ``KeyedDropout`` whose key is (seed, its name); the
-engine's ``Replay`` provides the position in the run. Functions that still draw from torch's generator (``F.dropout``
-inside a forward, fused attention with dropout, ``nn.Dropout2d``) cannot be replaced by name: ``unkeyed_dropout``
-lists those that are visible from outside.
+engine's ``DrawReplay`` provides the position in the run. Functions that still draw from torch's generator
+(``F.dropout`` inside a forward, fused attention with dropout, ``nn.Dropout2d``) cannot be replaced by name:
+``unkeyed_dropout`` lists those that are visible from outside.
 
 Cost: see ``kernels.dropout``.
 """
@@ -14,15 +14,17 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout
+from shardwise.kernels.dropout import EqualPart, MaskKey, keyed_dropout
 from shardwise.kernels.philox import key_of
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 
 
 class KeyedDropout(nn.Module):
     """Dropout of a share ``p`` in training mode, the identity in evaluation mode."""
 
-    def __init__(self, p: float, seed: int, name: str, replay: Replay, cut: EqualPart | None = None) -> None:
+    def __init__(
+        self, p: float, seed: int, name: str, replay: DrawReplay, cut: EqualPart | None = None
+    ) -> None:
         super().__init__()
         self.p = p
         self.name = name
@@ -37,7 +39,7 @@ class KeyedDropout(nn.Module):
             return x
         place = self._replay.place
         call = self._replay.next_call(self.name)
-        draw = Draw(self._key, place.step, place.first_sample, place.samples, call)
+        draw = MaskKey(self._key, place.step, place.first_sample, place.samples, call)
         # Only passes with gradients cut the sequence, and not all of them; a wrong cut would draw another mask.
         cuts_sequence = torch.is_grad_enabled() and not self._replay.whole_sequence
         is_cut = self.cut is not None and (self.cut.dim != 1 or cuts_sequence)
@@ -49,7 +51,7 @@ class KeyedDropout(nn.Module):
 
 
 def replace_dropout(
-    model: nn.Module, seed: int, replay: Replay, cuts: Mapping[str, EqualPart] | None = None
+    model: nn.Module, seed: int, replay: DrawReplay, cuts: Mapping[str, EqualPart] | None = None
 ) -> int:
     """Replace every ``nn.Dropout`` with p > 0 by a KeyedDropout, and return the number of places.
 

@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.base.errors import UsageError
 from shardwise.kernels.dropout import TileRows, keyed_dropout
 from shardwise.kernels.gated import gated
-from shardwise.kernels.head_loss import Tile
+from shardwise.kernels.head_loss import LossTile
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
 from shardwise.parallel.tensor.layout import is_transposed
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 from shardwise.passes.tiled import Place, tiled
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ _OF_NONE = _words("dtype device layout is_cuda is_cpu is_meta is_floating_point 
 """Attributes that are equal for a tensor with no rows."""
 
 
-class _Noted(NamedTuple):
+class _RecordedOperation(NamedTuple):
     """A recorded operation that has not run.
 
     Its arguments are other such operations, places of parameters, or values that are the same for every tile.
@@ -149,7 +149,7 @@ class _Noted(NamedTuple):
     """The index of the result, if the operation has several."""
 
 
-class _At(NamedTuple):
+class _ParameterPlace(NamedTuple):
     """A parameter among the arguments, by its place: the tensor itself is another one in the backward pass."""
 
     place: Place
@@ -163,11 +163,11 @@ class UnmadeFeatures(Tensor):
     """The input from which the features are computed."""
     _like: Tensor
     """A tensor of the features' shape and dtype, on the meta device."""
-    _noted: _Noted
+    _noted: _RecordedOperation
     _made: Tensor | None
 
     @classmethod
-    def of(cls, call: "_PartCall", x: Tensor, like: Tensor, noted: _Noted) -> "UnmadeFeatures":
+    def of(cls, call: "_PartCall", x: Tensor, like: Tensor, noted: _RecordedOperation) -> "UnmadeFeatures":
         """Return features of the shape of ``like`` that the operation ``noted`` computes from ``x``."""
         new = like.as_subclass(cls)
         new._call, new._x, new._like, new._noted, new._made = call, x, like, noted, None
@@ -202,7 +202,7 @@ class UnmadeFeatures(Tensor):
 class _PartCall:
     """One call of a part's method."""
 
-    def __init__(self, part: "ByTiles") -> None:
+    def __init__(self, part: "TiledMethod") -> None:
         self._part = part
         self._modes = torch.overrides._get_current_function_mode_stack()
         self._places: dict[int, Place] = {
@@ -242,7 +242,7 @@ class _PartCall:
                 lead[1] *= matrix.region.group.size
             with _disable_current_modes():  # a fake-tensor mode would make a tensor of its own kind
                 like = torch.empty(*lead, _sizes(matrix)[1], dtype=x.dtype, device="meta")
-            return UnmadeFeatures.of(self, x, like, _Noted(_product, (matrix,), {}))
+            return UnmadeFeatures.of(self, x, like, _RecordedOperation(_product, (matrix,), {}))
 
         return run
 
@@ -274,9 +274,10 @@ class _PartCall:
             like = _like_of(function, args, kwargs)
         args, kwargs = pytree.tree_unflatten(held, form)
         if isinstance(like, Tensor):
-            return UnmadeFeatures.of(self, x, like, _Noted(function, args, kwargs))
+            return UnmadeFeatures.of(self, x, like, _RecordedOperation(function, args, kwargs))
         return tuple(
-            UnmadeFeatures.of(self, x, each, _Noted(function, args, kwargs, i)) for i, each in enumerate(like)
+            UnmadeFeatures.of(self, x, each, _RecordedOperation(function, args, kwargs, i))
+            for i, each in enumerate(like)
         )
 
     def _is_alike(self, value: Tensor) -> bool:
@@ -296,17 +297,17 @@ class _PartCall:
         if isinstance(value, UnmadeFeatures):
             return value._noted
         place = self._places.get(id(value))
-        return value if place is None else _At(place)
+        return value if place is None else _ParameterPlace(place)
 
     # What is made ----------------------------------------------------------------------------------------------
 
-    def of_none(self, noted: _Noted, x: Tensor) -> Tensor:
+    def of_none(self, noted: _RecordedOperation, x: Tensor) -> Tensor:
         """Compute the features of a tensor with no rows, for its dtype and device."""
-        matrices = [each for each in _used(noted) if not isinstance(each, _At)]
+        matrices = [each for each in _used(noted) if not isinstance(each, _ParameterPlace)]
         with torch.no_grad(), self._in_modes(), self._making(), _local(matrices):
             return _made(noted, x.reshape(-1, x.shape[-1])[:0], None)
 
-    def made(self, noted: _Noted, x: Tensor, why: str | None) -> Tensor:
+    def made(self, noted: _RecordedOperation, x: Tensor, why: str | None) -> Tensor:
         """Compute the features of all rows of ``x``.
 
         Raises:
@@ -344,15 +345,15 @@ class _PartCall:
         """Return the product of ``last`` and the features, computed by tiles if possible."""
         part, noted, x = self._part, features._noted, features._x
         used = list(_used(noted))
-        matrices = [each for each in used if not isinstance(each, _At)]
-        around = _Exchanges.of(matrices, last)
+        matrices = [each for each in used if not isinstance(each, _ParameterPlace)]
+        around = _TileExchanges.of(matrices, last)
         if features._call is not self or features._made is not None or around is None:
             return self._run(last, features.whole("the next matrix"))
         columns = sum(_sizes(each)[1] for each in (*matrices, last))
         tokens = part.tile.of(features._like.shape[:-1].numel(), columns, x)
         if not tokens:
             return self._run(last, features.whole(None))
-        places = [each.place for each in used if isinstance(each, _At)]
+        places = [each.place for each in used if isinstance(each, _ParameterPlace)]
         places += [
             (each, key) for each in (*matrices, last) for key, p in each._parameters.items() if p is not None
         ]
@@ -378,7 +379,7 @@ def _product(x: Tensor, matrix: nn.Module) -> Tensor:
     return y
 
 
-class _Rows(NamedTuple):
+class _ComputedRows(NamedTuple):
     """The rows from which recorded operations are computed.
 
     A method computes the operations and not a nested function: a nested function that refers to itself is a reference
@@ -392,16 +393,16 @@ class _Rows(NamedTuple):
 
     def of(self, value: Any) -> Any:
         """Return the result of a recorded operation, the tensor of a parameter's place, or any other value as it is."""
-        if isinstance(value, _At):
+        if isinstance(value, _ParameterPlace):
             owner, key = value.place
             return owner._parameters[key]
-        if not isinstance(value, _Noted):
+        if not isinstance(value, _RecordedOperation):
             return value
         if id(value) not in self.known:
             self.known[id(value)] = self._made(value)
         return self.known[id(value)]
 
-    def _made(self, noted: _Noted) -> Any:
+    def _made(self, noted: _RecordedOperation) -> Any:
         if noted.function is _product:
             return _product(self.x, *noted.args)
         args, kwargs = pytree.tree_map(self.of, (noted.args, noted.kwargs), is_leaf=_waits)
@@ -411,25 +412,25 @@ class _Rows(NamedTuple):
         return found if noted.at is None else found[noted.at]
 
 
-def _made(noted: _Noted, x: Tensor, tile: TileRows | None) -> Tensor:
+def _made(noted: _RecordedOperation, x: Tensor, tile: TileRows | None) -> Tensor:
     """Return the result of ``noted`` for ``x``, or for rows [C, D] of ``x``."""
-    made: Tensor = _Rows(x, tile, {}).of(noted)
+    made: Tensor = _ComputedRows(x, tile, {}).of(noted)
     return made
 
 
 def _waits(value: Any) -> bool:
-    return isinstance(value, _Noted | _At)
+    return isinstance(value, _RecordedOperation | _ParameterPlace)
 
 
-def _used(noted: _Noted) -> Iterator[Any]:
+def _used(noted: _RecordedOperation) -> Iterator[Any]:
     """Yield the matrices, and the places of other parameters, that an operation uses."""
     if noted.function is _product:
         yield noted.args[0]
         return
     for each in pytree.tree_leaves((noted.args, noted.kwargs), is_leaf=_waits):
-        if isinstance(each, _At):
+        if isinstance(each, _ParameterPlace):
             yield each
-        elif isinstance(each, _Noted):
+        elif isinstance(each, _RecordedOperation):
             yield from _used(each)
 
 
@@ -460,14 +461,14 @@ def _treats_tokens_alone(function: Any, name: str, args: Any, kwargs: Any) -> bo
     return name in _NORMS and len(args[1]) == 1
 
 
-class _Exchanges(NamedTuple):
+class _TileExchanges(NamedTuple):
     """The collectives around all tiles, if "tp" cuts the matrices."""
 
     columns: tuple[ColumnLinear, ...] = ()
     row: RowLinear | None = None
 
     @classmethod
-    def of(cls, matrices: Sequence[nn.Module], last: nn.Module) -> "_Exchanges | None":
+    def of(cls, matrices: Sequence[nn.Module], last: nn.Module) -> "_TileExchanges | None":
         """Return the collectives; None if the operations between the matrices would not be local."""
         if not any(isinstance(each, ColumnLinear | RowLinear) for each in (*matrices, last)):
             return cls()
@@ -503,11 +504,11 @@ def _local(matrices: Iterable[nn.Module]) -> Iterator[None]:
             layer.is_local = False
 
 
-class ByTiles:
+class TiledMethod:
     """A replacement for the method of a part, which computes it by tiles."""
 
     def __init__(
-        self, name: str, part: FeedForward, whole: Callable[..., Any], tile: Tile, replay: Replay
+        self, name: str, part: FeedForward, whole: Callable[..., Any], tile: LossTile, replay: DrawReplay
     ) -> None:
         self.name = name
         self.tile = tile
@@ -522,7 +523,7 @@ class ByTiles:
                 each.used_by = (part.module,)
 
     @classmethod
-    def put(cls, name: str, part: FeedForward, tile: Tile, replay: Replay) -> None:
+    def put(cls, name: str, part: FeedForward, tile: LossTile, replay: DrawReplay) -> None:
         """Replace the method of ``part`` by one that computes by tiles."""
         module, method = part.module, part.method
         setattr(module, method, cls(name, part, getattr(module, method), tile, replay))

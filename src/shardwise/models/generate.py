@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import UsageError
 from shardwise.kernels import philox
 from shardwise.memory.streams import to_device
-from shardwise.models.cache import Cache
+from shardwise.models.cache import KeyValueCache
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def generate(
     """
     _check(tokens, max_new_tokens, temperature, top_k, top_p)
     context = _context_of(model) if context is None else context
-    cache = Cache(context)
+    cache = KeyValueCache(context)
     start = 0
     with _evaluating(model):
         for step in range(max_new_tokens):

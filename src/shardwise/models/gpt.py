@@ -28,8 +28,8 @@ from shardwise.base.policy import Policy
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.cross_entropy import IGNORE
 from shardwise.kernels.initializers import Constant, Initializer, Normal
-from shardwise.kernels.rotary import Angles, FrequencyScaling, angles
-from shardwise.models.cache import Cache
+from shardwise.kernels.rotary import FrequencyScaling, RotaryAngles, angles
+from shardwise.models.cache import KeyValueCache
 from shardwise.models.initial import draw_all
 from shardwise.models.layers import (
     Attention,
@@ -226,7 +226,9 @@ class Gpt(nn.Module):
         if not self.embed.weight.is_meta:
             draw_all(self, self.initial_rules(), seed)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """Return the logits of ``tokens``, or the mean loss if ``targets`` are given.
 
         Args:
@@ -306,7 +308,7 @@ class Gpt(nn.Module):
             table |= {"blocks.*.mlp.up": "column", "positions": "sequence"}
         return table
 
-    def _angles(self, start: int, stop: int, device: torch.device) -> Angles:
+    def _angles(self, start: int, stop: int, device: torch.device) -> RotaryAngles:
         p = self.policy
         scaling = None
         if p.rope_scaling is not None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.gated import gated
-from shardwise.kernels.head_loss import Tile, head_loss
+from shardwise.kernels.head_loss import LossTile, head_loss
 from shardwise.kernels.rms_norm import rms_norm
-from shardwise.kernels.rotary import Angles, rotate
+from shardwise.kernels.rotary import RotaryAngles, rotate
 from shardwise.models.cache import LayerCache
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy
@@ -35,7 +35,7 @@ class Head(nn.Linear):
     makes whole logits for a loss.
     """
 
-    tile: Tile | None = None
+    tile: LossTile | None = None
     """The tile of tokens by which the loss is computed, set from outside; None: no tiles."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.attention = attention
 
-    def forward(self, x: Tensor, at: Angles | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, at: RotaryAngles | None = None, cache: LayerCache | None = None) -> Tensor:
         """Return the attention output for ``x`` [B, T, D].
 
         Args:
@@ -156,7 +156,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        at: Angles | None = None,
+        at: RotaryAngles | None = None,
         cache: LayerCache | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:

@@ -45,7 +45,7 @@ class _WeightIndex(StrictModel):
     """The file of each tensor."""
 
 
-class _Piece(NamedTuple):
+class _StoredSlice(NamedTuple):
     stored: StoredTensor
     transposed: bool = False
     experts: int = 0
@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
 class WeightSource:
     """Tensors under the model's names, each made of stored pieces joined along dim 0."""
 
-    def __init__(self, where: Path, recipes: Mapping[str, list[_Piece]]) -> None:
+    def __init__(self, where: Path, recipes: Mapping[str, list[_StoredSlice]]) -> None:
         self.where = where
         self._recipes = dict(recipes)
 
@@ -130,7 +130,7 @@ class WeightSource:
                 "are they quantised? Take the model's 16-bit or 32-bit weights"
             )
 
-    def _recipe(self, name: str) -> list[_Piece]:
+    def _recipe(self, name: str) -> list[_StoredSlice]:
         if name not in self._recipes:
             raise MismatchError(f"{self.where}: no tensor {name!r}{nearest(name, self._recipes)}")
         return self._recipes[name]
@@ -153,7 +153,7 @@ def open_weights(
     where = Path(path)
     stored = _stored_tensors(where)
     if policy is None:
-        return WeightSource(where, {name: [_Piece(tensor)] for name, tensor in stored.items()})
+        return WeightSource(where, {name: [_StoredSlice(tensor)] for name, tensor in stored.items()})
     policy = policy.resolved()
     if where.is_dir() and (where / "config.json").is_file():
         _check_same_model(where, policy, _SAME_FUNCTION | _TOLD_BY_SHAPES if missing else _SAME_FUNCTION)
@@ -181,15 +181,15 @@ def gpt_policy_from_huggingface(folder: str | Path) -> GptPolicy:
 
 def _recipes(
     where: Path, stored: Mapping[str, StoredTensor], policy: GptPolicy, may_lack: Collection[str]
-) -> dict[str, list[_Piece]]:
+) -> dict[str, list[_StoredSlice]]:
     table = parts_of(policy)
     if "embed.weight" in stored or "head.weight" in stored:
-        own = {name: [_Piece(stored[name])] for name in table if name in stored}
+        own = {name: [_StoredSlice(stored[name])] for name in table if name in stored}
         if policy.tied_head and "embed.weight" not in own:
-            own["embed.weight"] = [_Piece(stored["head.weight"])]
+            own["embed.weight"] = [_StoredSlice(stored["head.weight"])]
         return own
     # Files of GPT-2 itself, and of models saved without their head, lack the first component of each name.
-    found: dict[str, list[_Piece]] = {}
+    found: dict[str, list[_StoredSlice]] = {}
     missing = []
     for name, parts in table.items():
         names = [part.name if part.name in stored else part.name.partition(".")[2] for part in parts]
@@ -206,7 +206,7 @@ def _recipes(
             raise MismatchError(f"{where}: tensors have another shape than model: says: {_list(wrong)}")
         if all(key in stored for key in names):
             found[name] = [
-                _Piece(stored[key], part.transposed, part.experts)
+                _StoredSlice(stored[key], part.transposed, part.experts)
                 for part, key in zip(parts, names, strict=True)
             ]
     if missing:

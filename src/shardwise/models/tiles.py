@@ -10,14 +10,14 @@ from collections.abc import Collection
 from torch import nn
 
 from shardwise.base.errors import PlanError
-from shardwise.kernels.head_loss import Tile
-from shardwise.models.feed_forward import ByTiles, feed_forward_parts
+from shardwise.kernels.head_loss import LossTile
+from shardwise.models.feed_forward import TiledMethod, feed_forward_parts
 from shardwise.models.layers import Head
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.apply import hold_head, with_known_loss
 from shardwise.parallel.tensor.layers import VocabularyHead
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 from shardwise.passes.tiles import TilesPolicy
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def tile_foreign(model: nn.Module, policy: TilesPolicy) -> None:
         hold_head(owner)
 
 
-def tile_model(model: nn.Module, policy: TilesPolicy, replay: Replay, at_once: bool) -> None:
+def tile_model(model: nn.Module, policy: TilesPolicy, replay: DrawReplay, at_once: bool) -> None:
     """Set the tiles of the modules of a model or of a stage.
 
     Args:
@@ -119,15 +119,15 @@ def tile_model(model: nn.Module, policy: TilesPolicy, replay: Replay, at_once: b
     """
     loss, mlp = _tile(policy.logits, at_once), _tile(policy.mlp, at_once)
     for module in model.modules():
-        ByTiles.undo(module)
+        TiledMethod.undo(module)
         if isinstance(module, Head):
             module.tile = loss
         elif isinstance(module, VocabularyHead):
             module.tile = None if policy.logits is None and not module.gives_loss else loss
     if mlp is not None:
         for name, part in feed_forward_parts(model).items():
-            ByTiles.put(name, part, mlp, replay)
+            TiledMethod.put(name, part, mlp, replay)
 
 
-def _tile(given: int | str | None, at_once: bool) -> Tile | None:
-    return None if given == "off" else Tile(given if isinstance(given, int) else None, at_once)
+def _tile(given: int | str | None, at_once: bool) -> LossTile | None:
+    return None if given == "off" else LossTile(given if isinstance(given, int) else None, at_once)

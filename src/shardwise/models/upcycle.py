@@ -49,7 +49,7 @@ def upcycled_policy(dense: GptPolicy, experts: GptExperts) -> GptPolicy:
     return GptPolicy.model_validate(dense.model_dump() | {"experts": experts.model_dump()}).resolved()
 
 
-class Made(NamedTuple):
+class ComputedTensor(NamedTuple):
     """A tensor that is computed when ``make`` is called."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Made(NamedTuple):
 
 def upcycled(
     policy: GptPolicy, read: Callable[[str], Tensor], dtype_of: Callable[[str], torch.dtype], seed: int = 0
-) -> dict[str, Made]:
+) -> dict[str, ComputedTensor]:
     """Return the tensors of a model with experts, made from a dense model's tensors.
 
     Args:
@@ -81,12 +81,14 @@ def upcycled(
     found = {}
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.router.weight"):
-            found[name] = Made(tuple(parameter.shape), torch.float32, partial(drawn, name, parameter.shape))
+            found[name] = ComputedTensor(
+                tuple(parameter.shape), torch.float32, partial(drawn, name, parameter.shape)
+            )
         elif ".mlp.experts." in name:
             dense = name.replace(".experts.", ".") + ".weight"
-            found[name] = Made(
+            found[name] = ComputedTensor(
                 tuple(parameter.shape), dtype_of(dense), partial(copies, dense, parameter.shape)
             )
         else:
-            found[name] = Made(tuple(parameter.shape), dtype_of(name), partial(read, name))
+            found[name] = ComputedTensor(tuple(parameter.shape), dtype_of(name), partial(read, name))
     return found

@@ -34,7 +34,7 @@ from shardwise.base.policy import nearest
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_header
-from shardwise.parallel.embedding.rows import Rows
+from shardwise.parallel.embedding.rows import KeyedRows
 
 _INDEX = "tables.json"
 _FORMAT = 1
@@ -213,7 +213,7 @@ class Vectors:
         rows[found] = vectors[order[places[found]]]
         return torch.from_numpy(rows).view(*keys.shape, vectors.shape[1])
 
-    def rows(self, table: str) -> Rows:
+    def rows(self, table: str) -> KeyedRows:
         """Return all rows of a table, for ``EmbeddingCollection.load_rows``; their optimizer state starts anew.
 
         Raises:
@@ -221,7 +221,7 @@ class Vectors:
         """
         self._check_name(table)
         held = self._maps[table]
-        return Rows.of_weights(torch.from_numpy(held.keys.copy()), torch.from_numpy(held.vectors.copy()))
+        return KeyedRows.of_weights(torch.from_numpy(held.keys.copy()), torch.from_numpy(held.vectors.copy()))
 
     def _check_name(self, table: str) -> None:
         if table not in self._entries:
@@ -240,7 +240,7 @@ class Vectors:
             raise CheckpointError(f"{file}: another format; this version reads format {_FORMAT}")
         return validated(_TablesIndex, content, str(file))
 
-    def _map(self, table: str, entry: "_Entry") -> "_Table":
+    def _map(self, table: str, entry: "_TablesIndexEntry") -> "_MappedTable":
         file = self.folder / entry.file
         if Path(entry.file).name != entry.file:
             raise DamagedError(f"{self.folder / _INDEX}: table {table!r} names a file outside the folder")
@@ -264,10 +264,10 @@ class Vectors:
                 return np.zeros(stored.shape, _CARRIERS[stored.dtype])
             return np.memmap(file, _CARRIERS[stored.dtype], "r", stored.offset, stored.shape)
 
-        return _Table(mapped(header["keys"]), mapped(header["vectors"]))
+        return _MappedTable(mapped(header["keys"]), mapped(header["vectors"]))
 
 
-class _Entry(StrictModel):
+class _TablesIndexEntry(StrictModel):
     file: str
     rows: Count
     width: Count
@@ -279,9 +279,9 @@ class _TablesIndex(StrictModel):
 
     format: int
     step: Count
-    tables: dict[str, _Entry]
+    tables: dict[str, _TablesIndexEntry]
 
 
-class _Table(NamedTuple):
+class _MappedTable(NamedTuple):
     keys: np.ndarray
     vectors: np.ndarray

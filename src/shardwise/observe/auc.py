@@ -37,7 +37,7 @@ _WORDS = 4
 _Counts = npt.NDArray[np.int64]
 
 
-class Ranks(Protocol):
+class MetricRanks(Protocol):
     """The ranks that hold different samples: the part of ``comm``'s Group that is used."""
 
     index: int
@@ -47,16 +47,18 @@ class Ranks(Protocol):
         """Number of ranks."""
         ...
 
-    def all_reduce(self, tensor: Tensor, what: str, purpose: Literal["control"]) -> "Waiting":
+    def all_reduce(self, tensor: Tensor, what: str, purpose: Literal["control"]) -> "PendingSum":
         """Sum ``tensor`` over the ranks in place."""
         ...
 
-    def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Literal["control"]) -> "Waiting":
+    def all_gather(
+        self, output: Tensor, shard: Tensor, what: str, purpose: Literal["control"]
+    ) -> "PendingSum":
         """Gather the ranks' shards into ``output``."""
         ...
 
 
-class Waiting(Protocol):
+class PendingSum(Protocol):
     """A collective in flight."""
 
     def wait(self) -> None:
@@ -65,16 +67,18 @@ class Waiting(Protocol):
 
 
 @dataclass
-class _Alone:
+class _SingleMetricRank:
     """A single rank, whose sums are the sums of all ranks."""
 
     index: int = 0
     size: int = 1
 
-    def all_reduce(self, tensor: Tensor, what: str, purpose: Literal["control"]) -> "_Alone":
+    def all_reduce(self, tensor: Tensor, what: str, purpose: Literal["control"]) -> "_SingleMetricRank":
         return self
 
-    def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Literal["control"]) -> "_Alone":
+    def all_gather(
+        self, output: Tensor, shard: Tensor, what: str, purpose: Literal["control"]
+    ) -> "_SingleMetricRank":
         output.copy_(shard)
         return self
 
@@ -147,7 +151,7 @@ class ClickMetrics:
         counts = (x.numel(), is_positive.sum(), nan_scores.sum(), nan_labels.sum(), other.sum())
         self._sums += np.asarray([int(count) for count in counts])
 
-    def result(self, ranks: Ranks | None = None) -> ClickScore:
+    def result(self, ranks: MetricRanks | None = None) -> ClickScore:
         """Return the score over all samples that the ranks have added.
 
         Args:
@@ -156,7 +160,7 @@ class ClickMetrics:
         Raises:
             DataError: if predictions are NaN, or labels neither 0 nor 1.
         """
-        ranks = ranks or _Alone()
+        ranks = ranks or _SingleMetricRank()
         sums = torch.from_numpy(self._sums.copy())
         ranks.all_reduce(sums, "samples of the evaluation", "control").wait()
         samples, positives, nan_scores, nan_labels, other = (int(each) for each in sums)
@@ -222,7 +226,7 @@ def _distinct(negatives: npt.NDArray[np.uint32], positives: npt.NDArray[np.uint3
     return table
 
 
-def _doubled_wins(table: _Counts, ranks: Ranks) -> int:
+def _doubled_wins(table: _Counts, ranks: MetricRanks) -> int:
     """Return twice the number of (positive, negative) pairs in the right order, ties counting one."""
     ours, negatives_below = 0, 0
     for i, entries in enumerate(_ranges(table, ranks)):
@@ -247,7 +251,7 @@ def _wins_in(entries: _Counts, negatives_below: int) -> int:
     return int((positives * (2 * below + negatives)).sum()) + 2 * negatives_below * int(positives.sum())
 
 
-def _ranges(table: _Counts, ranks: Ranks) -> Iterator[_Counts]:
+def _ranges(table: _Counts, ranks: MetricRanks) -> Iterator[_Counts]:
     """Yield the entries of all ranks by range of scores, from low to high: [3, entries], not merged."""
     bins = np.bincount(table[0] >> 16, minlength=_BINS)
     starts = np.r_[0, np.cumsum(bins)]

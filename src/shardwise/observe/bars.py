@@ -35,7 +35,7 @@ class SpanBar(NamedTuple):
     """Number of the bar and count of the bars that share the row's height."""
 
 
-class Panel(NamedTuple):
+class PicturePanel(NamedTuple):
     """One part of the picture, with rows of its own."""
 
     title: str
@@ -48,7 +48,7 @@ class Panel(NamedTuple):
 
 
 def draw_bars(
-    panels: Sequence[Panel],
+    panels: Sequence[PicturePanel],
     path: str | os.PathLike[str],
     title: str,
     unit: str,
@@ -101,7 +101,7 @@ def draw_bars(
     fresh.replace(path)
 
 
-def _draw(axes: Any, panel: Panel, longest: float) -> None:
+def _draw(axes: Any, panel: PicturePanel, longest: float) -> None:
     lines: dict[tuple[int, tuple[int, int]], list[SpanBar]] = {}
     for bar in panel.bars:
         lines.setdefault((bar.row, bar.part), []).append(bar)

@@ -4,8 +4,8 @@
     model FLOP/s utilisation                  mfu = F · tokens / (step_s · sum of the devices' peaks)
     compute so far                            pf_days = FLOPs / (1e15 · 86400)
 
-If no formula for a model is known, ``Counter`` counts the products of one real step instead. A processor has no data
-sheet: its peak is the best of a few matrix products that ``measured_peak`` runs.
+If no formula for a model is known, ``FlopsCounter`` counts the products of one real step instead. A processor has no
+data sheet: its peak is the best of a few matrix products that ``measured_peak`` runs.
 
 P counts the weights that take part in a matrix product (an embedding that is only looked up does not, a head does,
 also when it is tied to the embedding); each costs one multiplication and one addition forward and twice that
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 
-class Peak(NamedTuple):
+class DevicePeak(NamedTuple):
     """Dense peak of one device in FLOP/s, from its vendor's data sheet."""
 
     name: str
@@ -44,30 +44,30 @@ class Peak(NamedTuple):
 # Matrix units with 32-bit accumulation, without sparsity. Data sheets often print the figure with 2:4 sparsity, or
 # (GeForce) with 16-bit accumulation: both are twice what a training step can reach. Whole names only: a slice of a
 # device (MIG), a laptop part or an export variant shares the beginning of the name and not the peak.
-PEAKS: tuple[Peak, ...] = (
-    Peak(r"GB200", 80e12, 2500e12, 2500e12),
-    Peak(r"B200", 75e12, 2250e12, 2250e12),
-    Peak(r"GH200 \d+GB", 67e12, 989.4e12, 989.4e12),
-    Peak(r"H200", 67e12, 989.4e12, 989.4e12),
-    Peak(r"H[12]00 NVL", 60e12, 835.5e12, 835.5e12),
-    Peak(r"H100 PCIe", 51e12, 756e12, 756e12),
-    Peak(r"H100 (80GB HBM3|SXM5 80GB)", 67e12, 989.4e12, 989.4e12),
-    Peak(r"A100(-SXM4?|-PCIE| 80GB PCIe)(-[48]0GB)?", 19.5e12, 312e12, 312e12),
-    Peak(r"A40", 37.4e12, 149.7e12, 149.7e12),
-    Peak(r"A30", 10.3e12, 165e12, 165e12),
-    Peak(r"A10", 31.2e12, 125e12, 125e12),
-    Peak(r"V100S-PCIE-32GB", 16.4e12, 130e12, None),
-    Peak(r"V100-PCIE-(16|32)GB", 14e12, 112e12, None),
-    Peak(r"V100-SXM2-(16|32)GB", 15.7e12, 125e12, None),
-    Peak(r"T4", 8.1e12, 65e12, None),
-    Peak(r"L40S", 91.6e12, 362.05e12, 362.05e12),
-    Peak(r"L40", 90.5e12, 181.05e12, 181.05e12),
-    Peak(r"L4", 30.3e12, 121e12, 121e12),
-    Peak(r"GeForce RTX 5090", 104.8e12, 209.5e12, 209.5e12),
-    Peak(r"GeForce RTX 4090", 82.6e12, 165.2e12, 165.2e12),
-    Peak(r"GeForce RTX 3090 Ti", 40e12, 80e12, 80e12),
-    Peak(r"GeForce RTX 3090", 35.6e12, 71e12, 71e12),
-    Peak(r"Instinct MI3[02][05]X", 163.4e12, 1307.4e12, 1307.4e12),
+PEAKS: tuple[DevicePeak, ...] = (
+    DevicePeak(r"GB200", 80e12, 2500e12, 2500e12),
+    DevicePeak(r"B200", 75e12, 2250e12, 2250e12),
+    DevicePeak(r"GH200 \d+GB", 67e12, 989.4e12, 989.4e12),
+    DevicePeak(r"H200", 67e12, 989.4e12, 989.4e12),
+    DevicePeak(r"H[12]00 NVL", 60e12, 835.5e12, 835.5e12),
+    DevicePeak(r"H100 PCIe", 51e12, 756e12, 756e12),
+    DevicePeak(r"H100 (80GB HBM3|SXM5 80GB)", 67e12, 989.4e12, 989.4e12),
+    DevicePeak(r"A100(-SXM4?|-PCIE| 80GB PCIe)(-[48]0GB)?", 19.5e12, 312e12, 312e12),
+    DevicePeak(r"A40", 37.4e12, 149.7e12, 149.7e12),
+    DevicePeak(r"A30", 10.3e12, 165e12, 165e12),
+    DevicePeak(r"A10", 31.2e12, 125e12, 125e12),
+    DevicePeak(r"V100S-PCIE-32GB", 16.4e12, 130e12, None),
+    DevicePeak(r"V100-PCIE-(16|32)GB", 14e12, 112e12, None),
+    DevicePeak(r"V100-SXM2-(16|32)GB", 15.7e12, 125e12, None),
+    DevicePeak(r"T4", 8.1e12, 65e12, None),
+    DevicePeak(r"L40S", 91.6e12, 362.05e12, 362.05e12),
+    DevicePeak(r"L40", 90.5e12, 181.05e12, 181.05e12),
+    DevicePeak(r"L4", 30.3e12, 121e12, 121e12),
+    DevicePeak(r"GeForce RTX 5090", 104.8e12, 209.5e12, 209.5e12),
+    DevicePeak(r"GeForce RTX 4090", 82.6e12, 165.2e12, 165.2e12),
+    DevicePeak(r"GeForce RTX 3090 Ti", 40e12, 80e12, 80e12),
+    DevicePeak(r"GeForce RTX 3090", 35.6e12, 71e12, 71e12),
+    DevicePeak(r"Instinct MI3[02][05]X", 163.4e12, 1307.4e12, 1307.4e12),
 )
 _VENDOR = re.compile(r"^(NVIDIA|Tesla|AMD|Quadro)\s+")
 _SECONDS_PER_DAY = 86_400
@@ -160,7 +160,7 @@ def measured_peak(dtype: torch.dtype) -> float:
             return 2 * _PRODUCT**3 / best_s
 
 
-class Counter(TorchDispatchMode):
+class FlopsCounter(TorchDispatchMode):
     """Counter of floating-point operations of matrix products, convolutions and attention inside ``with counter:``.
 
     Operations that the backward pass recomputes are left out: they run with gradients enabled, while a backward pass

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Literal, NamedTuple, get_args
 
-from shardwise.observe.bars import PALETTE, Panel, SpanBar, draw_bars
+from shardwise.observe.bars import PALETTE, PicturePanel, SpanBar, draw_bars
 
 LaneName = Literal["read", "keys", "compute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
@@ -60,7 +60,7 @@ class StepFigures(NamedTuple):
     """Time between the request for the step and the start of its compute."""
 
 
-class Lanes:
+class LaneRecorder:
     """Recorder of spans from any thread, which keeps the last spans.
 
     Args:
@@ -193,7 +193,7 @@ def draw_picture(
         keys = LANES.index("keys")
         is_inside = bool(spans) and all(bar.row != keys for bar in bars)
         notes = {keys: "found and exchanged inside compute"} if is_inside else {}
-        shown.append(Panel(_headline(name, spans), LANES, length_ms, bars, notes))
+        shown.append(PicturePanel(_headline(name, spans), LANES, length_ms, bars, notes))
     draw_bars(shown, path, title, "ms; a colour and a number for each step", 0.42)
 
 

@@ -93,7 +93,7 @@ def give_back_free(device: torch.device) -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-class Freed:
+class HeapTrimmer:
     """Counter of freed host memory, which returns the heap's free memory to the system from time to time."""
 
     def __init__(self) -> None:

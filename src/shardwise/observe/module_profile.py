@@ -22,7 +22,7 @@ from pydantic import PositiveInt
 from torch import nn
 
 from shardwise.base.policy import Policy
-from shardwise.observe.flops import Counter, flops_text, is_repeated
+from shardwise.observe.flops import FlopsCounter, flops_text, is_repeated
 from shardwise.observe.progress import count_text, step_time_text
 from shardwise.plan.trace import HostClock, TraceClock
 
@@ -46,7 +46,7 @@ class ModuleProfilePolicy(Policy):
     """File to write to; if left out, rank 0 prints."""
 
 
-class Costs(NamedTuple):
+class ModuleCosts(NamedTuple):
     """Cost of one module."""
 
     forward: int = 0
@@ -57,9 +57,9 @@ class Costs(NamedTuple):
     """Seconds in forward passes, including submodules."""
     calls: int = 0
 
-    def plus(self, other: "Costs") -> "Costs":
+    def plus(self, other: "ModuleCosts") -> "ModuleCosts":
         """Return the sum of both costs."""
-        return Costs(
+        return ModuleCosts(
             self.forward + other.forward,
             self.backward + other.backward,
             self.seconds + other.seconds,
@@ -67,7 +67,7 @@ class Costs(NamedTuple):
         )
 
 
-class ModuleCounter(Counter):
+class ModuleCounter(FlopsCounter):
     """Counter of what runs ``with counter.forward():`` and ``with counter.backward():``, by module.
 
     Each module counts for itself, without its submodules.
@@ -79,7 +79,7 @@ class ModuleCounter(Counter):
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], clock: TraceClock | None = None) -> None:
         super().__init__()
-        self._costs: dict[str, Costs] = {}
+        self._costs: dict[str, ModuleCosts] = {}
         self._modules = list(modules)
         self._clock = HostClock() if clock is None else clock
         self._passed: list[tuple[str, Any, Any]] = []
@@ -92,12 +92,12 @@ class ModuleCounter(Counter):
         self._is_backward = False
 
     @property
-    def costs(self) -> dict[str, Costs]:
+    def costs(self) -> dict[str, ModuleCosts]:
         """Costs so far, by module; waits for the device if it is behind."""
         passed, self._passed = self._passed, []
         times = self._clock.seconds([mark for _, start, stop in passed for mark in (start, stop)])
         for (name, _, _), start_s, stop_s in zip(passed, times[::2], times[1::2], strict=True):
-            self._add(name, Costs(seconds=stop_s - start_s, calls=1))
+            self._add(name, ModuleCosts(seconds=stop_s - start_s, calls=1))
         return self._costs
 
     @contextmanager
@@ -135,9 +135,9 @@ class ModuleCounter(Counter):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if found := self.flops - before:
             if not self._is_backward:
-                self._add(self._running[-1][0] if self._running else "", Costs(forward=found))
+                self._add(self._running[-1][0] if self._running else "", ModuleCosts(forward=found))
             elif not self._running:  # otherwise a Function of the model recomputes a forward pass
-                self._add(self._maker(), Costs(backward=found))
+                self._add(self._maker(), ModuleCosts(backward=found))
         return out
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
@@ -166,8 +166,8 @@ class ModuleCounter(Counter):
         place = bisect.bisect_right(self._numbers, number) - 1
         return self._names[place] if place >= 0 else ""
 
-    def _add(self, name: str, costs: Costs) -> None:
-        self._costs[name] = self._costs.get(name, Costs()).plus(costs)
+    def _add(self, name: str, costs: ModuleCosts) -> None:
+        self._costs[name] = self._costs.get(name, ModuleCosts()).plus(costs)
 
 
 class ModuleRow(NamedTuple):
@@ -177,7 +177,7 @@ class ModuleRow(NamedTuple):
     kind: str
     """Name of the module's class."""
     parameters: int
-    costs: Costs
+    costs: ModuleCosts
 
 
 class ModuleTree:
@@ -190,10 +190,10 @@ class ModuleTree:
     """
 
     def __init__(
-        self, kinds: Mapping[str, str], parameters: Mapping[str, int], costs: Mapping[str, Costs]
+        self, kinds: Mapping[str, str], parameters: Mapping[str, int], costs: Mapping[str, ModuleCosts]
     ) -> None:
         sums: dict[str, int] = dict.fromkeys(kinds, 0)
-        whole: dict[str, Costs] = {name: Costs() for name in kinds}
+        whole: dict[str, ModuleCosts] = {name: ModuleCosts() for name in kinds}
         for name, elements in parameters.items():
             for outer in _paths(name.rpartition(".")[0]):
                 if outer in sums:
@@ -287,6 +287,6 @@ def _most(rows: list[ModuleRow], top: int) -> Iterator[str]:
     yield named("seconds", lambda row: row.costs.seconds, step_time_text)
 
 
-def scaled(costs: Costs, share: Fraction) -> Costs:
+def scaled(costs: ModuleCosts, share: Fraction) -> ModuleCosts:
     """Return ``costs`` times the ``share`` that the model needs; the rest was done more than once."""
     return costs._replace(forward=int(costs.forward * share), backward=int(costs.backward * share))

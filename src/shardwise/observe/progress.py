@@ -104,7 +104,7 @@ def fitting(said: dict[str, str], width: int) -> str:
     return "  ".join(said.values())
 
 
-class Pace:
+class StepPace:
     """Wall time per step and time left; the first step, which warms everything up, only starts the clock.
 
     The time of steps is a mean with more weight on recent steps. The time between steps (evaluations, checkpoints) is a
@@ -153,7 +153,7 @@ class ConsoleHandler(logging.Handler):
         self._console.print(label + self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
-class Lines:
+class LineSink:
     """Sink for a pipe: the first step, the last, every evaluation, and a line at intervals between them.
 
     Args:
@@ -176,7 +176,7 @@ class Lines:
     ) -> None:
         self._console, self._total_steps, self._every_s, self._clock = console, total_steps, every_s, clock
         self._every_steps, self._breakdown = every_steps, breakdown
-        self._pace = Pace(total_steps, clock)
+        self._pace = StepPace(total_steps, clock)
         self._printed_at: float | None = None
         self._held_back: str | None = None
 
@@ -203,7 +203,7 @@ class Lines:
             self._print(self._held_back)
 
 
-class Bar:
+class BarSink:
     """Sink for a terminal, with one live line."""
 
     def __init__(
@@ -215,7 +215,7 @@ class Bar:
         breakdown: bool = False,
     ) -> None:
         self._breakdown = breakdown
-        self._pace = Pace(total_steps, clock)
+        self._pace = StepPace(total_steps, clock)
         self._total_steps = total_steps
         self._evaluated: dict[str, float] = {}
         self._progress = Progress(
@@ -278,5 +278,5 @@ def open_progress(
         breakdown: Add the seconds of the parts of a step.
     """
     if console.is_terminal and not console.is_dumb_terminal:
-        return Bar(console, total_steps, first_step, breakdown=breakdown)
-    return Lines(console, total_steps, every_steps=every_steps, breakdown=breakdown)
+        return BarSink(console, total_steps, first_step, breakdown=breakdown)
+    return LineSink(console, total_steps, every_steps=every_steps, breakdown=breakdown)

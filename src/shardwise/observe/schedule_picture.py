@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.observe.bars import IDLE, INK, PALETTE, Panel, SpanBar, draw_bars
+from shardwise.observe.bars import IDLE, INK, PALETTE, PicturePanel, SpanBar, draw_bars
 from shardwise.plan.action import Kind
 from shardwise.plan.timeline import Span, Timeline
 
@@ -76,7 +76,7 @@ def draw_picture(
         length = timeline.makespan_s * factor
         said = f"{name}: {length:.3g} {unit}, idle {timeline.idle_share:.1%}"
         rows = [f"{row} {rank}" for rank in timeline.spans]
-        panels.append(Panel(said, rows, length, list(_bars(timeline, stages, factor))))
+        panels.append(PicturePanel(said, rows, length, list(_bars(timeline, stages, factor))))
     draw_bars(panels, path, title, unit, 0.36, lambda axes: _add_key(axes, timelines, stages))
 
 

@@ -114,7 +114,7 @@ _TAGS = {
 }
 
 
-class Naming(NamedTuple):
+class MetricNames(NamedTuple):
     """The names of numbers in monitors, and the axis that they are plotted on."""
 
     tags: Mapping[str, str] = {}
@@ -135,7 +135,7 @@ class Naming(NamedTuple):
         return step * (self.samples_per_step or 1)
 
 
-OURS = Naming()
+OURS = MetricNames()
 
 
 class ScalarSink(ABC):
@@ -145,7 +145,7 @@ class ScalarSink(ABC):
         naming: the names of the numbers, and the axis.
     """
 
-    def __init__(self, naming: Naming) -> None:
+    def __init__(self, naming: MetricNames) -> None:
         self.naming = naming
 
     def write(self, record: Record) -> None:
@@ -170,7 +170,9 @@ class ScalarSink(ABC):
 class TensorBoardEvents(ScalarSink):
     """Sink that writes scalars through TensorBoard's own writer, in a separate thread."""
 
-    def __init__(self, folder: str | os.PathLike[str], resume_step: int = 0, naming: Naming = OURS) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], resume_step: int = 0, naming: MetricNames = OURS
+    ) -> None:
         # torch.utils.tensorboard takes most of a second to import, so tensorboard is used directly.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -202,7 +204,9 @@ class TagFiles(ScalarSink):
     computed again after a resume are dropped.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], resume_step: int = 0, naming: Naming = OURS) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], resume_step: int = 0, naming: MetricNames = OURS
+    ) -> None:
         super().__init__(naming)
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +239,7 @@ class WandbRun(ScalarSink):
     """
 
     def __init__(
-        self, policy: MonitorPolicy, folder: Path, settings: dict[str, Any], naming: Naming = OURS
+        self, policy: MonitorPolicy, folder: Path, settings: dict[str, Any], naming: MetricNames = OURS
     ) -> None:
         super().__init__(naming)
         wandb = _package("wandb", "wandb", policy.wandb)
@@ -266,7 +270,7 @@ class CometExperiment(ScalarSink):
     """
 
     def __init__(
-        self, policy: MonitorPolicy, folder: Path, settings: dict[str, Any], naming: Naming = OURS
+        self, policy: MonitorPolicy, folder: Path, settings: dict[str, Any], naming: MetricNames = OURS
     ) -> None:
         super().__init__(naming)
         comet = _package("comet", "comet_ml", policy.comet)
@@ -307,7 +311,7 @@ def _keep_id(note: Path, text: str) -> None:
     note.write_text(f"{text}\n", encoding="utf-8")
 
 
-class Sinks:
+class AllSinks:
     """All sinks of a run, written to together.
 
     Args:
@@ -399,9 +403,9 @@ def open_sinks(
     settings: dict[str, Any] | None = None,
     kind: type[Record] = StepRecord,
     best_auc: float | None = None,
-    naming: Naming = OURS,
+    naming: MetricNames = OURS,
     tests_range: bool = False,
-) -> Sinks:
+) -> AllSinks:
     """Open the sinks of a run folder for records of one kind.
 
     Args:
@@ -419,16 +423,16 @@ def open_sinks(
         DataError: if a file of the folder cannot be continued.
     """
     folder = Path(folder)
-    sinks = Sinks([], [])
+    sinks = AllSinks([], [])
     try:
         earlier: list[Record] = []
         if policy.csv:
             place = Path(policy.csv) if isinstance(policy.csv, str) else folder
             metrics = MetricsFile(place / "metrics.csv", resume_step, kind)
-            sinks = Sinks([metrics], [])
+            sinks = AllSinks([metrics], [])
             norms = place / NAME
             if policy.unit_norms:
-                sinks = Sinks([metrics], [], UnitNormsFile(norms, resume_step))
+                sinks = AllSinks([metrics], [], UnitNormsFile(norms, resume_step))
             elif norms.exists():
                 # Opening the file drops its rows of steps that are computed again now.
                 with contextlib.suppress(DataError):
@@ -450,7 +454,7 @@ def open_sinks(
 
 
 def _services(
-    folder: Path, policy: MonitorPolicy, resume_step: int, settings: dict[str, Any], naming: Naming
+    folder: Path, policy: MonitorPolicy, resume_step: int, settings: dict[str, Any], naming: MetricNames
 ) -> Iterator[Sink]:
     """Open and yield the sinks that write in the form of another program."""
     if policy.tensorboard:

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardwise.kernels.moment_codes import from_int8, to_bf16, to_int8
-from shardwise.optim.rounding import Rounding
+from shardwise.optim.rounding import StochasticRounding
 from shardwise.plan.state_form import BLOCK, StateForm, stored_dtype, stored_elements
 
 SIGNED = ("exp_avg", "momentum_buffer")
@@ -79,7 +79,7 @@ class CodedMoments:
         labels: Sequence[str],
         elements: int,
         device: torch.device,
-        rounding: Rounding,
+        rounding: StochasticRounding,
         into: Mapping[str, Tensor] | None = None,
     ):
         assert form != "fp32", "moments as the masters need no code"

@@ -44,8 +44,8 @@ from shardwise.kernels.choice import fused
 from shardwise.optim.classes import Make, needs_of
 from shardwise.optim.coded_moments import CodedPart
 from shardwise.optim.flat_state import FlatState
-from shardwise.optim.rounding import Rounding
-from shardwise.optim.two_pass import TwoPass, Whole
+from shardwise.optim.rounding import StochasticRounding
+from shardwise.optim.two_pass import TwoPass, WholeTensor
 from shardwise.plan.registry import Needs
 from shardwise.plan.state_form import StateForm
 
@@ -66,7 +66,7 @@ class ChunkKernel(NamedTuple):
     """Function of (master, gradient, moments, count of steps, divisor) that updates these elements."""
 
 
-class Factor(NamedTuple):
+class DirectionFactor(NamedTuple):
     """Factor of the direction of a tensor's elements [start, stop) of the master."""
 
     start: int
@@ -93,7 +93,7 @@ class FlatOptimizer:
         make: Make,
         group: int,
         form: StateForm = "fp32",
-        rounding: Rounding | None = None,
+        rounding: StochasticRounding | None = None,
         into: Mapping[str, Tensor] | None = None,
         decay: float | None = None,
     ):
@@ -285,12 +285,12 @@ class FlatOptimizer:
         """Numbers of the optimizer in this step."""
         return self._optimizer.param_groups[0]
 
-    def factor(self, whole: Whole) -> float:
+    def factor(self, whole: WholeTensor) -> float:
         """Return the factor of a tensor's direction."""
         assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
         return self._optimizer.factor(self.options, whole)
 
-    def apply(self, factors: Iterable[Factor], steps: int = 0) -> None:
+    def apply(self, factors: Iterable[DirectionFactor], steps: int = 0) -> None:
         """Run the second half of an update.
 
         Args:

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwise.optim.average import EMA
 from shardwise.optim.classes import Make, labels_of, make_state
 from shardwise.optim.coded_moments import CodedMoments
-from shardwise.optim.rounding import Rounding
+from shardwise.optim.rounding import StochasticRounding
 from shardwise.optim.two_pass import TwoPass
 from shardwise.plan.state_form import StateForm
 
@@ -35,7 +35,7 @@ _MADE_AT_ONCE = 1 << 20
 """Number of elements whose first moments are made at once and copied to their memory."""
 
 
-class Segment(NamedTuple):
+class MasterSegment(NamedTuple):
     """Part of the flat master that shares a step count."""
 
     start: int
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
     """True if the state is worth saving. [Note: state at build] in classes.py."""
 
 
-class Scalars(NamedTuple):
+class SegmentScalars(NamedTuple):
     """Single numbers of one segment's state."""
 
     start: int
@@ -76,7 +76,7 @@ class FlatState:
         make: Make,
         group: int,
         form: StateForm = "fp32",
-        rounding: Rounding | None = None,
+        rounding: StochasticRounding | None = None,
         into: Mapping[str, Tensor] | None = None,
         averages: bool = False,
     ):
@@ -94,7 +94,7 @@ class FlatState:
         self.optimizer = self.remake(leaf)
         """Optimizer of torch, whose leaves are those of the segments."""
         # Adagrad makes its state in the constructor, so its segment counts as stepped and is saved.
-        self.segments = [Segment(0, master.numel(), self.master, bool(self.optimizer.state))]
+        self.segments = [MasterSegment(0, master.numel(), self.master, bool(self.optimizer.state))]
         make_state(self.optimizer)
         self.coded: CodedMoments | None = None
         """Moments in another form than fp32. [Note: coded moments]"""
@@ -136,7 +136,7 @@ class FlatState:
         """Return torch's state of a segment; empty before there is any."""
         return self.optimizer.state.get(leaf, {})
 
-    def reached(self, unused: Sequence[tuple[int, int]]) -> Iterator[tuple[Segment, bool]]:
+    def reached(self, unused: Sequence[tuple[int, int]]) -> Iterator[tuple[MasterSegment, bool]]:
         """Yield each segment, and whether an update that skips the ranges of ``unused`` reaches it.
 
         Segments that are reached are marked as stepped.
@@ -208,7 +208,7 @@ class FlatState:
             if label == wanted and first < last:
                 yield first, last, moment[first - begin : last - begin]
 
-    def scalars(self) -> list[Scalars]:
+    def scalars(self) -> list[SegmentScalars]:
         """Return step counts and other single numbers by segment."""
         rows = []
         for start, stop, leaf, is_stepped in self.segments:
@@ -219,7 +219,7 @@ class FlatState:
                 if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
             }
             has_state = is_stepped and (bool(state) or self.average is not None)
-            rows.append(Scalars(start, stop, numbers, has_state))
+            rows.append(SegmentScalars(start, stop, numbers, has_state))
         return rows
 
     def restore(
@@ -247,7 +247,7 @@ class FlatState:
         self.segments, start = [], 0
         for stop, scalars in merged:
             leaf = whole[start:stop].detach()
-            self.segments.append(Segment(start, stop, leaf, scalars is not None))
+            self.segments.append(MasterSegment(start, stop, leaf, scalars is not None))
             if scalars is None:
                 self.restart_average(start, stop)
                 self.optimizer.state[leaf] = self._begin(start, stop, moments)
@@ -305,7 +305,9 @@ class FlatState:
                 if (first, last) == (start, stop):
                     return
                 cuts = [(a, b) for a, b in ((first, start), (start, stop), (stop, last)) if a < b]
-                pieces = [Segment(a, b, leaf[a - first : b - first].detach(), is_stepped) for a, b in cuts]
+                pieces = [
+                    MasterSegment(a, b, leaf[a - first : b - first].detach(), is_stepped) for a, b in cuts
+                ]
                 state = self.optimizer.state.pop(leaf, None)
                 if state:
                     for a, b, piece, _ in pieces:

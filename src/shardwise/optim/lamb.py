@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from shardwise.optim.two_pass import TwoPass, Whole
+from shardwise.optim.two_pass import TwoPass, WholeTensor
 from shardwise.plan.registry import Needs
 
 
@@ -87,7 +87,7 @@ class Lamb(TwoPass):
         torch.mul(weights, group["weight_decay"], out=gradient)
         gradient.addcdiv_(m, below, value=math.sqrt(second) / first)
 
-    def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
+    def factor(self, group: Mapping[str, Any], whole: WholeTensor) -> float:
         """Return lr times the trust ratio."""
         ratio = 1.0
         if group["trust"] and whole.weight_norm and whole.direction_norm:

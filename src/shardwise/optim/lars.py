@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from shardwise.optim.two_pass import TwoPass, Whole
+from shardwise.optim.two_pass import TwoPass, WholeTensor
 from shardwise.plan.registry import Needs
 
 
@@ -66,7 +66,7 @@ class Lars(TwoPass):
     ) -> None:
         """Keep the gradient, which is the direction whose norm is needed."""
 
-    def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
+    def factor(self, group: Mapping[str, Any], whole: WholeTensor) -> float:
         """Return lr times the ratio."""
         ratio = 1.0
         if group["trust"] and whole.weight_norm and whole.direction_norm:

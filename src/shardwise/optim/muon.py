@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from shardwise.optim.two_pass import TwoPass, Whole
+from shardwise.optim.two_pass import TwoPass, WholeTensor
 from shardwise.plan.registry import Needs
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -99,12 +99,12 @@ class Muon(TwoPass):
         else:
             gradient.copy_(momentum)
 
-    def look(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor) -> Whole:
+    def look(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor) -> WholeTensor:
         """Replace the direction of a whole matrix by NS of it."""
         direction.copy_(orthogonal(direction.to(dtype_of(group)), group))
-        return Whole(tuple(weights.shape))
+        return WholeTensor(tuple(weights.shape))
 
-    def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
+    def factor(self, group: Mapping[str, Any], whole: WholeTensor) -> float:
         """Return lr times a."""
         rows, columns = whole.shape
         if group["adjust_lr_fn"] == "match_rms_adamw":

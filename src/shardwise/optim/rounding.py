@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import philox
-from shardwise.plan.placement import Run
+from shardwise.plan.placement import ContiguousRun
 
 _LANES = 4
 """Number of elements that a 64-bit word serves."""
@@ -36,11 +36,11 @@ class RoundedPart(NamedTuple):
     stop: int
     key: int
     """Key of the parameter's random numbers."""
-    runs: Callable[[int, int], Iterable[Run]]
+    runs: Callable[[int, int], Iterable[ContiguousRun]]
     """Function that yields the runs of elements [a, b), counted from the part's start, in the whole parameter."""
 
 
-class _Draw(NamedTuple):
+class _RoundingDraw(NamedTuple):
     """Elements of one parameter that are drawn together."""
 
     key: int
@@ -51,7 +51,7 @@ class _Draw(NamedTuple):
     """(position in the requested range, position in the whole parameter, elements) of each run."""
 
 
-class Rounding:
+class StochasticRounding:
     """Random numbers for the elements of one flat tensor.
 
     Args:
@@ -91,7 +91,7 @@ class Rounding:
                 yield part
 
 
-def _draws(part: RoundedPart, start: int, stop: int, on_device: bool) -> Iterator[_Draw]:
+def _draws(part: RoundedPart, start: int, stop: int, on_device: bool) -> Iterator[_RoundingDraw]:
     """Yield the draws for the elements of a part that are in [start, stop).
 
     Runs that are near one another, on a device all runs, are drawn together.
@@ -101,15 +101,15 @@ def _draws(part: RoundedPart, start: int, stop: int, on_device: bool) -> Iterato
     for run in part.runs(max(start - part.start, 0), min(stop, part.stop) - part.start):
         between = run.full - last
         if runs and (between < 0 or (between > _NEAR and not on_device)):
-            yield _Draw(part.key, runs[0][1], last, runs)
+            yield _RoundingDraw(part.key, runs[0][1], last, runs)
             runs = []
         runs.append((part.start + run.local - start, run.full, run.elements))
         last = run.full + run.elements
     if runs:
-        yield _Draw(part.key, runs[0][1], last, runs)
+        yield _RoundingDraw(part.key, runs[0][1], last, runs)
 
 
-def _drawn(draws: Iterable[_Draw], step: int, kinds: int) -> Iterator[Tensor]:
+def _drawn(draws: Iterable[_RoundingDraw], step: int, kinds: int) -> Iterator[Tensor]:
     """Yield int16 [K, elements] of each draw."""
     for key, start, stop, _ in draws:
         first, last = start // _LANES, -(-stop // _LANES)
@@ -117,7 +117,9 @@ def _drawn(draws: Iterable[_Draw], step: int, kinds: int) -> Iterator[Tensor]:
         yield torch.from_numpy(words.view(np.int16))[:, start - first * _LANES : stop - first * _LANES]
 
 
-def drawn_together(draws: Sequence[_Draw], step: int, kinds: int, device: torch.device) -> Iterator[Tensor]:
+def drawn_together(
+    draws: Sequence[_RoundingDraw], step: int, kinds: int, device: torch.device
+) -> Iterator[Tensor]:
     """Yield int16 [K, elements] of each draw, computed on ``device`` with as many launches as for a single draw."""
     each = 4 * _LANES
     spans = [(draw.start // each, -(-draw.stop // each)) for draw in draws]

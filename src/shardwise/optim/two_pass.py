@@ -24,7 +24,7 @@ _CHUNK = 1 << 17
 """Number of elements that stay in a core's cache through the passes over them."""
 
 
-class Whole(NamedTuple):
+class WholeTensor(NamedTuple):
     """Facts about a whole tensor that ``factor`` needs between the two halves."""
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class TwoPass(optim.Optimizer):
         """Replace ``gradient`` by the direction, in place, and update the moments."""
 
     @abstractmethod
-    def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
+    def factor(self, group: Mapping[str, Any], whole: WholeTensor) -> float:
         """Return the factor of a tensor's direction."""
 
     def scale(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor, factor: float) -> None:
@@ -65,12 +65,12 @@ class TwoPass(optim.Optimizer):
     ) -> None:
         """Move the weights by the direction, which has been scaled."""
 
-    def look(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor) -> Whole:
+    def look(self, group: Mapping[str, Any], weights: Tensor, direction: Tensor) -> WholeTensor:
         """Return the facts about a whole tensor for ``step``.
 
         A matrix's direction is replaced by its orthogonal form.
         """
-        return Whole(tuple(weights.shape), float(weights.norm()), float(direction.norm()))
+        return WholeTensor(tuple(weights.shape), float(weights.norm()), float(direction.norm()))
 
     def _init_group(self, group: Mapping[str, Any]) -> None:
         """Make the state of every parameter that has a gradient."""

@@ -4,22 +4,22 @@ A stage runs the whole model's forward pass with stand-ins for parts on other st
 memory only while its Unit runs. A result may be built around such a value (its shape, dtype and device are right) as
 long as none of its numbers is used. Three marks check that:
 
-    Absent     a tensor whose numbers no code has. A result computed from an Absent is Absent again and records its
+    absent     a tensor whose numbers no code has. A result computed from it is absent again and records its
                origin, through comparisons, argmax, nan_to_num and custom functions too: the mark works below autograd,
                in torch's dispatcher, and has no memory that could be read past it
     withhold   a Parameter whose numbers are not in memory now: any use of them is an error on the spot, and so is a
                replacement (``p.data = ...``), which would be lost. The mark is the Parameter's class
     expect     a Parameter whose numbers are in flight: code that uses them waits first
 
-    operation on Absent or a withheld Parameter           result
+    operation on absent tensors or withheld Parameters    result
     shape, dtype, device, zeros_like, new_ones ...        an ordinary value, which contains nothing of the numbers
     bool(), item(), nonzero(), a write into a tensor      an error on the spot
 
 An error names the absent value, the module whose forward used it, and the line of the model's source.
 
-Cost: an Absent operation takes Python's time (tens of microseconds), so stages make Absent tensors only in the first
-pass of each kind; ``withhold`` costs a quarter of a microsecond per parameter and release. Operations on values that
-are in memory cost nothing extra.
+Cost: an operation on an absent tensor takes Python's time (tens of microseconds), so stages make such tensors only in
+the first pass of each kind; ``withhold`` costs a quarter of a microsecond per parameter and release. Operations on
+values that are in memory cost nothing extra.
 """
 
 import copy
@@ -158,7 +158,7 @@ class AbsentTrace:
         raise error
 
 
-class Absent(Tensor):
+class AbsentTensor(Tensor):
     """A tensor whose numbers are elsewhere.
 
     Args:
@@ -176,7 +176,9 @@ class Absent(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: Tensor, what: str, watch: AbsentTrace, met: SourceLine | None = None) -> "Absent":
+    def __new__(
+        cls, inner: Tensor, what: str, watch: AbsentTrace, met: SourceLine | None = None
+    ) -> "AbsentTensor":
         """Make the tensor with the shape, dtype and device of ``inner``."""
         made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -240,14 +242,14 @@ class Absent(Tensor):
             self._watch.refuse(self._what, "is turned into a text")
         return repr(self)
 
-    def __deepcopy__(self, memo: Any) -> "Absent":
-        return Absent(self._inner.clone(), self._what, self._watch, self._met)
+    def __deepcopy__(self, memo: Any) -> "AbsentTensor":
+        return AbsentTensor(self._inner.clone(), self._what, self._watch, self._met)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._watch.refuse(self._what, "is saved")
 
 
-def absent_in(value: Any) -> Absent | None:
+def absent_in(value: Any) -> AbsentTensor | None:
     """Return the first absent tensor in a value.
 
     Args:
@@ -259,8 +261,8 @@ def absent_in(value: Any) -> Absent | None:
     return _absent_in(value, 0)
 
 
-def _absent_in(value: Any, depth: int) -> Absent | None:
-    if isinstance(value, Absent):
+def _absent_in(value: Any, depth: int) -> AbsentTensor | None:
+    if isinstance(value, AbsentTensor):
         return value
     if isinstance(value, Tensor | str | bytes | int | float | type | nn.Module | None) or depth > 6:
         return None
@@ -280,14 +282,14 @@ def _absent_in(value: Any, depth: int) -> Absent | None:
 
 def present_fill(value: Any) -> Any:
     """Return ``value`` with ordinary tensors of fillers in place of absent tensors."""
-    return tree_map(lambda leaf: leaf._inner if isinstance(leaf, Absent) else leaf, value)
+    return tree_map(lambda leaf: leaf._inner if isinstance(leaf, AbsentTensor) else leaf, value)
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Run one operation of torch that takes at least one absent value."""
     name = func.overloadpacket.__name__
     leaves = tree_leaves((args, kwargs))
-    absent = [leaf for leaf in leaves if isinstance(leaf, Absent)]
+    absent = [leaf for leaf in leaves if isinstance(leaf, AbsentTensor)]
     first = absent[0]
     watch = first._watch
     _check_conversion(func, name, args, kwargs, first)
@@ -295,10 +297,10 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(_own_copy, (args, kwargs))
     written = _written(func, args, kwargs)
     for target in written:
-        if isinstance(target, Tensor) and not isinstance(target, Absent):
+        if isinstance(target, Tensor) and not isinstance(target, AbsentTensor):
             done = f"is written into a tensor of shape {tuple(target.shape)} that is not absent ({name})"
             watch.refuse(first._what, done, first._met)
-        if isinstance(target, Absent) and target._watch.refuses_edits:
+        if isinstance(target, AbsentTensor) and target._watch.refuses_edits:
             target._watch.refuse(target._what, f"is edited in place ({name.rstrip('_')}_)")
     inner_args, inner_kwargs = present_fill((args, kwargs))
     try:
@@ -306,27 +308,27 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         watch.trouble = watch.trouble or (error, first._what)
         raise
-    clean = name in _SHAPE_ONLY or (name in _OTHER_SHAPE and args and not isinstance(args[0], Absent))
+    clean = name in _SHAPE_ONLY or (name in _OTHER_SHAPE and args and not isinstance(args[0], AbsentTensor))
     if clean:
         return result
     met = next((each._met for each in absent if each._met is not None), None)
     if met is None and watch.counts:
-        present = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Absent))
+        present = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, AbsentTensor))
         if any(leaf.is_floating_point() for leaf in present):
             met = place_of_use(watch.names)
-    same = {id(target._inner): target for target in written if isinstance(target, Absent)}
+    same = {id(target._inner): target for target in written if isinstance(target, AbsentTensor)}
 
     def marked(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return same.get(id(leaf)) if id(leaf) in same else Absent(leaf, first._what, watch, met)
+        return same.get(id(leaf)) if id(leaf) in same else AbsentTensor(leaf, first._what, watch, met)
 
     if torch.Tag.inplace_view in func.tags:
         watch.refuse(first._what, f"changes its shape in place ({name})")
     return tree_map(marked, result)
 
 
-def _check_conversion(func: Any, name: str, args: Any, kwargs: Any, first: Absent) -> None:
+def _check_conversion(func: Any, name: str, args: Any, kwargs: Any, first: AbsentTensor) -> None:
     """Raise an error if an operation makes a number, a truth value or a shape from absent numbers."""
     tags, watch = func.tags, first._watch
     if torch.Tag.data_dependent_output in tags or name in (
@@ -340,7 +342,7 @@ def _check_conversion(func: Any, name: str, args: Any, kwargs: Any, first: Absen
         watch.refuse(first._what, f"decides a shape ({name})")
     if torch.Tag.dynamic_output_shape not in tags:
         return
-    deciding = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Absent)]
+    deciding = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, AbsentTensor)]
     if name == "repeat_interleave" and len(args) == 1:
         deciding = [first]
     if name.startswith("index"):  # only the numbers of a mask determine a shape, not those of an index
@@ -350,7 +352,7 @@ def _check_conversion(func: Any, name: str, args: Any, kwargs: Any, first: Absen
 
 
 def _own_copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) and not isinstance(leaf, Absent) else leaf
+    return leaf.clone() if isinstance(leaf, Tensor) and not isinstance(leaf, AbsentTensor) else leaf
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -368,7 +370,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 # Parameters --------------------------------------------------------------------------------------------------------
 
 
-class Withheld:
+class WithheldParameter:
     """Mixin for the class of a Parameter while its numbers are not in memory."""
 
     _told: Callable[[Any], str]
@@ -402,19 +404,19 @@ def withhold(
     """
     for parameter in parameters:
         if isinstance(
-            parameter, Expected
+            parameter, ExpectedParameter
         ):  # wait first: else the arrival would find the withheld class, and the parameter would stay expected
             parameter._arrive()
         own = type(parameter)
-        if issubclass(own, Withheld):
+        if issubclass(own, WithheldParameter):
             continue
         if own not in classes:
             body = {"_told": staticmethod(told), "__module__": own.__module__, "__doc__": own.__doc__}
-            classes[own] = type(own.__name__, (Withheld, own), body)
+            classes[own] = type(own.__name__, (WithheldParameter, own), body)
         parameter.__class__ = classes[own]
 
 
-class Expected:
+class ExpectedParameter:
     """Mixin for the class of a Parameter while its numbers are in flight."""
 
     _arrive: Callable[[], None]
@@ -425,7 +427,7 @@ class Expected:
             if _takes_no_numbers(func, args, kwargs or {}):
                 return func(*args, **(kwargs or {}))
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Expected):
+                if isinstance(leaf, ExpectedParameter):
                     leaf._arrive()
         return func(*args, **(kwargs or {}))
 
@@ -446,7 +448,7 @@ def expect(parameters: Sequence[nn.Parameter], arrive: Callable[[], None], class
         own = type(parameter)
         if own not in classes:
             body = {"_arrive": staticmethod(arrive), "__module__": own.__module__, "__doc__": own.__doc__}
-            classes[own] = type(own.__name__, (Expected, own), body)
+            classes[own] = type(own.__name__, (ExpectedParameter, own), body)
         parameter.__class__ = classes[own]
 
 
@@ -454,7 +456,7 @@ def give(parameters: Sequence[nn.Parameter]) -> None:
     """End ``withhold`` and ``expect`` for these parameters."""
     for parameter in parameters:
         own: Any = type(parameter)
-        if issubclass(own, Withheld | Expected):
+        if issubclass(own, WithheldParameter | ExpectedParameter):
             parameter.__class__ = own.__mro__[2]
 
 
@@ -489,7 +491,7 @@ def _change_classes(parameters: Sequence[nn.Parameter], change: Callable[[type],
     for parameter in parameters:
         own: Any = type(parameter)
         if own not in changed:
-            if issubclass(own, Withheld | Expected):
+            if issubclass(own, WithheldParameter | ExpectedParameter):
                 mark, inner = own.__bases__
                 body = {key: value for key, value in vars(own).items() if key in ("_told", "_arrive")}
                 changed[own] = type(own.__name__, (mark, change(inner)), body | _named_as(own))
@@ -522,13 +524,13 @@ def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if _takes_no_numbers(func, args, kwargs):
             return func(*args, **kwargs)
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Withheld))
-        if name in _OTHER_SHAPE and not isinstance(args[0], Withheld):
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WithheldParameter))
+        if name in _OTHER_SHAPE and not isinstance(args[0], WithheldParameter):
             return func(*args, **kwargs)
         what, advice = first._told(first).split("\n")
         if name == "detach" or (name == "__get__" and attribute == "data"):
             plain: Any = first
-            return Absent(
+            return AbsentTensor(
                 Tensor.detach(plain), what, AbsentTrace("", advice, error=UsageError, refuses_edits=True)
             )
     accesses = {"__get__": f"is read ({attribute})", "__set__": f"is replaced ({attribute})"}

@@ -27,12 +27,12 @@ from torch import nn
 
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
-from shardwise.passes.generators import Generators, States, own_generators, pack, unpack
+from shardwise.passes.generators import RandomGenerators, States, own_generators, pack, unpack
 
 _WHAT = "the states of random generators"
 
 
-class Begun(NamedTuple):
+class PassStart(NamedTuple):
     """The states with which a pass began, and the key from which states of a pipeline's parts derive."""
 
     states: States
@@ -43,7 +43,7 @@ class PassDraws:
     """The random generators around the passes of one engine. Without ``share`` the generators are only observed."""
 
     def __init__(self) -> None:
-        self._generators = Generators()
+        self._generators = RandomGenerators()
         self._groups: Sequence[tuple[Group, int]] = ()
         self._device = torch.device("cpu")
         self._in_walks = False
@@ -56,7 +56,7 @@ class PassDraws:
         """Names of the generators that passes have drawn from."""
         self.keeps = False
         """True while the states with which passes begin are kept, for a second run (engine/step/check.py)."""
-        self.begun: dict[int, Begun] = {}
+        self.begun: dict[int, PassStart] = {}
         """States with which the last pass of each microbatch began, if states are kept."""
         self.key = ""
         """Key from which the states of parts derive in the running pass."""
@@ -70,12 +70,12 @@ class PassDraws:
             model: The model, whose own generators are included.
             device: The device of the computation, whose generator is included.
         """
-        self._generators = Generators([device], own_generators(model))
+        self._generators = RandomGenerators([device], own_generators(model))
         self._groups = [(pp, pp.size - 1), (tp, 0)] if pp.size * tp.size > 1 else []
         self._device, self._in_walks = device, pp.size > 1
 
     @property
-    def generators(self) -> Generators:
+    def generators(self) -> RandomGenerators:
         """The generators that are observed."""
         return self._generators
 
@@ -85,7 +85,7 @@ class PassDraws:
         return bool(self.key)
 
     @contextmanager
-    def again(self, begun: "Begun") -> Iterator[None]:
+    def again(self, begun: "PassStart") -> Iterator[None]:
         """Run a pass a second time inside the context with the numbers that the first run drew."""
         self._generators.put(begun.states)
         self.key = begun.key
@@ -140,7 +140,7 @@ class PassDraws:
             self.key = f"{key} {microbatch}"
         before = self._given() if is_given else self._generators.look()
         if self.keeps:
-            self.begun[microbatch] = Begun(before, self.key)
+            self.begun[microbatch] = PassStart(before, self.key)
         try:
             yield
         finally:
@@ -196,7 +196,7 @@ class PassDraws:
         """Return a context in which each of ``parts`` draws as inside ``part``."""
         if not self.isolates:
             return ExitStack()
-        return _Around(self.part, parts)
+        return _DrawHooks(self.part, parts)
 
     def _gives(self, trains: bool) -> bool:
         return bool(self._groups) and self._known.get(trains, True)
@@ -238,7 +238,7 @@ class PassDraws:
         self.drew += [name for name in names if name not in self.drew]
 
 
-class _Around(AbstractContextManager[None]):
+class _DrawHooks(AbstractContextManager[None]):
     """Hooks on parts of a stage for one pass."""
 
     def __init__(

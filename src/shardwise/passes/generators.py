@@ -37,7 +37,7 @@ def own_generators(module: nn.Module) -> dict[str, Any]:
     }
 
 
-class Generators:
+class RandomGenerators:
     """The default generators, those of devices, and generators in attributes of a model.
 
     Args:

@@ -40,8 +40,8 @@ from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.names import chosen_by
 from shardwise.base.policy import Policy
 from shardwise.base.pytree import tensors_in
-from shardwise.passes.generators import Generators, own_generators
-from shardwise.passes.replay import Replay
+from shardwise.passes.generators import RandomGenerators, own_generators
+from shardwise.passes.replay import DrawReplay
 from shardwise.passes.second_run import BlockBuffers, BlockDraws, SecondRuns, different
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -111,7 +111,7 @@ def chosen(names: Sequence[str], policy: RecomputePolicy) -> list[str]:
 
 
 def apply_recompute(
-    blocks: Sequence[tuple[str, nn.Module]], policy: RecomputePolicy, replay: Replay
+    blocks: Sequence[tuple[str, nn.Module]], policy: RecomputePolicy, replay: DrawReplay
 ) -> list[str]:
     """Wrap the forward of the blocks that the policy chooses.
 
@@ -147,7 +147,7 @@ def apply_recompute(
 
 def recomputed(
     function: Callable[..., Any],
-    replay: Replay,
+    replay: DrawReplay,
     saves: Callable[..., CheckpointPolicy] | None = None,
     buffers: BlockBuffers | None = None,
     block: nn.Module | None = None,
@@ -171,9 +171,9 @@ def recomputed(
         The wrapped function.
     """
     told = f"block {name}" if name else f"the function {getattr(function, '__qualname__', function)}"
-    runs, generators = SecondRuns(told), dict[frozenset[torch.device], Generators]()
+    runs, generators = SecondRuns(told), dict[frozenset[torch.device], RandomGenerators]()
     own = {} if block is None else own_generators(block)
-    generators[frozenset()] = Generators((), own)
+    generators[frozenset()] = RandomGenerators((), own)
 
     @torch.compiler.disable(recursive=False)
     @wraps(function)
@@ -182,7 +182,7 @@ def recomputed(
             return function(*args, **kwargs)
         devices = frozenset(each.device for each in tensors_in((args, kwargs)) if each.device.type != "cpu")
         if devices not in generators:
-            generators[devices] = Generators(devices, own)
+            generators[devices] = RandomGenerators(devices, own)
         contexts = partial(_contexts, replay, saves, buffers, BlockDraws(generators[devices]), runs)
         versions = [(each, each._version) for each in tensors_in((args, kwargs)) if not each.is_inference()]
         output = checkpoint(
@@ -202,7 +202,7 @@ def recomputed(
 
 
 @contextmanager
-def told_again(replay: Replay) -> Iterator[None]:
+def told_again(replay: DrawReplay) -> Iterator[None]:
     """Enclose a backward pass, and name the block in torch's error for a second run that takes another path.
 
     Raises:
@@ -217,7 +217,7 @@ def told_again(replay: Replay) -> Iterator[None]:
         ) from error
 
 
-class _Both(AbstractContextManager[None]):
+class _JoinedContexts(AbstractContextManager[None]):
     """Several contexts as one context that can be entered many times, once for every recomputation."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]):
@@ -235,7 +235,7 @@ class _Both(AbstractContextManager[None]):
 
 
 def _contexts(
-    replay: Replay,
+    replay: DrawReplay,
     saves: Callable[..., CheckpointPolicy] | None,
     buffers: BlockBuffers | None,
     draws: BlockDraws,
@@ -257,11 +257,11 @@ def _contexts(
     if alike is not None:  # the innermost context, so that its hooks get exactly the tensors that are saved
         first.append(alike)
         again.append(alike.again())
-    return _Both(*first), _Both(*again)
+    return _JoinedContexts(*first), _JoinedContexts(*again)
 
 
 def _wrap_forward(
-    block: nn.Module, name: str, replay: Replay, saves: Callable[..., CheckpointPolicy] | None
+    block: nn.Module, name: str, replay: DrawReplay, saves: Callable[..., CheckpointPolicy] | None
 ) -> None:
     inner = recomputed(block.forward, replay, saves, BlockBuffers(block, name), block, name)
 
@@ -334,7 +334,7 @@ def _reads_keys_from_cache(block: nn.Module) -> bool:
 # Selective ---------------------------------------------------------------------------------------------------------
 
 
-def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: Replay) -> None:
+def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: DrawReplay) -> None:
     holders = [module for module in block.modules() if callable(vars(module).get(_ATTENTION))]
     if policy.select == "attention" and not holders:
         raise ConfigError(
@@ -348,7 +348,7 @@ def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: Replay
         setattr(holder, _ATTENTION, _recomputed_attention(getattr(holder, _ATTENTION), replay))
 
 
-def _recomputed_attention(attention: Callable[..., Any], replay: Replay) -> Callable[..., Any]:
+def _recomputed_attention(attention: Callable[..., Any], replay: DrawReplay) -> Callable[..., Any]:
     run = recomputed(attention, replay)
 
     @wraps(attention)

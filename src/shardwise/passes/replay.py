@@ -47,7 +47,7 @@ class BatchPosition:
     """Number of this rank's rows, or None if the first dim of every tensor counts samples."""
 
 
-class Replay:
+class DrawReplay:
     """The position at which random numbers are drawn. Outside ``at`` there is none.
 
     Args:
@@ -78,7 +78,7 @@ class Replay:
         that adds a term directly to the gradients, and not to the loss, multiplies the term by this factor."""
         self.draws = PassDraws()
         """Random numbers that passes draw from generators that are not keyed."""
-        self._runs: list[_Run] = []
+        self._runs: list[_RunningPiece] = []
         """Pieces that run now, for the first time or again, each inside the pieces before it."""
 
     @contextmanager
@@ -171,7 +171,7 @@ class Replay:
             run.kept.setdefault(key, []).append(value)
         return value  # type: ignore[no-any-return]
 
-    def again(self, name: str = "") -> "Again":
+    def again(self, name: str = "") -> "ReplayContext":
         """Return a context that restores the present state, and that can be entered many times.
 
         ``first`` of the context goes around the first run, if that run is to ``keep`` values.
@@ -182,11 +182,11 @@ class Replay:
         Returns:
             The context.
         """
-        return Again(self, name)
+        return ReplayContext(self, name)
 
 
 @dataclass
-class _Run:
+class _RunningPiece:
     """A running piece. ``taken`` counts the kept values that a repeated piece has used; it is None in the first run."""
 
     kept: dict[Hashable, list[Any]]
@@ -206,15 +206,15 @@ class _Run:
         return kept[place]
 
 
-class Again(AbstractContextManager[None]):
-    """The context that ``Replay.again`` returns.
+class ReplayContext(AbstractContextManager[None]):
+    """The context that ``DrawReplay.again`` returns.
 
     Args:
         replay: The replay whose state is restored.
         name: Name of the piece in errors.
     """
 
-    def __init__(self, replay: Replay, name: str = ""):
+    def __init__(self, replay: DrawReplay, name: str = ""):
         self._replay = replay
         self._name = name
         self._kept: dict[Hashable, list[Any]] = {}
@@ -225,7 +225,7 @@ class Again(AbstractContextManager[None]):
     @contextmanager
     def first(self) -> Iterator[None]:
         """Record the values that the piece keeps in its first run, inside the context."""
-        self._replay._runs.append(_Run(self._kept))
+        self._replay._runs.append(_RunningPiece(self._kept))
         try:
             yield
         finally:
@@ -234,7 +234,7 @@ class Again(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._replay.runs_again += 1
         self._replay.ran_again = self._name
-        self._replay._runs.append(_Run(self._kept, {}))
+        self._replay._runs.append(_RunningPiece(self._kept, {}))
         self._before.append((self._replay._place, self._replay._calls, self._replay.whole_sequence))
         place, calls, self._replay.whole_sequence = self._then
         self._replay._place, self._replay._calls = place, dict(calls)

@@ -4,7 +4,7 @@ Both are contexts, entered around the first run; ``again`` returns a context for
 state as it found it. The engine's own random numbers are restored by ``replay.py``. Other state that a block keeps from
 pass to pass (a counter in an attribute, a tensor of the pass before) cannot be restored. So in the first passes of a
 block the tensors that its second run computes for the backward pass are compared with those of the first
-(``SavedAlike``), and a block whose runs differ is refused by name.
+(``SavedTensorCheck``), and a block whose runs differ is refused by name.
 
 Cost: torch's states are read twice a pass (5 kB on a CPU), and kept if something was drawn, those of Python and
       numpy in the first passes, and later if these drew; small buffers, and those that change, are copied once a
@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.base.errors import UsageError
-from shardwise.passes.generators import Generators, States
+from shardwise.passes.generators import RandomGenerators, States
 
 _COMPARED = 4
 """Number of passes of a block whose second run is compared."""
@@ -42,7 +42,7 @@ class BlockDraws(AbstractContextManager[None]):
         generators: The generators that the piece may draw from.
     """
 
-    def __init__(self, generators: Generators):
+    def __init__(self, generators: RandomGenerators):
         self._generators = generators
         self._before: States = {}
         """States with which the first run began, if it has drawn."""
@@ -54,9 +54,9 @@ class BlockDraws(AbstractContextManager[None]):
         if not self._generators.drawn(self._before):
             self._before = {}
 
-    def again(self) -> "_Redrawn":
+    def again(self) -> "_RepeatedDraws":
         """Return the context for a further run, in which the states are as in the first run."""
-        return _Redrawn(self)
+        return _RepeatedDraws(self)
 
     def rewind(self) -> States:
         """Set the states with which the first run began, if it drew.
@@ -76,7 +76,7 @@ class BlockDraws(AbstractContextManager[None]):
         self._generators.put(states)
 
 
-class _Redrawn(AbstractContextManager[None]):
+class _RepeatedDraws(AbstractContextManager[None]):
     def __init__(self, draws: BlockDraws):
         self._draws = draws
         self._held: list[States] = []
@@ -107,7 +107,7 @@ class BlockBuffers:
         self._changing: set[tuple[int, str]] | None = None
         """(index of the module, name) of the buffers that a pass has changed; None before the first pass."""
 
-    def before(self) -> "_Snapshot":
+    def before(self) -> "_BufferSnapshot":
         """Return the context around a pass's first run, with copies of the present values."""
         if self._changing is None:
             self._modules = list(self._block.modules())
@@ -119,9 +119,9 @@ class BlockBuffers:
             if keeps_all or buffer.nbytes <= _SMALL_BYTES or (place, name) in (self._changing or ())
         }
         versions = {(place, name): (buffer, buffer._version) for place, name, buffer in held}
-        return _Snapshot(self, kept, versions, keeps_all)
+        return _BufferSnapshot(self, kept, versions, keeps_all)
 
-    def note(self, snapshot: "_Snapshot") -> None:
+    def note(self, snapshot: "_BufferSnapshot") -> None:
         """Record the buffers that the first run has changed.
 
         Args:
@@ -168,7 +168,7 @@ class BlockBuffers:
 
 
 @dataclass
-class _Snapshot(AbstractContextManager[None]):
+class _BufferSnapshot(AbstractContextManager[None]):
     """The context around a pass's first run; ``again`` returns the context for every further run."""
 
     buffers: BlockBuffers
@@ -184,13 +184,13 @@ class _Snapshot(AbstractContextManager[None]):
             self.buffers.note(self)
         self.versions.clear()
 
-    def again(self) -> "_Before":
+    def again(self) -> "_BuffersBefore":
         """Return a context in which the buffers are as before the first run."""
-        return _Before(self)
+        return _BuffersBefore(self)
 
 
-class _Before(AbstractContextManager[None]):
-    def __init__(self, snapshot: _Snapshot):
+class _BuffersBefore(AbstractContextManager[None]):
+    def __init__(self, snapshot: _BufferSnapshot):
         self._snapshot = snapshot
         self._held: list[dict[tuple[int, str], Tensor]] = []
 
@@ -216,13 +216,13 @@ class SecondRuns:
         self.name = name
         self._passes = 0
 
-    def next(self) -> "SavedAlike | None":
+    def next(self) -> "SavedTensorCheck | None":
         """Return the comparison of the pass that begins, or None after the first passes."""
         self._passes += 1
-        return SavedAlike(self.name) if self._passes <= _COMPARED else None
+        return SavedTensorCheck(self.name) if self._passes <= _COMPARED else None
 
 
-class SavedAlike(AbstractContextManager[None]):
+class SavedTensorCheck(AbstractContextManager[None]):
     """The comparison of the tensors that the runs of one pass save for the backward pass, by samples.
 
     The context is entered around the first run, and ``again`` around every further run, inside torch's own
@@ -259,9 +259,9 @@ class SavedAlike(AbstractContextManager[None]):
         hooks.__enter__()
         self._hooks.append(hooks)
 
-    def again(self) -> "_SavedAgain":
+    def again(self) -> "_SavedComparison":
         """Return the context for a further run."""
-        return _SavedAgain(self)
+        return _SavedComparison(self)
 
     def _compare(self, place: int, tensor: Tensor) -> None:
         if place >= len(self._first):
@@ -273,8 +273,8 @@ class SavedAlike(AbstractContextManager[None]):
             raise UsageError(different(self._name, "computes other numbers the second time"))
 
 
-class _SavedAgain(AbstractContextManager[None]):
-    def __init__(self, alike: SavedAlike):
+class _SavedComparison(AbstractContextManager[None]):
+    def __init__(self, alike: SavedTensorCheck):
         self._alike = alike
 
     def __enter__(self) -> None:

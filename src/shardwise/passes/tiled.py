@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 
 Place = tuple[nn.Module, str]
 """A parameter: its module, and its name in that module."""
@@ -36,7 +36,7 @@ def tiled(
     function: OfTile,
     x: Tensor,
     tokens: int,
-    replay: Replay,
+    replay: DrawReplay,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Tensor:
     """Return ``function`` of ``x``, computed ``tokens`` rows at a time.

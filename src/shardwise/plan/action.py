@@ -1,8 +1,8 @@
 """Action: one operation of a rank in a training step.
 
 What each Kind of operation does, where it may stand and what it costs is one row of the table in ``kinds.py``:
-F, B, I, W, SEND, RECV, BRING, UNSHARD, RESHARD, RECALL, REDUCE, ARRIVE, ASK, FETCH, DELIVER, SUM, NORM, DIRECT, TRUST,
-DEAL, ADOPT, LOAD, STEP, STORE, WAIT.
+F, B, I, W, SEND, RECV, LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD, REDUCE, ARRIVE, INPUT_DIST, FETCH, DELIVER, SUM, NORM,
+DIRECTION, TRUST_RATIO, ALL_TO_ALL, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT.
 
 A step is a list of Actions. Under a schedule a loop walks the list. In a user's own loop the user's Python decides the
 order of Units, and the module hooks follow the same list with a cursor.
@@ -16,19 +16,19 @@ A stage's passes name the stage and a microbatch. An Action inside a pass names 
 A rank has one SUM and one NORM, between its last REDUCE or DELIVER and its first STEP:
 
     ... REDUCE(u1,5) DELIVER(u3) SUM NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) ... STEP(u3)
-    ... NORM DIRECT(u0) DIRECT(u1) ... TRUST DEAL STEP(u0) UNSHARD(u0) ...      if updates need whole tensors
+    ... NORM DIRECTION(u0) DIRECTION(u1) ... TRUST_RATIO ALL_TO_ALL STEP(u0) ...      if updates need whole tensors
 
 State on another tier than the device is updated while the next step begins. Its LOAD, STEP and STORE are only started
 at their places in the list; a thread runs them in this order, and each user of the Unit's weights waits for its STEP:
 
     ... NORM STEP(u0) LOAD(u1) LOAD(u2) STEP(u1) STORE(u1) STEP(u2) STORE(u2) ...
 
-With delayed updates the whole next step runs on the old weights, and ADOPT installs the new weights at its end:
+With delayed updates the whole next step runs on the old weights, and SWAP_WEIGHT installs the new weights at its end:
 
-    ... NORM ADOPT(u0) ADOPT(u1) ADOPT(u2) LOAD(u2) LOAD(u1) STEP(u2) STORE(u2) ...
+    ... NORM SWAP_WEIGHT(u0) SWAP_WEIGHT(u1) SWAP_WEIGHT(u2) LOAD(u2) LOAD(u1) STEP(u2) STORE(u2) ...
 
-ASK is the half of FETCH that reads no weight. ASKs have a list of their own, which a thread walks while the steps
-before are computed (``plan.lists.keys_ahead``). A FETCH without an earlier ASK does both halves.
+INPUT_DIST is the half of FETCH that reads no weight. INPUT_DISTs have a list of their own, which a thread walks while
+the steps before are computed (``plan.lists.keys_ahead``). A FETCH without an earlier INPUT_DIST does both halves.
 """
 
 from typing import NamedTuple
@@ -84,7 +84,7 @@ SUM = Action(Kind.SUM)
 """The SUM of a rank, once per step."""
 NORM = Action(Kind.NORM)
 """The NORM of a rank, once per step."""
-TRUST = Action(Kind.TRUST)
-"""The TRUST of a rank, once per step."""
-DEAL = Action(Kind.DEAL)
-"""The DEAL of a rank, once per step."""
+TRUST_RATIO = Action(Kind.TRUST_RATIO)
+"""The TRUST_RATIO of a rank, once per step."""
+ALL_TO_ALL = Action(Kind.ALL_TO_ALL)
+"""The ALL_TO_ALL of a rank, once per step."""

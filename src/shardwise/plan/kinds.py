@@ -231,7 +231,7 @@ class AnyKind(Enum):
         self.ends_step: bool = bool(phases) and "pass" not in phases
         """True for the Kinds that follow all passes of a step."""
         self.updates: bool = phases == {"update"}
-        """True for the Kinds that follow NORM. A skipped step runs only ADOPT of these."""
+        """True for the Kinds that follow NORM. A skipped step runs only SWAP_WEIGHT of these."""
         self.is_announced: bool = self.computes or (row.of == "tables" and "pass" in phases)
         """True for the Kinds that the user's model reaches by itself inside a pass, as module hooks report."""
 
@@ -279,11 +279,11 @@ class Kind(AnyKind):
         handler=("schedule", "receive"),
         memory=("receive",),
     )
-    BRING = Definition(
+    LOAD_WEIGHT = Definition(
         "copy a rank's shard of a Unit's weights from host memory or a disk to the device, ahead of its UNSHARD",
         "swap in, prefetch",
         uses=(Use("pass", _brings, "of a Unit whose shard lies on the device, or that is whole"),),
-        handler=("windows", "bring"),
+        handler=("windows", "load_weight"),
         opens="brought",
         waits_for=("updated",),
         moves=(Move("disk", "weights_read"), Move("up", "weights_brought")),
@@ -304,7 +304,7 @@ class Kind(AnyKind):
                     OrderRule(
                         "STEP", True, "unit", ", which changes what is gathered", lambda f: not f.adopts
                     ),
-                    OrderRule("ADOPT", True, "unit", ", which changes what is gathered"),
+                    OrderRule("SWAP_WEIGHT", True, "unit", ", which changes what is gathered"),
                     OrderRule(
                         "STEP", False, "units", ", which runs beside the next step", lambda f: f.adopts
                     ),
@@ -327,13 +327,13 @@ class Kind(AnyKind):
         closes="gathered",
         memory=("free gathered",),
     )
-    RECALL = Definition(
+    RELOAD = Definition(
         "bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it",
         "reload, swap in",
         uses=(
             Use("pass", _recalls, "of a Unit whose forward saves everything on the device", inside=("B",)),
         ),
-        handler=("windows", "recall"),
+        handler=("windows", "reload"),
         moves=(Move("up", "saved"), Move("exchange", "saved_elsewhere")),
         gives="recalled",
         memory=("recall",),
@@ -374,7 +374,7 @@ class Kind(AnyKind):
         ),
         memory=("arrive",),
     )
-    ASK = Definition(
+    INPUT_DIST = Definition(
         "send the keys of a batch to the owners of their rows, ahead of the batch's step",
         "input dist",
         of="tables",
@@ -439,7 +439,7 @@ class Kind(AnyKind):
         ),
         handler=("end", "norm"),
     )
-    DIRECT = Definition(
+    DIRECTION = Definition(
         "compute a Unit's moments and update directions, if the update needs more than its own element",
         "first half of an optimizer's step",
         uses=(
@@ -450,9 +450,9 @@ class Kind(AnyKind):
                 "though its updates need whole tensors (registry: needs)",
             ),
         ),
-        handler=("end", "direct"),
+        handler=("end", "direction"),
     )
-    TRUST = Definition(
+    TRUST_RATIO = Definition(
         "compute the norms of whole tensors, of weights and of directions",
         "trust ratio, layer-wise norms",
         of="rank",
@@ -462,12 +462,12 @@ class Kind(AnyKind):
                 _once("norms"),
                 "though no update here needs it (registry: needs)",
                 "though updates need it (registry: needs)",
-                order=(OrderRule("DIRECT", True, "units", ", whose directions it looks at"),),
+                order=(OrderRule("DIRECTION", True, "units", ", whose directions it looks at"),),
             ),
         ),
-        handler=("end", "trust"),
+        handler=("end", "trust_ratio"),
     )
-    DEAL = Definition(
+    ALL_TO_ALL = Definition(
         "send whole matrices of directions to one rank each, and receive the updates back",
         "distributed Muon",
         of="rank",
@@ -477,12 +477,12 @@ class Kind(AnyKind):
                 _once("matrices"),
                 "though no update here needs it (registry: needs)",
                 "though updates need it (registry: needs)",
-                order=(OrderRule("DIRECT", True, "units", ", whose directions it looks at"),),
+                order=(OrderRule("DIRECTION", True, "units", ", whose directions it looks at"),),
             ),
         ),
-        handler=("end", "deal"),
+        handler=("end", "all_to_all"),
     )
-    ADOPT = Definition(
+    SWAP_WEIGHT = Definition(
         "replace a Unit's weights by the result of the previous step's update (delayed updates)",
         "delayed parameter update",
         uses=(
@@ -494,7 +494,7 @@ class Kind(AnyKind):
                 order=(OrderRule("STEP", False, "units", ", which a skipped step leaves out"),),
             ),
         ),
-        handler=("end", "adopt"),
+        handler=("end", "swap_weight"),
         holds=("update",),
         memory=("drop late gradients",),
     )
@@ -526,13 +526,13 @@ class Kind(AnyKind):
                 "though the Unit trains",
                 order=(
                     OrderRule("LOAD", True, "unit", ", which brings what it updates"),
-                    OrderRule("ADOPT", True, "unit", ", which takes what it writes over"),
-                    OrderRule("DIRECT", True, "unit", ", which computes what it applies"),
+                    OrderRule("SWAP_WEIGHT", True, "unit", ", which takes what it writes over"),
+                    OrderRule("DIRECTION", True, "unit", ", which computes what it applies"),
                     OrderRule(
-                        "TRUST", True, "rank", ", which computes what its update needs of whole tensors"
+                        "TRUST_RATIO", True, "rank", ", which computes what its update needs of whole tensors"
                     ),
                     OrderRule(
-                        "DEAL", True, "rank", ", which computes what its update needs of whole tensors"
+                        "ALL_TO_ALL", True, "rank", ", which computes what its update needs of whole tensors"
                     ),
                 ),
             ),

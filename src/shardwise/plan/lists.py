@@ -11,12 +11,12 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
 
 so gathers come in the reverse order of closing and reductions in the reverse order of opening. The order is the same on
 every rank, whatever order the gradients arrive in. Gathers go ahead of their use in this order, limited by bytes
-(``Prefetch``); if a shard lies on another tier, BRING(u) goes as far ahead of its gather. Tensors that a Unit's forward
-saved on another tier are brought back one such Unit ahead of its backward: RECALL(u3) RECALL(u2) B(u3) ... RECALL(u1)
-B(u2) ... B(u1). The sums of gradients travel beside the computation: ARRIVE(u) waits for the oldest as soon as more
-than a given number are under way, and NORM waits for the rest. Vectors of embedding tables are fetched where the model
-calls the tables: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: ASK(t)
-(``keys_ahead``).
+(``PrefetchLimits``); if a shard lies on another tier, LOAD_WEIGHT(u) goes as far ahead of its gather. Tensors that a
+Unit's forward saved on another tier are brought back one such Unit ahead of its backward: RELOAD(u3) RELOAD(u2) B(u3)
+... RELOAD(u1) B(u2) ... B(u1). The sums of gradients travel beside the computation: ARRIVE(u) waits for the oldest as
+soon as more than a given number are under way, and NORM waits for the rest. Vectors of embedding tables are fetched
+where the model calls the tables: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their
+own: INPUT_DIST(t) (``keys_ahead``).
 
 [Note: gathers behind updates]
 If STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) the gather would delay F(u-1)
@@ -49,7 +49,7 @@ With this number an update may take three quarters of its Unit's forward pass an
 """
 
 
-class Prefetch(NamedTuple):
+class PrefetchLimits(NamedTuple):
     """Limits on how far gathers go ahead of their use: many small Units at once, or one large Unit."""
 
     limit_bytes: int = 0
@@ -67,8 +67,8 @@ class Prefetch(NamedTuple):
         return not waiting_bytes or waiting_bytes + self.unit_bytes[unit] <= self.limit_bytes
 
     def behind_updates(
-        self, boundaries: Sequence["Boundary"], strategies: Sequence[Strategy], trained: Sequence[bool]
-    ) -> "Prefetch":
+        self, boundaries: Sequence["UnitBoundary"], strategies: Sequence[Strategy], trained: Sequence[bool]
+    ) -> "PrefetchLimits":
         """Return the prefetch of a step's first forward pass, with held gathers: [Note: gathers behind updates].
 
         Args:
@@ -81,10 +81,10 @@ class Prefetch(NamedTuple):
         return self._replace(held=beside[:_HELD])
 
 
-NO_PREFETCH = Prefetch()
+NO_PREFETCH = PrefetchLimits()
 
 
-class Boundary(NamedTuple):
+class UnitBoundary(NamedTuple):
     """The point at which a forward pass enters or leaves a Unit."""
 
     enters: bool
@@ -92,7 +92,7 @@ class Boundary(NamedTuple):
 
 
 def forward_actions(
-    boundaries: Sequence[Boundary], strategies: Sequence[Strategy], prefetch: Prefetch = NO_PREFETCH
+    boundaries: Sequence[UnitBoundary], strategies: Sequence[Strategy], prefetch: PrefetchLimits = NO_PREFETCH
 ) -> list[Action]:
     """Return the Actions of the forward pass of one microbatch.
 
@@ -112,11 +112,11 @@ def forward_actions(
 
 
 def backward_actions(
-    boundaries: Sequence[Boundary],
+    boundaries: Sequence[UnitBoundary],
     strategies: Sequence[Strategy],
     trained: Sequence[bool],
     last: bool,
-    prefetch: Prefetch = NO_PREFETCH,
+    prefetch: PrefetchLimits = NO_PREFETCH,
     under_way: int = 0,
     first: bool = True,
 ) -> list[Action]:
@@ -134,7 +134,7 @@ def backward_actions(
         under_way: Number of Units whose reductions may still run while the pass goes on.
         first: True for the first microbatch; later ones also wait for the last reductions of the pass before.
     """
-    mirror = [Boundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
+    mirror = [UnitBoundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
     last_close = {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
     recalled = _recalls(mirror, strategies)
     actions: list[Action] = []
@@ -142,7 +142,7 @@ def backward_actions(
         moves = strategies[unit].has_windows and is_outermost
         if enters:
             actions += [Action(Kind.UNSHARD, unit)] * moves
-            actions += [Action(Kind.RECALL, each) for each in recalled.get(i, ())] + [Action(Kind.B, unit)]
+            actions += [Action(Kind.RELOAD, each) for each in recalled.get(i, ())] + [Action(Kind.B, unit)]
             continue
         actions += [Action(Kind.RESHARD, unit)] * moves
         if trained[unit] and (last or strategies[unit].reduces_each) and i == last_close[unit]:
@@ -171,7 +171,7 @@ def _with_arrivals(actions: Sequence[Action], travelling: deque[int], under_way:
     return made
 
 
-def _recalls(mirror: Sequence[Boundary], strategies: Sequence[Strategy]) -> dict[int, list[int]]:
+def _recalls(mirror: Sequence[UnitBoundary], strategies: Sequence[Strategy]) -> dict[int, list[int]]:
     """Return the Units whose saved tensors are recalled before a boundary, by position of the boundary."""
     opened = [
         (i, boundary.unit)
@@ -185,7 +185,7 @@ def _recalls(mirror: Sequence[Boundary], strategies: Sequence[Strategy]) -> dict
     return found
 
 
-def _outermost(boundaries: Sequence[Boundary]) -> list[bool]:
+def _outermost(boundaries: Sequence[UnitBoundary]) -> list[bool]:
     """Return for each boundary whether its Unit is not open already.
 
     A Unit that calls itself is gathered by its outer call.
@@ -213,26 +213,28 @@ def _without_pauses(actions: list[Action]) -> list[Action]:
     return kept
 
 
-def _moved_ahead(actions: list[Action], strategies: Sequence[Strategy], prefetch: Prefetch) -> list[Action]:
-    """Move gathers ahead of their use, and each BRING as far ahead of its gather.
+def _moved_ahead(
+    actions: list[Action], strategies: Sequence[Strategy], prefetch: PrefetchLimits
+) -> list[Action]:
+    """Move gathers ahead of their use, and each LOAD_WEIGHT as far ahead of its gather.
 
-    Without prefetching, a BRING stands directly in front of its gather.
+    Without prefetching, a LOAD_WEIGHT stands directly in front of its gather.
     """
     if prefetch.limit_bytes:
         actions = _ahead(Kind.UNSHARD, actions, prefetch)
     brought: list[Action] = []
     for action in actions:
         if action.kind is Kind.UNSHARD and strategies[action.unit].brings_shard:
-            brought.append(action._replace(kind=Kind.BRING))
+            brought.append(action._replace(kind=Kind.LOAD_WEIGHT))
         brought.append(action)
-    return _ahead(Kind.BRING, brought, prefetch) if prefetch.limit_bytes else brought
+    return _ahead(Kind.LOAD_WEIGHT, brought, prefetch) if prefetch.limit_bytes else brought
 
 
-def _ahead(kind: Kind, actions: Sequence[Action], prefetch: Prefetch) -> list[Action]:
-    """Move every Action of ``kind``, UNSHARD or BRING, before the compute Actions in front, as far as there is room.
+def _ahead(kind: Kind, actions: Sequence[Action], prefetch: PrefetchLimits) -> list[Action]:
+    """Move every UNSHARD or LOAD_WEIGHT (``kind``) before the compute Actions in front, as far as there is room.
 
-    A BRING also moves before the gathers there, because it runs while other Units compute. No Action overtakes another
-    of its kind, nor the RESHARD of its own Unit.
+    A LOAD_WEIGHT also moves before the gathers there, because it runs while other Units compute. No Action overtakes
+    another of its kind, nor the RESHARD of its own Unit.
     """
     moved: list[Action] = []
     waiting: list[int] = []
@@ -278,9 +280,9 @@ def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[A
 def keys_ahead(actions: Sequence[Action]) -> list[Action]:
     """Return the Actions of ``actions`` that may run while the steps before are computed.
 
-    These are the halves of the FETCHes that read no weights, as ASKs, in the order of the FETCHes.
+    These are the halves of the FETCHes that read no weights, as INPUT_DISTs, in the order of the FETCHes.
     """
-    return [action._replace(kind=Kind.ASK) for action in actions if action.kind is Kind.FETCH]
+    return [action._replace(kind=Kind.INPUT_DIST) for action in actions if action.kind is Kind.FETCH]
 
 
 def update_actions(
@@ -299,7 +301,7 @@ def update_actions(
         between: Actions between the two halves of those updates, which compute what the second half needs.
         loads_ahead: Number of Units whose state is read from a disk at once.
     """
-    actions = [*(Action(Kind.DIRECT, unit) for unit in directed), *between]
+    actions = [*(Action(Kind.DIRECTION, unit) for unit in directed), *between]
     is_delayed = any(strategy.is_delayed for strategy in strategies)
     units = [unit for unit, is_trained in enumerate(trained) if is_trained]
     away = [unit for unit in units if strategies[unit].tier != "device"]
@@ -311,7 +313,7 @@ def update_actions(
     if is_delayed:
         # The updates run beside the next step, whose backward pass writes gradients from the last Unit on. Each
         # gradient overwrites that of the step before, which must be used up by then, so the last Unit is updated first.
-        actions += [each for unit in away for each in (Action(Kind.ADOPT, unit), *gathered(unit))]
+        actions += [each for unit in away for each in (Action(Kind.SWAP_WEIGHT, unit), *gathered(unit))]
         away.reverse()
     for unit in units:
         if unit not in away:
@@ -336,12 +338,12 @@ def skipped_updates(actions: Sequence[Action]) -> list[Action]:
     """Return the Actions behind NORM of a step that is skipped, given the list of a step that is not.
 
     A skipped step leaves all state as it is. The result of the step before, which delayed updates install now, belongs
-    to that step: its ADOPTs and their gathers stay.
+    to that step: its SWAP_WEIGHTs and their gathers stay.
     """
     made: list[Action] = []
     adopted: set[int] = set()
     for action in actions:
-        if action.kind is Kind.ADOPT:
+        if action.kind is Kind.SWAP_WEIGHT:
             adopted.add(action.unit)
             made.append(action)
         elif action.kind is Kind.UNSHARD and action.unit in adopted:
@@ -349,7 +351,7 @@ def skipped_updates(actions: Sequence[Action]) -> list[Action]:
     return made
 
 
-def registration_boundaries(names: Sequence[str]) -> list[Boundary]:
+def registration_boundaries(names: Sequence[str]) -> list[UnitBoundary]:
     """Return boundaries in the order in which modules were registered.
 
     This order is used until the first step has shown its own.
@@ -357,17 +359,17 @@ def registration_boundaries(names: Sequence[str]) -> list[Boundary]:
     Args:
         names: Module names of the Units in order of registration. A Unit lies inside another if its name does.
     """
-    boundaries: list[Boundary] = []
+    boundaries: list[UnitBoundary] = []
     open_units: list[int] = []
     for unit, name in enumerate(names):
         while open_units and not is_inside(name, names[open_units[-1]]):
-            boundaries.append(Boundary(False, open_units.pop()))
-        boundaries.append(Boundary(True, unit))
+            boundaries.append(UnitBoundary(False, open_units.pop()))
+        boundaries.append(UnitBoundary(True, unit))
         open_units.append(unit)
-    return boundaries + [Boundary(False, unit) for unit in reversed(open_units)]
+    return boundaries + [UnitBoundary(False, unit) for unit in reversed(open_units)]
 
 
-def with_absent(seen: Sequence[Boundary], before: Sequence[Boundary]) -> tuple[Boundary, ...]:
+def with_absent(seen: Sequence[UnitBoundary], before: Sequence[UnitBoundary]) -> tuple[UnitBoundary, ...]:
     """Return the order ``seen`` of a forward pass with the Units that did not run, each at its position in ``before``.
 
     A Unit that did not run is inserted behind its neighbour in ``before``. Data that skips different blocks in
@@ -386,10 +388,10 @@ def with_absent(seen: Sequence[Boundary], before: Sequence[Boundary]) -> tuple[B
             parent = around[-1]
             neighbour = last_inside.get(parent)
             if neighbour is None:
-                place = order.index(Boundary(True, parent)) + 1
+                place = order.index(UnitBoundary(True, parent)) + 1
             else:  # behind the neighbour's last window
-                place = len(order) - order[::-1].index(Boundary(False, neighbour))
-            order[place:place] = [Boundary(True, unit), Boundary(False, unit)]
+                place = len(order) - order[::-1].index(UnitBoundary(False, neighbour))
+            order[place:place] = [UnitBoundary(True, unit), UnitBoundary(False, unit)]
             ran.add(unit)
         if around:
             last_inside[around[-1]] = unit

@@ -42,7 +42,7 @@ class Replicate:
         return "R"
 
 
-class Block(NamedTuple):
+class ShardBlock(NamedTuple):
     """A range of a dimension that is cut by itself: the queries of a fused QKV matrix, for example."""
 
     size: int
@@ -65,7 +65,7 @@ class Shard:
     """
 
     dim: int = FLAT
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[ShardBlock, ...] = ()
     balanced: bool = False
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ def elements_sent(source: Placement, target: Placement, elements: int, ranks: in
 # Pieces of one tensor ----------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class PieceRange(NamedTuple):
     """Positions [start, stop) of the dimension that is cut, in the order in which a rank holds them."""
 
     start: int
@@ -166,7 +166,7 @@ class Piece(NamedTuple):
     """Number of neighbouring ranks that hold these positions."""
 
 
-def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
+def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[PieceRange]:
     """Return the positions that rank ``index`` holds of a dimension; padding is left out.
 
     Args:
@@ -179,10 +179,10 @@ def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
         PlanError: if a block's parts and the ranks do not divide one another.
     """
     if not shard.blocks and shard.balanced:
-        return [Piece(index * size // ranks, (index + 1) * size // ranks)]
+        return [PieceRange(index * size // ranks, (index + 1) * size // ranks)]
     if not shard.blocks:
         step = -(-size // ranks)
-        return [Piece(min(index * step, size), min((index + 1) * step, size))]
+        return [PieceRange(min(index * step, size), min((index + 1) * step, size))]
     assert sum(block.size for block in shard.blocks) == size, "the blocks fill the dimension"
     found, first = [], 0
     for block in shard.blocks:
@@ -200,7 +200,7 @@ def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
         replicas = block.replicas(ranks)
         step = block.size // (ranks // replicas)
         start = first + index // replicas * step
-        found.append(Piece(start, start + step, replicas))
+        found.append(PieceRange(start, start + step, replicas))
         first += block.size
     return found
 
@@ -208,7 +208,7 @@ def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
 # Pieces over several axes ------------------------------------------------------------------------------------------
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """The effect of one axis on a tensor, seen from one rank on the axis."""
 
     where: Placement
@@ -237,7 +237,7 @@ class LocalSpan(NamedTuple):
     """
 
 
-class Run(NamedTuple):
+class ContiguousRun(NamedTuple):
     """Elements that are contiguous both in a rank's flattened piece and in the flattened whole tensor."""
 
     local: int
@@ -247,7 +247,7 @@ class Run(NamedTuple):
     """Number of neighbouring ranks that hold the elements, by cut; the first of these ranks stands for all."""
 
 
-def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[LocalSpan], int]:
+def spans(size: int, dim: int, cuts: Sequence[AxisCut]) -> tuple[list[LocalSpan], int]:
     """Return the positions of dimension ``dim`` that a rank holds, and the size of its piece with padding.
 
     The positions come in the order in which the rank holds them. If several axes cut the dimension, each cuts what the
@@ -274,12 +274,12 @@ def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[LocalSpan], in
     return held, length
 
 
-def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[int, ...]:
     """Return the shape of one rank's piece, padding included: the same on every rank."""
     return tuple(spans(size, dim, cuts)[1] for dim, size in enumerate(shape))
 
 
-def shape_on(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
+def shape_on(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[int, ...]:
     """Return the shape of what the rank of ``cuts`` holds, padding included.
 
     Unlike ``local_shape``, this also covers placements whose pieces differ from rank to rank.
@@ -301,7 +301,9 @@ def shape_on(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def runs(shape: Sequence[int], cuts: Sequence[Cut], start: int = 0, stop: int | None = None) -> Iterator[Run]:
+def runs(
+    shape: Sequence[int], cuts: Sequence[AxisCut], start: int = 0, stop: int | None = None
+) -> Iterator[ContiguousRun]:
     """Yield the runs in which a rank's flattened piece lies in the whole tensor, without padding.
 
     A tensor may be cut along several dimensions by several axes: ``[E/ep, 2F/etp, D]``.
@@ -317,7 +319,7 @@ def runs(shape: Sequence[int], cuts: Sequence[Cut], start: int = 0, stop: int | 
     if not dims:
         stop = math.prod(shape) if stop is None else stop
         if start < stop:
-            yield Run(start, start, stop - start, everywhere)
+            yield ContiguousRun(start, start, stop - start, everywhere)
         return
     last = max(dims)
     held, local = zip(*(spans(shape[dim], dim, cuts) for dim in range(last + 1)), strict=True)
@@ -340,7 +342,7 @@ def runs(shape: Sequence[int], cuts: Sequence[Cut], start: int = 0, stop: int | 
                 full = (outer[0] * shape[last] + span.full) * inner + begin - first
                 found = outer[1] | span.replicas
                 replicas = tuple(found.get(i, n) for i, n in enumerate(everywhere)) if found else everywhere
-                yield Run(begin, full, end - begin, replicas)
+                yield ContiguousRun(begin, full, end - begin, replicas)
 
 
 def _outer(

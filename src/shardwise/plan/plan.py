@@ -26,7 +26,7 @@ from shardwise.plan.unit import Bucket, Unit
 
 
 @dataclass(frozen=True)
-class Buffers:
+class BucketBuffers:
     """The flat buffers of one bucket that live from step to step: element size and placement of each."""
 
     kind: str
@@ -74,7 +74,7 @@ class RankClass:
     """Stage of each Unit."""
     strategies: tuple[Strategy, ...]
     """Placements, tiers and times of the moves of each Unit's state."""
-    buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
+    buffers: Mapping[tuple[int, int], tuple[BucketBuffers, ...]]
     """Persistent buffers by (Unit, bucket)."""
     under_way: int = 0
     """Units of a stage whose reductions may run while a pass goes on."""
@@ -171,7 +171,7 @@ class Plan:
         return self.own.units
 
     @property
-    def buffers(self) -> Mapping[tuple[int, int], tuple[Buffers, ...]]:
+    def buffers(self) -> Mapping[tuple[int, int], tuple[BucketBuffers, ...]]:
         """Persistent buffers of this rank, by (Unit, bucket)."""
         return self.own.buffers
 

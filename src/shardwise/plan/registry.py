@@ -16,10 +16,10 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
-from shardwise.plan.placement import FLAT, Cut, Placement, Replicate, Shard, shape_on
+from shardwise.plan.placement import FLAT, AxisCut, Placement, Replicate, Shard, shape_on
 from shardwise.plan.unit import Unit
 
-Kind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
+TensorKind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
 Needs = Literal["elements", "norm", "matrix"]
 """Inputs of a tensor's update: each element by itself, also the norm of the whole tensor, or the whole matrix."""
 
@@ -41,7 +41,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     """Global shape, uncut and unpadded."""
     dtype: torch.dtype
-    kind: Kind
+    kind: TensorKind
     placement: Mapping[str, Placement] = field(default_factory=dict)
     """Placement per axis; an axis that is not named is Replicate.
 
@@ -80,7 +80,9 @@ class TensorInfo:
         """
         if mesh.index("pp", rank) not in {stage % mesh.pp for stage in self.stages}:
             return 0.0
-        cuts = [Cut(where, mesh.index(axis, rank), mesh.size(axis)) for axis, where in self.placement.items()]
+        cuts = [
+            AxisCut(where, mesh.index(axis, rank), mesh.size(axis)) for axis, where in self.placement.items()
+        ]
         elements = math.prod(shape_on(self.shape, cuts))
         flat = [
             axis for axis, where in self.placement.items() if isinstance(where, Shard) and where.dim == FLAT
@@ -133,7 +135,7 @@ class Registry:
                 "holds an addend, Replicate where all hold the sum, Shard where each holds that of its own slice"
             )
 
-    def get(self, kind: Kind, name: str, label: str = "") -> TensorInfo:
+    def get(self, kind: TensorKind, name: str, label: str = "") -> TensorInfo:
         """Return the tensor of that kind and name.
 
         Raises:
@@ -150,7 +152,7 @@ class Registry:
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def of_kind(self, kind: Kind) -> list[TensorInfo]:
+    def of_kind(self, kind: TensorKind) -> list[TensorInfo]:
         """Return all tensors of one kind, in order of registration."""
         return [info for info in self if info.kind == kind]
 

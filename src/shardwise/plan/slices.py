@@ -21,11 +21,11 @@ from itertools import product
 from torch import Tensor
 
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
-from shardwise.plan.placement import Cut, Partial, Run, Shard, local_shape, runs, spans
+from shardwise.plan.placement import AxisCut, ContiguousRun, Partial, Shard, local_shape, runs, spans
 from shardwise.plan.registry import Registry, TensorInfo
 
 
-class Slices:
+class TensorSlices:
     """Slices of all registered tensors, seen from one rank.
 
     Args:
@@ -41,19 +41,19 @@ class Slices:
         views = (mesh.model_axes(state) for state in (DENSE, EXPERT))
         self._places = {axis: mesh.index(axis, rank) for axes in views for axis in axes}
 
-    def of(self, rank: int) -> "Slices":
+    def of(self, rank: int) -> "TensorSlices":
         """Return the slices seen from another rank."""
-        return Slices(self.registry, self.mesh, rank)
+        return TensorSlices(self.registry, self.mesh, rank)
 
     def cut_axes(self, info: TensorInfo) -> tuple[str, ...]:
         """Return the axes whose ranks hold different slices of the tensor."""
         named = zip(self.mesh.model_axes(info.axes), self.cuts(info), strict=True)
         return tuple(axis for axis, cut in named if cut.dim is not None)
 
-    def cuts(self, info: TensorInfo) -> tuple[Cut, ...]:
+    def cuts(self, info: TensorInfo) -> tuple[AxisCut, ...]:
         """Return the cut of the tensor by each axis, seen from this rank."""
         return tuple(
-            Cut(info.on(axis), self._places[axis], self.mesh.size(axis))
+            AxisCut(info.on(axis), self._places[axis], self.mesh.size(axis))
             for axis in self.mesh.model_axes(info.axes)
         )
 
@@ -61,11 +61,11 @@ class Slices:
         """Return the shape of a rank's piece, padding included: the same on every rank."""
         return local_shape(info.shape, self.cuts(info))
 
-    def runs(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> Iterator[Run]:
+    def runs(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> Iterator[ContiguousRun]:
         """Yield the runs in which elements [start, stop) of this rank's flattened piece lie in the whole tensor."""
         return runs(info.shape, self.cuts(info), start, stop)
 
-    def is_first(self, info: TensorInfo, run: Run) -> bool:
+    def is_first(self, info: TensorInfo, run: ContiguousRun) -> bool:
         """Return whether this rank is the first of its stage's ranks that hold ``run`` of a tensor."""
         axes = self.mesh.model_axes(info.axes)
         return all(self._places[axis] % held == 0 for axis, held in zip(axes, run.replicas, strict=True))
@@ -75,7 +75,7 @@ class Slices:
         axes = (axis for axis in self.mesh.stage_axes(info.axes) if not isinstance(info.on(axis), Shard))
         return all(self.mesh.index(axis, self.rank) == 0 for axis in axes)
 
-    def addends(self, info: TensorInfo, run: Run) -> tuple[int, ...]:
+    def addends(self, info: TensorInfo, run: ContiguousRun) -> tuple[int, ...]:
         """Return the ranks whose gradients of ``run`` are summed, this one included; none if nothing is summed."""
         counts = {}
         for axis, held in zip(self.mesh.model_axes(info.axes), run.replicas, strict=True):

@@ -34,7 +34,7 @@ class Strategy:
     weight_tier: Tier = "device"
     """Tier on which the weight lies between its windows."""
     is_delayed: bool = False
-    """True if an update takes effect one step late: ADOPT, at the next step's end."""
+    """True if an update takes effect one step late: SWAP_WEIGHT, at the next step's end."""
     waits_at_end: bool = False
     """True if the end of a step waits for updates on another tier: WAIT."""
     grad_tier: Tier = "device"

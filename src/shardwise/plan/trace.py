@@ -75,7 +75,7 @@ class HostClock:
         """Do nothing, because marks are host times."""
 
 
-class Done(NamedTuple):
+class TraceRow(NamedTuple):
     """One Action that ran, with its times and the bytes that it sent."""
 
     action: Action
@@ -109,8 +109,8 @@ class Trace:
     outside_bytes: int = 0
     """Bytes that were sent while no Action ran."""
     divergences: list[str] = field(default_factory=list)
-    ahead: list[Done] = field(default_factory=list)
-    """Actions that ran ahead of the step from a list of their own (ASK), as far as the step used their results."""
+    ahead: list[TraceRow] = field(default_factory=list)
+    """Actions that ran ahead of the step from a list of their own (INPUT_DIST) and whose results the step used."""
     diverged: int = 0
     """Number of divergences of the step, including those that are not kept."""
     update_before: tuple[Any, Any] | None = None
@@ -221,12 +221,12 @@ class Trace:
         """End of each Action, in seconds of the host's monotonic clock."""
         return self.clock.seconds(self.stops)
 
-    def rows(self) -> Iterator[Done]:
+    def rows(self) -> Iterator[TraceRow]:
         """Yield the Actions with their times and bytes."""
         times = self.clock.seconds(
             [*self.starts, *self.stops]
         )  # one call for both, because the clock may be anchored anew between two calls
-        return map(Done, self.actions, times, times[len(self.actions) :], self.bytes)
+        return map(TraceRow, self.actions, times, times[len(self.actions) :], self.bytes)
 
     def seconds(self) -> "PassSeconds":
         """Return the seconds of the step's forward passes, backward passes and update.

@@ -27,7 +27,7 @@ from shardwise.plan.mesh import DENSE, StateAxes
 ALIGNMENT_BYTES = 64
 
 
-class Slot(NamedTuple):
+class ParameterSlot(NamedTuple):
     """The range of one parameter in a bucket, in elements."""
 
     name: str
@@ -37,10 +37,10 @@ class Slot(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
-class Overlap(NamedTuple):
+class SlotOverlap(NamedTuple):
     """The part of a slot that one shard owns."""
 
-    slot: Slot
+    slot: ParameterSlot
     start: int
     """First element, counted inside the parameter."""
     stop: int
@@ -72,7 +72,7 @@ class Bucket:
     """Flat layout of one group of parameters, cut into ``shards`` equal ranges."""
 
     key: BucketKey
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
     elements: int
     """Elements with padding: a multiple of ``shards``."""
     shards: int
@@ -94,7 +94,7 @@ class Bucket:
         starts = (*(slot.offset for slot in self.slots), self.elements)
         return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
 
-    def overlaps(self, index: int, shards: int | None = None) -> Iterator[Overlap]:
+    def overlaps(self, index: int, shards: int | None = None) -> Iterator[SlotOverlap]:
         """Yield the parts of parameters inside one range of the bucket.
 
         Args:
@@ -106,7 +106,7 @@ class Bucket:
         for slot in self.slots:
             start, stop = max(first, slot.offset), min(last, slot.offset + slot.elements)
             if start < stop:
-                yield Overlap(slot, start - slot.offset, stop - slot.offset, start - first)
+                yield SlotOverlap(slot, start - slot.offset, stop - slot.offset, start - first)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def lay_out(
     slots, offset = [], 0
     for name, shape, aliases in parameters:
         elements = math.prod(shape)
-        slots.append(Slot(name, shape, offset, elements, aliases))
+        slots.append(ParameterSlot(name, shape, offset, elements, aliases))
         offset += -(-elements // alignment) * alignment
     step = alignment * shards
     return Bucket(key, tuple(slots), max(-(-offset // step), 1) * step, shards)

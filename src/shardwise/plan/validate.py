@@ -21,7 +21,7 @@ from shardwise.plan.action import NORM, Action
 from shardwise.plan.kinds import Kind, OrderRule, RankFacts, Times, UnitFacts, Use
 from shardwise.plan.plan import Plan, RankClass, class_of
 from shardwise.plan.registry import Registry
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.validate_registry import validate_registered
 from shardwise.plan.validate_schedule import validate_schedule
 
@@ -39,7 +39,7 @@ def validate_plan(plan: Plan, microbatches: int, kinds: Sequence[Kind] = tuple(K
     """
     lists = {place: list(each.actions) for place, each in enumerate(plan.classes.values())}
     validate_schedule(lists, plan.mesh.pp, microbatches)
-    slices = Slices(plan.registry, plan.mesh, 0)
+    slices = TensorSlices(plan.registry, plan.mesh, 0)
     validate_registered(plan, slices)
     for name, each in plan.classes.items():
         _RankList(name, each, each.actions, microbatches, slices, kinds).check()
@@ -61,7 +61,7 @@ def validate_forward(
     Raises:
         PlanError: if not; the message names ranks and Action.
     """
-    name, slices = class_of(plan.mesh, plan.rank), Slices(plan.registry, plan.mesh, 0)
+    name, slices = class_of(plan.mesh, plan.rank), TensorSlices(plan.registry, plan.mesh, 0)
     _RankList(name, plan.own, actions, microbatches, slices, tuple(Kind), False, stage).check()
 
 
@@ -89,7 +89,7 @@ class _RankList:
         ranks: RankClass,
         actions: Sequence[Action],
         microbatches: int,
-        slices: Slices,
+        slices: TensorSlices,
         kinds: Sequence[Kind],
         trains: bool = True,
         stage: int | None = None,
@@ -160,7 +160,9 @@ class _RankList:
 
     def _end_pass(self) -> None:
         for unit in self._open["brought"]:
-            self._refuse(f"BRING(u{unit})", f"without UNSHARD(u{unit}) behind it in its pass, which sends it")
+            self._refuse(
+                f"LOAD_WEIGHT(u{unit})", f"without UNSHARD(u{unit}) behind it in its pass, which sends it"
+            )
 
     def _compute(self, action: Action) -> None:
         """Check the F or B of a Unit."""
@@ -324,7 +326,7 @@ class _RankList:
         if row.closes == "gathered" and unit not in gathered:
             self._refuse(action, "while its weights are not gathered")
         if row.closes == "brought" and unit not in brought and isinstance(facts, UnitFacts) and facts.brings:
-            needed = action._replace(kind=Kind.BRING)
+            needed = action._replace(kind=Kind.LOAD_WEIGHT)
             self._refuse(action, f"without {needed} before it, which brings the shard that it sends")
         if row.closes:
             self._open[row.closes].discard(unit)

@@ -17,15 +17,14 @@ from shardwise.base.errors import PlanError
 from shardwise.plan.lists import is_inside
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Shard
-from shardwise.plan.plan import Buffers, Plan, RankClass
-from shardwise.plan.registry import Kind as RegisteredKind
-from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.slices import Slices
+from shardwise.plan.plan import BucketBuffers, Plan, RankClass
+from shardwise.plan.registry import Registry, TensorInfo, TensorKind
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.strategy import Strategy
-from shardwise.plan.unit import Bucket, Slot
+from shardwise.plan.unit import Bucket, ParameterSlot
 
 
-def validate_registered(plan: Plan, slices: Slices) -> None:
+def validate_registered(plan: Plan, slices: TensorSlices) -> None:
     """Check that the parts of ``plan`` lie as they are registered.
 
     Args:
@@ -40,7 +39,7 @@ def validate_registered(plan: Plan, slices: Slices) -> None:
     _everywhere(plan)
 
 
-def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None:
+def _registered(name: str, ranks: RankClass, plan: Plan, slices: TensorSlices) -> None:
     """Check that buffers and strategies lie as the tensors in them are registered."""
     moments: dict[str, set[str]] = defaultdict(set)
     for info in slices.registry.of_kind("moment"):
@@ -62,7 +61,9 @@ def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None
             )
 
 
-def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int, slices: Slices) -> None:
+def _check_slot(
+    slot: ParameterSlot, bucket: Bucket, rows: Sequence[BucketBuffers], stage: int, slices: TensorSlices
+) -> None:
     registry = slices.registry
     info = registry.get("parameter", slot.name)
     where = f"plan: {slot.name!r} on stage {stage}"
@@ -96,7 +97,11 @@ def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int,
 
 
 def _check_state(
-    slot: Slot, rows: Sequence[Buffers], stage: int, moments: Collection[str], registry: Registry
+    slot: ParameterSlot,
+    rows: Sequence[BucketBuffers],
+    stage: int,
+    moments: Collection[str],
+    registry: Registry,
 ) -> None:
     """Check that what is registered beside a parameter has its shape, its dtype, and a buffer."""
     info, where = registry.get("parameter", slot.name), f"plan: {slot.name!r} on stage {stage}"
@@ -131,12 +136,12 @@ def _check_state(
                 )
 
 
-def _registered_as(row: Buffers, name: str, registry: Registry) -> TensorInfo:
+def _registered_as(row: BucketBuffers, name: str, registry: Registry) -> TensorInfo:
     """Return the registered tensor that lies in a buffer."""
     return registry.get("moment", name, row.kind) if row.is_moment else registry.get(_KIND_OF[row.kind], name)
 
 
-def _check_strategy(where: str, strategy: Strategy, bucket: Bucket, rows: Sequence[Buffers]) -> None:
+def _check_strategy(where: str, strategy: Strategy, bucket: Bucket, rows: Sequence[BucketBuffers]) -> None:
     """Check that a bucket's buffers lie as the strategy of its Unit says, which decides the Unit's Actions."""
     wanted = {
         "weight": (strategy.weight, strategy.weight_tier),
@@ -153,7 +158,7 @@ def _check_strategy(where: str, strategy: Strategy, bucket: Bucket, rows: Sequen
             )
 
 
-_KIND_OF: Mapping[str, RegisteredKind] = {
+_KIND_OF: Mapping[str, TensorKind] = {
     "weight": "parameter",
     "grad": "gradient",
     "master": "master",

@@ -45,7 +45,7 @@ class _Handlers(dict[Kind, Handler]):
         )
 
 
-class _Interrupted(NamedTuple):
+class _InterruptedList(NamedTuple):
     """State of a list that waits while another list runs."""
 
     actions: Sequence[Action]
@@ -84,7 +84,7 @@ class Walker:
 
         None if another list ran in between.
         """
-        self._outer: list[_Interrupted] = []
+        self._outer: list[_InterruptedList] = []
         self.target: Action | None = None
         """The Unit's pass that the cursor is moving to."""
 
@@ -141,7 +141,7 @@ class Walker:
         The new list is one pass until ``enter`` or ``run`` find more passes in it.
         """
         place = (self._actions, self._cursor, self._stop, self._point, self._is_aside, self.trace)
-        self._outer.append(_Interrupted(*place))
+        self._outer.append(_InterruptedList(*place))
         self._before_pass = None
         self._actions, self._cursor, self._stop, self._point = actions, 0, len(actions), 0
         self._is_aside = True

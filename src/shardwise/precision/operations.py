@@ -77,7 +77,7 @@ _LINALG_PRODUCTS = ("matmul", "multi_dot")
 Rule = Callable[["DtypeByOperation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Operations:
+class OperationDtypes:
     """The operation dtypes of one engine: makes the contexts of its passes and tracks modules in fp32."""
 
     def __init__(self, policy: PrecisionPolicy) -> None:
@@ -138,7 +138,7 @@ class DtypeByOperation(TorchFunctionMode):
     Backward passes inside the mode are not affected: torch calls them as a single operation.
     """
 
-    def __init__(self, narrow: SixteenBits, of: Operations | None = None) -> None:
+    def __init__(self, narrow: SixteenBits, of: OperationDtypes | None = None) -> None:
         super().__init__()
         self.narrow = DTYPES[narrow]
         self._of = of
@@ -174,7 +174,7 @@ def _linear(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = _linear_arguments(*args, **kwargs)
     keeps = isinstance(weight, nn.Parameter) and weight.dtype == torch.float32 and x.dtype != torch.float64
     if keeps and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        return _Linear.apply(_narrow(x, mode.narrow), weight, _narrowed(bias, mode.narrow))
+        return _LinearByDtype.apply(_narrow(x, mode.narrow), weight, _narrowed(bias, mode.narrow))
     return _product(mode, func, (x, weight, bias), {})
 
 
@@ -312,7 +312,7 @@ def _floating(value: Any) -> Iterator[Tensor]:
             yield from _floating(each)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearByDtype(torch.autograd.Function):
     """A linear function x W'ᵀ + b, where W' is the weight in the dtype of x: [..., D], [F, D], [F] -> [..., F].
 
     torch's own linear would keep W' until the backward pass: half of the bytes of the weights, whole on every rank at

@@ -70,7 +70,7 @@ class LossScalePolicy(Policy):
         return {"init_scale": given, "dynamic": False} if is_number else given
 
 
-class Dtypes(NamedTuple):
+class BucketDtypes(NamedTuple):
     """The four dtypes of one bucket."""
 
     compute: torch.dtype
@@ -175,7 +175,7 @@ class PrecisionPolicy(Policy):
         """The dtype to which floating inputs are cast; None if they are not cast."""
         return None if self.compute is None else DTYPES[self.compute]
 
-    def dtypes(self, name: str, own: torch.dtype) -> Dtypes:
+    def dtypes(self, name: str, own: torch.dtype) -> BucketDtypes:
         """Return the dtypes of a parameter.
 
         Args:
@@ -183,7 +183,7 @@ class PrecisionPolicy(Policy):
             own: The parameter's dtype in the model.
         """
         if not own.is_floating_point:
-            return Dtypes(own, own, own, own)
+            return BucketDtypes(own, own, own, own)
         compute = self.compute_dtype or own
         if compute in SIXTEEN_BITS and self.keeps(name):
             compute = torch.float32
@@ -192,7 +192,7 @@ class PrecisionPolicy(Policy):
         reduce = DTYPES[self.reduce] if self.reduce else grad
         if self.operations and (name in self._narrow or _matches(name, self.narrow_reduce)):
             reduce = DTYPES[self.operations]
-        return Dtypes(compute, grad, reduce, DTYPES[self.master] if self.master else wide)
+        return BucketDtypes(compute, grad, reduce, DTYPES[self.master] if self.master else wide)
 
     def buffer_dtype(self, name: str, own: torch.dtype) -> torch.dtype:
         """Return the dtype of a buffer.

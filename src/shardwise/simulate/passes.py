@@ -48,7 +48,7 @@ from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import flops_of
 from shardwise.plan.action import Kind
 from shardwise.tiers.activations import SMALL_BYTES
-from shardwise.tiers.alike import Alike, Key, key_of
+from shardwise.tiers.alike import AlikeStorages, Key, key_of
 
 _NEEDS_NUMBERS = (
     DataDependentOutputException,
@@ -159,7 +159,7 @@ def measure(
     traffic: Traffic | None = None,
     rehearses: bool = False,
     blocks: Collection[str] = (),
-    alike: Alike | None = None,
+    alike: AlikeStorages | None = None,
 ) -> tuple[MeasuredPass, list[Tensor]]:
     """Measure one pass of ``module``. Call inside ``without_numbers``.
 
@@ -182,8 +182,8 @@ def measure(
     if rehearses:
         _rehearse(forward)
     live = LiveBytes()
-    saved = None if alike is None else _SavedAlike(alike, set(blocks))
-    cuts = _Cuts(live, traffic or Traffic(), _seconds(units), saved)
+    saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
+    cuts = _UnitStarts(live, traffic or Traffic(), _seconds(units), saved)
     handles = [
         each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
     ]
@@ -284,10 +284,10 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, self.held)
 
 
-class _SavedAlike:
+class _AlikeSavedTensors:
     """Tensors that autograd saves in ``blocks`` and that are alike on all ranks (tiers/activations.py)."""
 
-    def __init__(self, alike: Alike, blocks: Collection[str]):
+    def __init__(self, alike: AlikeStorages, blocks: Collection[str]):
         self.bytes: dict[str, int] = {}
         """Bytes by block."""
         self._alike = alike
@@ -337,7 +337,7 @@ _TOUCH_NOTHING = frozenset(
 _PICK = frozenset({"embedding", "index", "index_select", "gather", "_embedding_bag", "_unsafe_index"})
 
 
-class _Cuts:
+class _UnitStarts:
     """Splits a pass at the starts of Units.
 
     ``seconds`` maps Units that may be passed over to the Unit that they are like.
@@ -348,7 +348,7 @@ class _Cuts:
         live: LiveBytes,
         traffic: Traffic,
         seconds: Mapping[str, str],
-        saved: _SavedAlike | None = None,
+        saved: _AlikeSavedTensors | None = None,
     ):
         self._live = live
         self._traffic = traffic

@@ -27,14 +27,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from shardwise.compose.plan import Policies
+from shardwise.compose.plan import PlanPolicies
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import need, result, stages_of
 from shardwise.plan.kinds import Lane
 from shardwise.plan.plan import Plan, class_of
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.quantities import Quantities
-from shardwise.simulate.rates import Rates
+from shardwise.simulate.rates import RankRates
 
 _STEPS = 3
 """Number of simulated steps; the first has no update before it."""
@@ -64,9 +64,9 @@ class StepSeconds(NamedTuple):
 
 def step_seconds(
     plan: Plan,
-    policies: Policies,
+    policies: PlanPolicies,
     passed: Mapping[int, MeasuredPass],
-    rates: Rates,
+    rates: RankRates,
     is_cpu: bool,
 ) -> StepSeconds:
     """Return the seconds of a step on the rank that takes longest.
@@ -80,7 +80,7 @@ def step_seconds(
     """
     firsts = plan.mesh.ranks("pp", 0)
     clocks = {
-        place: _Clocks(Quantities(plan, passed, rank), rates, is_cpu, policies.offload.leaving)
+        place: _RankClocks(Quantities(plan, passed, rank), rates, is_cpu, policies.offload.leaving)
         for place, rank in enumerate(firsts)
     }
     lists = {place: plan.classes[class_of(plan.mesh, rank)].actions for place, rank in enumerate(firsts)}
@@ -92,7 +92,7 @@ def step_seconds(
     return StepSeconds(**slowest.spent)
 
 
-def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_Clocks"]) -> None:
+def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_RankClocks"]) -> None:
     """Simulate one step of all ranks of a pipeline, which wait for one another's messages and at NORM."""
     stages, position = stages_of(lists), dict.fromkeys(lists, 0)  # type: ignore[arg-type]
     sent: dict[tuple[int, ...], float] = {}
@@ -120,10 +120,10 @@ def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_Clocks
                 position[place] += 1
 
 
-class _Clocks:
+class _RankClocks:
     """Clocks of one rank, in seconds since the first step."""
 
-    def __init__(self, job: Quantities, rates: Rates, is_cpu: bool, leaving: int):
+    def __init__(self, job: Quantities, rates: RankRates, is_cpu: bool, leaving: int):
         self._job = job
         self._rates = rates
         self._is_cpu = is_cpu

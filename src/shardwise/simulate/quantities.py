@@ -22,9 +22,9 @@ class UnitQuantities:
     """Bytes of one Unit that an Action of each Kind moves."""
 
     weights_read: float = 0.0
-    """Of BRING, from a disk."""
+    """Of LOAD_WEIGHT, from a disk."""
     weights_brought: float = 0.0
-    """Of BRING, to the device."""
+    """Of LOAD_WEIGHT, to the device."""
     whole_read: float = 0.0
     """Of UNSHARD, from a disk, if no shard is brought ahead of it."""
     whole_brought: float = 0.0
@@ -50,9 +50,9 @@ class UnitQuantities:
     updated_up: float = 0.0
     """Of STEP, updated weights to the device."""
     saved: float = 0.0
-    """Of F and RECALL, between the device and this rank's host."""
+    """Of F and RELOAD, between the device and this rank's host."""
     saved_elsewhere: float = 0.0
-    """Of RECALL, from parts on the hosts of other ranks on "tp"."""
+    """Of RELOAD, from parts on the hosts of other ranks on "tp"."""
 
 
 class Quantities:

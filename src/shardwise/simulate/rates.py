@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.rates import ASSUMED_RATES, Rates
+from shardwise.base.rates import ASSUMED_RATES, RankRates
 from shardwise.base.words import bytes_text, in_words
 from shardwise.memory.direct_io import DirectFile, aligned_empty, bytes_of
 from shardwise.observe.flops import measured_peak, peak_of
@@ -27,7 +27,7 @@ _REACHED = 0.5
 """Share of a device's data-sheet peak that products of a step reach."""
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> Rates:
+def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> RankRates:
     """Measure the rates of this machine.
 
     Args:
@@ -42,10 +42,10 @@ def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | N
     disk = ASSUMED_RATES.disk_bytes_s if disk_path is None else _disk_rate(disk_path)
     if device.type == "cpu":
         # One rank copies data into shared memory and another copies it out, and both copies read and write.
-        return Rates(measured_peak(dtype), host, host, host, disk, host / 4)
+        return RankRates(measured_peak(dtype), host, host, host, disk, host / 4)
     flops = (peak_of(device, dtype) or 100e12) * _REACHED
     link = _copy_rate(torch.device("cpu"), device) / 2
-    return Rates(flops, host, _copy_rate(device, device), link, disk, link)
+    return RankRates(flops, host, _copy_rate(device, device), link, disk, link)
 
 
 def _copy_rate(source: torch.device, target: torch.device) -> float:

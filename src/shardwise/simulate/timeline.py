@@ -2,7 +2,7 @@
 
     weights, master, moments     from the Plan, always there
     gathered, staging            slots: UNSHARD and B take one, RESHARD and ARRIVE release it; memory stays (slots.py)
-    brought                      shards from another tier, from BRING to the end of their gather
+    brought                      shards from another tier, from LOAD_WEIGHT to the end of their gather
     gradients                    from a Unit's first B to the step's end; gradients for a tier leave at ARRIVE
     loaded                       blocks that state passes through on its way from and to a disk, the most at once
     leaving                      gradients that a disk has not stored yet, the most at once
@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.compose.plan import Policies
+from shardwise.compose.plan import PlanPolicies
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.slots import SlotPool
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.placement import Tier
-from shardwise.plan.plan import Buffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
+from shardwise.plan.plan import BucketBuffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.tiers.scratch import SPARE_BYTES
@@ -39,7 +39,7 @@ _META = torch.device("meta")
 _NEVER_SHARES = 1 << 60
 
 
-class Moment(NamedTuple):
+class MemoryPoint(NamedTuple):
     """Memory of a rank at one moment of a step."""
 
     action: Action | None
@@ -57,7 +57,7 @@ class Moment(NamedTuple):
 class StepMemory(NamedTuple):
     """Memory of a step on one rank."""
 
-    peak: Moment
+    peak: MemoryPoint
     """Moment at which the device's memory is largest."""
     bytes_by_tier: Mapping[Tier, int]
     """Most bytes of each tier; CPU ranks have one memory, which counts as their device."""
@@ -71,7 +71,7 @@ class StepMemory(NamedTuple):
 
 def step_memory(
     plan: Plan,
-    policies: Policies,
+    policies: PlanPolicies,
     passed: Mapping[int, MeasuredPass],
     device_type: str,
     rank: int = 0,
@@ -114,7 +114,7 @@ class _WalkedStep:
     def __init__(
         self,
         plan: Plan,
-        policies: Policies,
+        policies: PlanPolicies,
         passed: Mapping[int, MeasuredPass],
         rank: int,
         moved: Collection[str],
@@ -124,7 +124,7 @@ class _WalkedStep:
         self.rows: dict[str, int] = {
             row: size for row, size in plan.bytes_per_rank(rank).items() if row != "gradients"
         }
-        self.peak: Moment | None = None
+        self.peak: MemoryPoint | None = None
         self.most_on_host = 0
         """Most bytes of activations on the host."""
         self._near = near
@@ -157,7 +157,7 @@ class _WalkedStep:
             "take brought": self._bring,
             "take gathered": self._unshard,
             "free gathered": lambda action: self._release("gathered", action.unit),
-            "recall": lambda action: self.blocks.recall(
+            "recall": lambda action: self.blocks.reload(
                 self.ranks.units[action.unit].name, action.microbatch
             ),
             "arrive": self._arrive,
@@ -167,13 +167,13 @@ class _WalkedStep:
 
     # Reading the Plan ----------------------------------------------------------------------------------------------
 
-    def _buckets(self, unit: int) -> Sequence[tuple[int, Bucket, Mapping[str, Buffers]]]:
+    def _buckets(self, unit: int) -> Sequence[tuple[int, Bucket, Mapping[str, BucketBuffers]]]:
         return [
             (place, bucket, {row.kind: row for row in self.ranks.buffers[unit, place]})
             for place, bucket in enumerate(self.ranks.units[unit].buckets)
         ]
 
-    def _bytes(self, row: Buffers, bucket: Bucket) -> int:
+    def _bytes(self, row: BucketBuffers, bucket: Bucket) -> int:
         return row.nbytes(bucket, self._plan.mesh)
 
     def _staging_rows(self) -> dict[str, int]:
@@ -266,7 +266,7 @@ class _WalkedStep:
             "received": sum(self._received.values()),
             "at work": share.rise_bytes,
         }
-        moment = Moment(action, unit.title, {row: size for row, size in held.items() if size})
+        moment = MemoryPoint(action, unit.title, {row: size for row, size in held.items() if size})
         if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
             self.peak = moment
         self.blocks.behind(kind, name, action.microbatch, share.net_bytes)
@@ -343,7 +343,7 @@ class _KeptBlocks:
         """Bytes on the device, including a part that is brought back ahead."""
         return self._rest + sum(self._here.values()) + self._coming
 
-    def recall(self, unit: str, microbatch: int) -> None:
+    def reload(self, unit: str, microbatch: int) -> None:
         """Bring back what a Unit has saved, and a part of what the block before it has saved."""
         key = unit, microbatch
         if key in self._there:

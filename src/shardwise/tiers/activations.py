@@ -28,7 +28,7 @@ waits for a copy:
     up         part of b1    part of b0
     gather           b2            b1            b0
 
-Ranks gather alike: RECALL(u) of the Plan's list gathers all that a block has saved in parts, in the order in which it
+Ranks gather alike: RELOAD(u) of the Plan's list gathers all that a block has saved in parts, in the order in which it
 was saved, whether still wanted or not. If a pass departs from the list, the first tensor wanted in a block brings all
 of the block's tensors, and those of the block before. Some storages are known to be equal only when the block's forward
 is over, for example a block's input, which recomputation saves first; such storages go down at the end of the forward.
@@ -56,8 +56,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.base.errors import ConfigError
 from shardwise.comm.collectives import Group
 from shardwise.memory.streams import begin_down, down_by_now, to_computation
-from shardwise.passes.absent import Absent
-from shardwise.tiers.alike import Alike, Key, key_of
+from shardwise.passes.absent import AbsentTensor
+from shardwise.tiers.alike import AlikeStorages, Key, key_of
 from shardwise.tiers.offload import OffloadPolicy
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class MovedBytes:
         self.most = max(self.most, self.held)
 
 
-class _Moved:
+class _MovedStorage:
     """A storage that moves from the device to host memory and back.
 
     The storage stays on the device until its copy is down, and is on the device again once fetched. Of a
@@ -211,12 +211,12 @@ class _BlockPass:
         self, place: int, before: "_BlockPass | None", known: dict[Any, Any], holds_before: bool = False
     ):
         self.place = place
-        self.known: dict[tuple[StorageWeakRef, int], ref[_Moved]] = known
+        self.known: dict[tuple[StorageWeakRef, int], ref[_MovedStorage]] = known
         """Storages that the pass of the model has moved so far, by storage and version."""
-        self.moved: list[ref[_Moved]] = []
-        self.undecided: list[tuple[Key, _Moved]] = []
+        self.moved: list[ref[_MovedStorage]] = []
+        self.undecided: list[tuple[Key, _MovedStorage]] = []
         """Storages that go down when it is known whether they are equal on all ranks."""
-        self.parts: list[_Moved] = []
+        self.parts: list[_MovedStorage] = []
         """Storages to gather, kept alive so that all ranks gather the same even if some ranks have dropped a
         tensor."""
         self.is_down: Callable[[], object] = lambda: None
@@ -240,8 +240,8 @@ class _BlockPass:
                 moved.gather()
         self.parts.clear()
 
-    def recall(self) -> None:
-        """Run RECALL: bring back the saved tensors, and this rank's parts of those of the block before."""
+    def reload(self) -> None:
+        """Run RELOAD: bring back the saved tensors, and this rank's parts of those of the block before."""
         if self._is_recalled:
             return
         self._is_recalled = True
@@ -252,13 +252,13 @@ class _BlockPass:
 
     def open(self) -> None:
         """Bring back the saved tensors and those of the block before, because the backward pass has begun."""
-        self.recall()
+        self.reload()
         before = self._before()
         if before is not None:
-            before.recall()
+            before.reload()
 
 
-class _Saved(Protocol):
+class _SavedTensor(Protocol):
     """The object that autograd holds in place of a saved tensor."""
 
     call: _BlockPass
@@ -290,7 +290,7 @@ class _KeptTensor:
 class _MovedTensor:
     """A saved tensor whose storage moves."""
 
-    def __init__(self, call: _BlockPass, tensor: Tensor, moved: _Moved):
+    def __init__(self, call: _BlockPass, tensor: Tensor, moved: _MovedStorage):
         self.call = call
         self._moved = moved
         self._form = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -316,7 +316,7 @@ def _check(tensor: Tensor, version: int, shape: torch.Size) -> None:
         )
 
 
-class Activations:
+class ActivationOffload:
     """The hooks that move the saved tensors of one stage's blocks.
 
     Args:
@@ -326,7 +326,9 @@ class Activations:
         alike: Record of the tensors that are equal on the ranks of "tp", or None for a single rank.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, keeps_last: bool, alike: Alike | None = None):
+    def __init__(
+        self, module: nn.Module, device: torch.device, keeps_last: bool, alike: AlikeStorages | None = None
+    ):
         self.bytes = MovedBytes()
         self._module = module
         self._device = device
@@ -365,7 +367,7 @@ class Activations:
                 return inner(*args, **kwargs)
             call = self._begin(place)
 
-            def pack(tensor: Tensor) -> _Saved:
+            def pack(tensor: Tensor) -> _SavedTensor:
                 with torch.no_grad():
                     return self._pack(call, block, tensor)
 
@@ -388,15 +390,15 @@ class Activations:
         calls.append(ref(call))
         return call
 
-    def recall(self, name: str) -> None:
-        """Run RECALL of a block ahead of its backward pass, for its last pass that is still alive."""
+    def reload(self, name: str) -> None:
+        """Run RELOAD of a block ahead of its backward pass, for its last pass that is still alive."""
         calls = self._calls.get((name, self.microbatch()), [])
         call = None
         while calls and call is None:
             call = calls.pop()()
         if call is not None:
             with torch.no_grad():
-                call.recall()
+                call.reload()
 
     def _decide(self, call: _BlockPass) -> None:
         """Let the undecided storages go down, in full or in parts, at the end of a block's forward."""
@@ -410,7 +412,7 @@ class Activations:
             self._go_down(call, moved, alike.knows(key))
         call.undecided.clear()
 
-    def _compare(self, alike: Alike, place: int, parts: Sequence[_Moved]) -> bool:
+    def _compare(self, alike: AlikeStorages, place: int, parts: Sequence[_MovedStorage]) -> bool:
         what = f"what block {self._names[place]} has saved"
         same = alike.are_alike((moved.memory() for moved in parts), what)
         if not same and alike.group.index == 0:
@@ -422,7 +424,7 @@ class Activations:
             )
         return same
 
-    def _go_down(self, call: _BlockPass, moved: _Moved, is_alike: bool) -> None:
+    def _go_down(self, call: _BlockPass, moved: _MovedStorage, is_alike: bool) -> None:
         if self._alike is not None and is_alike and self._has_parts.get(call.place):
             moved.begin(self._alike.group, f"what block {self._names[call.place]} has saved")
             call.parts.append(moved)
@@ -436,7 +438,7 @@ class Activations:
         self._call = call
         self.bytes.count()
 
-    def _pack(self, call: _BlockPass, block: nn.Module, tensor: Tensor) -> _Saved:
+    def _pack(self, call: _BlockPass, block: nn.Module, tensor: Tensor) -> _SavedTensor:
         is_kept = self._keeps_last and call.place == len(self._names) - 1
         if is_kept or not self._moves(block, tensor):
             return _KeptTensor(call, tensor)
@@ -446,7 +448,7 @@ class Activations:
         moved = None if known is None else known()
         if moved is None:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-            moved = _Moved(memory, self.bytes)
+            moved = _MovedStorage(memory, self.bytes)
             call.known[key] = ref(moved)
             self._note(call, tensor, moved)
         elif moved.is_in_parts:
@@ -454,7 +456,7 @@ class Activations:
         call.moved.append(ref(moved))
         return _MovedTensor(call, tensor, moved)
 
-    def _note(self, call: _BlockPass, tensor: Tensor, moved: _Moved) -> None:
+    def _note(self, call: _BlockPass, tensor: Tensor, moved: _MovedStorage) -> None:
         """Let the storage of ``tensor`` go down now, or leave it undecided until more is known."""
         if self._alike is None:
             moved.begin()
@@ -476,7 +478,7 @@ class Activations:
             return False
         return storage._cdata not in _storages(block)  # gathered for this block
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: _SavedTensor) -> Tensor:
         with torch.no_grad():
             saved.call.open()
             return saved.tensor()
@@ -489,5 +491,5 @@ def _storages(module: nn.Module) -> set[int]:
         return {
             each.untyped_storage()._cdata
             for each in held
-            if each.layout is torch.strided and not isinstance(each, Absent)
+            if each.layout is torch.strided and not isinstance(each, AbsentTensor)
         }

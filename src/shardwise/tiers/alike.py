@@ -32,7 +32,7 @@ def key_of(tensor: Tensor) -> Key:
     return tensor.untyped_storage()._cdata, tensor._version
 
 
-class Alike:
+class AlikeStorages:
     """Storages that are equal on the ranks of a group, in the forward pass of the running block.
 
     Args:

@@ -251,7 +251,7 @@ _Job = Callable[[Bytes], None]
 """Function that moves one block, with the spare memory of its thread; it raises nothing."""
 
 
-class _Jobs:
+class _JobQueue:
     """Jobs that wait for a thread: urgent jobs first, and jobs of equal urgency in their order.
 
     A finalizer puts jobs too, so the queues are SimpleQueues, which the collector may enter at any point.
@@ -291,7 +291,7 @@ class _DiskCrew:
     """
 
     def __init__(self, spares: Sequence[Bytes], folder: ScratchFolder) -> None:
-        self.jobs = _Jobs()
+        self.jobs = _JobQueue()
         self._folder = folder
         self._lock = threading.Lock()
         self._left = 0

@@ -43,7 +43,7 @@ from shardwise.tiers.scratch import DiskScratch
 Result = TypeVar("Result")
 
 
-class Staging:
+class StagingMemory:
     """Blocks of host memory that state passes through on its way from and to a disk.
 
     Args:
@@ -139,7 +139,7 @@ def threads_beside(device: torch.device, local_ranks: int) -> int:
     return max(1, min(torch.get_num_threads(), min(bound, cores // local_ranks) - computing))
 
 
-class Tiers:
+class TierResources:
     """The files, the staging memory and the thread that all state on tiers of an engine shares.
 
     Args:
@@ -152,7 +152,7 @@ class Tiers:
         self.scratch = scratch
         self.limit = 2 * buffers
         """Most blocks of staging memory, and most gradients in flight to the disk."""
-        self.staging = Staging(self.limit)
+        self.staging = StagingMemory(self.limit)
         self.leaving: deque[Future[None]] = deque()
         """Writes of gradients in flight to the disk, oldest first."""
         self._going_down: deque[Callable[[], None]] = deque()
@@ -285,7 +285,7 @@ class NextWeight:
 
 
 @dataclass
-class _Opening:
+class _OpenTierState:
     """State that is in memory between two steps."""
 
     holders: int = 0
@@ -308,13 +308,15 @@ class TierState:
         pins: True to pin host memory.
     """
 
-    def __init__(self, what: str, tier: Tier, kinds: Mapping[str, TierTensor], tiers: Tiers, pins: bool):
+    def __init__(
+        self, what: str, tier: Tier, kinds: Mapping[str, TierTensor], tiers: TierResources, pins: bool
+    ):
         self.what = what
         self.tier = tier
         self.kinds = dict(kinds)
         self.tiers = tiers
         self.followers: list[Callable[[Mapping[str, Tensor]], None]] = []
-        self._opening = _Opening()
+        self._opening = _OpenTierState()
         self._block: Tensor | None = None
         self._reads: list[Future[None]] = []
         self._writes: dict[str, Future[None]] = {}

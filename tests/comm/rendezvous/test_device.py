@@ -5,7 +5,7 @@ import torch
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm.rendezvous.device import choose_device
-from shardwise.comm.rendezvous.seat import Seat
+from shardwise.comm.rendezvous.seat import JobSeat
 from shardwise.comm.world import World
 
 
@@ -29,8 +29,8 @@ class Accelerators:
         self.chosen = index
 
 
-def seat_at(local_rank: int, local_size: int) -> Seat:
-    return Seat(local_rank, local_size, local_rank, local_size, "127.0.0.1", 0, "test")
+def seat_at(local_rank: int, local_size: int) -> JobSeat:
+    return JobSeat(local_rank, local_size, local_rank, local_size, "127.0.0.1", 0, "test")
 
 
 def test_without_an_accelerator_ranks_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

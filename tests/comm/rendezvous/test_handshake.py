@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.base.errors import CommError, ConfigError, DeadlineError
 from shardwise.comm.rendezvous import handshake
-from shardwise.comm.rendezvous.handshake import Meeting, Who, private_folder
+from shardwise.comm.rendezvous.handshake import HandshakeResult, RankIdentity, private_folder
 from shardwise.comm.rendezvous.store import SealedStore
 
 JOIN_S = 0.5
@@ -31,7 +31,7 @@ def meeting(
         if rank == absent:
             return None
         given = secrets if isinstance(secrets, str) or secrets is None else secrets[rank]
-        me = Who("host", 100 + rank, devices[rank] if devices else "")
+        me = RankIdentity("host", 100 + rank, devices[rank] if devices else "")
         try:
             return handshake.meet(base, rank, size, me, given, folder, JOIN_S if absent >= 0 else 20.0)
         except Exception as error:
@@ -42,7 +42,7 @@ def meeting(
 
 
 def test_all_know_who_is_here_and_share_a_key() -> None:
-    met: list[Meeting] = meeting(dist.HashStore(), 3)
+    met: list[HandshakeResult] = meeting(dist.HashStore(), 3)
     assert len({each.word for each in met}) == 1
     assert [each.pid for each in met[2].who] == [100, 101, 102]
     met[1].store.set("k", "v")
@@ -109,7 +109,8 @@ def test_ranks_that_took_one_device_are_named_by_all() -> None:
         found = meeting(dist.HashStore(), len(devices), devices=devices)
         assert all(isinstance(each, ConfigError) and str(each).startswith(said) for each in found), found
     assert all(
-        isinstance(each, Meeting) for each in meeting(dist.HashStore(), 2, devices=["cuda:1", "cuda:0"])
+        isinstance(each, HandshakeResult)
+        for each in meeting(dist.HashStore(), 2, devices=["cuda:1", "cuda:0"])
     )
 
 
@@ -126,14 +127,14 @@ def test_a_recorded_meeting_does_not_let_a_stranger_in() -> None:
     meeting(first, 2)
     second.set("shardwise/join/1/welcome/1", first.get("shardwise/join/1/welcome/1"))
     with pytest.raises(CommError, match="does not know this job's secret"):
-        handshake.meet(second, 1, 2, Who("host", 1, ""), "s", None, JOIN_S)
+        handshake.meet(second, 1, 2, RankIdentity("host", 1, ""), "s", None, JOIN_S)
 
 
 def test_a_word_that_is_no_word_is_not_made_a_path(tmp_path: Path) -> None:
     base = dist.HashStore()
     base.set("shardwise/join/1/welcome/1", '{"error": "", "word": "../../secret", "seal": ""}')
     with pytest.raises(CommError, match="where a word of 32 digits belongs"):
-        handshake.meet(base, 1, 2, Who("host", 1, ""), None, tmp_path, JOIN_S)
+        handshake.meet(base, 1, 2, RankIdentity("host", 1, ""), None, tmp_path, JOIN_S)
 
 
 @pytest.mark.parametrize(
@@ -176,4 +177,4 @@ def test_a_store_that_ends_during_the_meeting_is_said_to_have_ended() -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
     with pytest.raises(CommError, match="rank 0, which serves it, has ended"):
-        handshake.meet(Ended(), 1, 2, Who("host", 101, ""), "s", None, 1.0)
+        handshake.meet(Ended(), 1, 2, RankIdentity("host", 101, ""), "s", None, 1.0)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from shardwise.comm.rendezvous.process import Pulse, ThreadCall, calls_of, stack_of
+from shardwise.comm.rendezvous.process import ProcessHeartbeat, ThreadCall, calls_of, stack_of
 
 
 def _asleep(begun: Callable[[int], None], until: threading.Event) -> None:
@@ -33,7 +33,7 @@ def test_the_calls_of_a_thread_are_seen() -> None:
 
 
 def test_a_thread_moves_while_its_calls_change() -> None:
-    pulse = Pulse(threading.get_ident(), threading.get_native_id())
+    pulse = ProcessHeartbeat(threading.get_ident(), threading.get_native_id())
     pulse.look()
     before = pulse.moved_s
     time.sleep(0.01)

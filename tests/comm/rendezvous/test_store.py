@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.base.errors import CommError
 from shardwise.comm.rendezvous import handshake
-from shardwise.comm.rendezvous.handshake import Who
+from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.rendezvous.store import SealedStore
 
 JOIN_S = 0.5
@@ -30,7 +30,7 @@ def meeting(
         if rank == absent:
             return None
         given = secrets if isinstance(secrets, str) or secrets is None else secrets[rank]
-        me = Who("host", 100 + rank, devices[rank] if devices else "")
+        me = RankIdentity("host", 100 + rank, devices[rank] if devices else "")
         try:
             return handshake.meet(base, rank, size, me, given, folder, JOIN_S if absent >= 0 else 20.0)
         except Exception as error:

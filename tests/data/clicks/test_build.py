@@ -16,9 +16,9 @@ from shardwise.data.clicks import (
     CRITEO,
     ClickPolicy,
     ClickRows,
-    Keys,
+    ClickSchema,
+    FeatureKeys,
     PackedClicks,
-    Schema,
     SparseFeature,
     SyntheticPolicy,
     build_clicks,
@@ -69,8 +69,10 @@ def test_skipped_rows_are_counted_over_all_files_and_kept(tmp_path: Path) -> Non
 
 
 def test_columns_must_agree(tmp_path: Path) -> None:
-    schema = Schema(("x",), (SparseFeature("k"),))
-    rows = ClickRows(np.zeros(3, np.float32), np.zeros((3, 1), np.float32), [Keys.of_ones(np.arange(3))])
+    schema = ClickSchema(("x",), (SparseFeature("k"),))
+    rows = ClickRows(
+        np.zeros(3, np.float32), np.zeros((3, 1), np.float32), [FeatureKeys.of_ones(np.arange(3))]
+    )
     write_packed(tmp_path / "small.clicks", schema, [rows])
     text = write(tmp_path / "log.tsv", lines(5))
     with pytest.raises(DataError, match=r"13 numbers and 26 features instead of 1 numbers and 1 features"):

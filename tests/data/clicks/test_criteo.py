@@ -8,7 +8,7 @@ import pytest
 from tests.data.clicks.criteo_text import lines, write
 
 from shardwise.base.errors import DataError
-from shardwise.data.clicks import CRITEO, ClickRows, Malformed, criteo, read_criteo
+from shardwise.data.clicks import CRITEO, ClickRows, MalformedRows, criteo, read_criteo
 
 
 @pytest.fixture(params=["loop", "numpy"], autouse=True)
@@ -41,8 +41,8 @@ def row_of(blocks: list[ClickRows]) -> list[tuple[object, ...]]:
     return result
 
 
-def read(path: Path, limit: int = 0) -> tuple[list[tuple[object, ...]], Malformed]:
-    malformed = Malformed(limit)
+def read(path: Path, limit: int = 0) -> tuple[list[tuple[object, ...]], MalformedRows]:
+    malformed = MalformedRows(limit)
     return row_of(list(read_criteo(path, malformed))), malformed
 
 
@@ -62,12 +62,12 @@ def test_gzip_and_a_last_line_without_an_end(tmp_path: Path) -> None:
     content = lines(30)
     (tmp_path / "day.gz").write_bytes(gzip.compress("\n".join(content).encode()))
     read_bytes: list[int] = []
-    blocks = list(read_criteo(tmp_path / "day.gz", Malformed(), read_bytes.append))
+    blocks = list(read_criteo(tmp_path / "day.gz", MalformedRows(), read_bytes.append))
     assert row_of(blocks) == plain(content)
     assert sum(read_bytes) == len("\n".join(content)) + 1
     (tmp_path / "torn.gz").write_bytes(gzip.compress("\n".join(content).encode())[:-40])
     with pytest.raises(DataError, match=r"torn\.gz cannot be read"):
-        list(read_criteo(tmp_path / "torn.gz", Malformed()))
+        list(read_criteo(tmp_path / "torn.gz", MalformedRows()))
 
 
 def changed(line: str, column: int, text: str) -> str:

@@ -14,9 +14,9 @@ from shardwise.data.clicks import (
     CRITEO,
     ClickPolicy,
     ClickRows,
-    Keys,
-    Malformed,
-    Schema,
+    ClickSchema,
+    FeatureKeys,
+    MalformedRows,
     SparseFeature,
     build_clicks,
 )
@@ -40,14 +40,14 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def lists(keys: Keys) -> list[list[int]]:
+def lists(keys: FeatureKeys) -> list[list[int]]:
     return [keys.values[a:b].tolist() for a, b in zip(keys.offsets[:-1], keys.offsets[1:], strict=True)]
 
 
 def one(
-    path: Path, schema: Schema | None = None, separator: str = ",", limit: int = 0
-) -> tuple[ClickRows, Malformed]:
-    malformed = Malformed(limit)
+    path: Path, schema: ClickSchema | None = None, separator: str = ",", limit: int = 0
+) -> tuple[ClickRows, MalformedRows]:
+    malformed = MalformedRows(limit)
     found = list(read_csv(path, separator, schema or csv_schema(path, separator), malformed))
     return ClickRows(
         np.concatenate([rows.labels for rows in found]),
@@ -61,7 +61,7 @@ def test_columns_by_their_texts(tmp_path: Path, name: str) -> None:
     separator = "\t" if "tsv" in name else ","
     text = TEXT.replace(",", separator).replace(f"Oslo{separator}", "Oslo,")
     path = written(tmp_path / name, "\ufeff" + text)
-    assert csv_schema(path, separator) == Schema(
+    assert csv_schema(path, separator) == ClickSchema(
         ("price",), (SparseFeature("user"), SparseFeature("city"), SparseFeature("code"))
     )
     rows, malformed = one(path, separator=separator)
@@ -78,8 +78,8 @@ def test_columns_by_their_texts(tmp_path: Path, name: str) -> None:
 def test_columns_that_are_named(tmp_path: Path) -> None:
     # What pandas writes of an id in a column that lacks another: 6.0 is 6.
     path = written(tmp_path / "x.csv", "click,age,user\n1,30,5\n0,,6.0\n")
-    given = Schema(("age",), (SparseFeature("user"),))
-    (rows,) = read_csv(path, ",", csv_schema(path, ",", "click", given), Malformed(), "click")
+    given = ClickSchema(("age",), (SparseFeature("user"),))
+    (rows,) = read_csv(path, ",", csv_schema(path, ",", "click", given), MalformedRows(), "click")
     assert rows.dense[0].tolist() == [30] and np.isnan(rows.dense[1, 0]) and lists(rows.keys[0]) == [[5], [6]]
 
 
@@ -102,7 +102,7 @@ def test_rows_that_are_malformed_are_named_and_counted(tmp_path: Path) -> None:
     bad = "2,0.5,a\n0,1_0,b\n0,0.25\n1,inf,c\n0,1e39,c\nx,1,d\n"
     content = f"label,x,k\n1,0.5,a\n{bad}1,0.75,e\n0,\u0663,f\n"
     path = written(tmp_path / "x.csv", content)
-    schema = Schema(("x",), (SparseFeature("k"),))
+    schema = ClickSchema(("x",), (SparseFeature("k"),))
     rows, malformed = one(path, schema, limit=7)
     assert rows.labels.tolist() == [1, 1] and rows.dense[:, 0].tolist() == [0.5, 0.75]
     assert malformed.count == 7
@@ -133,16 +133,16 @@ def test_tables_that_are_none(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError, match=said):
-        list(read_csv(path, ",", csv_schema(path, ","), Malformed()))
+        list(read_csv(path, ",", csv_schema(path, ","), MalformedRows()))
 
 
 def test_batches_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = "label,k,x\n" + "".join(f"{i % 2},{i * 7919 % 500},{i / 8}\n" for i in range(3000))
     path = written(tmp_path / "x.csv", content)
-    schema = Schema(("x",), (SparseFeature("k"),))
-    whole = list(read_csv(path, ",", schema, Malformed()))
+    schema = ClickSchema(("x",), (SparseFeature("k"),))
+    whole = list(read_csv(path, ",", schema, MalformedRows()))
     monkeypatch.setattr(module, "_PIECE_BYTES", 1000)
-    parts = list(read_csv(path, ",", schema, Malformed()))
+    parts = list(read_csv(path, ",", schema, MalformedRows()))
     assert len(parts) > 10 and len(whole) == 1
     assert np.concatenate([each.dense for each in parts]).tolist() == whole[0].dense.tolist()
     assert (
@@ -175,7 +175,7 @@ def test_from_the_keys_of_data(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.INFO)
     content = "label,k,x\n" + "".join(f"{i % 2},{i + 2},{i / 8}\n" for i in range(20))
     by_name = build_clicks(ClickPolicy(source=str(written(tmp_path / "a.csv", content))), tmp_path / "cache")
-    assert by_name.schema == Schema(("x",), (SparseFeature("k"),)) and len(by_name.train) == 18
+    assert by_name.schema == ClickSchema(("x",), (SparseFeature("k"),)) and len(by_name.train) == 18
     assert "label label; numbers x; keys k. Types decided that" in caplog.text
     semicolons = written(tmp_path / "a.txt", content.replace(",", ";"))
     given = ClickPolicy(source=str(semicolons), separator=";", dense=["x"], sparse=["k"])
@@ -196,7 +196,7 @@ def _rows_with(changes: dict[int, str], count: int = 2000) -> str:
     return "label,k,x\n" + "".join(f"{i % 2},{key},{i / 8}\n" for i, key in enumerate(keys))
 
 
-SCHEMA = Schema(("x",), (SparseFeature("k"),))
+SCHEMA = ClickSchema(("x",), (SparseFeature("k"),))
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.csv.gz"])

@@ -3,16 +3,16 @@
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.data.clicks.malformed import Malformed
+from shardwise.data.clicks.malformed import MalformedRows
 
 
 def test_without_a_limit_the_first_is_an_error() -> None:
     with pytest.raises(DataError, match=r"a\.tsv:3: two columns\. Mend the row"):
-        Malformed().skip("a.tsv:3", "two columns")
+        MalformedRows().skip("a.tsv:3", "two columns")
 
 
 def test_one_beyond_the_limit_names_the_first_three_and_the_last() -> None:
-    rows = Malformed(limit=5)
+    rows = MalformedRows(limit=5)
     assert str(rows) == ""
     for line in range(5):
         rows.skip(f"line {line}", "short")

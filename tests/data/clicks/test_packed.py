@@ -9,16 +9,16 @@ from shardwise.base.errors import DataError
 from shardwise.data.clicks import (
     BatchForm,
     ClickRows,
-    Keys,
+    ClickSchema,
+    FeatureKeys,
     PackedClicks,
     PackedWriter,
-    Schema,
     SparseFeature,
 )
 from shardwise.data.clicks import packed as module
 from shardwise.data.clicks.packed import write_packed
 
-SCHEMA = Schema(
+SCHEMA = ClickSchema(
     ("age", "price"),
     (
         SparseFeature("item"),
@@ -29,13 +29,13 @@ SCHEMA = Schema(
 )
 
 
-def made(n: int, seed: int = 0, schema: Schema = SCHEMA) -> ClickRows:
+def made(n: int, seed: int = 0, schema: ClickSchema = SCHEMA) -> ClickRows:
     draw = np.random.default_rng(seed)
     keys = []
     for feature in schema.features:
         lengths = draw.integers(0, 6 if feature.many else 2, n)
         offsets = np.r_[0, np.cumsum(lengths)]
-        keys.append(Keys(draw.integers(-(1 << 62), 1 << 62, offsets[-1]), offsets))
+        keys.append(FeatureKeys(draw.integers(-(1 << 62), 1 << 62, offsets[-1]), offsets))
     dense = draw.standard_normal((n, len(schema.dense))).astype(np.float32)
     dense[draw.random(dense.shape) < 0.3] = np.nan
     return ClickRows(draw.integers(0, 2, n).astype(np.float32), dense, keys)
@@ -71,7 +71,9 @@ def test_appended_in_parts_is_the_same_file(tmp_path: Path) -> None:
     for start in range(0, 300, 70):
         stop = min(start + 70, 300)
         keys = [
-            Keys(k.values[k.offsets[start] : k.offsets[stop]], k.offsets[start : stop + 1] - k.offsets[start])
+            FeatureKeys(
+                k.values[k.offsets[start] : k.offsets[stop]], k.offsets[start : stop + 1] - k.offsets[start]
+            )
             for k in whole.keys
         ]
         parts.append(ClickRows(whole.labels[start:stop], whole.dense[start:stop], keys))
@@ -92,13 +94,13 @@ def test_appended_in_parts_is_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        Schema((), (SparseFeature("a"),)),
-        Schema((), (SparseFeature("a"), SparseFeature("b"))),
-        Schema(("x",), ()),
-        Schema((), (SparseFeature("a", True),)),
+        ClickSchema((), (SparseFeature("a"),)),
+        ClickSchema((), (SparseFeature("a"), SparseFeature("b"))),
+        ClickSchema(("x",), ()),
+        ClickSchema((), (SparseFeature("a", True),)),
     ],
 )
-def test_small_schemas(tmp_path: Path, schema: Schema) -> None:
+def test_small_schemas(tmp_path: Path, schema: ClickSchema) -> None:
     rows = made(20, schema=schema)
     found = write_packed(tmp_path / "x.clicks", schema, [rows]).rows(np.arange(20))
     assert [row(found, i) for i in range(20)] == [row(rows, i) for i in range(20)]
@@ -107,7 +109,7 @@ def test_small_schemas(tmp_path: Path, schema: Schema) -> None:
 
 
 def test_a_wide_schema_has_room_in_its_header(tmp_path: Path) -> None:
-    schema = Schema(tuple(f"a number with a long name {i}" for i in range(300)), (SparseFeature("k"),))
+    schema = ClickSchema(tuple(f"a number with a long name {i}" for i in range(300)), (SparseFeature("k"),))
     found = write_packed(tmp_path / "x.clicks", schema, [made(3, schema=schema)])
     assert found.schema == schema
 
@@ -153,26 +155,30 @@ def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "x.clicks"
-    one = Schema((), (SparseFeature("k"),))
+    one = ClickSchema((), (SparseFeature("k"),))
     none = np.empty((2, 0), np.float32)
     labels = np.zeros(2, np.float32)
     cases: list[tuple[ClickRows, str, str]] = [
         (
-            ClickRows(np.array([0, np.nan], np.float32), none, [Keys.of_ones(np.arange(2))]),
+            ClickRows(np.array([0, np.nan], np.float32), none, [FeatureKeys.of_ones(np.arange(2))]),
             "i64",
             "row 1 has no label",
         ),
         (
-            ClickRows(labels, none, [Keys.of_ones(np.array([5, -1]))]),
+            ClickRows(labels, none, [FeatureKeys.of_ones(np.array([5, -1]))]),
             "u32",
             "from -1 to 5, which 32 bits do not hold",
         ),
         (
-            ClickRows(labels, none, [Keys(np.arange(3), np.array([0, 2, 3]))]),
+            ClickRows(labels, none, [FeatureKeys(np.arange(3), np.array([0, 2, 3]))]),
             "i64",
             "'k' has 2 keys in one row",
         ),
-        (ClickRows(labels, none, [Keys(np.arange(3), np.array([0, 1, 2]))]), "i64", "do not fit its 3 keys"),
+        (
+            ClickRows(labels, none, [FeatureKeys(np.arange(3), np.array([0, 1, 2]))]),
+            "i64",
+            "do not fit its 3 keys",
+        ),
     ]
     for rows, key_type, words in cases:
         with pytest.raises(DataError, match=words):
@@ -189,9 +195,9 @@ def test_missing_and_zero_are_different(tmp_path: Path) -> None:
     rows = ClickRows(
         np.zeros(3, np.float32),
         np.empty((3, 0), np.float32),
-        [Keys.of_ones(np.array([0, 0, 7]), np.array([False, True, False]))],
+        [FeatureKeys.of_ones(np.array([0, 0, 7]), np.array([False, True, False]))],
     )
-    with PackedWriter(tmp_path / "x.clicks", Schema((), (SparseFeature("k"),)), "u32") as writer:
+    with PackedWriter(tmp_path / "x.clicks", ClickSchema((), (SparseFeature("k"),)), "u32") as writer:
         writer.append(rows)
         writer.skipped = 4
     found = PackedClicks(tmp_path / "x.clicks")

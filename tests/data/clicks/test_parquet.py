@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.clicks import CRITEO, Malformed, Schema, SparseFeature, parquet_schema, read_parquet
+from shardwise.data.clicks import (
+    CRITEO,
+    ClickSchema,
+    MalformedRows,
+    SparseFeature,
+    parquet_schema,
+    read_parquet,
+)
 from shardwise.data.clicks import parquet as module
 from shardwise.data.clicks.columns import key_of_text
 
@@ -45,8 +52,8 @@ def test_columns_by_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_a
         SparseFeature("seen", True),
         SparseFeature("tags", True),
     )
-    assert schema == Schema(("price",), features)
-    blocks = list(read_parquet(path, schema, Malformed()))
+    assert schema == ClickSchema(("price",), features)
+    blocks = list(read_parquet(path, schema, MalformedRows()))
     assert np.concatenate([rows.labels for rows in blocks]).tolist() == [1, 0, 1, 0]
     price = np.concatenate([rows.dense for rows in blocks])[:, 0]
     assert price[[0, 2]].tolist() == [0.5, -2] and np.isnan(price[[1, 3]]).all()
@@ -66,16 +73,16 @@ def test_criteos_columns_are_known_by_name(tmp_path: Path) -> None:
     columns |= {feature.name: [5, None] for feature in CRITEO.features}
     path = write(tmp_path / "x.parquet", columns)
     assert parquet_schema(path) == CRITEO
-    (rows,) = read_parquet(path, CRITEO, Malformed())
+    (rows,) = read_parquet(path, CRITEO, MalformedRows())
     assert rows.dense[0].tolist() == [1] * 13 and np.isnan(rows.dense[1]).all()
 
 
 def test_columns_that_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", COLUMNS | {"age": [1, 2, 3, 4]})
-    given = Schema(("age",), (SparseFeature("seen"), SparseFeature("user")))
+    given = ClickSchema(("age",), (SparseFeature("seen"), SparseFeature("user")))
     schema = parquet_schema(path, given=given)
-    assert schema == Schema(("age",), (SparseFeature("seen", True), SparseFeature("user")))
-    (rows,) = read_parquet(path, schema, Malformed())
+    assert schema == ClickSchema(("age",), (SparseFeature("seen", True), SparseFeature("user")))
+    (rows,) = read_parquet(path, schema, MalformedRows())
     assert rows.dense[:, 0].tolist() == [1, 2, 3, 4] and len(rows.keys) == 2
 
 
@@ -86,13 +93,13 @@ def test_labels_and_numbers_that_are_none(tmp_path: Path) -> None:
         "k": [1, 2, 3, 4, 5, 6],
     }
     path = write(tmp_path / "x.parquet", columns)
-    malformed = Malformed(5)
+    malformed = MalformedRows(5)
     (rows,) = read_parquet(path, parquet_schema(path), malformed)
     assert (rows.labels.tolist(), rows.dense[:, 0].tolist(), lists(rows.keys[0])) == ([1], [1], [[1]])
     assert malformed.count == 5
     assert "x.parquet: row 1: the label is nan; expected 0 or 1" in str(malformed)
     with pytest.raises(DataError, match=r"x\.parquet: row 1: the label is nan; expected 0 or 1"):
-        list(read_parquet(path, parquet_schema(path), Malformed()))
+        list(read_parquet(path, parquet_schema(path), MalformedRows()))
 
 
 def test_errors_name_file_and_column(tmp_path: Path) -> None:
@@ -102,17 +109,17 @@ def test_errors_name_file_and_column(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'click' for the label; its columns are label, t, k"):
         parquet_schema(path, label="click")
     with pytest.raises(DataError, match=r"no column price"):
-        list(read_parquet(path, Schema(("price",), ()), Malformed()))
+        list(read_parquet(path, ClickSchema(("price",), ()), MalformedRows()))
     with pytest.raises(DataError, match=r"'k' of type string holds no numbers"):
-        list(read_parquet(path, Schema(("k",), ()), Malformed()))
+        list(read_parquet(path, ClickSchema(("k",), ()), MalformedRows()))
     with pytest.raises(DataError, match=r"'k' of type string is no list"):
-        list(read_parquet(path, Schema((), (SparseFeature("k", True),)), Malformed()))
+        list(read_parquet(path, ClickSchema((), (SparseFeature("k", True),)), MalformedRows()))
     nulls = write(tmp_path / "n.parquet", {"label": [0], "k": pa.array([[1, None]])})
     with pytest.raises(DataError, match="nulls inside its lists"):
-        list(read_parquet(nulls, parquet_schema(nulls), Malformed()))
+        list(read_parquet(nulls, parquet_schema(nulls), MalformedRows()))
     part = write(tmp_path / "b.parquet", {"label": [0], "k": [1.5]})
     with pytest.raises(DataError, match="no keys of 64 bits"):
-        list(read_parquet(part, Schema((), (SparseFeature("k"),)), Malformed()))
+        list(read_parquet(part, ClickSchema((), (SparseFeature("k"),)), MalformedRows()))
     (tmp_path / "torn.parquet").write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="cannot be read as a Parquet file"):
         parquet_schema(tmp_path / "torn.parquet")
@@ -131,8 +138,8 @@ def test_types_that_pandas_and_others_write(tmp_path: Path) -> None:
     }
     path = write(tmp_path / "x.parquet", columns)
     features = ("color", "pair", "hashed", "flag", "gaps")
-    given = Schema(("on",), tuple(SparseFeature(name) for name in features))
-    (rows,) = read_parquet(path, parquet_schema(path, given=given), Malformed())
+    given = ClickSchema(("on",), tuple(SparseFeature(name) for name in features))
+    (rows,) = read_parquet(path, parquet_schema(path, given=given), MalformedRows())
     assert rows.labels.tolist() == [1, 0, 1] and rows.dense[:, 0].tolist() == [0, 1, 1]
     red = key_of_text("red")
     assert [lists(keys) for keys in rows.keys] == [
@@ -160,7 +167,7 @@ def test_what_a_type_does_not_decide_is_refused(tmp_path: Path, column: Any, sai
     path = write(tmp_path / "x.parquet", {"label": [0, 1, 0], "x": [0.5, 1.5, 2.0], "second": column})
     with pytest.raises(DataError, match=f"column 'second' .*{said}.*data.dense"):
         parquet_schema(path)
-    given = Schema(("x",), ())
+    given = ClickSchema(("x",), ())
     assert parquet_schema(path, given=given) == given, "columns in neither list are left out"
 
 

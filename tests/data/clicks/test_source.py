@@ -5,15 +5,23 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.clicks import BatchForm, ClickRows, Clicks, Keys, Schema, SparseFeature, SyntheticClicks
+from shardwise.data.clicks import (
+    BatchForm,
+    ClickDataset,
+    ClickRows,
+    ClickSchema,
+    FeatureKeys,
+    SparseFeature,
+    SyntheticClicks,
+)
 
-SCHEMA = Schema(("a", "b"), (SparseFeature("user"), SparseFeature("seen", many=True)))
+SCHEMA = ClickSchema(("a", "b"), (SparseFeature("user"), SparseFeature("seen", many=True)))
 ROWS = ClickRows(
     np.array([1, 0, 1], np.float32),
     np.array([[np.nan, 0], [-3, 7], [1e6, -0.0]], np.float32),
     [
-        Keys.of_ones(np.array([5, 6, 7]), np.array([True, False, True])),
-        Keys(np.array([1, 2, 3]), np.array([0, 2, 2, 3])),
+        FeatureKeys.of_ones(np.array([5, 6, 7]), np.array([True, False, True])),
+        FeatureKeys(np.array([1, 2, 3]), np.array([0, 2, 2, 3])),
     ],
 )
 
@@ -41,7 +49,7 @@ def test_a_missing_category_is_no_key_or_the_one_that_is_given() -> None:
 
 
 def test_a_batch_of_nothing_has_every_part() -> None:
-    clicks = Clicks(SyntheticClicks(10, (5, 5), dense=3))
+    clicks = ClickDataset(SyntheticClicks(10, (5, 5), dense=3))
     batch = clicks.batch(np.empty(0, np.int64))
     assert batch["dense"].shape == (0, 3) and batch["labels"].shape == (0,)
     assert {name: (r.samples, r.values.numel()) for name, r in batch["sparse"].items()} == {
@@ -53,7 +61,7 @@ def test_a_batch_of_nothing_has_every_part() -> None:
 
 
 def test_the_end_of_a_log_is_held_out() -> None:
-    whole = Clicks(SyntheticClicks(100, (5, 5)))
+    whole = ClickDataset(SyntheticClicks(100, (5, 5)))
     train, validation = whole.split(0.2)
     assert (len(train), len(validation)) == (80, 20)
     assert torch.equal(validation.batch(np.arange(20))["dense"], whole.batch(np.arange(80, 100))["dense"])
@@ -66,9 +74,9 @@ def test_the_end_of_a_log_is_held_out() -> None:
     with pytest.raises(DataError, match="leaves nothing to learn"):
         whole.split(0.999)
     with pytest.raises(DataError, match=r"rows \[5, 101\) of a click log that holds 100"):
-        Clicks(SyntheticClicks(100, (5,)), 5, 101)
+        ClickDataset(SyntheticClicks(100, (5,)), 5, 101)
 
 
 def test_a_name_stands_for_one_column() -> None:
     with pytest.raises(ConfigError, match="x named more than once"):
-        Schema(("x",), (SparseFeature("x"),))
+        ClickSchema(("x",), (SparseFeature("x"),))

@@ -10,7 +10,7 @@ from PIL import Image
 from shardwise.base.errors import DataError
 from shardwise.data.images import CifarFiles, ImagePolicy, build_images
 from shardwise.data.images.folders import PictureFolders
-from shardwise.data.placed import SampleAt
+from shardwise.data.placed import PositionedSample
 
 
 def records(path: Path, labels: list[list[int]], seed: int = 0) -> np.ndarray:
@@ -64,7 +64,7 @@ def test_one_sentence_names_the_file(tmp_path: Path, make: Callable[[Path], Path
     path = make(tmp_path)
     with pytest.raises(DataError, match=said) as caught:
         corpus = build_images(ImagePolicy(source=str(tmp_path), validation=0), 32)
-        corpus.train.batch([SampleAt(i, i) for i in range(len(corpus.train))], 0)
+        corpus.train.batch([PositionedSample(i, i) for i in range(len(corpus.train))], 0)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardwise.data.images import ImagePolicy, build_images
-from shardwise.data.placed import SampleAt
+from shardwise.data.placed import PositionedSample
 
 
 def records(path: Path, labels: list[list[int]], seed: int = 0) -> np.ndarray:
@@ -29,7 +29,7 @@ def test_cifar_10_over_several_files(tmp_path: Path) -> None:
         assert picture.shape == (32, 32, 3)
         assert picture[2, 5].tolist() == [int(row[1 + channel * 1024 + 2 * 32 + 5]) for channel in range(3)]
     assert corpus.validation is not None
-    images, labels = corpus.validation.batch([SampleAt(0, 0)], 0)
+    images, labels = corpus.validation.batch([PositionedSample(0, 0)], 0)
     assert labels.tolist() == [5]
     assert images.flatten().numpy() == pytest.approx(held_out[0, 1:] / 255, abs=1e-6)
 

@@ -10,7 +10,7 @@ from PIL import Image
 from shardwise.base.errors import DataError
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.data.images.folders import PictureFolders
-from shardwise.data.placed import SampleAt
+from shardwise.data.placed import PositionedSample
 
 
 def folders(root: Path, side: int = 10) -> Path:
@@ -30,7 +30,7 @@ def test_pictures_in_folders(tmp_path: Path) -> None:
     assert corpus.class_names == ("cat", "dog") and pictures.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert pictures.picture(4).tolist() == np.full((10, 14, 3), 110).tolist()
     assert held_out is not None and (len(corpus.train), len(held_out)) == (4, 2)
-    images, labels = held_out.batch([SampleAt(0, 0), SampleAt(1, 1)], 0)
+    images, labels = held_out.batch([PositionedSample(0, 0), PositionedSample(1, 1)], 0)
     assert images.shape == (2, 3, 8, 8) and labels.shape == (2,)
 
 

@@ -12,7 +12,7 @@ from shardwise.base.errors import DataError
 from shardwise.data import Loader, evaluation_batches
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.data.images.form import rectangle
-from shardwise.data.placed import SampleAt, draws_at
+from shardwise.data.placed import PositionedSample, draws_at
 
 # Worker processes are forked, which newer Pythons remark upon when threads are alive.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -66,7 +66,7 @@ def test_ranks_and_workers_change_nothing(crop: str) -> None:
 
 def test_an_epoch_draws_anew_and_a_resume_goes_on() -> None:
     data = corpus(shuffle=False).train
-    first, second = (data.batch([SampleAt(position, 0)], 0).images for position in (0, 40))
+    first, second = (data.batch([PositionedSample(position, 0)], 0).images for position in (0, 40))
     assert not torch.equal(first, second)
     loader = Loader(data, global_batch=8, micro_batch=8, seed=3)
     loader.step_batches()

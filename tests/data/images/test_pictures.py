@@ -7,7 +7,7 @@ import numpy as np
 from shardwise.data.images import ImagePolicy
 from shardwise.data.images.form import to_shorter_side
 from shardwise.data.images.pictures import Pictures
-from shardwise.data.placed import SampleAt
+from shardwise.data.placed import PositionedSample
 
 
 class OnePicture(Pictures):
@@ -30,7 +30,7 @@ def test_padding_moves_and_flip_mirrors() -> None:
     def drawn(**keys: Any) -> np.ndarray:
         policy = ImagePolicy.model_validate({"mean": (0, 0, 0), "std": (1, 1, 1)} | keys)
         samples = ImageSamples(OnePicture(), np.zeros(1, dtype=np.int64), policy, 12, augments=True)
-        images = samples.batch([SampleAt(position, 0) for position in range(200)], 5).images
+        images = samples.batch([PositionedSample(position, 0) for position in range(200)], 5).images
         return (images[:, 0] * 255).round().numpy().astype(int)
 
     ramp = np.arange(1, 145).reshape(12, 12)

@@ -15,8 +15,8 @@ from shardwise.deepspeed.utils.zero_to_fp32 import (
 from torch import Tensor, nn
 
 from shardwise.base.errors import CheckpointError, UsageError
-from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
-from shardwise.checkpoint.layout import Sizes
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, TensorPieces
+from shardwise.checkpoint.layout import LayoutSizes
 from tests.deepspeed.files import test_their_checkpoint as theirs
 from tests.deepspeed.files.test_their_checkpoint import pickled, plain  # noqa: F401  fixtures
 from tests.largest_made import LargestMade
@@ -44,9 +44,9 @@ def saved(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     model = Net()
 
-    def item(kind: str, name: str, tensor: Tensor) -> Item:
+    def item(kind: str, name: str, tensor: Tensor) -> TensorPieces:
         flat = tensor.detach().contiguous().view(-1)
-        return Item(kind, name, tuple(tensor.shape), tensor.dtype, [FlatSlice(0, flat.numel(), flat)])
+        return TensorPieces(kind, name, tuple(tensor.shape), tensor.dtype, [FlatSlice(0, flat.numel(), flat)])
 
     items = [item("buffer", "seen", model.seen)]
     for name, parameter in model.named_parameters():
@@ -54,7 +54,7 @@ def saved(tmp_path: Path) -> Path:
         if name != "frozen.weight":
             items += [item("master", name, parameter), item("exp_avg", name, parameter * 2)]
     folder = tmp_path / "saved" / "global_step3"
-    sizes, policy = Sizes(block_bytes=BLOCK_BYTES), CheckpointPolicy(asynchronous=False)
+    sizes, policy = LayoutSizes(block_bytes=BLOCK_BYTES), CheckpointPolicy(asynchronous=False)
     aliases = {"embed.weight": ["head.weight"]}
     Checkpoints(folder, policy=policy, sizes=sizes).save(3, items, {"engine": {"step": 3}}, aliases=aliases)
     (folder.parent / "latest").write_text("global_step3")

@@ -10,15 +10,15 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError
-from shardwise.base.rates import Rates
+from shardwise.base.rates import RankRates
 from shardwise.engine.fit import foresee as foreseeing
-from shardwise.engine.fit.fits import Fit, Memory, budget, fits, longest
+from shardwise.engine.fit.fits import FitReport, Memory, budget, fits, longest
 from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
 from shardwise.tiers.offload import OffloadPolicy
 from shardwise.tiers.tier_cost import tier_traffic
 
-RATES = Rates(
+RATES = RankRates(
     flops_s=1e10,
     host_bytes_s=1e10,
     device_bytes_s=1e10,
@@ -45,7 +45,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreseeing, "resident_bytes", lambda: 0)
 
 
-def fit(given: dict[str, Any], memory: Memory, rows: int = 4) -> Fit:
+def fit(given: dict[str, Any], memory: Memory, rows: int = 4) -> FitReport:
     tokens = torch.empty(rows, 64, dtype=torch.int64, device="meta")
     return fits(gpt, given, memory, {"tokens": tokens, "targets": tokens}, rates=RATES)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.model.original import Original
+from shardwise.engine.model.original import OriginalAttributes
 
 
 class Block(nn.Module):
@@ -27,10 +27,10 @@ class Ours(nn.Module):
     p = 0.25
 
 
-def replaced() -> tuple[Block, Original, nn.Module]:
+def replaced() -> tuple[Block, OriginalAttributes, nn.Module]:
     block = Block()
     own = block.drop
-    original = Original(block)
+    original = OriginalAttributes(block)
     block.forward = lambda x: x + 1  # type: ignore[method-assign]
     block.scale = "ours"
     del block.gone

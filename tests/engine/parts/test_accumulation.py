@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def accumulation(world: World, microbatches: int) -> Accumulation:
-    group = world.group(Mesh(dp_shard=world.size), "dp", CommPolicy(), Clock(30.0), Traffic())
+    group = world.group(Mesh(dp_shard=world.size), "dp", CommPolicy(), StepClock(30.0), Traffic())
     return Accumulation(microbatches, group, None, CPU)
 
 

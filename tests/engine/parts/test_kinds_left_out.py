@@ -72,7 +72,7 @@ def run(world: World, layout: str, folder: str, change: Callable[[Any], None] | 
         told, numbers = 0, []
         for step in range(
             3 if layout == "delayed" else 2
-        ):  # the second update is the first that ADOPT installs
+        ):  # the second update is the first that SWAP_WEIGHT installs
             result = engine.train_step(
                 [piece(engine, step, i) for i in range(engine.config.batch.accumulation or 1)]
             )

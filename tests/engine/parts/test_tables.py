@@ -24,10 +24,10 @@ from shardwise.base.errors import (
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World, join
 from shardwise.engine.parts import tables as engine_tables
-from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.tables import ModelTables
 from shardwise.parallel.embedding import evict, store, ways
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.dynamic import Dynamic
+from shardwise.parallel.embedding.dynamic import DynamicIndex
 from shardwise.parallel.embedding.policy import (
     DynamicPolicy,
     EvictionPolicy,
@@ -248,44 +248,48 @@ def test_equals_one_process(ranks: Any, layout: Layout) -> None:
 
 
 def _norm_without_tables(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tables, "square_sum", lambda self: torch.zeros((), dtype=torch.float64))
+    patch.setattr(ModelTables, "square_sum", lambda self: torch.zeros((), dtype=torch.float64))
 
 
 def _clip_ignored(patch: pytest.MonkeyPatch) -> None:
-    step = Tables.step
-    patch.setattr(Tables, "step", lambda self, name, lr_factor, divisor: step(self, name, lr_factor, 1.0))
+    step = ModelTables.step
+    patch.setattr(
+        ModelTables, "step", lambda self, name, lr_factor, divisor: step(self, name, lr_factor, 1.0)
+    )
 
 
 def _schedule_ignored(patch: pytest.MonkeyPatch) -> None:
-    step = Tables.step
-    patch.setattr(Tables, "step", lambda self, name, lr_factor, divisor: step(self, name, 1.0, divisor))
+    step = ModelTables.step
+    patch.setattr(ModelTables, "step", lambda self, name, lr_factor, divisor: step(self, name, 1.0, divisor))
 
 
 def _copies_counted_by_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store.Store, "square_sum", lambda self: (self._gradients.merged(self.slab)[1] ** 2).sum())
+    patch.setattr(
+        store.RowStore, "square_sum", lambda self: (self._gradients.merged(self.slab)[1] ** 2).sum()
+    )
 
 
 def _means_over_own_columns(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store.Store, "_mean_squares", lambda self, rows, grads, scale: None)
+    patch.setattr(store.RowStore, "_mean_squares", lambda self, rows, grads, scale: None)
 
 
 def _start_rows_of_each_rank(patch: pytest.MonkeyPatch) -> None:
-    begin = store.Store.__init__
+    begin = store.RowStore.__init__
 
     def init(self: Any, tables: Any, group: Any, seed: int, *rest: Any) -> None:
         begin(self, tables, group, seed + group.index, *rest)
 
-    patch.setattr(store.Store, "__init__", init)
+    patch.setattr(store.RowStore, "__init__", init)
 
 
 def _last_microbatch_alone(patch: pytest.MonkeyPatch) -> None:
-    add = store.Store.add
+    add = store.RowStore.add
 
     def last(self: Any, rows: Tensor, grads: Tensor) -> None:
         self._gradients.clear()
         add(self, rows, grads)
 
-    patch.setattr(store.Store, "add", last)
+    patch.setattr(store.RowStore, "add", last)
 
 
 def _each_rank_evicts_alone(patch: pytest.MonkeyPatch) -> None:
@@ -293,11 +297,11 @@ def _each_rank_evicts_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_replay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store.Store, "_catch_up", lambda self, rows: None)
+    patch.setattr(store.RowStore, "_catch_up", lambda self, rows: None)
 
 
 def _gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:
-    deliver = ways.Everywhere.deliver
+    deliver = ways.GatheredKeysExchange.deliver
 
     def part(self: Any, asked: Any, into: Any) -> Tensor:
         own = sum(row[0] for row in asked.counts[: self.group.index])
@@ -307,17 +311,17 @@ def _gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:
         kept[mine] = grads[mine]
         return kept
 
-    patch.setattr(ways.Everywhere, "deliver", part)
+    patch.setattr(ways.GatheredKeysExchange, "deliver", part)
 
 
 def _scores_of_the_last_call(patch: pytest.MonkeyPatch) -> None:
-    score = Dynamic.score
+    score = DynamicIndex.score
 
     def last(self: Any, step: int) -> None:
         del self._came[:-1]
         score(self, step)
 
-    patch.setattr(Dynamic, "score", last)
+    patch.setattr(DynamicIndex, "score", last)
 
 
 BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Layout]] = {
@@ -618,7 +622,7 @@ def with_other_memory(world: World) -> list[str]:
         patch.setattr(
             engine_tables,
             "_memory_of_a_rank",
-            lambda world, *_: engine_tables._Memory(400 + 10_000 * world.rank, None),
+            lambda world, *_: engine_tables._TableMemory(400 + 10_000 * world.rank, None),
         )
         model = Capped("auto")
         model.tables.tables = (TablePolicy(name="user", width=4, rows=30),)

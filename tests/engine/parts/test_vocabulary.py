@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import DataError
-from shardwise.engine.parts.vocabulary import Vocabulary
+from shardwise.engine.parts.vocabulary import VocabularyBounds
 
 
 class Words(nn.Module):
@@ -28,7 +28,7 @@ class Words(nn.Module):
 
 
 def check(batch: Any, model: nn.Module | None = None) -> None:
-    with Vocabulary(model or Words()).checked(batch):
+    with VocabularyBounds(model or Words()).checked(batch):
         pass
 
 
@@ -69,7 +69,7 @@ def test_tokens_inside_and_what_is_no_token() -> None:
 
 def test_an_index_error_of_a_pass_is_told_with_the_batch_and_the_embeddings() -> None:
     model = nn.Sequential(nn.Embedding(3, 2))
-    vocabulary = Vocabulary(model)
+    vocabulary = VocabularyBounds(model)
     batch = torch.tensor([0, 7])
     with pytest.raises(DataError, match=r"'batch' from 0 to 7\. Embeddings of the model: '0' has 3 rows"):  # noqa: SIM117
         with vocabulary.checked(batch):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
-from shardwise.engine.parts.weighing import Weighing, divisor_of, labels_in
+from shardwise.engine.parts.weighing import MicrobatchWeights, divisor_of, labels_in
 from shardwise.models import Gpt, GptPolicy
 from tests.engine.nets import LLAMA
 
@@ -252,7 +252,7 @@ def test_cross_entropies_of_unlike_counts_are_told_once(caplog: pytest.LogCaptur
     x = torch.randn(4, 5, requires_grad=True)
     y = torch.tensor([1, 2, 3, 0])
     cross_entropy = torch.nn.functional.cross_entropy
-    weighing = Weighing("auto", torch.nn.Linear(1, 1))
+    weighing = MicrobatchWeights("auto", torch.nn.Linear(1, 1))
     with caplog.at_level("WARNING", logger="shardwise"):
         assert weighing.of_loss(cross_entropy(x, y) + cross_entropy(x, y), None) == 4.0
         assert not caplog.records

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.base.errors import NonFiniteError, UsageError
 from shardwise.comm.world import World
-from shardwise.engine.parts.weighing import Guesses, Weighing, are_uneven
+from shardwise.engine.parts.weighing import MicrobatchWeights, WeightGuesses, are_uneven
 from tests.engine.nets import seeded
 
 ROWS, LENGTH, VOCABULARY, IGNORE = 16, 8, 11, -100
@@ -187,14 +187,14 @@ def test_even_labels_need_no_weight() -> None:
 
 
 def test_guesses_are_compared_by_their_sums() -> None:
-    assert not are_uneven(Guesses())
-    assert not are_uneven(Guesses().with_counts(7, 6).with_counts(7, 6))
-    assert are_uneven(Guesses().with_counts(7, 6).with_counts(7, 5))
-    assert are_uneven(Guesses().with_counts(1e6, 6).with_counts(1e6 + 1, 6))
+    assert not are_uneven(WeightGuesses())
+    assert not are_uneven(WeightGuesses().with_counts(7, 6).with_counts(7, 6))
+    assert are_uneven(WeightGuesses().with_counts(7, 6).with_counts(7, 5))
+    assert are_uneven(WeightGuesses().with_counts(1e6, 6).with_counts(1e6 + 1, 6))
 
 
 def test_a_mean_of_no_label_weighs_nothing() -> None:
-    weighing = Weighing("auto", nn.Linear(1, 1))
+    weighing = MicrobatchWeights("auto", nn.Linear(1, 1))
     logits = torch.randn(2, LENGTH, VOCABULARY, requires_grad=True)
     labels = torch.full((2, LENGTH), IGNORE)
     assert weighing.of_loss(gathered(logits, labels), {"labels": labels}) == 0.0
@@ -203,7 +203,7 @@ def test_a_mean_of_no_label_weighs_nothing() -> None:
 
 
 def test_a_mask_without_labels_is_read_from_the_graph() -> None:
-    weighing = Weighing("auto", nn.Linear(1, 1))
+    weighing = MicrobatchWeights("auto", nn.Linear(1, 1))
     x = torch.randn(6, requires_grad=True)
     for count in (4, 1, 5):
         mask = (torch.arange(6) < count).float()

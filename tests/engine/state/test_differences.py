@@ -3,11 +3,11 @@
 import pytest
 
 from shardwise.base.errors import MismatchError, UsageError
-from shardwise.engine.state.differences import Differences
+from shardwise.engine.state.differences import StepDifferences
 
 
 def test_what_is_allowed_is_told_and_no_error() -> None:
-    differences = Differences(missing=["head.*"], unexpected=["old"])
+    differences = StepDifferences(missing=["head.*"], unexpected=["old"])
     assert differences.lacks("weight", "head.bias", "is not there") and differences.lacks(
         "weight", "b", "is [2]", "head.b"
     )
@@ -22,11 +22,11 @@ def test_what_is_allowed_is_told_and_no_error() -> None:
         "not loaded, starts fresh: users",
         "passed over, not in this model: old",
     ]
-    assert Differences().lines() == []
+    assert StepDifferences().lines() == []
 
 
 def test_what_is_not_allowed_is_named_with_what_would_allow_it() -> None:
-    differences = Differences(missing=["head.*"])
+    differences = StepDifferences(missing=["head.*"])
     assert not differences.lacks("weight", "body", "is not there")
     differences.holds("buffer", "old", [3, 2])
     with pytest.raises(MismatchError) as caught:
@@ -39,7 +39,7 @@ def test_what_is_not_allowed_is_named_with_what_would_allow_it() -> None:
 
 
 def test_an_error_names_five_and_counts_the_rest() -> None:
-    differences = Differences()
+    differences = StepDifferences()
     for number in range(7):
         differences.fault(f"fault {number}")
     with pytest.raises(
@@ -51,20 +51,20 @@ def test_an_error_names_five_and_counts_the_rest() -> None:
 
 def test_a_pattern_that_matches_no_name_is_an_error() -> None:
     ours, theirs = ["body.weight", "head.bias"], ["old.weight"]
-    Differences(["head.*"], ["old*"]).check_patterns(ours, theirs, "step 3")
+    StepDifferences(["head.*"], ["old*"]).check_patterns(ours, theirs, "step 3")
     with pytest.raises(
         MismatchError, match="missing: pattern 'haed.bias' matches no name of the model.*head.bias"
     ):
-        Differences(["haed.bias"]).check_patterns(ours, theirs, "step 3")
+        StepDifferences(["haed.bias"]).check_patterns(ours, theirs, "step 3")
     with pytest.raises(MismatchError, match=r"unexpected: pattern 'head\.\*' matches no name in step 3"):
-        Differences(unexpected=["head.*"]).check_patterns(ours, theirs, "step 3")
+        StepDifferences(unexpected=["head.*"]).check_patterns(ours, theirs, "step 3")
     many = [f"layer.{number:02}" for number in range(20)]
     with pytest.raises(MismatchError, match=r"there are layer.00, .*layer.11 \.\.\."):
-        Differences(["zzz"]).check_patterns(many, [], "step 3")
+        StepDifferences(["zzz"]).check_patterns(many, [], "step 3")
 
 
 def test_a_pattern_alone_is_no_list() -> None:
     with pytest.raises(
         UsageError, match=r"missing: expected a list of patterns, given 'a'; write missing=\['a'\]"
     ):
-        Differences(missing="a")
+        StepDifferences(missing="a")

@@ -21,7 +21,7 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ShardwiseError
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.comm import collectives, watch
 from shardwise.comm.world import World
 from tests.engine import hung_campaign
@@ -176,7 +176,7 @@ def test_a_rank_that_is_killed_is_named_at_once(fifo: str, tmp_path: Path, call:
     assert "rank 1 ended and will not come" in said or "has ended" in said
 
 
-class SlowFiles(Files):
+class SlowFiles(FileSystem):
     """A disk of which one rank waits for the first write until another rank has said so."""
 
     fifo = ""

@@ -12,7 +12,7 @@ from torch.nn import functional
 import shardwise
 from shardwise.base.errors import DataError, NonFiniteError, UsageError
 from shardwise.comm.world import World
-from shardwise.engine.step.alike import Fingerprint, same
+from shardwise.engine.step.alike import BatchFingerprint, same
 from shardwise.models import Gpt, GptPolicy
 from tests.engine.nets import VOCABULARY, Language, seeded
 
@@ -167,7 +167,7 @@ def test_batches_of_the_first_step(ranks: Any, size: int, kind: str, expected: s
 
 def test_fingerprints() -> None:
     def of(*batches: Any) -> int:
-        made = Fingerprint()
+        made = BatchFingerprint()
         for batch in batches:
             made.add(batch)
         return made.value

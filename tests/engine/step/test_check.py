@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.base.errors import PlanError
 from shardwise.comm.world import World
-from shardwise.engine.step.check import Check
+from shardwise.engine.step.check import FirstStepCheck
 from tests.engine.nets import Language, seeded
 from tests.engine.step.test_planted_bugs import (
     BUGS,
@@ -54,17 +54,17 @@ class Seen:
 @contextmanager
 def looking() -> Iterator[Seen]:
     seen = Seen()
-    difference, say = Check._difference, Check._say
+    difference, say = FirstStepCheck._difference, FirstStepCheck._say
 
-    def compares(self: Check, *args: Any) -> str:
+    def compares(self: FirstStepCheck, *args: Any) -> str:
         seen.compared.append(difference(self, *args))
         return seen.compared[-1]
 
-    def says(self: Check, reason: str) -> None:
+    def says(self: FirstStepCheck, reason: str) -> None:
         seen.left_out.append(reason)
         say(self, reason)
 
-    with patch.object(Check, "_difference", compares), patch.object(Check, "_say", says):
+    with patch.object(FirstStepCheck, "_difference", compares), patch.object(FirstStepCheck, "_say", says):
         yield seen
 
 
@@ -364,7 +364,7 @@ def hooks_on_slices(world: World) -> None:
     model.blocks[0].mlp.up.register_forward_hook(centred)
     engine = shardwise.initialize(model, config_of(layout), world=world)
     with (
-        patch.object(Check, "_obstacle", lambda self: "the memory is full"),
+        patch.object(FirstStepCheck, "_obstacle", lambda self: "the memory is full"),
         pytest.raises(PlanError, match=r"blocks.0.mlp.up has a hook.*cannot be compared: the memory is full"),
     ):
         engine.train_step(*pieces(layout, 0, 0))
@@ -485,13 +485,13 @@ def rounded_inside(world: World) -> None:
         return found
 
     taken: list[Any] = []
-    tolerances = Check._tolerances
+    tolerances = FirstStepCheck._tolerances
 
-    def takes(self: Check) -> Any:
+    def takes(self: FirstStepCheck) -> Any:
         taken.append(tolerances(self))
         return taken[-1]
 
-    with looking() as seen, patch.object(Check, "_tolerances", takes):
+    with looking() as seen, patch.object(FirstStepCheck, "_tolerances", takes):
         engine = shardwise.initialize(model_of(layout).float(), config_of(layout), world=world, loss=loss)
         engine.train_step([(tokens, tokens)])
         engine.close()

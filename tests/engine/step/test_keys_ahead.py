@@ -18,7 +18,7 @@ from shardwise.comm.world import World
 from shardwise.data import Loader
 from shardwise.data.batched import BatchedDataset
 from shardwise.engine.step.prefetch import keep_for
-from shardwise.observe.lanes_picture import LANES, Lanes
+from shardwise.observe.lanes_picture import LANES, LaneRecorder
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.action import Kind
 from shardwise.plan.lists import keys_ahead
@@ -211,7 +211,7 @@ def leave_and_go_on(world: World, how: str) -> Any:
     straight = loader_of(world, False, 6, epochs=1)
     expected = [named(straight.step_batches()) for _ in range(20)]
     engine = build(world, MIXED, batch={"global_size": 12, "micro_size": 6})
-    loader, seen, lanes = loader_of(world, False, 6, epochs=1), [], Lanes(12)
+    loader, seen, lanes = loader_of(world, False, 6, epochs=1), [], LaneRecorder(12)
     for stop in (4, 9):
         steps = engine.prefetch(loader, 3, lanes)
         for batches in steps:
@@ -406,8 +406,8 @@ def test_the_features_stay_readable_and_are_prepared_once() -> None:
 def test_the_thread_walks_the_asks_of_the_plan() -> None:
     engine = build(World(0, 1), batch={"accumulation": 2})
     tables, handlers, ran = engine.tables["tables"], engine._parts.walker.handlers, []
-    ask = handlers[Kind.ASK]
-    handlers[Kind.ASK] = lambda action: (ran.append(str(action)), ask(action))
+    ask = handlers[Kind.INPUT_DIST]
+    handlers[Kind.INPUT_DIST] = lambda action: (ran.append(str(action)), ask(action))
     wanted = [str(action) for action in keys_ahead(engine.plan.own.actions)]
     (step,) = list(engine.prefetch([[batch(0), batch(1)]], 1))
     assert ran == wanted and len(ran) == 2
@@ -467,7 +467,7 @@ def test_a_users_data_is_read_by_the_callers_thread() -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_lanes_of_a_real_run(depth: int) -> None:
-    lanes = Lanes(global_batch=12)
+    lanes = LaneRecorder(global_batch=12)
     engine = build(World(0, 1), batch={"global_size": 12, "micro_size": 6})
     loader = loader_of(World(0, 1), False, 6, epochs=1, watch=lanes.watch)
     for batches in engine.prefetch(loader, depth, lanes):

@@ -15,7 +15,7 @@ from shardwise.base.errors import CheckpointError, MismatchError, TableFullError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World, join
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.dynamic import Dynamic
+from shardwise.parallel.embedding.dynamic import DynamicIndex
 from shardwise.parallel.embedding.policy import (
     DynamicPolicy,
     EvictionPolicy,
@@ -170,8 +170,10 @@ def test_a_save_asks_of_rows_what_a_load_asks(tmp_path: Path, monkeypatch: pytes
     engine = click(join(quiet=True), Click())
     engine.train_step([{"keys": [[1, 2]]}])
     engine.save(tmp_path, asynchronous=False)
-    table = Dynamic.rows_of_last_step
-    monkeypatch.setattr(Dynamic, "rows_of_last_step", lambda self: (*table(self)[:2], table(self)[2] + 7))
+    table = DynamicIndex.rows_of_last_step
+    monkeypatch.setattr(
+        DynamicIndex, "rows_of_last_step", lambda self: (*table(self)[:2], table(self)[2] + 7)
+    )
     with pytest.raises(CheckpointError, match="nothing is written: table 'tables.t': scores from 8 to 8"):
         engine.save(tmp_path, asynchronous=False)
     monkeypatch.undo()

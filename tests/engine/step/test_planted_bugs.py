@@ -16,13 +16,13 @@ from torch import Tensor
 
 from shardwise import initialize
 from shardwise.base.errors import CommError, UsageError
-from shardwise.comm.peers import Peers
+from shardwise.comm.peers import PointToPoint
 from shardwise.comm.world import join
 from shardwise.compose import module_steps
 from shardwise.engine.engine import Engine
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.shared import SharedGradients
-from shardwise.engine.step.pipeline import _Training
+from shardwise.engine.step.pipeline import _PipelineTraining
 from shardwise.kernels.dropout import EqualPart
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.tensor.layers import RowLinear
@@ -202,7 +202,7 @@ def norm_of_one_stage() -> Patch:
 
 def targets_of_another_microbatch() -> Patch:
     """The last stage looks at the next microbatch."""
-    right = _Training.forward
+    right = _PipelineTraining.forward
 
     def wrong(self: Any, stage: int, microbatch: int, received: Any) -> Any:
         batches = self._batches
@@ -213,14 +213,14 @@ def targets_of_another_microbatch() -> Patch:
         finally:
             self._batches = batches
 
-    return patch.object(_Training, "forward", wrong)
+    return patch.object(_PipelineTraining, "forward", wrong)
 
 
 def _last_sent_again(of_gradients: bool) -> Patch:
-    right = Peers.send
+    right = PointToPoint.send
     before: dict[int, Any] = {}
 
-    def wrong(self: Peers, text: str, tensors: Any, to: int, what: str, *rest: Any) -> Any:
+    def wrong(self: PointToPoint, text: str, tensors: Any, to: int, what: str, *rest: Any) -> Any:
         if "control" in rest:
             pass  # what ranks tell one another of the walk
         elif what.startswith("gradient") == of_gradients and not what.endswith("microbatch 0"):
@@ -229,7 +229,7 @@ def _last_sent_again(of_gradients: bool) -> Patch:
             before[to] = (text, tensors)
         return right(self, text, tensors, to, what, *rest)
 
-    return patch.object(Peers, "send", wrong)
+    return patch.object(PointToPoint, "send", wrong)
 
 
 def activation_of_another_microbatch() -> Patch:
@@ -263,12 +263,12 @@ def activation_of_another_stage() -> Patch:
 
 def activation_to_the_stage_before() -> Patch:
     """Stage 1 sends the wrong way."""
-    right = Peers.send
+    right = PointToPoint.send
 
-    def wrong(self: Peers, text: str, tensors: Any, to: int, what: str, *rest: Any) -> Any:
+    def wrong(self: PointToPoint, text: str, tensors: Any, to: int, what: str, *rest: Any) -> Any:
         return right(self, text, tensors, 0 if what.startswith("activation of stage 1") else to, what, *rest)
 
-    return patch.object(Peers, "send", wrong)
+    return patch.object(PointToPoint, "send", wrong)
 
 
 # ZeRO --------------------------------------------------------------------------------------------------------------

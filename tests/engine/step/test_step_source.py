@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shardwise.data.loader import Loader
-from shardwise.engine.step.step_source import Step, StepSource
+from shardwise.engine.step.step_source import ReadStep, StepSource
 
 
 def source(steps: Any) -> StepSource:
@@ -21,7 +21,7 @@ def loader() -> Loader:
     return Loader(data, global_batch=2, micro_batch=2, dp_index=0, dp_size=1, shuffle=False)
 
 
-def values(step: Step | None) -> list[int]:
+def values(step: ReadStep | None) -> list[int]:
     assert step is not None
     return [int(value) for batch in step.batches for value in batch[0]]
 
@@ -29,7 +29,7 @@ def values(step: Step | None) -> list[int]:
 def test_steps_of_an_iterable_have_the_numbers_of_the_caller() -> None:
     steps = source(iter(["a", "b"]))
     assert not steps.reads_apart
-    assert steps.read(7) == Step("a", 7, None) and steps.read(8) == Step("b", 8, None)
+    assert steps.read(7) == ReadStep("a", 7, None) and steps.read(8) == ReadStep("b", 8, None)
     assert steps.read(9) is None and steps.read(9) is None
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.engine.step.uncut import Exchanged
+from shardwise.engine.step.uncut import ClosureCopier
 
 
 class Stubborn(list[Any]):
@@ -25,7 +25,7 @@ SEEN = Stubborn()
 
 def test_a_function_that_could_not_be_rebuilt_is_rebuilt_the_next_time() -> None:
     """It counted as being rebuilt for ever, and the copy ran the original."""
-    exchanged = Exchanged({})
+    exchanged = ClosureCopier({})
 
     def hook(*given: Any) -> None:
         SEEN.append(given)

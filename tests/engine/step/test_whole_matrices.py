@@ -32,7 +32,7 @@ def two_matrices() -> nn.Sequential:
 
 
 def user_muon(world: Any) -> tuple[float, list[int], list[int]]:
-    """``torch.optim.Muon`` on a model of matrices; what DEAL sent, and what it should."""
+    """``torch.optim.Muon`` on a model of matrices; what ALL_TO_ALL sent, and what it should."""
     options = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     model, plain = seeded(two_matrices), seeded(two_matrices)
     theirs = optim.Muon(plain.parameters(), **options)
@@ -50,7 +50,7 @@ def user_muon(world: Any) -> tuple[float, list[int], list[int]]:
         sent += [
             size
             for action, size in zip(engine.trace.actions, engine.trace.bytes, strict=True)
-            if action.kind is Kind.DEAL
+            if action.kind is Kind.ALL_TO_ALL
         ]
         plain.zero_grad()
         plain(x).square().mean().backward()

@@ -69,15 +69,15 @@ def truth(kind: str, family: str, kv_heads: int) -> list[dict[str, Tensor]]:
 
 
 def run(world: Any, layout: Layout, kind: str, replicate: int = 1) -> float:
-    """Largest error of the weights after any step, and of the norms of weights that TRUST finds; infinite where a step
-    departs from the Plan."""
+    """Largest error of the weights after any step, and of the norms of weights that TRUST_RATIO finds; infinite where a
+    step departs from the Plan."""
     config = config_of(layout, "off") | {"optimizer": optimizer_of(kind)}
     if replicate > 1:
         config["mesh"]["dp"] = {"replicate": replicate, "shard": layout.dp // replicate}
     engine = shardwise.initialize(model_of(layout), config, world=world)
     conformance, largest = Conformance(engine), 0.0
     norms = engine._training._end._norms
-    state, trust = engine.state_dict(), norms.trust
+    state, trust = engine.state_dict(), norms.trust_ratio
     for step, wanted in enumerate(truth(kind, layout.family, layout.kv_heads)):
         before, seen = state, {}
 
@@ -85,7 +85,7 @@ def run(world: Any, layout: Layout, kind: str, replicate: int = 1) -> float:
             trust()
             seen |= {name: norms.of(name).weight_norm for name in norms._place}
 
-        with patch.object(norms, "trust", looked):
+        with patch.object(norms, "trust_ratio", looked):
             engine.train_step(*pieces(layout, engine.dp_index, step))
         state = engine.state_dict()
         largest = max(largest, worst({name: state[name] for name in wanted}, wanted))
@@ -163,13 +163,13 @@ def test_equals_the_formula_on_whole_tensors(measured: Any, row: tuple[Layout, s
 
 def norms_of_pieces() -> Any:
     """Each rank takes the norm of its part for that of the tensor."""
-    right = WholeNorms.trust
+    right = WholeNorms.trust_ratio
 
     def wrong(self: WholeNorms) -> None:
         self._world = Group.alone("world")
         right(self)
 
-    return patch.object(WholeNorms, "trust", wrong)
+    return patch.object(WholeNorms, "trust_ratio", wrong)
 
 
 def copies_counted_by_all() -> Any:
@@ -189,7 +189,7 @@ def slices_in_one_place() -> Any:
 
 def matrices_of_pieces() -> Any:
     """Each rank updates by what it has: directions are not made orthogonal."""
-    return patch.object(WholeMatrices, "deal", lambda self: None)
+    return patch.object(WholeMatrices, "all_to_all", lambda self: None)
 
 
 BUGS = [

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from shardwise.kernels import choice
 from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout
+from shardwise.kernels.dropout import EqualPart, MaskKey, keyed_dropout
 from shardwise.kernels.gated import gated
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.rotary import angles, rotate
@@ -30,7 +30,7 @@ from shardwise.kernels.tables.row_rules import Adagrad, Adam, Ftrl, Momentum, Ro
 
 def dropout(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 3, 40, dtype=dtype, requires_grad=True)
-    keyed_dropout(x, 0.5, Draw(1 << 63, 1, 4), EqualPart(1, 2, 1)).sum().backward()
+    keyed_dropout(x, 0.5, MaskKey(1 << 63, 1, 4), EqualPart(1, 2, 1)).sum().backward()
 
 
 def norm(dtype: torch.dtype) -> None:

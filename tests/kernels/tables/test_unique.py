@@ -8,8 +8,8 @@ from shardwise.kernels.tables.compiled import is_installed
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.keys import _FACTORS
 from shardwise.kernels.tables.unique import (
-    Distinct,
-    Scratch,
+    DistinctKeys,
+    UniqueScratch,
     dealt,
     grouped,
     plain_dealt,
@@ -47,7 +47,7 @@ def test_keys_without_a_stride_of_one() -> None:
 
 
 def test_scratch_leaves_nothing_behind() -> None:
-    scratch = Scratch()
+    scratch = UniqueScratch()
     first = unique(torch.arange(1000), scratch)
     second = unique(torch.tensor([5, 5, 6]), scratch)
     assert second.keys.tolist() == [5, 6]
@@ -74,7 +74,7 @@ def test_keys_of_one_slot_spread_over_all() -> None:
     if not is_installed():
         pytest.skip("without numba there are no slots")
     keys = unmixed([place << 32 for place in range(1, 4001)])
-    scratch, index = Scratch(), HashIndex()
+    scratch, index = UniqueScratch(), HashIndex()
     assert unique(keys, scratch).keys.equal(keys)
     assert longest_run(scratch.slots >= 0) < 400, "at most half of the slots are taken"
     assert index.find_or_insert(keys)[0].equal(torch.arange(4000))
@@ -109,7 +109,7 @@ def test_a_label_outside(form, bad: int) -> None:  # type: ignore[no-untyped-def
 
 @pytest.mark.parametrize("form", [dealt, plain_dealt])
 def test_distinct_keys_by_owner(form) -> None:  # type: ignore[no-untyped-def]
-    distinct = Distinct(torch.tensor([7, 3, 9, 4]), torch.tensor([0, 1, 0, 2, 3]))
+    distinct = DistinctKeys(torch.tensor([7, 3, 9, 4]), torch.tensor([0, 1, 0, 2, 3]))
     keys, inverse, counts = form(distinct, torch.tensor([1, 0, 1, 0]), 3)
     assert keys.tolist() == [3, 4, 7, 9]
     assert keys[inverse].tolist() == [7, 3, 7, 9, 4]

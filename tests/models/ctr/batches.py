@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardwise.data.clicks import ClickBatch, ClickPolicy, build_clicks
-from shardwise.data.clicks.rows import Schema
+from shardwise.data.clicks.rows import ClickSchema
 
 
 def criteo_text(rows: int, seed: int = 0) -> str:
@@ -35,7 +35,9 @@ def criteo_file(kind: str, folder: Path) -> Path:
     return Path(named)
 
 
-def criteo_batches(path: Path, cache: Path, size: int, limit: int = 50) -> tuple[Schema, list[ClickBatch]]:
+def criteo_batches(
+    path: Path, cache: Path, size: int, limit: int = 50
+) -> tuple[ClickSchema, list[ClickBatch]]:
     """The rows in batches of ``size``, as many as there are whole ones, at most ``limit``."""
     train = build_clicks(ClickPolicy(source=str(path), validation=0.01), cache).train
     count = min(len(train) // size, limit)

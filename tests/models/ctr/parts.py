@@ -5,19 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.clicks.rows import Schema, SparseFeature
+from shardwise.data.clicks.rows import ClickSchema, SparseFeature
 from shardwise.models.ctr.build import build_ctr
 from shardwise.models.ctr.model import ClickModel
 from shardwise.models.ctr.policy import CTR_POLICIES
 from shardwise.parallel.embedding.policy import TablesPolicy
 
-SCHEMA = Schema(("a", "b", "c"), (SparseFeature("user"), SparseFeature("item")))
+SCHEMA = ClickSchema(("a", "b", "c"), (SparseFeature("user"), SparseFeature("item")))
 
 
 def small(name: str, dense: bool = True, **keys: Any) -> ClickModel:
     """A model of this name in fp64, whose parameters are all drawn anew."""
     policy = CTR_POLICIES[name](**keys)
-    schema = SCHEMA if dense else Schema((), SCHEMA.features)
+    schema = SCHEMA if dense else ClickSchema((), SCHEMA.features)
     model = build_ctr(policy, schema, TablesPolicy(), {"user": 5, "item": 5}).double()
     torch.manual_seed(1)
     for parameter in model.parameters():

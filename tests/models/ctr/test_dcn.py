@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from shardwise.models.ctr.dcn import Cross
+from shardwise.models.ctr.dcn import CrossLayer
 from tests.models.ctr.parts import inputs, small
 
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_layer_is_its_formula(rank: int | None) -> None:
-    layer = Cross(5, rank).double()
+    layer = CrossLayer(5, rank).double()
     x0, x = torch.randn(2, 3, 5, dtype=torch.float64)
     matrix = layer.up.weight if layer.down is None else layer.up.weight @ layer.down.weight
     assert torch.allclose(layer(x0, x), x0 * (x @ matrix.T + layer.up.bias) + x)

@@ -13,7 +13,7 @@ import shardwise
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks import ClickBatch, ClickPolicy, build_clicks
-from shardwise.data.clicks.rows import BatchForm, ClickRows, Schema
+from shardwise.data.clicks.rows import BatchForm, ClickRows, ClickSchema
 from shardwise.models import ClickModel, build_ctr
 from shardwise.models.policy import reads_clicks
 from tests.models.ctr.batches import criteo_batches, criteo_file
@@ -43,7 +43,7 @@ def config_of(model: dict[str, Any], **changes: Any) -> RunConfig:
     return RunConfig.parse(content | changes)
 
 
-def model_of(config: RunConfig, schema: Schema, seed: int = 0) -> ClickModel:
+def model_of(config: RunConfig, schema: ClickSchema, seed: int = 0) -> ClickModel:
     assert reads_clicks(config.model)
     return build_ctr(config.model, schema, config.tables, seed=seed)  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def losses_of_twin(twin: nn.Module, batches: Sequence[ClickBatch]) -> list[float
     return losses
 
 
-def synthetic_batches(count: int, size: int) -> tuple[Schema, list[ClickBatch]]:
+def synthetic_batches(count: int, size: int) -> tuple[ClickSchema, list[ClickBatch]]:
     synthetic = {"samples": count * size, "validation_samples": 1, "tables": 5, "rows": 20, "dense": 3}
     corpus = build_clicks(ClickPolicy.model_validate({"synthetic": synthetic}), Path("none"))
     return corpus.schema, [corpus.train.batch(np.arange(i * size, (i + 1) * size)) for i in range(count)]

@@ -3,11 +3,11 @@
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.clicks.rows import Schema, SparseFeature
+from shardwise.data.clicks.rows import ClickSchema, SparseFeature
 from shardwise.models.ctr.tables import tables_for
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablesPolicy
 
-SCHEMA = Schema(("I1",), (SparseFeature("C1"), SparseFeature("C2"), SparseFeature("C3")))
+SCHEMA = ClickSchema(("I1",), (SparseFeature("C1"), SparseFeature("C2"), SparseFeature("C3")))
 
 
 def test_rows_that_the_data_knows_make_static_tables_and_else_they_grow() -> None:

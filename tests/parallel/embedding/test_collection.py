@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import DataError, PlanError, UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
-from shardwise.parallel.embedding.collection import EmbeddingCollection, Sequences, collections_of
+from shardwise.parallel.embedding.collection import EmbeddingCollection, SequenceVectors, collections_of
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from tests.parallel.embedding.test_exact import SAMPLES, batch, loss_of, samples_of, tables
 from tests.parallel.embedding.threads import on_ranks
@@ -95,7 +95,7 @@ def test_rows_learn_as_torch_has_it(name: str) -> None:
     for step in range(6):
         given = ragged(step)
         ours = collection({"t": given})["t"]
-        assert isinstance(ours, Sequences) and torch.equal(ours.offsets, given.offsets)
+        assert isinstance(ours, SequenceVectors) and torch.equal(ours.offsets, given.offsets)
         theirs = table(given.values)
         torch.testing.assert_close(ours.values, theirs)
         weight = torch.linspace(-1, 2, theirs.numel(), dtype=torch.float64).view_as(theirs)

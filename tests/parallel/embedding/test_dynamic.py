@@ -9,7 +9,7 @@ from shardwise.base.errors import PlanError, TableFullError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.dynamic import _COUNT_BITS, Dynamic
+from shardwise.parallel.embedding.dynamic import _COUNT_BITS, DynamicIndex
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
     DynamicPolicy,
@@ -210,7 +210,7 @@ def test_the_largest_count_that_a_key_can_wait_for() -> None:
     with pytest.raises(ValueError, match=f"less than or equal to {most}"):
         AdmissionPolicy(type="frequency", count=most + 1)
     policy = DynamicPolicy(admission=AdmissionPolicy(type="frequency", count=most))
-    table = Dynamic("t", policy, 0, 10, None, 0, True)
+    table = DynamicIndex("t", policy, 0, 10, None, 0, True)
     key, step = torch.tensor([7]), 9
     table.wait(torch.tensor([[7, ((step - 2) << _COUNT_BITS) + most - 2]]))
     assert table.take(key, step - 1)[0].tolist() == [-1]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
-from shardwise.parallel.embedding.batch import Sequences
+from shardwise.parallel.embedding.batch import SequenceVectors
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from tests.parallel.embedding.threads import on_ranks
@@ -81,7 +81,7 @@ def samples_of(ragged: Ragged, start: int, stop: int) -> Ragged:
 
 def vector_of(out: Any) -> Tensor:
     """One vector a sample, also of a sequence, in which places count."""
-    if not isinstance(out, Sequences):
+    if not isinstance(out, SequenceVectors):
         return out
     values, device = out.values, out.values.device
     scaled = values * torch.linspace(1, 2, values.shape[1], dtype=values.dtype, device=device)

@@ -5,7 +5,7 @@ import torch
 
 from shardwise.parallel.embedding.layout import (
     BUCKETS,
-    Place,
+    TablePlacement,
     buckets_of,
     columns_of,
     dynamic_bucket,
@@ -21,7 +21,7 @@ def test_rows_are_dense_on_each_rank(rows: int, ranks: int) -> None:
     seen = []
     for index in range(ranks):
         keys = static_keys(rows, index, ranks)
-        assert len(keys) == Place("row").rows_on(rows, index, ranks)
+        assert len(keys) == TablePlacement("row").rows_on(rows, index, ranks)
         assert torch.equal(static_row(keys, ranks), torch.arange(len(keys)))
         assert set((static_bucket(keys) % ranks).tolist()) <= {index}
         seen.append(keys)
@@ -34,9 +34,11 @@ def test_buckets_and_columns_cover(ranks: int) -> None:
     assert held == list(range(BUCKETS))
     columns = [column for index in range(ranks) for column in columns_of(9, index, ranks)]
     assert columns == list(range(9))
-    assert columns == [c for index in range(ranks) for c in Place("column").columns_on(9, index, ranks)]
-    assert [Place("table", owner=1).rows_on(9, index, 3) for index in range(3)] == [0, 9, 0]
-    assert [Place("table", owner=1).holds(index) for index in range(3)] == [False, True, False]
+    assert columns == [
+        c for index in range(ranks) for c in TablePlacement("column").columns_on(9, index, ranks)
+    ]
+    assert [TablePlacement("table", owner=1).rows_on(9, index, 3) for index in range(3)] == [0, 9, 0]
+    assert [TablePlacement("table", owner=1).holds(index) for index in range(3)] == [False, True, False]
 
 
 def test_keys_spread_evenly_over_the_buckets() -> None:

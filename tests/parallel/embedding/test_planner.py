@@ -10,9 +10,9 @@ from shardwise.base.ragged import Ragged
 from shardwise.base.rates import ASSUMED_RATES
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent
-from shardwise.parallel.embedding.layout import Place
-from shardwise.parallel.embedding.planner import Choice, measured, plan_tables
+from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent
+from shardwise.parallel.embedding.layout import TablePlacement
+from shardwise.parallel.embedding.planner import PlacementChoice, measured, plan_tables
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from tests.parallel.embedding.threads import on_ranks
 
@@ -26,7 +26,7 @@ def plan(
     batch: int = 1000,
     memory: float | None = None,
     host: float | None = None,
-) -> list[Choice]:
+) -> list[PlacementChoice]:
     return plan_tables(tables, ROWWISE, ranks, batch, torch.float32, memory, host)
 
 
@@ -153,8 +153,8 @@ def traffic_of(group: Group, placement: str, exchange: str) -> dict[str, int]:
     ],
 )
 def test_bytes_are_those_of_the_formula(placement: Any, exchange: Any) -> None:
-    place = Place(placement, exchange="pooled" if exchange == "pooled" else "rows")
-    expected = bytes_sent(place, Load(48, 16, 24), 8, 4, 4)
+    place = TablePlacement(placement, exchange="pooled" if exchange == "pooled" else "rows")
+    expected = bytes_sent(place, TableLoad(48, 16, 24), 8, 4, 4)
     found = on_ranks(4, traffic_of, placement, exchange)
     means = [sum(each[kind] for each in found) / 4 for kind in ("keys", "activations", "gradients")]
     gradients = means[2] - (

@@ -10,7 +10,7 @@ from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.layout import BUCKETS
 from shardwise.parallel.embedding.policy import DynamicPolicy, TablePolicy
-from shardwise.parallel.embedding.rows import Rows
+from shardwise.parallel.embedding.rows import KeyedRows
 from tests.parallel.embedding.test_exact import (
     OPTIMIZERS,
     SAMPLES,
@@ -52,9 +52,9 @@ def part(
     return collection.saved.progress(), {table.name: collection.rows_here(table.name) for table in policies}
 
 
-def joined(results: list[Any], placement: str) -> tuple[Any, dict[str, list[Rows]]]:
+def joined(results: list[Any], placement: str) -> tuple[Any, dict[str, list[KeyedRows]]]:
     """Pieces of a checkpoint: columns are put together, rows stay in the pieces in which ranks held them."""
-    pieces: dict[str, list[Rows]] = {}
+    pieces: dict[str, list[KeyedRows]] = {}
     for name in results[0][1]:
         parts = [rows[name] for _, rows in results]
         if placement == "column":
@@ -64,7 +64,7 @@ def joined(results: list[Any], placement: str) -> tuple[Any, dict[str, list[Rows
                 for which, given in parts[0].state.items()
             }
             weights = torch.cat([p.weights for p in parts], 1)
-            pieces[name] = [Rows(parts[0].keys, weights, state, parts[0].scores)]
+            pieces[name] = [KeyedRows(parts[0].keys, weights, state, parts[0].scores)]
         else:
             pieces[name] = parts[:1] if placement == "data_parallel" else parts
     return results[0][0], pieces
@@ -93,7 +93,7 @@ def test_rows_are_ordered_by_bucket() -> None:
     keys = collection.rows_here("t").keys
     assert keys[:4].tolist() == [0, 1024, 2048, 1]
     grown = EmbeddingCollection([TablePolicy(name="t", dynamic=DynamicPolicy(), width=1)])
-    grown.load_rows("t", Rows.of_weights(torch.arange(500), torch.zeros(500, 1)))
+    grown.load_rows("t", KeyedRows.of_weights(torch.arange(500), torch.zeros(500, 1)))
     grown.place()
     buckets = grown.saved.buckets("t", grown.rows_here("t").keys)
     assert (buckets.diff() >= 0).all() and buckets[0] >= 0 and buckets[-1] < BUCKETS
@@ -103,8 +103,8 @@ def test_rows_of_another_table_are_refused() -> None:
     collection = EmbeddingCollection([TablePolicy(name="t", rows=5, width=4)])
     collection.place()
     with pytest.raises(MismatchError, match="keys 0 to 5; it has 0 to 4"):
-        collection.load_rows("t", Rows.of_weights(torch.arange(6), torch.zeros(6, 4)))
+        collection.load_rows("t", KeyedRows.of_weights(torch.arange(6), torch.zeros(6, 4)))
     with pytest.raises(MismatchError, match="columns 0 to 2; here are columns 0 to 3"):
-        collection.load_rows("t", Rows.of_weights(torch.arange(5), torch.zeros(5, 3)))
+        collection.load_rows("t", KeyedRows.of_weights(torch.arange(5), torch.zeros(5, 3)))
     with pytest.raises(MismatchError, match="without optimizer state 'row_sum', but with z"):
-        collection.load_rows("t", Rows(torch.arange(5), torch.zeros(5, 4), {"z": torch.zeros(5, 4)}))
+        collection.load_rows("t", KeyedRows(torch.arange(5), torch.zeros(5, 4), {"z": torch.zeros(5, 4)}))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -56,7 +56,7 @@ def fifty_steps(world: World | None, placement: str) -> list[float]:
     keys_group = group = None
     if world is not None:
         group = group_of(world, "shared_memory")
-        clock = Clock(30.0)
+        clock = StepClock(30.0)
         keys_group = world.group_among(
             tuple(range(world.size)), "tables", CommPolicy(), clock, Traffic(), lane="keys"
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Clock, Group, Pending
+from shardwise.comm.collectives import DONE, Group, PendingCollective, StepClock
 from shardwise.comm.trace import Traffic
 
 _PATIENCE_S = 30.0
@@ -37,12 +37,12 @@ class ThreadTransport:
         self.meeting = meeting
         self.index = index
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         found = self.meeting.swap(self.index, f"all_gather {what}", shard.clone())
         output.copy_(torch.cat([part for (part,) in found]))
         return DONE
 
-    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         found = self.meeting.swap(self.index, f"all_reduce {what}", tensor.clone())
         total = found[0][0].clone()
         for (part,) in found[1:]:
@@ -52,22 +52,22 @@ class ThreadTransport:
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> Pending:
+    ) -> PendingCollective:
         found = self.meeting.swap(self.index, f"all_to_all {what}", sent.clone(), [list(r) for r in counts])
         assert all(each == found[0][1] for _, each in found), "ranks differ in their counts"
         parts = [part.split(counts[rank])[self.index] for rank, (part, _) in enumerate(found)]
         output.copy_(torch.cat(parts))
         return DONE
 
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Pending:
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> PendingCollective:
         raise NotImplementedError
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         found = self.meeting.swap(self.index, f"broadcast {what}", tensor.clone())
         tensor.copy_(found[root][0])
         return DONE
 
-    def barrier(self, timeout_s: float, what: str) -> Pending:
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         self.meeting.swap(self.index, f"barrier {what}")
         return DONE
 
@@ -79,7 +79,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     failures: list[BaseException] = []
 
     def run(index: int) -> None:
-        clock, traffic = Clock(_PATIENCE_S), Traffic()
+        clock, traffic = StepClock(_PATIENCE_S), Traffic()
         transport = ThreadTransport(meeting, index) if size > 1 else None
         group = Group("tables", tuple(range(size)), index, transport, clock, traffic)
         try:

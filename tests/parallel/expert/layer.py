@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -87,7 +87,7 @@ def compute_with(gate_up: Tensor, down: Tensor) -> Callable[[Tensor, list[int]],
 
 def groups(world: World, ep: int, etp: int, delay_s: float = 0.0) -> tuple[Group, Group]:
     """Of this rank along ep and etp; etp's ranks are neighbours."""
-    clock, traffic = Clock(20.0, delay_s), Traffic()
+    clock, traffic = StepClock(20.0, delay_s), Traffic()
     clock.steps_done = 1
     policy = CommPolicy()
     rows = torch.arange(ep * etp).view(ep, etp)

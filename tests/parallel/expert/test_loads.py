@@ -19,13 +19,13 @@ import shardwise
 from shardwise import MixtureOfExperts, RouterPolicy
 from shardwise.base.errors import CommError, NonFiniteError, PlanError, UsageError
 from shardwise.comm.world import join
-from shardwise.engine.step.pipeline import _Training
+from shardwise.engine.step.pipeline import _PipelineTraining
 from shardwise.models import Gpt, GptPolicy
 from shardwise.observe.metrics import StepRecord, read
 from shardwise.observe.progress import words
 from shardwise.parallel.expert import balance
 from shardwise.parallel.expert.loads import ExpertLoads, ExpertTally, summary_of
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 from tests.engine.plain import worst
 
 WIDTH, EXPERTS, VOCABULARY, SEQUENCES, LENGTH, RATE, LR = 8, 4, 11, 6, 6, 0.25, 0.05
@@ -100,7 +100,7 @@ def truth() -> list[Step]:
     """Two steps on one process with torch alone."""
     net = net_of()
     layers = {f"blocks.{i}.mlp": block.mlp for i, block in enumerate(net.blocks)}
-    loads = ExpertLoads(dict.fromkeys(layers, EXPERTS), Replay())
+    loads = ExpertLoads(dict.fromkeys(layers, EXPERTS), DrawReplay())
     for name, layer in layers.items():
         layer.surroundings.name, layer.surroundings.loads = name, loads
         loads.routers[name] = layer.router
@@ -197,8 +197,8 @@ def test_equals_one_process(ranks: Any, layout: Layout) -> None:
 def planted(world: Any, layout: Layout) -> None:
     """Stages before the last do not hear what a microbatch was multiplied by; ranks of "tp" multiply once more each.
     The check of the first step sees both."""
-    inner = _Training.backward
-    with patch.object(_Training, "backward", lambda self, *args: inner(self, *args) and None):
+    inner = _PipelineTraining.backward
+    with patch.object(_PipelineTraining, "backward", lambda self, *args: inner(self, *args) and None):
         engine = made(world, layout.config())
         replay = engine._parts.passes.replay
         scaled = replay.scaled
@@ -213,7 +213,7 @@ def test_a_wrong_scale_on_several_ranks_is_seen(ranks: Any, layout: Layout) -> N
 
 
 def without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replay, "scaled", lambda self, scale: Replay().at(None))
+    monkeypatch.setattr(DrawReplay, "scaled", lambda self, scale: DrawReplay().at(None))
 
 
 def moved_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +546,7 @@ def test_a_closed_engine_leaves_the_layer_alone() -> None:
 
 
 def test_what_runs_again_or_weighs_nothing_adds_nothing() -> None:
-    replay, pairs = Replay(), torch.tensor([3, 1])
+    replay, pairs = DrawReplay(), torch.tensor([3, 1])
     loads = ExpertLoads({"moe": 2}, replay)
     for microbatch, weight in enumerate((2.0, 0.0, 1.0)):
         loads.microbatch = microbatch

@@ -12,7 +12,7 @@ import shardwise
 from shardwise.base.errors import ConfigError, NonFiniteError, UsageError
 from shardwise.kernels.philox import key_of, uniform_of
 from shardwise.models.initial import draw_all, torch_rules
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 from tests.parallel.expert import naive
 from tests.parallel.expert.small import EXPERTS, HIDDEN, WIDTH, batch, close, gradients, made
 
@@ -88,7 +88,7 @@ def test_shared_experts_and_a_dense_branch() -> None:
     }
 
 
-def drawn(replay: Replay, name: str, sequences: int, numbers: int, width: int) -> Tensor:
+def drawn(replay: DrawReplay, name: str, sequences: int, numbers: int, width: int) -> Tensor:
     """Noise as its docstring says."""
     at, key = replay.place, key_of(7, f"router:{name}")
     rows = [(0, at.first_sample + b, at.step) for b in range(sequences)]
@@ -97,7 +97,7 @@ def drawn(replay: Replay, name: str, sequences: int, numbers: int, width: int) -
 
 @pytest.mark.parametrize("noise", ["jitter", "gumbel"])
 def test_noise_is_a_function_of_its_place(noise: str) -> None:
-    layer, replay = made(noise=noise, balance="loss"), Replay()
+    layer, replay = made(noise=noise, balance="loss"), DrawReplay()
     layer.surroundings.name, layer.surroundings.seed, layer.surroundings.replay = "mlp", 7, replay
     with replay.at(BatchPosition(step=3, first_sample=4)):
         if noise == "jitter":

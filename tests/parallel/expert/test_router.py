@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import choice
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 from tests.parallel.expert import naive
 from tests.parallel.expert.small import batch, close, gradients, made
 from tests.parallel.tensor.whole import tensor_group
@@ -71,7 +71,7 @@ def shared_sequences(world: World, layout: str) -> list[str]:
         for mask, (b, t) in ((None, (2, 6)), (MASK, (2, 6)), (None, (3, 1) if layout != "cut" else (3, 2))):
             layer, x, weight = made(shared=1, **case), batch(b, t).requires_grad_(), batch(b, t, seed=2)
             place = layer.surroundings
-            place.replay, place.name = Replay(), "mlp"
+            place.replay, place.name = DrawReplay(), "mlp"
             if layer.router.loads is not None:
                 layer.router.loads.copy_(torch.tensor([0.5, 0.25, 0.0, 0.25]))
             with place.replay.at(BatchPosition(step=2, first_sample=1)):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.parallel.expert.cost import expected_rows
 from shardwise.parallel.expert.row_counts import block_counts, even_counts
@@ -34,7 +34,7 @@ def test_blocks_are_as_large_as_the_capacity_allows(levels: tuple[int, ...], cap
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_even_counts_are_what_is_expected(parts: int) -> None:
-    ep, etp = Group("ep", (0, 1, 2, 3), 0, None, Clock(0.0), Traffic()), Group.alone("etp")
+    ep, etp = Group("ep", (0, 1, 2, 3), 0, None, StepClock(0.0), Traffic()), Group.alone("etp")
     found = even_counts(600, parts, 2, EXPERTS, [ep], ep, etp)
     assert sum(found.experts) == found.fullest == 600 * 2 / parts
     (counts,) = found.hops

@@ -8,14 +8,14 @@ from torch import nn
 
 from shardwise.base.errors import PlanError
 from shardwise.parallel.expert.stacks import (
-    Stack,
-    Stacked,
+    ExpertStack,
+    StackPlacement,
     find_stacks,
     gated_stack,
     refuse_own_balance,
     refuse_unknown,
 )
-from shardwise.plan.placement import Block, Cut, Partial, Replicate, Shard, local_shape, pieces
+from shardwise.plan.placement import AxisCut, Partial, Replicate, Shard, ShardBlock, local_shape, pieces
 from tests.parallel.expert.theirs import OFTEN, D, E, F, theirs
 
 
@@ -23,17 +23,17 @@ def test_forms_and_placements() -> None:
     stacks = {
         name: find_stacks(nn.ModuleDict({"a": theirs(folder, name)})).stacks["a"] for folder, name in OFTEN
     }
-    halves = (Block(F, F), Block(F, F))
+    halves = (ShardBlock(F, F), ShardBlock(F, F))
     assert stacks["MixtralExperts"] == gated_stack(E, F, "gate_up_proj", "down_proj")
     assert stacks["MixtralExperts"].parameters["gate_up_proj"].placement == Shard(1, halves)
     assert stacks["AriaExperts"].parameters["gate_up_proj"].placement == Shard(2, halves)
     assert stacks["AriaExperts"].parameters["down_proj"].placement == Shard(1)
     oss = stacks["GptOssExperts"].parameters
-    assert oss["gate_up_proj"].placement == Shard(2, (Block(2 * F, F),))
-    assert oss["gate_up_proj_bias"].placement == Shard(1, (Block(2 * F, F),))
-    assert oss["down_proj_bias"] == Stacked(Replicate(), Partial())
+    assert oss["gate_up_proj"].placement == Shard(2, (ShardBlock(2 * F, F),))
+    assert oss["gate_up_proj_bias"].placement == Shard(1, (ShardBlock(2 * F, F),))
+    assert oss["down_proj_bias"] == StackPlacement(Replicate(), Partial())
     assert stacks["NemotronHExperts"].parameters["up_proj"].placement == Shard(1)
-    assert local_shape((E, 2 * F, D), [Cut(Shard(1, halves), 0, 3)]) == (E, 4, D)
+    assert local_shape((E, 2 * F, D), [AxisCut(Shard(1, halves), 0, 3)]) == (E, 4, D)
 
 
 def test_each_half_is_cut_by_itself() -> None:
@@ -51,7 +51,7 @@ class Own(nn.Module):
         self.gate_up = nn.Parameter(torch.zeros(E, 2 * F, D))
         self.down = nn.Parameter(torch.zeros(E, D, F))
 
-    def expert_stack(self) -> Stack:
+    def expert_stack(self) -> ExpertStack:
         return gated_stack(E, F)
 
 

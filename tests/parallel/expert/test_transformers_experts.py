@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.parallel.expert.stacks import (
-    Stack,
-    Stacked,
+    ExpertStack,
+    StackPlacement,
     find_stacks,
 )
 from shardwise.parallel.expert.transformers_experts import compute_of
@@ -43,7 +43,7 @@ def chosen(experts: int = E) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, index, torch.rand(N, K, dtype=torch.float64, generator=generator)
 
 
-def local(parameter: Tensor, place: Stacked, index: int, ranks: int) -> Tensor:
+def local(parameter: Tensor, place: StackPlacement, index: int, ranks: int) -> Tensor:
     """Rank ``index``'s features of one tensor."""
     if not isinstance(place.placement, Shard):
         return parameter.detach().clone()
@@ -55,7 +55,7 @@ def local(parameter: Tensor, place: Stacked, index: int, ranks: int) -> Tensor:
     return torch.cat(parts, where.dim)
 
 
-def cut(module: Any, stack: Stack, ep: int, etp: int) -> Any:
+def cut(module: Any, stack: ExpertStack, ep: int, etp: int) -> Any:
     """By (ep, etp) index, copies of ``module`` that hold their part alone."""
     found = {}
     for i in range(ep):
@@ -68,7 +68,7 @@ def cut(module: Any, stack: Stack, ep: int, etp: int) -> Any:
     return found
 
 
-def by_ranks(module: Any, stack: Stack, ep: int, etp: int, given: tuple[Tensor, Tensor, Tensor]) -> Any:
+def by_ranks(module: Any, stack: ExpertStack, ep: int, etp: int, given: tuple[Tensor, Tensor, Tensor]) -> Any:
     """Σ over ranks of what they compute on the rows of their experts, and the parts that computed it."""
     hidden, index, weights = given
     parts = cut(module, stack, ep, etp)

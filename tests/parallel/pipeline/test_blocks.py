@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, stages_of_modules, weigh
-from shardwise.parallel.pipeline.uses import Uses, order_of_use
+from shardwise.parallel.pipeline.uses import ModuleUses, order_of_use
 from tests.engine.nets import Language, seeded
 from tests.parallel.pipeline.cuttable import Images, gpt
 from tests.parallel.pipeline.test_stand_in import TOKENS, WIDTH, Backwards, Looped, Net
@@ -47,7 +47,7 @@ class Between(Net):
         return self.first["head"](x, x, x)[0]
 
 
-def seen(net: nn.Module) -> Uses:
+def seen(net: nn.Module) -> ModuleUses:
     uses = order_of_use(net, call)
     assert uses is not None
     return uses

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
-from shardwise.comm.trace import Count, Traffic
+from shardwise.comm.trace import Traffic, TrafficCount
 from shardwise.comm.world import World
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.passes import add_communication
@@ -57,9 +57,9 @@ def walker_of(stages: ScheduleExecutor, actions: list[Action]) -> Walker:
     return walker
 
 
-def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, Count], set[Any]]:
+def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, TrafficCount], set[Any]]:
     traffic, policy = Traffic(), CommPolicy(timeout_s=30)
-    group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), traffic)
+    group = world.group(Mesh(pp=world.size), "pp", policy, StepClock(30.0), traffic)
     lists = add_communication(schedule("interleaved_1f1b", world.size, MICROBATCHES, 2), world.size)
     runner = Product(2 * world.size)
     stages = ScheduleExecutor(world.peers(group, policy), 2 * world.size)
@@ -86,7 +86,7 @@ def test_losses_gradients_and_messages(ranks: Any, size: int) -> None:
         set().union(*(said for *_, said in results)) == said
     )  # what the last stage says, on every one before it
     for purpose in ("activations", "gradients"):
-        sent = [counts.get(("send", purpose), Count()) for _, _, counts, _ in results]
+        sent = [counts.get(("send", purpose), TrafficCount()) for _, _, counts, _ in results]
         kinds = 1 + (purpose == "gradients")  # a number beside them, of another dtype, is counted by itself
         number = messages(size, MICROBATCHES, 2) / 2
         assert sum(count.calls for count in sent) == number * kinds
@@ -110,7 +110,7 @@ class Fails(Product):
 
 def failed_at_the_end(world: World, culprit: int) -> str:
     policy = CommPolicy(timeout_s=30)
-    group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), Traffic())
+    group = world.group(Mesh(pp=world.size), "pp", policy, StepClock(30.0), Traffic())
     lists = add_communication(schedule("1f1b", world.size, MICROBATCHES, 1), world.size)
     executor = ScheduleExecutor(world.peers(group, policy), world.size)
     with pytest.raises(UsageError) as caught:

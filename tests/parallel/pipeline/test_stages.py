@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -96,7 +96,7 @@ def on_ranks(world: World, microbatches: int) -> Any:
     model = Gpt(GptPolicy(family="gpt2", layers=4, width=8, heads=2, context=12, vocab=29)).double()
     starts = partition("uniform", find_blocks(model), [1] * 4, world.size)
     (stage,) = cut(model, starts, [world.rank]).values()
-    clock = Clock(30.0)
+    clock = StepClock(30.0)
     peers = world.peers(
         world.group(Mesh(pp=world.size), "pp", CommPolicy(), clock, Traffic()), CommPolicy(timeout_s=30)
     )

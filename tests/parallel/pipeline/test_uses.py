@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import PlanError
 from shardwise.parallel.pipeline.blocks import find_blocks
 from shardwise.parallel.pipeline.cut import cut
-from shardwise.parallel.pipeline.uses import Uses, order_of_use
+from shardwise.parallel.pipeline.uses import ModuleUses, order_of_use
 from tests.parallel.pipeline.chain import forward_backward, gradients_of
 from tests.parallel.pipeline.test_stand_in import TOKENS, WIDTH, HeadFirst, Net, NormFirst
 
@@ -81,7 +81,7 @@ class EncoderDecoder(nn.Module):
         return x.square().mean()
 
 
-def seen(net: nn.Module) -> Uses:
+def seen(net: nn.Module) -> ModuleUses:
     uses = order_of_use(net, call)
     assert uses is not None
     return uses

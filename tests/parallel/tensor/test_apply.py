@@ -10,7 +10,7 @@ from shardwise.parallel.tensor.layout import (
     ParameterPlacement,
     places,
 )
-from shardwise.plan.placement import Block, Partial, Replicate, Shard
+from shardwise.plan.placement import Partial, Replicate, Shard, ShardBlock
 from tests.engine.nets import Language
 from tests.models.shapes import GPT2, LLAMA
 
@@ -23,10 +23,12 @@ def gpt(policy: GptPolicy, ranks: int, sequence: bool) -> dict[str, ParameterPla
 
 def test_places_of_our_model() -> None:
     found = gpt(LLAMA, 2, sequence=True)
-    qkv = Shard(0, (Block(32, 4), Block(16, 2), Block(16, 2)))
+    qkv = Shard(0, (ShardBlock(32, 4), ShardBlock(16, 2), ShardBlock(16, 2)))
     assert found["blocks.1.attention.qkv.weight"] == ParameterPlacement(qkv, qkv, (64, 24))
     assert found["blocks.0.attention.out.weight"] == ParameterPlacement(Shard(1), Shard(1), (24, 32))
-    assert found["blocks.0.mlp.gate_up.weight"].placement == Shard(0, (Block(40, 40), Block(40, 40)))
+    assert found["blocks.0.mlp.gate_up.weight"].placement == Shard(
+        0, (ShardBlock(40, 40), ShardBlock(40, 40))
+    )
     assert found["embed.weight"].placement == found["head.weight"].placement == Shard(0)
     assert found["norm.weight"] == ParameterPlacement(Replicate(), Partial(), (24,))
     whole = gpt(LLAMA, 2, sequence=False)
@@ -81,7 +83,7 @@ def test_a_model_that_nobody_knows() -> None:
 def test_pieces_put_side_by_side_are_the_whole() -> None:
     """Fused blocks, key-value heads that neighbours share, and rows that padding fills up."""
     full = torch.arange(1, 33.0).view(16, 2)
-    qkv = Shard(0, (Block(8, 4), Block(4, 2), Block(4, 2)))
+    qkv = Shard(0, (ShardBlock(8, 4), ShardBlock(4, 2), ShardBlock(4, 2)))
     locals_ = [local_piece(full, ParameterPlacement(qkv, qkv, (16, 2)), index, 4) for index in range(4)]
     rows = [[int(row[0]) // 2 for row in local] for local in locals_]
     assert rows == [

@@ -11,7 +11,7 @@ from shardwise.comm import duals
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
-from shardwise.parallel.tensor.layout import Table
+from shardwise.parallel.tensor.layout import StyleTable
 from tests.models.shapes import tokens
 from tests.parallel.tensor.closed_forms import (
     block_calls,
@@ -107,7 +107,7 @@ def pair(world: World, columns_first: bool) -> list[int]:
     """Collectives forward and backward of a pair whose output is the whole pair's."""
     group, model, whole = tensor_group(world), Pair(), Pair()
     words = ("column", "row") if columns_first else ("row", "column")
-    make_parallel(model, Table(dict(zip(("w1", "w2"), words, strict=True))), group, sequence=False)
+    make_parallel(model, StyleTable(dict(zip(("w1", "w2"), words, strict=True))), group, sequence=False)
     x = torch.randn(1, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     given = ours if columns_first else duals.cut(ours, group, "input", dim=2)

@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt
 from shardwise.parallel.tensor.apply import make_parallel, table_of
-from shardwise.parallel.tensor.layout import Table
-from shardwise.parallel.tensor.region import Region
+from shardwise.parallel.tensor.layout import StyleTable
+from shardwise.parallel.tensor.region import ParallelRegion
 from tests.engine.nets import Language, seeded
 from tests.models.shapes import LLAMA, restless, tokens
 from tests.parallel.tensor.test_layout import NET
@@ -121,7 +121,7 @@ def kept(world: World) -> None:
     model.eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     group = tensor_group(world)
-    region = Region(group, True)
+    region = ParallelRegion(group, True)
     make_parallel(model, table_of(model, ROWS), group, True, region)
     given = torch.arange(16).view(2, 8) % 11
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_autocast(ranks: Any) -> None:
 def alone(world: World) -> bool:
     model = Net()
     before = dict(model.named_modules())
-    make_parallel(model, Table(ROWS), world_of_one(world), True)
+    make_parallel(model, StyleTable(ROWS), world_of_one(world), True)
     return all(module is before[name] for name, module in model.named_modules())
 
 

@@ -9,8 +9,8 @@ from shardwise.models.gpt import Gpt
 from shardwise.parallel.tensor.apply import table_of
 from shardwise.parallel.tensor.layout import (
     KINDS,
-    Style,
-    Table,
+    CutStyle,
+    StyleTable,
     dropout_cuts,
     parse,
     places,
@@ -30,9 +30,9 @@ NET = {
 
 
 def test_words_of_a_style() -> None:
-    assert parse("a", "column 8+2+2") == Style("column", (8, 2, 2))
-    assert parse("a", "row 4 whole") == Style("row", (4,), frozenset({"whole"}))
-    assert parse("a", "region heads groups=8/2") == Style(
+    assert parse("a", "column 8+2+2") == CutStyle("column", (8, 2, 2))
+    assert parse("a", "row 4 whole") == CutStyle("row", (4,), frozenset({"whole"}))
+    assert parse("a", "region heads groups=8/2") == CutStyle(
         None, (), frozenset({"region"}), ("heads", "groups=8/2")
     )
 
@@ -64,8 +64,8 @@ def test_the_later_row_wins() -> None:
     assert found["blocks.1.mlp_norm.weight"].gradient == Partial()
 
 
-def without(key: str) -> Table:
-    return Table({pattern: words for pattern, words in NET.items() if pattern != key})
+def without(key: str) -> StyleTable:
+    return StyleTable({pattern: words for pattern, words in NET.items() if pattern != key})
 
 
 @pytest.mark.parametrize(
@@ -73,23 +73,23 @@ def without(key: str) -> Table:
     [
         (without("blocks.*.down"), 2, "parameter 'blocks.0.down.weight' of a Linear has no row"),
         (
-            Table(NET | {"block.*.up": "column"}),
+            StyleTable(NET | {"block.*.up": "column"}),
             2,
             "matches no module of Language; did you mean 'blocks.*.up'",
         ),
-        (Table(NET | {"blocks.*.up": "colum"}), 2, "'colum' is neither a style nor an attribute"),
+        (StyleTable(NET | {"blocks.*.up": "colum"}), 2, "'colum' is neither a style nor an attribute"),
         (
-            Table(NET | {"blocks.*.up": "vocabulary"}),
+            StyleTable(NET | {"blocks.*.up": "vocabulary"}),
             2,
             "style vocabulary is for a Embedding, this is a Linear",
         ),
-        (Table(NET | {"head": "replicate"}), 2, "embed.weight and head.weight are one tied parameter"),
-        (Table(NET | {"blocks.*.up": "column 4"}), 2, "9 features do not lie in 4 equal parts"),
-        (Table(NET), 2, "9 features do not divide over tp=2; the nearest numbers that do are 8 and 10"),
+        (StyleTable(NET | {"head": "replicate"}), 2, "embed.weight and head.weight are one tied parameter"),
+        (StyleTable(NET | {"blocks.*.up": "column 4"}), 2, "9 features do not lie in 4 equal parts"),
+        (StyleTable(NET), 2, "9 features do not divide over tp=2; the nearest numbers that do are 8 and 10"),
     ],
-    ids=lambda value: "" if isinstance(value, Table) else str(value)[:20],
+    ids=lambda value: "" if isinstance(value, StyleTable) else str(value)[:20],
 )
-def test_refusals(table: Table, ranks: int, text: str) -> None:
+def test_refusals(table: StyleTable, ranks: int, text: str) -> None:
     width = 8 if "divide" in text or "equal parts" in text else 7
     with pytest.raises(PlanError) as caught:
         places(Language(2, width=width), table, ranks, sequence=True)

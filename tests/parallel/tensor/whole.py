@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -19,7 +19,7 @@ TOLERANCE = 1e-10
 
 
 def tensor_group(world: World) -> Group:
-    clock = Clock(20.0)
+    clock = StepClock(20.0)
     clock.steps_done = 1
     return world.group(Mesh(tp=world.size), "tp", CommPolicy(), clock, Traffic())
 

@@ -14,7 +14,7 @@ from shardwise.parallel.zero.context import BucketContext
 from shardwise.plan.placement import Partial, Replicate, Shard
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import BucketKey, lay_out
-from shardwise.precision.policy import Dtypes
+from shardwise.precision.policy import BucketDtypes
 
 R, S, P = Replicate(), Shard(), Partial()
 
@@ -34,6 +34,6 @@ def bucket(
     pools = (*(SlotPool(device, poison=True) for _ in range(3)), GradientMemory(device))
     around = BucketContext.of(strategy, group_over, *pools, Ledger(), device)
     parameters = [nn.Parameter(torch.zeros(slot.shape)) for slot in layout.slots]
-    made = BucketState(layout, Dtypes(F32, F32, F32, F32), parameters, "the bucket", around)
+    made = BucketState(layout, BucketDtypes(F32, F32, F32, F32), parameters, "the bucket", around)
     made.fill(lambda slot, start, stop, dtype: torch.arange(start, stop, dtype=dtype) + 1)
     return made

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -22,7 +22,7 @@ def test_views_of_two_buffers_without_an_address_are_two() -> None:
 
 def sums_by_bucket(world: World) -> list[list[float]]:
     """The reduced gradient of "b" in two buckets: one over both ranks, the other, as of experts, over one."""
-    mesh, clock, traffic = Mesh(dp_shard=2), Clock(20.0), Traffic()
+    mesh, clock, traffic = Mesh(dp_shard=2), StepClock(20.0), Traffic()
     policy = CommPolicy()
     groups = {
         axis: world.group(mesh, axis, policy, clock, traffic)

@@ -6,7 +6,7 @@ import torch
 from shardwise.parallel.zero.layout import buffers, strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
-from shardwise.precision.policy import Dtypes
+from shardwise.precision.policy import BucketDtypes
 
 ZERO1 = strategy_of(ZeroPolicy(stage=1), Mesh(dp_shard=2))
 
@@ -39,8 +39,8 @@ def test_a_caller_may_want_windows_where_nothing_is_cut() -> None:
 
 
 def test_bytes_of_one_parameter() -> None:
-    mixed = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
-    plain = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)
+    mixed = BucketDtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
+    plain = BucketDtypes(torch.float32, torch.float32, torch.float32, torch.float32)
     assert sum(row.itemsize for row in buffers(ZERO1, mixed, True, ["a", "b"])) == 2 + 4 + 4 + 8
     assert sum(row.itemsize for row in buffers(ZERO1, plain, True, ["a", "b"])) == 4 + 4 + 8
     assert [row.kind for row in buffers(ZERO1, mixed, False, ["a", "b"])] == ["weight"]

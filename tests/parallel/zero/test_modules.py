@@ -8,7 +8,7 @@ import shardwise
 from shardwise.base.errors import ConfigError, PlanError
 from shardwise.comm.world import join
 from shardwise.compose.describe import describe
-from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.plan import PlanPolicies, make_plan
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.modules import (
     check_memory,
@@ -20,7 +20,7 @@ from shardwise.parallel.zero.modules import (
 )
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.unit import Slot, Unit
+from shardwise.plan.unit import ParameterSlot, Unit
 from shardwise.precision.policy import PrecisionPolicy
 from tests.engine.nets import Language
 from tests.parallel.zero.nets import Block, Nested, Net, Shared, TiedAcrossBlocks, TiedInsideABlock
@@ -28,11 +28,11 @@ from tests.parallel.zero.nets import Block, Nested, Net, Shared, TiedAcrossBlock
 
 def units_of(model: nn.Module, units: list[str] | str = "auto") -> tuple[Unit, ...]:
     zero = ZeroPolicy(units=units)  # type: ignore[arg-type]
-    policies = Policies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
+    policies = PlanPolicies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
     return make_plan(describe(model, zero), Mesh(), policies).units
 
 
-def slots_of(unit: Unit) -> list[Slot]:
+def slots_of(unit: Unit) -> list[ParameterSlot]:
     return [slot for bucket in unit.buckets for slot in bucket.slots]
 
 

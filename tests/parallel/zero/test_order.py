@@ -3,22 +3,22 @@
 from types import SimpleNamespace
 from typing import Any
 
-from shardwise.parallel.zero.order import Order
-from shardwise.plan.lists import Boundary
+from shardwise.parallel.zero.order import UnitOrder
+from shardwise.plan.lists import UnitBoundary
 
 
-def order_of(names: tuple[str, ...] = ("", "a", "b")) -> Order:
+def order_of(names: tuple[str, ...] = ("", "a", "b")) -> UnitOrder:
     """The order of a root with Units inside."""
     units: Any = [SimpleNamespace(name=name) for name in names]
-    return Order(units)
+    return UnitOrder(units)
 
 
-def row(*units: int) -> list[Boundary]:
-    inner = [boundary for unit in units for boundary in (Boundary(True, unit), Boundary(False, unit))]
-    return [Boundary(True, 0), *inner, Boundary(False, 0)]
+def row(*units: int) -> list[UnitBoundary]:
+    inner = [boundary for unit in units for boundary in (UnitBoundary(True, unit), UnitBoundary(False, unit))]
+    return [UnitBoundary(True, 0), *inner, UnitBoundary(False, 0)]
 
 
-def run(order: Order, *units: int, microbatch: int | None = 0, departs: bool = False) -> None:
+def run(order: UnitOrder, *units: int, microbatch: int | None = 0, departs: bool = False) -> None:
     order.begin()
     order.has_departed = departs
     for boundary in row(*units):
@@ -69,7 +69,7 @@ def test_the_unit_that_began_last() -> None:
     order = order_of()
     order.begin()
     assert order.last_opened == 0
-    for boundary in (Boundary(True, 0), Boundary(True, 2), Boundary(False, 2)):
+    for boundary in (UnitBoundary(True, 0), UnitBoundary(True, 2), UnitBoundary(False, 2)):
         order.saw(*boundary)
     assert order.last_opened == 2
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.words import counted
-from shardwise.comm.rendezvous.seat import Seat
+from shardwise.comm.rendezvous.seat import JobSeat
 
 
-def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.device, str]:
+def choose_device(wanted: str, seat: JobSeat, visible: str | None) -> tuple[torch.device, str]:
     """Return the device of a rank, and the backend for its tensors.
 
     Args:
@@ -58,7 +58,7 @@ def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.d
     return device, dist.get_default_backend_for_device(device)
 
 
-def _accelerator(seat: Seat) -> torch.device | None:
+def _accelerator(seat: JobSeat) -> torch.device | None:
     """Return the accelerator's type if it supports what a step needs: sums in fp64, a backend for several ranks."""
     if not torch.accelerator.is_available():
         return None

@@ -41,7 +41,7 @@ _PATIENCE_S = 15.0
 """Seconds that a rank waits longer than rank 0, so that rank 0 reports the missing ranks."""
 
 
-class Who(NamedTuple):
+class RankIdentity(NamedTuple):
     """Identity of one rank for the others."""
 
     host: str
@@ -51,13 +51,13 @@ class Who(NamedTuple):
     """Device of the rank; "" on the CPU, which ranks may share."""
 
 
-class Meeting(NamedTuple):
+class HandshakeResult(NamedTuple):
     """Result of a handshake, which all ranks share."""
 
     store: SealedStore
     word: str
     """Random word of this meeting: the first part of every key that follows from it."""
-    who: list[Who]
+    who: list[RankIdentity]
     """Identities, by rank."""
     secret_from: str
     """Source of the secret: "environment", "file" or "none"."""
@@ -65,14 +65,14 @@ class Meeting(NamedTuple):
     """Number of the meeting in this job; 1 for the first."""
 
 
-def identity(device: str) -> Who:
+def identity(device: str) -> RankIdentity:
     """Return the identity of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         host = " ".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))])
     except OSError:
         host = platform.node()
-    return Who(host, os.getpid(), device)
+    return RankIdentity(host, os.getpid(), device)
 
 
 def private_folder(candidates: Sequence[Path]) -> Path | None:
@@ -90,11 +90,11 @@ def meet(
     base: dist.Store,
     rank: int,
     size: int,
-    me: Who,
+    me: RankIdentity,
     given: str | None,
     folder: Path | None,
     timeout_s: float,
-) -> Meeting:
+) -> HandshakeResult:
     """Wait for all ranks at the store, and agree on a key that seals their texts.
 
     Args:
@@ -126,11 +126,11 @@ def _meet(
     base: dist.Store,
     rank: int,
     size: int,
-    me: Who,
+    me: RankIdentity,
     given: str | None,
     folder: Path | None,
     timeout_s: float,
-) -> Meeting:
+) -> HandshakeResult:
     turn = base.add(f"shardwise/joins/{rank}", 1)
     place = f"shardwise/join/{turn}"
     nonce = secrets.token_hex(_WORD_BYTES)
@@ -171,7 +171,7 @@ def _meet(
     refusal, who = json.loads(store.get(f"{place}/go"))
     if refusal:
         raise ConfigError(refusal)
-    return Meeting(store, word, [Who(*each) for each in who], source, turn)
+    return HandshakeResult(store, word, [RankIdentity(*each) for each in who], source, turn)
 
 
 def _host(
@@ -182,7 +182,7 @@ def _host(
     folder: Path | None,
     source: str,
     timeout_s: float,
-) -> Meeting:
+) -> HandshakeResult:
     """Run rank 0's part of the handshake."""
     place = f"shardwise/join/{turn}"
     absent = missing_keys(base, [f"{place}/hello/{rank}" for rank in range(size)], timeout_s)
@@ -221,7 +221,7 @@ def _host(
     store.set(f"{place}/go", json.dumps([error, who]))
     if error:
         raise ConfigError(error)
-    return Meeting(store, word, who, source, turn)
+    return HandshakeResult(store, word, who, source, turn)
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def _secret(given: str | None, folder: Path | None, word: str) -> Iterator[bytes
         path.unlink(missing_ok=True)
 
 
-def _hello(data: bytes, rank: int) -> tuple[str, Who]:
+def _hello(data: bytes, rank: int) -> tuple[str, RankIdentity]:
     """Return the number used once and the identity in a rank's hello.
 
     Any program that reaches the port may write a hello, so the text is not trusted.
@@ -256,7 +256,7 @@ def _hello(data: bytes, rank: int) -> tuple[str, Who]:
         case [str(nonce), str(host), int(pid), str(device)] if (
             len(found) == 1 and 0 < pid < 2**31 and (nonce + host + device).isprintable()
         ):
-            return nonce, Who(host, pid, device)
+            return nonce, RankIdentity(host, pid, device)
     raise CommError(
         f"{where} is not what a rank writes ({data[:80]!r}): another program reached the job's store. Start the job "
         "again, where no other program reaches its port"
@@ -272,7 +272,7 @@ def _checked(word: object) -> str:
     )
 
 
-def _shared_devices(who: Sequence[Who]) -> str:
+def _shared_devices(who: Sequence[RankIdentity]) -> str:
     """Return the reason why these ranks cannot begin, or ""."""
     taken: dict[str, dict[str, list[int]]] = {}
     for rank, each in enumerate(who):

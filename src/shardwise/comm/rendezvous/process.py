@@ -22,7 +22,7 @@ _WORK_S = 0.2
 _WORK_BYTES = 256 << 10
 
 
-class Pulse:
+class ProcessHeartbeat:
     """Time at which this process last made progress."""
 
     def __init__(self, thread_id: int | None, native_id: int | None):

@@ -20,7 +20,7 @@ from shardwise.base.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 
 
-class Seat(NamedTuple):
+class JobSeat(NamedTuple):
     """Rank of a process in the job, and the address of the store."""
 
     rank: int
@@ -32,7 +32,7 @@ class Seat(NamedTuple):
     source: str
 
 
-def find_seat(environment: Mapping[str, str]) -> Seat:
+def find_seat(environment: Mapping[str, str]) -> JobSeat:
     """Return the rank of this process from environment variables, in the order of the module's docstring.
 
     Raises:
@@ -44,7 +44,7 @@ def find_seat(environment: Mapping[str, str]) -> Seat:
             if not 0 <= seat.rank < seat.world_size:
                 raise ConfigError(f"{seat.source}: rank {seat.rank} does not fit {seat.world_size} ranks")
             return seat
-    return Seat(0, 1, 0, 1, LOOPBACK, 0, "none (one process)")
+    return JobSeat(0, 1, 0, 1, LOOPBACK, 0, "none (one process)")
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -54,12 +54,12 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-def _from_torchrun(env: Mapping[str, str]) -> Seat | None:
+def _from_torchrun(env: Mapping[str, str]) -> JobSeat | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, size, address = _number(env, "RANK"), _number(env, "WORLD_SIZE"), env.get("MASTER_ADDR", LOOPBACK)
     local_size = _number(env, "LOCAL_WORLD_SIZE", size if is_loopback(address) else 1)
-    return Seat(
+    return JobSeat(
         rank,
         size,
         # Kubernetes sets no local rank: if all ranks are on this host it is the rank, else each host has one rank.
@@ -71,7 +71,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Seat | None:
     )
 
 
-def _from_slurm(env: Mapping[str, str]) -> Seat | None:
+def _from_slurm(env: Mapping[str, str]) -> JobSeat | None:
     # SLURM_STEP_NUM_TASKS exists only inside srun. A batch script that runs python directly sees SLURM_NTASKS too, and
     # would wait for ranks that were never started.
     if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
@@ -79,7 +79,7 @@ def _from_slurm(env: Mapping[str, str]) -> Seat | None:
     size = _number(env, "SLURM_STEP_NUM_TASKS")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", LOOPBACK)
     per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "") or "1")
-    return Seat(
+    return JobSeat(
         _number(env, "SLURM_PROCID"),
         size,
         _number(env, "SLURM_LOCALID", 0),
@@ -90,7 +90,7 @@ def _from_slurm(env: Mapping[str, str]) -> Seat | None:
     )
 
 
-def _from_mpi(env: Mapping[str, str]) -> Seat | None:
+def _from_mpi(env: Mapping[str, str]) -> JobSeat | None:
     if "OMPI_COMM_WORLD_RANK" in env:
         prefix, rank, size = "OMPI_COMM_WORLD", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
     elif "PMI_RANK" in env and "PMI_SIZE" in env:
@@ -105,7 +105,7 @@ def _from_mpi(env: Mapping[str, str]) -> Seat | None:
             "(mpirun -x MASTER_ADDR=...), for MPI's variables do not name it"
         )
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PMI_ID", "0")
-    return Seat(
+    return JobSeat(
         _number(env, rank),
         world_size,
         _number(env, f"{prefix}_LOCAL_RANK" if prefix != "MPI" else "MPI_LOCALRANKID", _number(env, rank)),

@@ -104,7 +104,7 @@ _FAREWELL_S = 2.5
 """Seconds to wait for talkers: more than two ticks of a watch."""
 
 
-class Talker:
+class StoreClient:
     """A thread's use of the store, until the process that serves the store is about to end.
 
     If a call is running when its server ends, torch prints a warning and a stack of C++ frames, even after a good run.

@@ -21,14 +21,14 @@ from shardwise.base.errors import DataError
 from shardwise.base.regular_files import expanded, open_regular
 from shardwise.data.clicks.criteo import is_criteo_line, read_criteo, whole_lines
 from shardwise.data.clicks.csv_text import csv_schema, read_csv, separator_of
-from shardwise.data.clicks.malformed import Malformed
+from shardwise.data.clicks.malformed import MalformedRows
 from shardwise.data.clicks.packed import SUFFIX, KeyType, PackedClicks, PackedWriter, is_packed
 from shardwise.data.clicks.parquet import MAGIC as PARQUET
 from shardwise.data.clicks.parquet import parquet_schema, read_parquet
 from shardwise.data.clicks.policy import SYNTHETIC, ClickPolicy
-from shardwise.data.clicks.rows import CRITEO, BatchForm, ClickRows, Schema, SparseFeature
-from shardwise.data.clicks.source import Clicks
-from shardwise.data.clicks.synthetic import Best, SyntheticClicks
+from shardwise.data.clicks.rows import CRITEO, BatchForm, ClickRows, ClickSchema, SparseFeature
+from shardwise.data.clicks.source import ClickDataset
+from shardwise.data.clicks.synthetic import SyntheticClicks, TeacherScores
 from shardwise.data.text import Progress, find_files, locked
 from shardwise.observe.auc import ClickMetrics, ClickScore
 
@@ -45,15 +45,15 @@ script.
 class ClickCorpus:
     """Training clicks and validation clicks of a run."""
 
-    train: Clicks
+    train: ClickDataset
     """Rows to learn from."""
-    validation: Clicks
+    validation: ClickDataset
     """Rows to be evaluated on."""
     skipped: int = 0
     """Number of malformed rows that were left out."""
 
     @property
-    def schema(self) -> Schema:
+    def schema(self) -> ClickSchema:
         """Columns of both parts."""
         return self.train.schema
 
@@ -69,7 +69,7 @@ class ClickCorpus:
         return dict(zip((feature.name for feature in self.schema.features), source.table_rows, strict=True))
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> TeacherScores | None:
         """Best score that any model can have; None if it is unknown."""
         source = self.train.source
         return source.best if isinstance(source, SyntheticClicks) else None
@@ -118,7 +118,7 @@ def build_clicks(policy: ClickPolicy, cache: Path, progress: Progress | None = N
     cache = cache if policy.cache is None else expanded(policy.cache)
     train = _open(policy.source, policy, cache, progress)
     if isinstance(policy.validation, float):
-        return ClickCorpus(*Clicks(train, form=form).split(policy.validation), train.skipped)
+        return ClickCorpus(*ClickDataset(train, form=form).split(policy.validation), train.skipped)
     held_out = _open(policy.validation, policy, cache, progress)
     if held_out.schema != train.schema:
         raise DataError(
@@ -126,7 +126,7 @@ def build_clicks(policy: ClickPolicy, cache: Path, progress: Progress | None = N
             f"{_columns(held_out.schema)} instead of {_columns(train.schema)}"
         )
     skipped = train.skipped + held_out.skipped
-    return ClickCorpus(Clicks(train, form=form), Clicks(held_out, form=form), skipped)
+    return ClickCorpus(ClickDataset(train, form=form), ClickDataset(held_out, form=form), skipped)
 
 
 def _synthetic(policy: ClickPolicy, form: BatchForm) -> ClickCorpus:
@@ -142,7 +142,7 @@ def _synthetic(policy: ClickPolicy, form: BatchForm) -> ClickCorpus:
         seed=given.seed,
     )
     cut = given.samples
-    return ClickCorpus(Clicks(clicks, 0, cut, form), Clicks(clicks, cut, len(clicks), form))
+    return ClickCorpus(ClickDataset(clicks, 0, cut, form), ClickDataset(clicks, cut, len(clicks), form))
 
 
 def convert_clicks(
@@ -150,7 +150,7 @@ def convert_clicks(
     out: str | Path,
     *,
     pattern: str = "*",
-    schema: Schema | None = None,
+    schema: ClickSchema | None = None,
     label: str = "label",
     malformed_limit: int = 0,
     separator: str | None = None,
@@ -183,16 +183,16 @@ def convert_clicks(
             f"{out} exists and is not a file of packed clicks; it is not overwritten, give another path"
         )
     files = _files([sources] if isinstance(sources, str) else list(sources), pattern)
-    return _convert(files, out, schema, label, separator, Malformed(malformed_limit), progress)
+    return _convert(files, out, schema, label, separator, MalformedRows(malformed_limit), progress)
 
 
 def _convert(
     files: list[Path],
     out: Path,
-    schema: Schema | None,
+    schema: ClickSchema | None,
     label: str,
     separator: str | None,
-    malformed: Malformed,
+    malformed: MalformedRows,
     progress: Progress | None,
 ) -> PackedClicks:
     kinds = {file: _kind(file, separator) for file in files}
@@ -226,10 +226,10 @@ def _convert(
 def _read(
     file: Path,
     kind: str,
-    schema: Schema,
+    schema: ClickSchema,
     label: str,
     separator: str | None,
-    malformed: Malformed,
+    malformed: MalformedRows,
     advance: Callable[[int], None],
 ) -> Iterator[ClickRows]:
     if kind == "criteo":
@@ -247,8 +247,8 @@ def _read(
 
 
 def _schema_of(
-    file: Path, kind: str, schema: Schema | None, label: str, separator: str | None, tells: bool
-) -> Schema:
+    file: Path, kind: str, schema: ClickSchema | None, label: str, separator: str | None, tells: bool
+) -> ClickSchema:
     if kind == "criteo":
         return CRITEO
     if kind == "packed":
@@ -276,7 +276,7 @@ def _files(sources: list[str], pattern: str) -> list[Path]:
     return [path for source in sources for path in sorted(find_files(source, pattern).paths)]
 
 
-def _columns(schema: Schema) -> str:
+def _columns(schema: ClickSchema) -> str:
     return f"{len(schema.dense)} numbers and {len(schema.features)} features"
 
 
@@ -288,7 +288,7 @@ def _open(
         return PackedClicks(files[0])
     schema = None
     if policy.dense is not None and policy.sparse is not None:
-        schema = Schema(tuple(policy.dense), tuple(SparseFeature(name) for name in policy.sparse))
+        schema = ClickSchema(tuple(policy.dense), tuple(SparseFeature(name) for name in policy.sparse))
     decisive = (schema, policy.label, policy.malformed_limit, policy.separator)
     digest = hashlib.sha256(repr(decisive).encode())
     for file in files:
@@ -305,14 +305,14 @@ def _open(
             if is_locked:
                 for leftover in cache.glob(f".{out.name}.*.tmp"):  # left by a process that was killed
                     leftover.unlink(missing_ok=True)
-            malformed = Malformed(policy.malformed_limit)
+            malformed = MalformedRows(policy.malformed_limit)
             found = _convert(files, out, schema, policy.label, policy.separator, malformed, progress)
     if schema is None and found.schema != CRITEO and _kind(files[0], policy.separator) != "packed":
         _log.info("data: taken from %s: %s", files[0].name, _assigned(found.schema, policy.label))
     return found
 
 
-def _assigned(schema: Schema, label: str) -> str:
+def _assigned(schema: ClickSchema, label: str) -> str:
     """Return a line that lists the use of the columns, as it followed from types."""
     keys = ", ".join(feature.name + (" (lists)" if feature.many else "") for feature in schema.features)
     return (

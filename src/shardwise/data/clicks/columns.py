@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys, Schema, SparseFeature
+from shardwise.data.clicks.malformed import MalformedRows
+from shardwise.data.clicks.rows import CRITEO, ClickRows, ClickSchema, FeatureKeys, SparseFeature
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def is_criteo(names: list[str]) -> bool:
     return set(CRITEO.dense) | {feature.name for feature in CRITEO.features} <= set(names)
 
 
-def infer(path: Path, batch: Any, label: str, tells: bool = True) -> Schema:
+def infer(path: Path, batch: Any, label: str, tells: bool = True) -> ClickSchema:
     """Return the columns that are numbers and those that are keys, by the types and values of the first rows.
 
     Args:
@@ -133,7 +133,7 @@ def infer(path: Path, batch: Any, label: str, tells: bool = True) -> Schema:
             listed(whole),
             listed(dense) or "none",
         )
-    return Schema(tuple(dense), tuple(features))
+    return ClickSchema(tuple(dense), tuple(features))
 
 
 def _doubt(column: Any) -> str:
@@ -161,7 +161,12 @@ def _doubt(column: Any) -> str:
 
 
 def row_of(
-    batch: Any, schema: Schema, label: str, path: Path, numbers: npt.NDArray[np.int64], malformed: Malformed
+    batch: Any,
+    schema: ClickSchema,
+    label: str,
+    path: Path,
+    numbers: npt.NDArray[np.int64],
+    malformed: MalformedRows,
 ) -> ClickRows:
     """Convert a batch to rows.
 
@@ -225,11 +230,11 @@ def _numbers(column: Any, path: Path, name: str) -> npt.NDArray[np.float32]:
         return values.astype(np.float32)  # type: ignore[no-any-return]
 
 
-def _keys(column: Any, feature: SparseFeature, path: Path) -> Keys:
+def _keys(column: Any, feature: SparseFeature, path: Path) -> FeatureKeys:
     column = plain(column)
     if not feature.many:
         missing = column.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
-        return Keys.of_ones(_integers(column, path, feature.name), missing)
+        return FeatureKeys.of_ones(_integers(column, path, feature.name), missing)
     if not _is_list(column.type):
         raise DataError(f"{path}: column {feature.name!r} of type {column.type} is no list of keys")
     lengths = arrow().compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
@@ -238,7 +243,7 @@ def _keys(column: Any, feature: SparseFeature, path: Path) -> Keys:
         raise DataError(
             f"{path}: column {feature.name!r} has nulls inside its lists; leave them out of the lists"
         )
-    return Keys(_integers(values, path, feature.name), np.r_[0, np.cumsum(lengths, dtype=np.int64)])
+    return FeatureKeys(_integers(values, path, feature.name), np.r_[0, np.cumsum(lengths, dtype=np.int64)])
 
 
 def _integers(column: Any, path: Path, name: str) -> npt.NDArray[np.int64]:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError
-from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys
+from shardwise.data.clicks.malformed import MalformedRows
+from shardwise.data.clicks.rows import CRITEO, ClickRows, FeatureKeys
 from shardwise.data.clicks.whole_rows import opened_text
 from shardwise.kernels.tables.compiled import is_installed, loop
 
@@ -48,14 +48,14 @@ _Bytes = npt.NDArray[np.uint8]
 _Ints = npt.NDArray[np.int64]
 
 
-class _Fields(NamedTuple):
+class _FieldPositions(NamedTuple):
     """Positions of the fields of some lines in a text: [lines, columns] each."""
 
     left: _Ints
     length: _Ints
 
 
-class _Lines(NamedTuple):
+class _ParsedLines(NamedTuple):
     """Lines of a text with the values of their fields; fields of lines that are not good may have any value."""
 
     starts: _Ints
@@ -69,7 +69,7 @@ class _Lines(NamedTuple):
     """True if a key is empty: [lines, 26]."""
 
     @classmethod
-    def of(cls, count: int) -> "_Lines":
+    def of(cls, count: int) -> "_ParsedLines":
         """Return arrays of zeros for ``count`` lines."""
         return cls(
             np.zeros(count, np.int64),
@@ -82,7 +82,7 @@ class _Lines(NamedTuple):
 
 
 def read_criteo(
-    path: Path, malformed: Malformed, progress: Callable[[int], None] | None = None
+    path: Path, malformed: MalformedRows, progress: Callable[[int], None] | None = None
 ) -> Iterator[ClickRows]:
     """Yield the rows of one file in its order, some thousands at a time.
 
@@ -137,7 +137,7 @@ def is_criteo_line(text: bytes) -> bool:
     return len(fields) == _COLUMNS and fields[0] in (b"0", b"1")
 
 
-def _parse(text: _Bytes, path: Path, first_line: int, malformed: Malformed) -> ClickRows:
+def _parse(text: _Bytes, path: Path, first_line: int, malformed: MalformedRows) -> ClickRows:
     lines = _by_loop(text) if is_installed() else _by_numpy(text)
     for i in np.flatnonzero(lines.kinds == _DOUBTFUL).tolist():
         reason = _by_hand(text[lines.starts[i] : lines.stops[i]].tobytes(), lines, i)
@@ -150,12 +150,12 @@ def _parse(text: _Bytes, path: Path, first_line: int, malformed: Malformed) -> C
     return ClickRows(
         lines.numbers[good, 0].astype(np.float32),
         lines.numbers[good, 1:].astype(np.float32),
-        [Keys.of_ones(own, absent) for own, absent in zip(keys, missing, strict=True)],
+        [FeatureKeys.of_ones(own, absent) for own, absent in zip(keys, missing, strict=True)],
     )
 
 
-def _by_loop(text: _Bytes) -> _Lines:
-    lines = _Lines.of(int(np.count_nonzero(text == _LINE_END)))
+def _by_loop(text: _Bytes) -> _ParsedLines:
+    lines = _ParsedLines.of(int(np.count_nonzero(text == _LINE_END)))
     _scan(text, _HEX, *lines)
     return lines
 
@@ -211,9 +211,9 @@ def _scan(
             kinds[i] = _DOUBTFUL
 
 
-def _by_numpy(text: _Bytes) -> _Lines:
+def _by_numpy(text: _Bytes) -> _ParsedLines:
     ends = np.flatnonzero(text == _LINE_END)
-    lines = _Lines.of(ends.size)
+    lines = _ParsedLines.of(ends.size)
     lines.starts[1:] = ends[:-1] + 1
     starts = lines.starts
     lines.stops[:] = ends - ((ends > starts) & (text[ends - 1] == _RETURN))
@@ -224,8 +224,8 @@ def _by_numpy(text: _Bytes) -> _Lines:
     inner = tabs[first_tab[whole][:, None] + np.arange(_COLUMNS - 1)]
     left = np.concatenate([starts[whole][:, None], inner + 1], axis=1)
     length = np.concatenate([inner, lines.stops[whole][:, None]], axis=1) - left
-    numbers, bad_numbers = _whole_numbers(text, _Fields(left[:, :_NUMBERS], length[:, :_NUMBERS]))
-    keys, bad_keys = _hexadecimal(text, _Fields(left[:, _NUMBERS:], length[:, _NUMBERS:]))
+    numbers, bad_numbers = _whole_numbers(text, _FieldPositions(left[:, :_NUMBERS], length[:, :_NUMBERS]))
+    keys, bad_keys = _hexadecimal(text, _FieldPositions(left[:, _NUMBERS:], length[:, _NUMBERS:]))
     lines.numbers[whole], lines.keys[whole] = numbers, keys
     lines.missing[whole] = length[:, _NUMBERS:] == 0
     label = numbers[:, 0]
@@ -236,7 +236,9 @@ def _by_numpy(text: _Bytes) -> _Lines:
     return lines
 
 
-def _whole_numbers(text: _Bytes, fields: _Fields) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+def _whole_numbers(
+    text: _Bytes, fields: _FieldPositions
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return values, NaN if empty, and a mask of the fields that are no whole number."""
     left, length = fields
     is_negative = (length > 0) & (text[np.minimum(left, text.size - 1)] == _MINUS)
@@ -252,7 +254,7 @@ def _whole_numbers(text: _Bytes, fields: _Fields) -> tuple[npt.NDArray[np.float6
     return np.where(length == 0, np.nan, signed), bad
 
 
-def _hexadecimal(text: _Bytes, fields: _Fields) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+def _hexadecimal(text: _Bytes, fields: _FieldPositions) -> tuple[_Ints, npt.NDArray[np.bool_]]:
     """Return keys, 0 if empty, and a mask of the fields that are not hexadecimal."""
     left, length = fields
     value = np.zeros(left.shape, np.int64)
@@ -265,7 +267,7 @@ def _hexadecimal(text: _Bytes, fields: _Fields) -> tuple[_Ints, npt.NDArray[np.b
     return value, bad
 
 
-def _by_hand(line: bytes, lines: _Lines, i: int) -> str:
+def _by_hand(line: bytes, lines: _ParsedLines, i: int) -> str:
     """Parse one line into line i of ``lines``; return the reason if it is malformed, else an empty string."""
     parts = line.decode("utf-8", "replace").split("\t")
     if len(parts) != _COLUMNS:

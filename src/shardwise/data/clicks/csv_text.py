@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from shardwise.base.errors import DataError
 from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, listed, row_of
-from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
+from shardwise.data.clicks.malformed import MalformedRows
+from shardwise.data.clicks.rows import CRITEO, ClickRows, ClickSchema, SparseFeature
 from shardwise.data.clicks.whole_rows import WholeRows, opened_text
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -44,8 +44,8 @@ def separator_of(path: Path, given: str | None) -> str | None:
 
 
 def csv_schema(
-    path: Path, separator: str, label: str = "label", given: Schema | None = None, tells: bool = True
-) -> Schema:
+    path: Path, separator: str, label: str = "label", given: ClickSchema | None = None, tells: bool = True
+) -> ClickSchema:
     """Return the columns of a file that are numbers and those that are keys.
 
     Args:
@@ -61,7 +61,7 @@ def csv_schema(
     names = _header(path, separator)
     check_names(path, names, label)
     if given is not None:
-        return Schema(given.dense, tuple(SparseFeature(f.name) for f in given.features))
+        return ClickSchema(given.dense, tuple(SparseFeature(f.name) for f in given.features))
     if is_criteo(names):
         return CRITEO
     first = next(_batches(path, separator, names, names, [], lambda line, reason: None), None)
@@ -75,8 +75,8 @@ def csv_schema(
 def read_csv(
     path: Path,
     separator: str,
-    schema: Schema,
-    malformed: Malformed,
+    schema: ClickSchema,
+    malformed: MalformedRows,
     label: str = "label",
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[ClickRows]:

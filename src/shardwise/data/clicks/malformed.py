@@ -8,7 +8,7 @@ _EXAMPLES = 3
 
 
 @dataclass
-class Malformed:
+class MalformedRows:
     """Counter of the rows that were left out of one or several files."""
 
     limit: int = 0

@@ -34,7 +34,7 @@ from shardwise.base.errors import DataError
 from shardwise.base.regular_files import open_regular
 from shardwise.base.strict_json import Count, StrictModel
 from shardwise.data.checked_file import PREFIX, REPAIR, CheckedFormat, CheckedWriter, cannot_write
-from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
+from shardwise.data.clicks.rows import ClickRows, ClickSchema, FeatureKeys, SparseFeature
 
 SUFFIX = ".clicks"
 MAGIC = b"SHDWCLIK"
@@ -50,7 +50,7 @@ _KEYS: dict[str, np.dtype[Any]] = {"u32": np.dtype("<u4"), "i64": np.dtype("<i8"
 _MOST_HEADER_BYTES = 1 << 24
 
 
-class Header(StrictModel):
+class PackedHeader(StrictModel):
     """Header of a file of packed clicks."""
 
     dense: list[str]
@@ -65,7 +65,7 @@ class Header(StrictModel):
     table_crc: Annotated[int, Field(ge=0, lt=2**32)]
 
     @model_validator(mode="after")
-    def _has_columns(self) -> "Header":
+    def _has_columns(self) -> "PackedHeader":
         names = [*self.dense, *(name for name, _ in self.features)]
         if any(not isinstance(name, str) or not isinstance(many, bool) for name, many in self.features):
             raise ValueError("a feature is [name, whether it has many keys]")
@@ -78,14 +78,14 @@ class Header(StrictModel):
         return self
 
     @property
-    def columns(self) -> Schema:
+    def columns(self) -> ClickSchema:
         """Columns beside the label."""
-        return Schema(
+        return ClickSchema(
             tuple(self.dense), tuple(SparseFeature(str(name), bool(many)) for name, many in self.features)
         )
 
 
-def record_dtype(schema: Schema, key_type: KeyType) -> np.dtype[Any]:
+def record_dtype(schema: ClickSchema, key_type: KeyType) -> np.dtype[Any]:
     """Return the layout of one row."""
     single = sum(not feature.many for feature in schema.features)
     many = len(schema.features) - single
@@ -115,7 +115,7 @@ class PackedWriter:
         ...         writer.append(rows)
     """
 
-    def __init__(self, path: Path, schema: Schema, key_type: KeyType = "i64") -> None:
+    def __init__(self, path: Path, schema: ClickSchema, key_type: KeyType = "i64") -> None:
         self.path, self.schema, self.key_type = path, schema, key_type
         self.skipped = 0
         """Number of malformed rows that were left out, which is stored in the header."""
@@ -189,7 +189,7 @@ class PackedWriter:
         self._heap.write(heap.tobytes())
         self._keys_held += heap.size
 
-    def _lengths(self, keys: Keys, feature: int) -> npt.NDArray[np.int64]:
+    def _lengths(self, keys: FeatureKeys, feature: int) -> npt.NDArray[np.int64]:
         lengths = np.diff(keys.offsets)
         if (lengths < 0).any() or keys.offsets[0] != 0 or keys.offsets[-1] != keys.values.size:
             raise DataError(
@@ -302,7 +302,7 @@ class PackedClicks:
                 header, header_bytes = _FORMAT.read_header(
                     file,
                     self.path,
-                    Header,
+                    PackedHeader,
                     min(_MOST_HEADER_BYTES, size_bytes),
                     f"holds no packed clicks: it does not start with {MAGIC.decode()}; make such a file with "
                     "`shardwise convert`",
@@ -364,12 +364,12 @@ class PackedClicks:
         self._record_part.touch(samples * itemsize, np.minimum(stops, self._count) * itemsize)
         records = self._records[samples]
         _check_rows(self.path, samples, records["label"], records["dense"])
-        keys: dict[int, Keys] = {}
+        keys: dict[int, FeatureKeys] = {}
         if self._single:
             values = records["keys"].T.astype(np.int64, order="C")
             missing = np.unpackbits(records["missing"].T, axis=0, count=len(self._single), bitorder="little")
             for i, own, absent in zip(self._single, values, missing.astype(bool), strict=True):
-                keys[i] = Keys.of_ones(own, absent)
+                keys[i] = FeatureKeys.of_ones(own, absent)
         if self._many:
             keys |= self._from_heap(samples, records["start"], records["lengths"].astype(np.int64))
         return ClickRows(
@@ -384,7 +384,7 @@ class PackedClicks:
         samples: npt.NDArray[np.int64],
         start: npt.NDArray[np.uint64],
         lengths: npt.NDArray[np.int64],
-    ) -> dict[int, Keys]:
+    ) -> dict[int, FeatureKeys]:
         """Return the keys of the features with many, by number.
 
         Rows begin at ``start`` [b, 1] and have ``lengths`` [b, features] keys.
@@ -406,7 +406,7 @@ class PackedClicks:
         for column, i in enumerate(self._many):
             offsets = np.r_[0, np.cumsum(lengths[:, column])]
             values = self._heap[_places(stops[:, column] - lengths[:, column], offsets)]
-            keys[i] = Keys(values.astype(np.int64, copy=False), offsets)
+            keys[i] = FeatureKeys(values.astype(np.int64, copy=False), offsets)
         return keys
 
     def check(self) -> None:
@@ -450,7 +450,7 @@ def is_packed(path: Path) -> bool:
 
 
 def write_packed(
-    path: Path, schema: Schema, blocks: Sequence[ClickRows], key_type: KeyType = "i64"
+    path: Path, schema: ClickSchema, blocks: Sequence[ClickRows], key_type: KeyType = "i64"
 ) -> PackedClicks:
     """Write rows in memory to a packed file and open it.
 

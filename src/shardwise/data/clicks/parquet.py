@@ -8,16 +8,16 @@ import numpy as np
 
 from shardwise.base.errors import DataError
 from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, lists_in, row_of
-from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
+from shardwise.data.clicks.malformed import MalformedRows
+from shardwise.data.clicks.rows import CRITEO, ClickRows, ClickSchema, SparseFeature
 
 _ROWS_AT_ONCE = 1 << 15
 MAGIC = b"PAR1"
 
 
 def parquet_schema(
-    path: Path, label: str = "label", given: Schema | None = None, tells: bool = True
-) -> Schema:
+    path: Path, label: str = "label", given: ClickSchema | None = None, tells: bool = True
+) -> ClickSchema:
     """Return the columns of a file that are numbers and those that are keys.
 
     Args:
@@ -34,7 +34,7 @@ def parquet_schema(
     check_names(path, names, label)
     if given is not None:
         lists = lists_in(file.schema_arrow)
-        return Schema(given.dense, tuple(SparseFeature(f.name, f.name in lists) for f in given.features))
+        return ClickSchema(given.dense, tuple(SparseFeature(f.name, f.name in lists) for f in given.features))
     if is_criteo(names):
         return CRITEO
     try:
@@ -48,8 +48,8 @@ def parquet_schema(
 
 def read_parquet(
     path: Path,
-    schema: Schema,
-    malformed: Malformed,
+    schema: ClickSchema,
+    malformed: MalformedRows,
     label: str = "label",
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[ClickRows]:

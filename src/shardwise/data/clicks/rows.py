@@ -32,7 +32,7 @@ class SparseFeature(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schema:
+class ClickSchema:
     """Columns of a click log beside its label.
 
     Args:
@@ -55,13 +55,13 @@ class Schema:
             )
 
 
-CRITEO = Schema(
+CRITEO = ClickSchema(
     tuple(f"I{i}" for i in range(1, 14)),
     tuple(SparseFeature(f"C{i}") for i in range(1, 27)),
 )
 
 
-class Keys(NamedTuple):
+class FeatureKeys(NamedTuple):
     """Keys of one feature by row."""
 
     values: npt.NDArray[np.int64]
@@ -70,7 +70,9 @@ class Keys(NamedTuple):
     """Start of each row's keys, and the end: [n + 1]."""
 
     @classmethod
-    def of_ones(cls, values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_] | None = None) -> "Keys":
+    def of_ones(
+        cls, values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_] | None = None
+    ) -> "FeatureKeys":
         """Build the keys of rows with one key each [n], or none if ``missing``."""
         if missing is None or not missing.any():
             return cls(values, np.arange(values.size + 1))
@@ -84,7 +86,7 @@ class ClickRows(NamedTuple):
     """Labels, 0 or 1: [n]."""
     dense: npt.NDArray[np.float32]
     """Numbers, NaN if missing: [n, D]."""
-    keys: Sequence[Keys]
+    keys: Sequence[FeatureKeys]
     """Keys of each feature, in the order of the schema."""
 
 
@@ -107,7 +109,7 @@ class BatchForm(NamedTuple):
     missing_key: int | None = None
     """Key that replaces a missing category; None: no key."""
 
-    def batch(self, rows: ClickRows, schema: Schema) -> ClickBatch:
+    def batch(self, rows: ClickRows, schema: ClickSchema) -> ClickBatch:
         """Return the batch of these rows."""
         dense = torch.from_numpy(rows.dense).nan_to_num(nan=0.0)
         if self.dense == "log":
@@ -121,7 +123,7 @@ class BatchForm(NamedTuple):
             "labels": torch.from_numpy(rows.labels),
         }
 
-    def _ragged(self, keys: Keys) -> Ragged:
+    def _ragged(self, keys: FeatureKeys) -> Ragged:
         values, offsets = keys
         empty = np.diff(offsets) == 0
         if self.missing_key is not None and empty.any():

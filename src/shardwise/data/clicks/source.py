@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from shardwise.base.errors import DataError
 from shardwise.data.batched import BatchedDataset
-from shardwise.data.clicks.rows import BatchForm, ClickBatch, ClickRows, Schema
+from shardwise.data.clicks.rows import BatchForm, ClickBatch, ClickRows, ClickSchema
 
 
 class RowSource(Protocol):
     """Interface of a source of rows by number: packed or synthetic clicks."""
 
     @property
-    def schema(self) -> Schema:
+    def schema(self) -> ClickSchema:
         """Columns of the rows."""
         ...
 
@@ -33,7 +33,7 @@ class RowSource(Protocol):
         ...
 
 
-class Clicks(BatchedDataset):
+class ClickDataset(BatchedDataset):
     """Rows ``[start, stop)`` of a source, as batches.
 
     Args:
@@ -57,7 +57,7 @@ class Clicks(BatchedDataset):
             )
 
     @property
-    def schema(self) -> Schema:
+    def schema(self) -> ClickSchema:
         """Columns of the rows."""
         return self.source.schema
 
@@ -70,7 +70,7 @@ class Clicks(BatchedDataset):
             raise IndexError(f"samples {samples.min()} to {samples.max()} of {len(self)}")
         return self.form.batch(self.source.rows(samples + self.start), self.schema)
 
-    def split(self, fraction: float) -> tuple["Clicks", "Clicks"]:
+    def split(self, fraction: float) -> tuple["ClickDataset", "ClickDataset"]:
         """Return the rows to learn from and the last ``fraction`` of the rows, at least one.
 
         Raises:
@@ -84,8 +84,8 @@ class Clicks(BatchedDataset):
             )
         cut = self.stop - held_out
         return (
-            Clicks(self.source, self.start, cut, self.form),
-            Clicks(self.source, cut, self.stop, self.form),
+            ClickDataset(self.source, self.start, cut, self.form),
+            ClickDataset(self.source, cut, self.stop, self.form),
         )
 
     def fingerprint(self) -> str:

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
+from shardwise.data.clicks.rows import ClickRows, ClickSchema, FeatureKeys, SparseFeature
 from shardwise.data.sampler import key_of, splitmix64
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -49,7 +49,7 @@ _F64 = npt.NDArray[np.float64]
 _U64 = npt.NDArray[np.uint64]
 
 
-class Best(NamedTuple):
+class TeacherScores(NamedTuple):
     """Scores of the teacher's own probabilities."""
 
     auc: float
@@ -108,9 +108,9 @@ class SyntheticClicks:
             )
 
     @cached_property
-    def schema(self) -> Schema:
+    def schema(self) -> ClickSchema:
         """Columns: numbers I1, I2, ... and features C1, C2, ..."""
-        return Schema(
+        return ClickSchema(
             tuple(f"I{i + 1}" for i in range(self.dense)),
             tuple(SparseFeature(f"C{i + 1}") for i in range(len(self.table_rows))),
         )
@@ -124,18 +124,18 @@ class SyntheticClicks:
         ranks = self._ranks(samples)
         labels = self._uniform("label", samples)[:, 0] < _sigmoid(self._logits(samples, ranks))
         keys = self._keys(ranks)
-        return ClickRows(labels.astype(np.float32), dense, [Keys.of_ones(column) for column in keys])
+        return ClickRows(labels.astype(np.float32), dense, [FeatureKeys.of_ones(column) for column in keys])
 
     def logits(self, samples: npt.NDArray[np.int64]) -> _F64:
         """Return the teacher's logits of these samples: [b]."""
         return self._logits(samples, self._ranks(samples))
 
     @cached_property
-    def best(self) -> Best:
+    def best(self) -> TeacherScores:
         """Best score that any model can have on new samples, estimated from a million of them."""
         return self.best_of(1 << 20)
 
-    def best_of(self, count: int) -> Best:
+    def best_of(self, count: int) -> TeacherScores:
         """Return the best possible scores, estimated from ``count`` samples."""
         at = np.arange(_ELSEWHERE, _ELSEWHERE + count)
         logits = np.sort(
@@ -146,7 +146,7 @@ class SyntheticClicks:
         wins = float((p * (np.cumsum(q) - q)).sum())
         entropy = np.logaddexp(0, -logits) * p + np.logaddexp(0, logits) * q
         pairs = float(p.sum() * q.sum() - (p * q).sum())
-        return Best(wins / pairs if pairs else math.nan, float(entropy.mean()))
+        return TeacherScores(wins / pairs if pairs else math.nan, float(entropy.mean()))
 
     def fingerprint(self) -> str:
         """Return a digest of the fields, which determine the samples."""

@@ -3,7 +3,7 @@
 from shardwise.data.images.build import ImageCorpus, build_images
 from shardwise.data.images.cifar import CifarFiles
 from shardwise.data.images.folders import PictureFolders
-from shardwise.data.images.form import ImageBatch, ImageSamples, LabelsAlone
+from shardwise.data.images.form import ImageBatch, ImageSamples, LabelsOnly
 from shardwise.data.images.pictures import Pictures
 from shardwise.data.images.policy import ImagePolicy, SyntheticImagePolicy
 from shardwise.data.images.synthetic import SyntheticImages
@@ -14,7 +14,7 @@ __all__ = [
     "ImageCorpus",
     "ImagePolicy",
     "ImageSamples",
-    "LabelsAlone",
+    "LabelsOnly",
     "PictureFolders",
     "Pictures",
     "SyntheticImagePolicy",

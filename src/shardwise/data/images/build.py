@@ -39,7 +39,7 @@ class ImageCorpus:
         return f"{self.train.fingerprint()} {held_out}"
 
 
-class _Opened(NamedTuple):
+class _OpenedImages(NamedTuple):
     train: Pictures
     held_out: Pictures | None
 
@@ -74,15 +74,15 @@ def build_images(policy: ImagePolicy, size: int) -> ImageCorpus:
     return ImageCorpus(learnt, ImageSamples(train, np.sort(order[:cut]), policy, size, augments=False))
 
 
-def _found(source: str | list[str], policy: ImagePolicy, size: int) -> _Opened:
+def _found(source: str | list[str], policy: ImagePolicy, size: int) -> _OpenedImages:
     if source == SYNTHETIC:
         given = policy.synthetic
         last = given.samples + given.validation_samples
-        return _Opened(
+        return _OpenedImages(
             SyntheticImages(given, size, 0, given.samples), SyntheticImages(given, size, given.samples, last)
         )
     if isinstance(source, list):
-        return _Opened(CifarFiles([expanded(each) for each in source], policy.labels), None)
+        return _OpenedImages(CifarFiles([expanded(each) for each in source], policy.labels), None)
     root = expanded(source)
     if not root.exists():
         raise SourceError(
@@ -90,15 +90,15 @@ def _found(source: str | list[str], policy: ImagePolicy, size: int) -> _Opened:
             f"(the current folder is {Path.cwd()})"
         )
     if root.is_file():
-        return _Opened(CifarFiles([root], policy.labels), None)
+        return _OpenedImages(CifarFiles([root], policy.labels), None)
     for train, test in (("data_batch_*.bin", "test_batch.bin"), ("train.bin", "test.bin")):
         files, held_out = sorted(root.glob(train)), root / test
         if files:
-            return _Opened(
+            return _OpenedImages(
                 CifarFiles(files, policy.labels),
                 CifarFiles([held_out], policy.labels) if held_out.exists() else None,
             )
     if (root / "train").is_dir():
         held = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
-        return _Opened(PictureFolders(root / "train"), None if held is None else PictureFolders(held))
-    return _Opened(PictureFolders(root), None)
+        return _OpenedImages(PictureFolders(root / "train"), None if held is None else PictureFolders(held))
+    return _OpenedImages(PictureFolders(root), None)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.data.images.pictures import Pictures, Pixels
 from shardwise.data.images.policy import ImagePolicy
-from shardwise.data.placed import PlacedDataset, SampleAt, draws_at
+from shardwise.data.placed import PlacedDataset, PositionedSample, draws_at
 
 _TRIES = 10
 """Number of rectangles that are drawn until one fits into the picture."""
@@ -66,7 +66,7 @@ class ImageSamples(PlacedDataset):
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def batch(self, places: Sequence[SampleAt], key: int) -> ImageBatch:
+    def batch(self, places: Sequence[PositionedSample], key: int) -> ImageBatch:
         """Return the samples at these places; see ``PlacedDataset.batch``."""
         pixels = np.empty((len(places), self._size, self._size, 3), dtype=np.uint8)
         for row, place in zip(pixels, places, strict=True):
@@ -82,7 +82,7 @@ class ImageSamples(PlacedDataset):
         values -= self._offset[:, None, None]
         return ImageBatch(torch.from_numpy(values), torch.from_numpy(labels))
 
-    def labels(self, places: Sequence[SampleAt]) -> npt.NDArray[np.int64]:
+    def labels(self, places: Sequence[PositionedSample]) -> npt.NDArray[np.int64]:
         """Return the labels of the samples at these places: [B]."""
         return self.pictures.labels[self._chosen[[place.sample for place in places]]]
 
@@ -110,7 +110,7 @@ class ImageSamples(PlacedDataset):
         return picture[top : top + size, left : left + size]
 
 
-class LabelsAlone(PlacedDataset):
+class LabelsOnly(PlacedDataset):
     """Labels of samples, for a rank of a pipeline whose stages read no picture.
 
     The first batches have pictures, because a run's first step is compared with the uncut model.
@@ -128,7 +128,7 @@ class LabelsAlone(PlacedDataset):
     def __len__(self) -> int:
         return len(self._samples)
 
-    def batch(self, places: Sequence[SampleAt], key: int) -> ImageBatch:
+    def batch(self, places: Sequence[PositionedSample], key: int) -> ImageBatch:
         """Return the labels at these places, with pictures in the first batches; see ``PlacedDataset.batch``."""
         if self._whole:
             self._whole -= 1
@@ -140,7 +140,7 @@ class LabelsAlone(PlacedDataset):
         return self._samples.fingerprint()
 
 
-class Box(NamedTuple):
+class CropBox(NamedTuple):
     """Rectangle in pixels, in Pillow's order."""
 
     left: int
@@ -149,7 +149,7 @@ class Box(NamedTuple):
     bottom: int
 
 
-def rectangle(shape: Sequence[int], area: tuple[float, float], draws: np.random.Generator) -> Box:
+def rectangle(shape: Sequence[int], area: tuple[float, float], draws: np.random.Generator) -> CropBox:
     """Draw a rectangle of a share in ``area`` and an aspect ratio in [3/4, 4/3].
 
     If no drawn rectangle fits, the result is the middle of the picture, as large as the aspect ratios allow.
@@ -161,13 +161,13 @@ def rectangle(shape: Sequence[int], area: tuple[float, float], draws: np.random.
         across, down = round(math.sqrt(wanted * aspect)), round(math.sqrt(wanted / aspect))
         if 0 < across <= width and 0 < down <= height:
             left, top = int(draws.integers(0, width - across + 1)), int(draws.integers(0, height - down + 1))
-            return Box(left, top, left + across, top + down)
+            return CropBox(left, top, left + across, top + down)
     across, down = min(width, round(height * _ASPECT)), min(height, round(width * _ASPECT))
     left, top = (width - across) // 2, (height - down) // 2
-    return Box(left, top, left + across, top + down)
+    return CropBox(left, top, left + across, top + down)
 
 
-def resized(picture: Pixels, box: Box, size: tuple[int, int]) -> Pixels:
+def resized(picture: Pixels, box: CropBox, size: tuple[int, int]) -> Pixels:
     """Return the rectangle ``box`` of a picture at another size (width, height), bilinear and antialiased."""
     from PIL import Image
 
@@ -182,7 +182,7 @@ def to_shorter_side(picture: Pixels, side: int) -> Pixels:
     if shorter == side:
         return picture
     size = (max(round(width * side / shorter), side), max(round(height * side / shorter), side))
-    return resized(np.ascontiguousarray(picture), Box(0, 0, width, height), size)
+    return resized(np.ascontiguousarray(picture), CropBox(0, 0, width, height), size)
 
 
 def padded(picture: Pixels, width: int) -> Pixels:

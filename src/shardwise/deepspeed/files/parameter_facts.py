@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.deepspeed.calls.enums import ZeroParamStatus
-from shardwise.passes.absent import Expected, Withheld, mix_in, take_out
+from shardwise.passes.absent import ExpectedParameter, WithheldParameter, mix_in, take_out
 
 
 class ParameterNumbers:
@@ -27,7 +27,7 @@ class ParameterNumbers:
         self.numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
 
 
-class Partitioned:
+class PartitionedParameter:
     """A class with DeepSpeed's attributes, mixed into the class of the parameters of one engine at stage 3."""
 
     _numbers: ClassVar[ParameterNumbers]
@@ -47,9 +47,9 @@ class Partitioned:
     @property
     def ds_status(self) -> ZeroParamStatus:
         """AVAILABLE if the weights are on this rank now, INFLIGHT while they are being gathered, else NOT_AVAILABLE."""
-        if isinstance(self, Withheld):
+        if isinstance(self, WithheldParameter):
             return ZeroParamStatus.NOT_AVAILABLE
-        return ZeroParamStatus.INFLIGHT if isinstance(self, Expected) else ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.INFLIGHT if isinstance(self, ExpectedParameter) else ZeroParamStatus.AVAILABLE
 
     @property
     def ds_shape(self) -> torch.Size:
@@ -93,9 +93,11 @@ class Partitioned:
 def mark(engine: Any) -> None:
     """Add the attributes of this module to the parameters of ``engine``, a DeepSpeedEngine."""
     numbers = ParameterNumbers(engine)
-    mix_in(list(engine.module.parameters()), type("Partitioned", (Partitioned,), {"_numbers": numbers}))
+    mix_in(
+        list(engine.module.parameters()), type("Partitioned", (PartitionedParameter,), {"_numbers": numbers})
+    )
 
 
 def unmark(parameters: list[nn.Parameter]) -> None:
     """Remove the attributes of this module from ``parameters``."""
-    take_out(parameters, Partitioned)
+    take_out(parameters, PartitionedParameter)

@@ -34,7 +34,7 @@ from torch import Tensor
 from shardwise.base.errors import CheckpointError, DamagedError
 from shardwise.base.regular_files import read_small_text
 from shardwise.base.words import in_words
-from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, TensorPieces
 from shardwise.checkpoint.piece import MODEL_KINDS
 from shardwise.models.torch_file import check_places, check_torch_file
 
@@ -163,7 +163,7 @@ def convert(
 # In the process that reads -----------------------------------------------------------------------------------------
 
 
-class TheirStep:
+class DeepSpeedStepFiles:
     """The files of one step, opened and compared with one another."""
 
     def __init__(self, step: Path) -> None:
@@ -325,7 +325,7 @@ class TheirStep:
 
     # -- pieces
 
-    def items(self, groups: Sequence[Sequence[str]] | None) -> list[Item]:
+    def items(self, groups: Sequence[Sequence[str]] | None) -> list[TensorPieces]:
         """Return all tensors of the step as pieces of its files.
 
         Raises:
@@ -347,7 +347,7 @@ class TheirStep:
             covered, wanted = sum(each.stop - each.start for each in found), prod(shapes[name])
             if covered != wanted:
                 raise DamagedError(f"{self.step}: {kind} of {name} has {covered} of its {wanted} elements")
-            items.append(Item(kind, name, shapes[name], found[0].tensor.dtype, found))
+            items.append(TensorPieces(kind, name, shapes[name], found[0].tensor.dtype, found))
         if not any(item.kind == "weight" for item in items):
             raise DamagedError(
                 f"{self.step}: it has no parameter; param_shapes or the module's state is empty"
@@ -359,7 +359,7 @@ class TheirStep:
             if isinstance(module.get(name), Tensor):
                 flat = module[name].contiguous().view(-1)
                 whole = [FlatSlice(0, flat.numel(), flat)]
-                items.append(Item("buffer", name, tuple(module[name].shape), flat.dtype, whole))
+                items.append(TensorPieces("buffer", name, tuple(module[name].shape), flat.dtype, whole))
         return items
 
     def _flats(self, part: Mapping[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
@@ -702,7 +702,7 @@ def rewrite(
         CheckpointError: if the files do not have DeepSpeed's layout.
     """
     try:
-        found = TheirStep(step)
+        found = DeepSpeedStepFiles(step)
         items, trainer, aliases = found.items(groups), found.trainer(weights_only), found.aliases()
     except (
         KeyError,

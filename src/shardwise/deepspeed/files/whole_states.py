@@ -27,9 +27,9 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError, DamagedError, UsageError
-from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest
+from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, TensorPieces
 from shardwise.checkpoint.manifest import ManifestTensor
-from shardwise.checkpoint.piece import Elsewhere, Flat, Source
+from shardwise.checkpoint.piece import ElementSource, Flat, LazySlice
 from shardwise.deepspeed.files.saved import checked_tag, write_whole
 from shardwise.deepspeed.files.their_checkpoint import convert, find_step, read_latest
 from shardwise.formats.safetensors import SafetensorsWriter, read_header
@@ -57,7 +57,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}
 
-    def choose(manifest: Manifest) -> list[Item]:
+    def choose(manifest: Manifest) -> list[TensorPieces]:
         asked = _asked(manifest)
         found.update({each.name: torch.empty(each.shape, dtype=_wide(each)) for each in asked})
         names.update({name: each.name for each in asked for name in manifest.names_of(each.name)})
@@ -113,9 +113,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         suffix = "safetensors" if safe_serialization else "bin"
         check = partial(_check_folder, out, suffix)
         if safe_serialization:
-            files = _Files(out, "model", limit, copies_ties=True, check=check)
+            files = _WeightFiles(out, "model", limit, copies_ties=True, check=check)
         else:
-            files = _Files(scratch, "pytorch_model", limit, copies_ties=False, check=check)
+            files = _WeightFiles(scratch, "pytorch_model", limit, copies_ties=False, check=check)
         with files:
             Checkpoints(step).load(files.choose)
         if not safe_serialization:
@@ -197,7 +197,7 @@ def _wide(each: ManifestTensor) -> torch.dtype:
     return torch.float32 if each.torch_dtype.is_floating_point else each.torch_dtype
 
 
-def _items(manifest: Manifest, flat_of: Callable[[ManifestTensor], Flat]) -> list[Item]:
+def _items(manifest: Manifest, flat_of: Callable[[ManifestTensor], Flat]) -> list[TensorPieces]:
     """Return a read request for every tensor of a step; the wanted tensors are read into ``flat_of(tensor)``."""
     asked = {id(each) for each in _asked(manifest)}
     items = []
@@ -205,11 +205,11 @@ def _items(manifest: Manifest, flat_of: Callable[[ManifestTensor], Flat]) -> lis
         is_asked = id(each) in asked
         pieces = [FlatSlice(0, prod(each.shape), flat_of(each))] if is_asked else []
         dtype = _wide(each) if is_asked else each.torch_dtype
-        items.append(Item(each.kind, each.name, tuple(each.shape), dtype, pieces))
+        items.append(TensorPieces(each.kind, each.name, tuple(each.shape), dtype, pieces))
     return items
 
 
-class _Files:
+class _WeightFiles:
     """safetensors files of at most ``limit`` bytes or with a single tensor, written as elements are read from a step.
 
     ``copies_ties``: if True, a tied tensor is stored under each of its names, else only under the first. ``check`` is
@@ -232,13 +232,13 @@ class _Files:
         self._stem, self._limit, self._copies_ties, self._check = stem, limit, copies_ties, check
         self._stack = ExitStack()
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "_WeightFiles":
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def choose(self, manifest: Manifest) -> list[Item]:
+    def choose(self, manifest: Manifest) -> list[TensorPieces]:
         """Create the files for a step and return the read requests for its tensors.
 
         If a damaged step made the reader go back to an older one, the files of the damaged step are removed first.
@@ -266,7 +266,7 @@ class _Files:
             writer = SafetensorsWriter(self.folder / f"{file}.safetensors", shapes, dtypes)
             writers |= dict.fromkeys(held, self._stack.enter_context(writer))
 
-        def flat_of(wanted: ManifestTensor) -> Elsewhere:
+        def flat_of(wanted: ManifestTensor) -> LazySlice:
             names = names_of[id(wanted)]
 
             def read(start: int, stop: int) -> Tensor:
@@ -277,7 +277,7 @@ class _Files:
                 for name in names:
                     writers[name].write_part(name, start, values)
 
-            return Elsewhere(Source(read, write), prod(wanted.shape), _wide(wanted))
+            return LazySlice(ElementSource(read, write), prod(wanted.shape), _wide(wanted))
 
         return _items(manifest, flat_of)
 
@@ -314,7 +314,7 @@ def _bytes(each: ManifestTensor) -> int:
     return prod(each.shape) * _wide(each).itemsize
 
 
-def _write_for_torch(files: _Files, out: Path) -> None:
+def _write_for_torch(files: _WeightFiles, out: Path) -> None:
     """Write each of ``files`` as a file of torch, from a memory map of the safetensors file, which is then removed."""
     for file in files.stored:
         source = files.folder / f"{file}.safetensors"

@@ -124,7 +124,7 @@ def get_bfloat16_config(given: Mapping[str, Any]) -> DeepSpeedBF16Config:
     return DeepSpeedBF16Config(**given.get("bf16", given.get("bfloat16", {})))
 
 
-class _Block:
+class _ConfigBlock:
     """A block of the key table, with keys as attributes and DeepSpeed's defaults.
 
     Raises:
@@ -161,13 +161,13 @@ class _Block:
         return dict(self._values)
 
 
-class DeepSpeedZeroOffloadParamConfig(_Block):
+class DeepSpeedZeroOffloadParamConfig(_ConfigBlock):
     """The block ``zero_optimization.offload_param``."""
 
     _path = "zero_optimization.offload_param"
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(_Block):
+class DeepSpeedZeroOffloadOptimizerConfig(_ConfigBlock):
     """The block ``zero_optimization.offload_optimizer``."""
 
     _path = "zero_optimization.offload_optimizer"
@@ -191,7 +191,7 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
         return [given] if isinstance(given, str) else given
 
 
-class DeepSpeedZeroConfig(_Block):
+class DeepSpeedZeroConfig(_ConfigBlock):
     """The block ``zero_optimization``."""
 
     _path = "zero_optimization"

@@ -28,7 +28,7 @@ from shardwise.engine.step.end import StepResult
 
 
 @dataclass
-class Counters:
+class ProgressCounters:
     """The progress of a run, counted as DeepSpeed counts."""
 
     global_steps: int = 0
@@ -55,7 +55,7 @@ class EngineFacts(nn.Module):
             None if optimizer is None else optimizer_of(optimizer, ours, stage, self._was_skipped)
         )
         """The optimizer, whose ``param_groups`` are read before each step."""
-        self.counters = Counters()
+        self.counters = ProgressCounters()
         """The counters of the run's progress."""
         self._config = config
         self._result: StepResult | None = None

@@ -21,7 +21,7 @@ _ADAM_RULES = ("adam", "adamw", "uncorrected_adam", "uncorrected_adamw")
 _ADAM_CLASSES = (optim.Adam, optim.AdamW, UncorrectedAdam)
 
 
-class _ByRule(type):
+class _UpdateRuleType(type):
     """A metaclass of classes that stand for update rules; an optimizer with one of the rules is an instance."""
 
     rules: tuple[str, ...]
@@ -34,7 +34,7 @@ class _ByRule(type):
         return isinstance(inner, cls.classes)
 
 
-class FusedAdam(metaclass=_ByRule):
+class FusedAdam(metaclass=_UpdateRuleType):
     """A constructor of torch's AdamW, or of Adam if ``adam_w_mode`` is False."""
 
     rules = _ADAM_RULES
@@ -68,7 +68,7 @@ class FusedAdam(metaclass=_ByRule):
         return made(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-class DeepSpeedCPUAdam(metaclass=_ByRule):
+class DeepSpeedCPUAdam(metaclass=_UpdateRuleType):
     """A constructor of torch's AdamW, or of Adam if ``adamw_mode`` is False.
 
     Moments are always fp32: ``fp32_optimizer_states`` has no effect.
@@ -99,7 +99,7 @@ class DeepSpeedCPUAdam(metaclass=_ByRule):
         )
 
 
-class DeepSpeedCPUAdagrad(metaclass=_ByRule):
+class DeepSpeedCPUAdagrad(metaclass=_UpdateRuleType):
     """A constructor of torch's Adagrad."""
 
     rules = ("adagrad",)
@@ -118,7 +118,7 @@ class DeepSpeedCPUAdagrad(metaclass=_ByRule):
         return optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class FusedLion(metaclass=_ByRule):
+class FusedLion(metaclass=_UpdateRuleType):
     """A constructor of Lion (optim/lion.py)."""
 
     rules = ("lion",)
@@ -140,7 +140,7 @@ class FusedLion(metaclass=_ByRule):
 DeepSpeedCPULion = FusedLion
 
 
-class FusedLamb(metaclass=_ByRule):
+class FusedLamb(metaclass=_UpdateRuleType):
     """A constructor of LAMB with the bias correction of DeepSpeed's kernel: of the step, not of the moments."""
 
     rules = ("lamb",)

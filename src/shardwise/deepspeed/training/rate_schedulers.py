@@ -143,7 +143,7 @@ class LRRangeTest(RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
-class _Bounds:
+class _RateBounds:
     """The lowest and highest rate of each group, under DeepSpeed's names."""
 
     policy: Any
@@ -160,7 +160,7 @@ class _Bounds:
         return list(self._by_group(self.policy.max_lr))
 
 
-class OneCycle(_Bounds, RateScheduler):
+class OneCycle(_RateBounds, RateScheduler):
     """A schedule whose rates rise and fall once while momenta fall and rise; the second beta is 0.99.
 
     A group without betas keeps its momentum.
@@ -225,7 +225,7 @@ class OneCycle(_Bounds, RateScheduler):
         ]
 
 
-class _Rise:
+class _WarmupNumbers:
     """The properties of the rise at the start, under DeepSpeed's names."""
 
     policy: Any
@@ -262,7 +262,7 @@ def _warmup(
     )
 
 
-class WarmupLR(_Bounds, _Rise, RateScheduler):
+class WarmupLR(_RateBounds, _WarmupNumbers, RateScheduler):
     """A schedule that rises to the highest rate and keeps that rate; None stands for each group's own rate."""
 
     def __init__(
@@ -278,7 +278,7 @@ class WarmupLR(_Bounds, _Rise, RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
-class WarmupDecayLR(_Bounds, _Rise, RateScheduler):
+class WarmupDecayLR(_RateBounds, _WarmupNumbers, RateScheduler):
     """A schedule that rises to the highest rate and then falls linearly to 0 at ``total_num_steps``."""
 
     def __init__(
@@ -296,7 +296,7 @@ class WarmupDecayLR(_Bounds, _Rise, RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
-class WarmupCosineLR(_Rise, RateScheduler):
+class WarmupCosineLR(_WarmupNumbers, RateScheduler):
     """A schedule that rises to each group's own rate and then falls to a fraction of it along half a cosine."""
 
     def __init__(

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardwise.compose.plan import Planned, exchanges_of
+from shardwise.compose.plan import PlannedModel, exchanges_of
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
-from shardwise.engine.construction.outline import Outline
-from shardwise.engine.construction.recipe import Recipe
+from shardwise.engine.construction.outline import BuildSpec
+from shardwise.engine.construction.recipe import OptimizerRecipe
 from shardwise.engine.construction.stages import modules_of
 from shardwise.engine.parts.accumulation import Accumulation
-from shardwise.engine.parts.folders import Folders
+from shardwise.engine.parts.folders import StepFolders
 from shardwise.engine.parts.followers import (
     LoadsFollower,
     OwnUseFollower,
@@ -27,35 +27,35 @@ from shardwise.engine.parts.followers import (
     UnitNormsFollower,
 )
 from shardwise.engine.parts.module_profile import ModuleProfile
-from shardwise.engine.parts.parts import Parts, Site, Stage, Trained
+from shardwise.engine.parts.parts import EngineParts, RuntimeContext, Stage, TrainedBucket
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.engine.parts.program import ActionLists
 from shardwise.engine.parts.shared import SharedGradients
 from shardwise.engine.parts.table_units import TableUnits
-from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.parts.unit_norms import UnitSquares
-from shardwise.engine.parts.vocabulary import Vocabulary
+from shardwise.engine.parts.vocabulary import VocabularyBounds
 from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
 
 
 def assemble(
     model: nn.Module,
-    site: Site,
-    recipe: Recipe,
+    site: RuntimeContext,
+    recipe: OptimizerRecipe,
     optimizer_of: Callable[[BucketState], FlatOptimizer],
-    outline: Outline,
-    tables: Tables,
+    outline: BuildSpec,
+    tables: ModelTables,
     stages: list[Stage],
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyBounds,
     walker: Walker,
-) -> Parts:
+) -> EngineParts:
     """Return the parts of one engine. Collective.
 
     Args:
@@ -71,13 +71,13 @@ def assemble(
     """
     settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
     owned = _trained_buckets(stages)
-    slices = Slices(outline.plan.registry, mesh, world.rank)
+    slices = TensorSlices(outline.plan.registry, mesh, world.rank)
     shared = SharedGradients(
         owned,
         slices,
         lambda kin: world.groups_among(kin, "shared", settings.comm, site.clock, site.traffic),
     )
-    trained = [Trained(bucket, optimizer_of(bucket)) for _, bucket in owned]
+    trained = [TrainedBucket(bucket, optimizer_of(bucket)) for _, bucket in owned]
     _count_state(site.ledger, trained, tables)
     planned = _noted(outline, site, tables)
     peers = None
@@ -88,9 +88,9 @@ def assemble(
     loss_scale = _loss_scale(settings, outline.described.spec)
     passes = _pass_context(site, outline, stages, vocabulary, walker)
     followers = _followers(site, passes, tables, _unit_squares(site, planned, trained))
-    folders = Folders(world, settings.checkpoint, world.next_engine())
+    folders = StepFolders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
-    return Parts(
+    return EngineParts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
         program=ActionLists(planned, orders, table_units, walker),
@@ -119,7 +119,7 @@ def _trained_buckets(stages: Sequence[Stage]) -> list[tuple[int, BucketState]]:
     ]
 
 
-def _count_state(ledger: Ledger, trained: Sequence[Trained], tables: Tables) -> None:
+def _count_state(ledger: Ledger, trained: Sequence[TrainedBucket], tables: ModelTables) -> None:
     """Register the memory of moments and of tables."""
     for bucket, made in trained:
         if bucket.state is None:
@@ -132,7 +132,7 @@ def _count_state(ledger: Ledger, trained: Sequence[Trained], tables: Tables) -> 
         ledger.take("dynamic tables", "rows in use", lambda: tables.dynamic_bytes)
 
 
-def _noted(outline: Outline, site: Site, tables: Tables) -> Planned:
+def _noted(outline: BuildSpec, site: RuntimeContext, tables: ModelTables) -> PlannedModel:
     """Return the Plan with the notes of the dtypes and the tables, and with the exchanges of experts between levels."""
     spec, exchanges = outline.described.spec, outline.plan.exchanges
     if site.levels:
@@ -155,7 +155,7 @@ def _loss_scale(settings: RunConfig, spec: ModelSpec) -> LossScale | None:
 
 
 def _followers(
-    site: Site, passes: PassContext, tables: Tables, units: UnitSquares | None
+    site: RuntimeContext, passes: PassContext, tables: ModelTables, units: UnitSquares | None
 ) -> tuple[StepFollower, ...]:
     """Return the techniques of the run that take part in every step, alike on all ranks."""
     found: list[StepFollower] = []
@@ -172,7 +172,9 @@ def _followers(
     return tuple(found)
 
 
-def _unit_squares(site: Site, planned: Planned, trained: Sequence[Trained]) -> UnitSquares | None:
+def _unit_squares(
+    site: RuntimeContext, planned: PlannedModel, trained: Sequence[TrainedBucket]
+) -> UnitSquares | None:
     """Return the positions of the Units' squares if any rank asks for them, else None. Collective."""
     # Rank 0 alone writes them, so a script may ask for them there alone; the squares come from all ranks.
     asks = site.settings.monitor.unit_norms
@@ -182,7 +184,11 @@ def _unit_squares(site: Site, planned: Planned, trained: Sequence[Trained]) -> U
 
 
 def _pass_context(
-    site: Site, outline: Outline, stages: Sequence[Stage], vocabulary: Vocabulary, walker: Walker
+    site: RuntimeContext,
+    outline: BuildSpec,
+    stages: Sequence[Stage],
+    vocabulary: VocabularyBounds,
+    walker: Walker,
 ) -> PassContext:
     """Return what surrounds every pass of the stages."""
     settings = site.settings

@@ -39,27 +39,27 @@ from shardwise.engine.construction.agreement import (
 )
 from shardwise.engine.construction.assembly import assemble
 from shardwise.engine.construction.handlers import handlers_of
-from shardwise.engine.construction.outline import Outline, cut_policies_of, outline_of
-from shardwise.engine.construction.recipe import GivenOptimizer, Recipe, recipe_of
+from shardwise.engine.construction.outline import BuildSpec, cut_policies_of, outline_of
+from shardwise.engine.construction.recipe import GivenOptimizer, OptimizerRecipe, recipe_of
 from shardwise.engine.construction.sharded_init import KeptPiece, deal, take_pieces, world_of
 from shardwise.engine.construction.site import site_of, with_groups_of_experts, with_tiers
 from shardwise.engine.construction.stages import make_stage, move_buffers
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.model.held import take_back
-from shardwise.engine.model.original import Original
+from shardwise.engine.model.original import OriginalAttributes
 from shardwise.engine.parts.inputs import Loss, call_model
 from shardwise.engine.parts.named import check_named
 from shardwise.engine.parts.out_of_memory import told_in_initialize
-from shardwise.engine.parts.parts import Parts, Site, Stage
-from shardwise.engine.parts.tables import Tables, register_tables, take_over
-from shardwise.engine.parts.vocabulary import Vocabulary
+from shardwise.engine.parts.parts import EngineParts, RuntimeContext, Stage
+from shardwise.engine.parts.tables import ModelTables, register_tables, take_over
+from shardwise.engine.parts.vocabulary import VocabularyBounds
 from shardwise.engine.state.averaging import check_tables
 from shardwise.engine.state.start_weights import StartWeights, start_weights, take_rank_0
-from shardwise.engine.step.check import Check
-from shardwise.engine.step.end import StepEnd
+from shardwise.engine.step.check import FirstStepCheck
+from shardwise.engine.step.end import StepEndHandlers
 from shardwise.engine.step.old_graphs import cut_under_a_graph, refuse_old_graphs
-from shardwise.engine.step.pipeline import Pipeline
-from shardwise.engine.step.uncut import Uncut, keep_uncut
+from shardwise.engine.step.pipeline import PipelineRunner
+from shardwise.engine.step.uncut import UncutModel, keep_uncut
 from shardwise.kernels.initializers import Initializer
 from shardwise.memory.device_clock import clock_of
 from shardwise.memory.leftovers import LEFTOVERS
@@ -68,7 +68,7 @@ from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.views import absent
 from shardwise.passes.absent import withhold
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.trace import Trace
 from shardwise.plan.walker import Walker
 from shardwise.precision.resolve import resolved
@@ -123,13 +123,13 @@ def initialize(
             world = join(timeout_s=policies.comm.join_timeout_s, device=policies.comm.device)
             world.ends_with_engine = True
             refused.callback(world.release)
-        given = _Given(loss, optimizer, elementwise, initial, on_step, example)
+        given = _InitializeArguments(loss, optimizer, elementwise, initial, on_step, example)
         engine = _built(model, policies, world, given, refused)
         refused.pop_all()
     return engine
 
 
-class _Given(NamedTuple):
+class _InitializeArguments(NamedTuple):
     """The arguments of ``initialize`` beside the model, the configuration and the ranks."""
 
     loss: Loss | None
@@ -140,7 +140,9 @@ class _Given(NamedTuple):
     example: Any
 
 
-def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, refused: ExitStack) -> Engine:
+def _built(
+    model: nn.Module, policies: RunConfig, world: World, given: _InitializeArguments, refused: ExitStack
+) -> Engine:
     """Build the engine; ``initialize`` documents the arguments.
 
     ``refused`` collects the callbacks that release files, reserved space and locks at once if the engine cannot be
@@ -156,8 +158,8 @@ def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, r
     apply_steps(Phase.GIVEN, {"pieces": lambda: pieces.update(take_pieces(model, is_cut))})
     recipe = recipe_of(model, settings, given.optimizer, given.elementwise)
     apply_steps(Phase.WHOLE, {"layers": lambda: _build_layers(model, mesh)})
-    original = Original(model)
-    vocabulary = Vocabulary(model)
+    original = OriginalAttributes(model)
+    vocabulary = VocabularyBounds(model)
     outline = _agreed_outline(model, site, recipe, given)
     if _cuts_the_model(mesh):
         held = cut_under_a_graph(model, outline.described.spec)
@@ -175,7 +177,7 @@ def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, r
         if site.tiers is not None:
             memory.enter_context(apart_from_the_heap())
         cut, tables = _cut(model, site, outline, start)
-        slices = Slices(outline.plan.registry, mesh, site.world.rank)
+        slices = TensorSlices(outline.plan.registry, mesh, site.world.rank)
         start = start.of_pieces(slices)
         walker = Walker({}, Trace(site.traffic, clock_of(device)))
         # made while state that lies on a disk is in memory anyway
@@ -195,7 +197,7 @@ def _built(model: nn.Module, policies: RunConfig, world: World, given: _Given, r
     return _engine(model, parts, given, original, uncut, outline, walker)
 
 
-def _check_settings_agree(world: World, policies: RunConfig, given: _Given) -> None:
+def _check_settings_agree(world: World, policies: RunConfig, given: _InitializeArguments) -> None:
     """Raise ConfigError if the ranks were given unlike configurations or arguments. Collective."""
     stated = stated_settings(
         policies,
@@ -212,7 +214,7 @@ def _check_settings_agree(world: World, policies: RunConfig, given: _Given) -> N
         )
 
 
-def _site(model: nn.Module, world: World, policies: RunConfig) -> Site:
+def _site(model: nn.Module, world: World, policies: RunConfig) -> RuntimeContext:
     """Return the ranks and their configuration, with the dtypes that the model's modules determine."""
     site = site_of(world, policies)
     check_named(model, site.settings)
@@ -220,7 +222,9 @@ def _site(model: nn.Module, world: World, policies: RunConfig) -> Site:
     return site._replace(settings=site.settings.model_copy(update={"precision": precision}), notes=notes)
 
 
-def _agreed_outline(model: nn.Module, site: Site, recipe: Recipe, given: _Given) -> Outline:
+def _agreed_outline(
+    model: nn.Module, site: RuntimeContext, recipe: OptimizerRecipe, given: _InitializeArguments
+) -> BuildSpec:
     """Return the model as data with its Plan, which is the same on all ranks. Collective.
 
     Raises:
@@ -246,11 +250,11 @@ def _agreed_outline(model: nn.Module, site: Site, recipe: Recipe, given: _Given)
 
 def _engine(
     model: nn.Module,
-    parts: Parts,
-    given: _Given,
-    original: Original,
-    uncut: Uncut | None,
-    outline: Outline,
+    parts: EngineParts,
+    given: _InitializeArguments,
+    original: OriginalAttributes,
+    uncut: UncutModel | None,
+    outline: BuildSpec,
     walker: Walker,
 ) -> Engine:
     """Return the engine that runs ``parts``, with the weights of ``init_from``. Collective."""
@@ -259,8 +263,8 @@ def _engine(
     pipeline = None
     if mesh.pp > 1:
         peers = world.peers(groups["pp"], settings.comm, mesh.groups("pp"))
-        pipeline = Pipeline(parts, settings.pipeline, given.loss, peers)
-    end = StepEnd(parts)
+        pipeline = PipelineRunner(parts, settings.pipeline, given.loss, peers)
+    end = StepEndHandlers(parts)
     schedule = None if pipeline is None else pipeline.schedule
     walker.handlers.update(handlers_of(parts.hooks, end, parts.program.tables, schedule))
     parts.program.begin(parts.program.microbatches)
@@ -270,7 +274,7 @@ def _engine(
         _log.info("the ranks exchange through %s", world.transports())
     check = None
     if settings.check_first_step == "auto" and _cuts_the_model(mesh):
-        check = Check(parts, settings, given.loss, uncut, outline.to_recompute)
+        check = FirstStepCheck(parts, settings, given.loss, uncut, outline.to_recompute)
         outline.replay.draws.keeps = uncut is not None
     engine = Engine(parts, original, given.loss, given.on_step, end, pipeline, check)
     _start_from_step(engine)
@@ -331,7 +335,9 @@ def _build_layers(model: nn.Module, mesh: Mesh) -> None:
         model.build_all()
 
 
-def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) -> tuple[ModelCut, Tables]:
+def _cut(
+    model: nn.Module, site: RuntimeContext, outline: BuildSpec, start: StartWeights
+) -> tuple[ModelCut, ModelTables]:
     """Cut the model to the Plan, and place its tables. Collective."""
     settings, device = site.settings, site.world.device
     cut = ModelCut(
@@ -344,7 +350,7 @@ def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) ->
         outline.loads,
         outline.alike,
     )
-    placed: list[Tables] = []
+    placed: list[ModelTables] = []
 
     def give_start() -> None:
         for note in start.notes if site.world.rank == 0 else ():
@@ -357,7 +363,7 @@ def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) ->
     return cut, placed[0]
 
 
-def _tables(cut: ModelCut, site: Site, outline: Outline) -> Tables:
+def _tables(cut: ModelCut, site: RuntimeContext, outline: BuildSpec) -> ModelTables:
     """Place the tables of the model. Collective."""
     settings, mesh = site.settings, site.mesh
     modules = {index: module for index, (module, _) in cut.stages.items()}
@@ -377,7 +383,7 @@ def _cuts_the_model(mesh: Mesh) -> bool:
     return mesh.size("model") * mesh.ep * mesh.etp > 1
 
 
-def _uncut(model: nn.Module, site: Site) -> Uncut | None:
+def _uncut(model: nn.Module, site: RuntimeContext) -> UncutModel | None:
     """Return a copy of the uncut model if this rank compares its first step with the copy, else None."""
     tp, pp = site.groups["tp"], site.groups["pp"]
     compares = _cuts_the_model(site.mesh) and tp.index == 0 and pp.index == pp.size - 1

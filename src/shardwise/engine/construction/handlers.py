@@ -5,9 +5,10 @@ The table of Kinds (plan/kinds.py) names the object and the method of each Kind;
     passes       F and B: of a stage by the schedule's executor, or by the user's own Python; of a Unit that no hook
                  reported, so that the walker went past it
     schedule     SEND, RECV                                   parallel/pipeline/executor.py
-    windows      BRING, UNSHARD, RESHARD, RECALL, REDUCE, ARRIVE: parallel/zero/windows.py, of the Unit's stage
-    tables       FETCH, DELIVER                               engine/parts/table_units.py
-    end          SUM, NORM, DIRECT, TRUST, DEAL, ADOPT, LOAD, STEP, STORE, WAIT   engine/step/end.py
+    windows      LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD, REDUCE, ARRIVE of a Unit     parallel/zero/windows.py
+    tables       FETCH, DELIVER                                                     engine/parts/table_units.py
+    end          SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT
+                                                                                    engine/step/end.py
 
 Each method writes the row of its Action into the trace (``plan.trace.recorded``).
 """
@@ -15,7 +16,7 @@ Each method writes the row of its Action into the trace (``plan.trace.recorded``
 from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.engine.parts.table_units import TableUnits
-from shardwise.engine.step.end import StepEnd
+from shardwise.engine.step.end import StepEndHandlers
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.windows import UnitWindows
@@ -23,7 +24,7 @@ from shardwise.plan.action import Action, Kind
 from shardwise.plan.walker import Handler
 
 
-class Passes:
+class DataPasses:
     """The handlers of F and B.
 
     Args:
@@ -51,7 +52,7 @@ class Passes:
 
 
 def handlers_of(
-    stages: Sequence[UnitHooks], end: StepEnd, tables: TableUnits, schedule: ScheduleExecutor | None
+    stages: Sequence[UnitHooks], end: StepEndHandlers, tables: TableUnits, schedule: ScheduleExecutor | None
 ) -> Mapping[Kind, Handler]:
     """Return the handler of each Kind.
 
@@ -62,7 +63,7 @@ def handlers_of(
         schedule: the executor of a pipeline's schedule, or None.
     """
     hooks_of = [hooks for hooks in stages for _ in hooks.states]
-    actors = {"passes": Passes(hooks_of, schedule), "schedule": schedule, "tables": tables, "end": end}
+    actors = {"passes": DataPasses(hooks_of, schedule), "schedule": schedule, "tables": tables, "end": end}
 
     def of_windows(method: str) -> Handler:
         do: Callable[[UnitWindows, Action], None] = getattr(UnitWindows, method)

@@ -5,39 +5,39 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.compose.describe import Described, describe_cut
+from shardwise.compose.describe import DescribedModel, describe_cut
 from shardwise.compose.module_steps import CutPolicies
-from shardwise.compose.plan import Planned, Policies, make_plan
+from shardwise.compose.plan import PlannedModel, PlanPolicies, make_plan
 from shardwise.config.run import RunConfig
-from shardwise.engine.construction.recipe import Recipe
-from shardwise.engine.parts.parts import Site
+from shardwise.engine.construction.recipe import OptimizerRecipe
+from shardwise.engine.parts.parts import RuntimeContext
 from shardwise.engine.parts.tables import check_mesh
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.modules import check_renormalized, repeated_blocks
 from shardwise.passes.recompute import chosen
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
-from shardwise.precision.operations import Operations
+from shardwise.precision.operations import OperationDtypes
 from shardwise.tiers.activations import check_blocks
-from shardwise.tiers.alike import Alike
+from shardwise.tiers.alike import AlikeStorages
 
 
-class Outline(NamedTuple):
+class BuildSpec(NamedTuple):
     """The model as data, its Plan, and the changes to its blocks beside the Plan."""
 
-    described: Described
-    planned: Planned
+    described: DescribedModel
+    planned: PlannedModel
     to_recompute: list[str]
     """Names of the recomputed blocks, of the whole model."""
     to_offload: list[str]
     """Names of the blocks whose activations wait in host memory."""
-    replay: Replay
+    replay: DrawReplay
     loads: ExpertLoads
-    operations: Operations
+    operations: OperationDtypes
     """Dtypes of operations."""
-    alike: Alike | None
+    alike: AlikeStorages | None
     """Activations that ranks along "tp" have in common; None if no activations are offloaded or tp is 1."""
 
     @property
@@ -47,8 +47,11 @@ class Outline(NamedTuple):
 
 
 def outline_of(
-    model: nn.Module, site: Site, recipe: Recipe, call: Callable[[nn.Module], Any] | None = None
-) -> Outline:
+    model: nn.Module,
+    site: RuntimeContext,
+    recipe: OptimizerRecipe,
+    call: Callable[[nn.Module], Any] | None = None,
+) -> BuildSpec:
     """Describe a model and make its Plan; the model is not changed.
 
     Args:
@@ -70,22 +73,24 @@ def outline_of(
     units = [unit for unit in described.spec.units if unit not in described.stacks]
     blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
     policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates, blocks)
-    planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
-    operations = Operations(settings.precision)
+    planned = PlannedModel(
+        described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank)
+    )
+    operations = OperationDtypes(settings.precision)
     to_recompute = chosen(blocks, settings.recompute)
     to_offload = check_blocks(blocks, settings.offload)
-    replay = Replay(operations)
+    replay = DrawReplay(operations)
     loads = ExpertLoads(described.spec.experts_of, replay)
-    alike = Alike(site.groups["tp"]) if to_offload and mesh.tp > 1 else None
-    return Outline(described, planned, to_recompute, to_offload, replay, loads, operations, alike)
+    alike = AlikeStorages(site.groups["tp"]) if to_offload and mesh.tp > 1 else None
+    return BuildSpec(described, planned, to_recompute, to_offload, replay, loads, operations, alike)
 
 
 def policies_of(
     settings: RunConfig, group_of: Callable[[str], int], updates: Sequence[UpdateRule], blocks: Sequence[str]
-) -> Policies:
+) -> PlanPolicies:
     """Return the policies of a Plan from a resolved configuration."""
     microbatches = settings.batch.accumulation or 1
-    return Policies(
+    return PlanPolicies(
         settings.zero,
         settings.pipeline,
         settings.precision,

@@ -21,19 +21,19 @@ from shardwise.optim.coded_moments import refused
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.optim.rounding import RoundedPart, Rounding
+from shardwise.optim.rounding import RoundedPart, StochasticRounding
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.plan.lists import is_inside
-from shardwise.plan.placement import Run, Tier
+from shardwise.plan.placement import ContiguousRun, Tier
 from shardwise.plan.registry import TensorInfo, UpdateRule
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.state_form import StateForm
 
 GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
 
 
-class Recipe(NamedTuple):
+class OptimizerRecipe(NamedTuple):
     """The optimizers of a model: how they are made, and their update rules by optimizer group."""
 
     make: Make
@@ -47,7 +47,7 @@ class Recipe(NamedTuple):
     decay: float | None = None
     """Decay of the average of the weights; None without an average."""
 
-    def optimizer_of(self, bucket: BucketState, slices: Slices, form: StateForm) -> FlatOptimizer:
+    def optimizer_of(self, bucket: BucketState, slices: TensorSlices, form: StateForm) -> FlatOptimizer:
         """Return the optimizer of one bucket, with moments in the given form."""
         with bucket.opened(changes=True):
             assert bucket.weight.master is not None, "a trained bucket has a master"
@@ -91,18 +91,20 @@ def _check_moves(optimizer: optim.Optimizer, tier: Tier, what: str) -> None:
         )
 
 
-def _rounding(bucket: BucketState, slices: Slices) -> Rounding:
+def _rounding(bucket: BucketState, slices: TensorSlices) -> StochasticRounding:
     """Return the random numbers for the rounding of moments, for the elements that this rank owns."""
     rounded = []
     for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
         info = slices.registry.get("parameter", slot.name)
 
-        def runs(first: int, last: int, info: TensorInfo = info, start: int = start) -> Iterator[Run]:
+        def runs(
+            first: int, last: int, info: TensorInfo = info, start: int = start
+        ) -> Iterator[ContiguousRun]:
             for run in slices.runs(info, start + first, start + last):
                 yield run._replace(local=run.local - start)
 
         rounded.append(RoundedPart(local, local + stop - start, key_of(0, f"moments of {slot.name}"), runs))
-    return Rounding(rounded)
+    return StochasticRounding(rounded)
 
 
 def check_form(form: StateForm, make: Make, updates: Sequence[UpdateRule]) -> None:
@@ -151,7 +153,7 @@ def groups_by_name(policy: OptimizerPolicy, model: nn.Module, spec: ModelSpec) -
 
 def recipe_of(
     model: nn.Module, settings: RunConfig, given: GivenOptimizer = None, elementwise: bool = False
-) -> Recipe:
+) -> OptimizerRecipe:
     """Return the recipe of the optimizers from the configuration or from the user's optimizer.
 
     Args:
@@ -173,7 +175,7 @@ def recipe_of(
         make = from_policy(policy)
         updates = update_rules(make, len(policy.rules()))
         check_form(settings.offload.state, make, updates)
-        return Recipe(make, _with_average(updates, settings.ema), groups, policy, decay=decay)
+        return OptimizerRecipe(make, _with_average(updates, settings.ema), groups, policy, decay=decay)
     if "optimizer" in settings.model_fields_set:
         raise ConfigError(
             "optimizer: given in the configuration and as an argument of initialize(); keep one"
@@ -195,7 +197,7 @@ def recipe_of(
     make = from_torch(given, elementwise)
     updates = update_rules(make, len(given.param_groups))
     check_form(settings.offload.state, make, updates)
-    return Recipe(make, _with_average(updates, settings.ema), groups, policy, by_name, decay)
+    return OptimizerRecipe(make, _with_average(updates, settings.ema), groups, policy, by_name, decay)
 
 
 def _with_average(updates: Sequence[UpdateRule], policy: EmaPolicy | None) -> tuple[UpdateRule, ...]:

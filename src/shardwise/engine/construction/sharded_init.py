@@ -36,9 +36,9 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
-from shardwise.observe.memory import Freed
+from shardwise.observe.memory import HeapTrimmer
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.unit import Slot
+from shardwise.plan.unit import ParameterSlot
 
 _OPEN = 2
 """Parameters that may be whole at a time, between operations."""
@@ -66,7 +66,7 @@ _SHAPE_ONLY = {
 """Operations whose result does not depend on the values of their input."""
 
 
-class Construction:
+class ShardedConstruction:
     """The ranks that make a model together, and the parameters that are whole at the moment."""
 
     def __init__(self, world: World) -> None:
@@ -78,7 +78,7 @@ class Construction:
         """Modules whose parameters are in pieces."""
         self._open: list[KeptPiece] = []
         self._chunk = torch.empty(0, dtype=torch.uint8)
-        self.freed = Freed()
+        self.freed = HeapTrimmer()
         """Bytes of whole parameters that have been released."""
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -128,7 +128,7 @@ class KeptPiece:
     The part has the elements [rank · s, (rank + 1) · s) of the flattened values, s = ⌈elements / N⌉, padded.
     """
 
-    def __init__(self, whole: Tensor, construction: Construction) -> None:
+    def __init__(self, whole: Tensor, construction: ShardedConstruction) -> None:
         self.shape, self.dtype, self.device = whole.shape, whole.dtype, whole.device
         self._construction = construction
         self._whole: Tensor | None = None
@@ -307,7 +307,7 @@ def sharded_init(world: World | None = None) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    construction = Construction(world)
+    construction = ShardedConstruction(world)
     begun: WeakSet[nn.Module] = WeakSet()
 
     def on_child(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -343,7 +343,7 @@ def cut_made(model: nn.Module, world: World | None = None) -> None:
         world = join()
         world.ends_with_engine = True
     if world.size > 1:
-        Construction(world).cut_module(model)
+        ShardedConstruction(world).cut_module(model)
 
 
 def _is_to_cut(parameter: Tensor) -> bool:
@@ -401,7 +401,9 @@ def deal(pieces: Mapping[str, KeptPiece], buckets: Sequence[BucketState]) -> Non
         for name, piece in pieces.items():
             whole = piece.open(False).reshape(-1)
 
-            def read(slot: Slot, start: int, stop: int, dtype: torch.dtype, whole: Tensor = whole) -> Tensor:
+            def read(
+                slot: ParameterSlot, start: int, stop: int, dtype: torch.dtype, whole: Tensor = whole
+            ) -> Tensor:
                 return whole[start:stop]
 
             if homes[name] is not last:  # state on a disk is read once for all parameters of a bucket
@@ -416,5 +418,5 @@ def deal(pieces: Mapping[str, KeptPiece], buckets: Sequence[BucketState]) -> Non
             bucket.settle()
 
 
-def _is_called(name: str) -> Callable[[Slot], bool]:
+def _is_called(name: str) -> Callable[[ParameterSlot], bool]:
     return lambda slot: slot.name == name

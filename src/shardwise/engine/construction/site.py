@@ -8,14 +8,14 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
-from shardwise.engine.parts.parts import Site
+from shardwise.engine.parts.parts import RuntimeContext
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.ledger import Ledger
 from shardwise.plan.mesh import DENSE
 from shardwise.plan.plan import Plan
 from shardwise.tiers.offload import OffloadPolicy
 from shardwise.tiers.scratch import DiskScratch
-from shardwise.tiers.tier import Tiers, threads_beside
+from shardwise.tiers.tier import TierResources, threads_beside
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
 _EXPERT_AXES = ("expert_dp", "edp", "ep", "etp")
 
 
-def site_of(world: World, config: RunConfig) -> Site:
+def site_of(world: World, config: RunConfig) -> RuntimeContext:
     """Return the site of this rank, with the open numbers of the configuration resolved.
 
     Raises:
@@ -37,10 +37,10 @@ def site_of(world: World, config: RunConfig) -> Site:
     groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
     ledger = Ledger()
     ledger.take("rings", "transports", lambda: world.ring_bytes)
-    return Site(world, settings, mesh, groups, clock, traffic, ledger)
+    return RuntimeContext(world, settings, mesh, groups, clock, traffic, ledger)
 
 
-def with_tiers(site: Site, plan: Plan) -> Site:
+def with_tiers(site: RuntimeContext, plan: Plan) -> RuntimeContext:
     """Return the site with files and a thread for state off the device; unchanged if all state lies on the device.
 
     Raises:
@@ -65,7 +65,7 @@ def with_tiers(site: Site, plan: Plan) -> Site:
         except ConfigError:
             scratch.close()
             raise
-    tiers = Tiers(scratch, policy.buffers, threads_beside(site.world.device, site.world.local_size))
+    tiers = TierResources(scratch, policy.buffers, threads_beside(site.world.device, site.world.local_size))
     site.ledger.take("loaded", "blocks of state", lambda: tiers.staging.nbytes)
     return site._replace(tiers=tiers)
 
@@ -88,7 +88,7 @@ def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
     }
 
 
-def with_groups_of_experts(site: Site, plan: Plan) -> Site:
+def with_groups_of_experts(site: RuntimeContext, plan: Plan) -> RuntimeContext:
     """Return the site with the process groups of expert state; unchanged if no Unit has its own axes."""
     units = (unit for each in plan.classes.values() for unit in each.units)
     if all(unit.axes == DENSE for unit in units):

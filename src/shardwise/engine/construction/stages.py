@@ -13,28 +13,28 @@ from shardwise.compose.apply import Phase, Step, apply_steps
 from shardwise.compose.module_steps import RunStage, offload_blocks, recompute_blocks
 from shardwise.compose.plan import dtypes_of
 from shardwise.config.run import CompilePolicy, RunConfig
-from shardwise.engine.construction.outline import Outline
+from shardwise.engine.construction.outline import BuildSpec
 from shardwise.engine.parts.inputs import cast_at_the_root
 from shardwise.engine.parts.named import methods_of
 from shardwise.engine.parts.out_of_memory import making
-from shardwise.engine.parts.parts import Site, Stage
+from shardwise.engine.parts.parts import RuntimeContext, Stage
 from shardwise.engine.parts.program import StageLists
 from shardwise.engine.state.start_weights import StartWeights
 from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.slots import SlotPool
-from shardwise.observe.memory import Freed
+from shardwise.observe.memory import HeapTrimmer
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.hooks import UnitHooks
-from shardwise.parallel.zero.modules import Holding, held
-from shardwise.parallel.zero.order import Order
+from shardwise.parallel.zero.modules import NamedParameter, held
+from shardwise.parallel.zero.order import UnitOrder
 from shardwise.parallel.zero.windows import UnitState, UnitWindows
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.state_form import stored_dtype, stored_elements
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.walker import Walker
 from shardwise.precision.policy import PrecisionPolicy
-from shardwise.tiers.activations import Activations
+from shardwise.tiers.activations import ActivationOffload
 from shardwise.tiers.tier import TierTensor
 
 _NEVER_SHARES = 1 << 60
@@ -45,8 +45,8 @@ def make_stage(
     index: int,
     module: nn.Module,
     run: RunStage | None,
-    site: Site,
-    outline: Outline,
+    site: RuntimeContext,
+    outline: BuildSpec,
     start: StartWeights,
     casts_output: bool,
     walker: Walker,
@@ -89,13 +89,15 @@ def make_stage(
 class _StageSteps:
     """The steps of one stage in the list of ``compose/apply.py``, and what they leave behind."""
 
-    def __init__(self, index: int, module: nn.Module, site: Site, outline: Outline, walker: Walker) -> None:
+    def __init__(
+        self, index: int, module: nn.Module, site: RuntimeContext, outline: BuildSpec, walker: Walker
+    ) -> None:
         self._index = index
         self._module = module
         self._site = site
         self._outline = outline
         self._walker = walker
-        self._activations: Activations | None = None
+        self._activations: ActivationOffload | None = None
         self.states: list[UnitState] = []
         """The stage's Units, after the step "weights"."""
         self.hooks: UnitHooks
@@ -142,7 +144,7 @@ class _StageSteps:
         site, outline = self._site, self._outline
         if not outline.to_offload:
             return
-        activations = Activations(self._module, site.world.device, site.mesh.pp == 1, outline.alike)
+        activations = ActivationOffload(self._module, site.world.device, site.mesh.pp == 1, outline.alike)
         site.ledger.take("activations", f"stage {self._index}", lambda: activations.bytes.most)
         offload_blocks(self._module, outline.to_offload, activations)
         self._activations = activations
@@ -152,7 +154,7 @@ class _StageSteps:
         self.hooks = made
         if self._activations is not None:
             self._activations.microbatch = lambda: made.microbatch
-            made.windows.on_recall = self._activations.recall
+            made.windows.on_reload = self._activations.reload
 
     def _mark_passes(self) -> None:
         """Begin a new step of CUDA graphs with each pass of the stage."""
@@ -165,7 +167,12 @@ def _begin_graphs(module: nn.Module, arguments: Any) -> None:
 
 
 def _hooks(
-    index: int, module: nn.Module, states: list[UnitState], site: Site, outline: Outline, walker: Walker
+    index: int,
+    module: nn.Module,
+    states: list[UnitState],
+    site: RuntimeContext,
+    outline: BuildSpec,
+    walker: Walker,
 ) -> UnitHooks:
     """Return the hooks that walk the list when the Units of a stage run."""
     settings, mesh = site.settings, site.mesh
@@ -178,7 +185,7 @@ def _hooks(
         outline.plan.own.under_way,
         overlaps=int(settings.zero.prefetch_bytes) > 0,
     )
-    order = Order([state.unit for state in states])
+    order = UnitOrder([state.unit for state in states])
     lists = StageLists(outline.planned, index, order)
     is_compiled = settings.compile.scope != "none" or any(
         hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
@@ -203,7 +210,7 @@ def _compiler(
     return partial(torch.compile, backend=policy.backend, options=options)
 
 
-def _gathers_once(site: Site) -> bool:
+def _gathers_once(site: RuntimeContext) -> bool:
     """Return whether weights stay gathered through a step."""
     return not site.settings.zero.reshard_after_forward and site.mesh.pp > 1
 
@@ -221,7 +228,7 @@ def _gather_around_methods(hooks: UnitHooks, settings: RunConfig, mesh: Mesh) ->
             hooks.gather_around(units[name], method)
 
 
-def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
+def _bucket_contexts(site: RuntimeContext) -> Callable[[Strategy], BucketContext]:
     """Return a function from a Unit's strategy to the context of its buckets."""
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     shares = zero.reuse_buffers and not _gathers_once(site)
@@ -252,7 +259,7 @@ def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
 def _unit_states(
     module: nn.Module,
     index: int,
-    outline: Outline,
+    outline: BuildSpec,
     around_of: Callable[[Strategy], BucketContext],
     start: StartWeights,
     filled: Callable[[BucketState], object],
@@ -270,7 +277,7 @@ def _unit_states(
     parameters_here = held(module, units, spec.canonical, f"stage {index}")
     fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
     states: list[UnitState] = []
-    freed = Freed()
+    freed = HeapTrimmer()
     for unit in units:
         around, made = around_of(strategies[unit.index]), []
         for place, layout in enumerate(unit.buckets):
@@ -303,7 +310,9 @@ def _unit_states(
     return states
 
 
-def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def _real(
+    model: nn.Module, holding: NamedParameter, dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
     """Return the Parameter that will point into the buffers; a Parameter on meta is replaced in every module."""
     if not holding.parameter.is_meta:
         return holding.parameter

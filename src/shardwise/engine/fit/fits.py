@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, PlanError, UsageError
-from shardwise.base.rates import Rates
+from shardwise.base.rates import RankRates
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
-from shardwise.engine.fit.foresee import Known, Outlook, process_bytes, read
+from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate, process_bytes, read
 from shardwise.engine.parts.inputs import Loss
 from shardwise.observe.flops import flops_text
 from shardwise.plan.action import Kind
@@ -39,7 +39,7 @@ from shardwise.tiers.offload import OffloadPolicy
 Memory = Mapping[Tier, int | str]
 """Bytes of a rank by tier, as a number or as text: ``{"device": "16 GiB", "disk": "200 GB"}``."""
 
-_Job = tuple[tuple[str, ...], Known]
+_Job = tuple[tuple[str, ...], JobFacts]
 """Overrides of the configuration, and the job with them."""
 _SIZE = re.compile(r"(?i)\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -62,30 +62,30 @@ _ROWS = {
 """Explanations of rows whose names do not explain them."""
 
 
-class Change(NamedTuple):
+class ConfigChange(NamedTuple):
     """A change of the configuration, with the memory and the time of a step under it."""
 
     overrides: tuple[str, ...]
     """Keys and their values, as ``--set`` takes them."""
-    outlook: Outlook
+    outlook: MemoryEstimate
     seconds: StepSeconds
     price_s: float
     """Seconds that the change adds to a step."""
 
 
-class Fit(NamedTuple):
+class FitReport(NamedTuple):
     """The memory that a job needs, the memory that its ranks have, and changes that make the job fit."""
 
     memory: Mapping[Tier, int]
     """Bytes that a rank has, by tier."""
-    outlook: Outlook
+    outlook: MemoryEstimate
     """The outlook of the configuration without changes."""
     seconds: StepSeconds
-    rates: Rates
-    changes: tuple[Change, ...]
+    rates: RankRates
+    changes: tuple[ConfigChange, ...]
     """The changes that make the job fit, the cheapest first; empty if it fits without a change, or nothing makes it
     fit."""
-    least: Change | None
+    least: ConfigChange | None
     """The change that needs the least device memory, if nothing makes the job fit; else None."""
 
     @property
@@ -180,8 +180,8 @@ def fits(
     ranks: int = 1,
     device: torch.device | None = None,
     loss: Loss | None = None,
-    rates: Rates | None = None,
-) -> Fit:
+    rates: RankRates | None = None,
+) -> FitReport:
     """Check whether a step of the job fits ``memory``, and find the changes that make it fit.
 
     Args:
@@ -214,13 +214,13 @@ def fits(
     outlook = known.outlook(known.settings.offload)
     now = _seconds(known, outlook, known.settings.offload, rates)
     if _is_within(outlook, have):
-        return Fit(have, outlook, now, rates, (), None)
+        return FitReport(have, outlook, now, rates, (), None)
     jobs = itertools.chain(
         [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
     )
     with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
-    found: list[Change] = []
-    least: Change | None = None
+    found: list[ConfigChange] = []
+    least: ConfigChange | None = None
     for overrides, job in _with_unlike_passes(jobs):
         for change in _on_tiers(job, overrides, have, rates, now.total, (known.process_bytes, with_disk)):
             if _is_within(change.outlook, have):
@@ -228,7 +228,7 @@ def fits(
             elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
                 least = change
     found.sort(key=lambda change: (change.price_s, len(change.overrides)))
-    return Fit(have, outlook, now, rates, tuple(found), None if found else least)
+    return FitReport(have, outlook, now, rates, tuple(found), None if found else least)
 
 
 def budget(memory: Memory) -> dict[Tier, int]:
@@ -251,7 +251,7 @@ def budget(memory: Memory) -> dict[Tier, int]:
     return found
 
 
-def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[_Job]:
+def _jobs(given: RunConfig, look: Callable[[RunConfig], JobFacts]) -> Iterator[_Job]:
     """Yield the job with every further combination of tiles and recomputation that the model supports."""
     scopes = {"none": ("selective", "full"), "selective": ("full",)}.get(given.recompute.scope, ())
     choices: list[Sequence[str]] = [
@@ -279,13 +279,13 @@ def _with_unlike_passes(jobs: Iterable[_Job]) -> Iterator[_Job]:
 
 
 def _on_tiers(
-    job: Known,
+    job: JobFacts,
     overrides: tuple[str, ...],
     have: Mapping[Tier, int],
-    rates: Rates,
+    rates: RankRates,
     before_s: float,
     process: tuple[int, int],
-) -> Iterator[Change]:
+) -> Iterator[ConfigChange]:
     """Yield the job with state and activations on the possible tiers, each with the smallest fraction that fits.
 
     If no fraction fits, the change with all Units is yielded. ``process`` are the bytes of the process itself,
@@ -295,13 +295,13 @@ def _on_tiers(
 
         def change(
             fraction: float, offload: OffloadPolicy = offload, words: tuple[str, ...] = words
-        ) -> Change:
+        ) -> ConfigChange:
             policy = offload.model_copy(update={"fraction": fraction})
             alike = job._replace(process_bytes=process[policy.optimizer == "disk"])
             outlook = alike.outlook(policy)
             seconds = _seconds(job, outlook, policy, rates)
             share = (f"offload.fraction={fraction:g}",) * (fraction != job.settings.offload.fraction)
-            return Change((*overrides, *words, *share), outlook, seconds, seconds.total - before_s)
+            return ConfigChange((*overrides, *words, *share), outlook, seconds, seconds.total - before_s)
 
         try:
             best = change(1.0 if offload.optimizer != job.settings.offload.optimizer else offload.fraction)
@@ -324,7 +324,7 @@ def _on_tiers(
         yield best
 
 
-def _ways(job: Known, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy, tuple[str, ...]]]:
+def _ways(job: JobFacts, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy, tuple[str, ...]]]:
     """Yield offload policies with their overrides: the configured policy, and those that move more state."""
     now, is_cpu = job.settings.offload, job.device.type == "cpu"
     activations = [""] if is_cpu or now.activations == "host" or "host" not in have else ["", "host"]
@@ -346,31 +346,31 @@ def _ways(job: Known, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy,
         yield now.model_copy(update=changed), words
 
 
-def _seconds(job: Known, outlook: Outlook, offload: OffloadPolicy, rates: Rates) -> StepSeconds:
+def _seconds(job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, rates: RankRates) -> StepSeconds:
     return step_seconds(outlook.plan, job.policies_with(offload), job.passed, rates, job.device.type == "cpu")
 
 
-def _is_within(outlook: Outlook, have: Mapping[Tier, int]) -> bool:
+def _is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:
     return all(size <= have.get(tier, size) for tier, size in outlook.bytes_by_tier.items())
 
 
-def _device_bytes(outlook: Outlook) -> int:
+def _device_bytes(outlook: MemoryEstimate) -> int:
     return outlook.bytes_by_tier["device"]
 
 
-def _needs(outlook: Outlook) -> str:
+def _needs(outlook: MemoryEstimate) -> str:
     return " and ".join(
         bytes_text(size) + ("" if tier == "device" else f" of {tier}")
         for tier, size in outlook.bytes_by_tier.items()
     )
 
 
-class Longest(NamedTuple):
+class LongestSequence(NamedTuple):
     """The longest sequence that fits a memory."""
 
     tokens: int
     """Number of tokens; 0 if no sequence fits."""
-    outlook: Outlook
+    outlook: MemoryEstimate
     """The outlook with that sequence, or with the shortest one that was tried if none fits."""
 
 
@@ -385,7 +385,7 @@ def longest(
     loss: Loss | None = None,
     multiple: int = 128,
     most: int = 1 << 24,
-) -> Longest:
+) -> LongestSequence:
     """Return the largest number of tokens with which a step fits ``memory``, exact to a fiftieth.
 
     Args:
@@ -406,7 +406,7 @@ def longest(
     device, given, have = device or torch.device("cpu"), load(config), budget(memory)
     process_bytes: int | None = None
 
-    def outlook(count: int) -> Outlook:
+    def outlook(count: int) -> MemoryEstimate:
         nonlocal process_bytes
         tokens = count * multiple
         known = read(lambda: make(tokens), given, ranks, device, example(tokens), loss)
@@ -415,7 +415,7 @@ def longest(
 
     best = outlook(1)
     if not _is_within(best, have):
-        return Longest(0, best)
+        return LongestSequence(0, best)
     fits_with, too_many = 1, 2
     while too_many * multiple <= most and _is_within(tried := outlook(too_many), have):
         fits_with, too_many, best = too_many, 2 * too_many, tried
@@ -426,4 +426,4 @@ def longest(
             fits_with, best = middle, tried
         else:
             too_many = middle
-    return Longest(fits_with * multiple, best)
+    return LongestSequence(fits_with * multiple, best)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.steps import Folder, open_step, steps_at
-from shardwise.comm.collectives import Clock, Group, NoTransport, Transport
+from shardwise.checkpoint.steps import CheckpointFolder, open_step, steps_at
+from shardwise.comm.collectives import Group, NoTransport, StepClock, Transport
 from shardwise.comm.trace import Traffic
 from shardwise.compose.describe import describe, describe_cut
 from shardwise.compose.module_steps import (
@@ -33,7 +33,7 @@ from shardwise.compose.module_steps import (
     apply_to_model,
     recompute_blocks,
 )
-from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.plan import PlanPolicies, make_plan
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
@@ -41,8 +41,8 @@ from shardwise.engine.construction.outline import cut_policies_of, policies_of
 from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
-from shardwise.engine.parts.tables import Tables, check_mesh, chosen_for, register_tables, tables_of
-from shardwise.engine.state.differences import Differences
+from shardwise.engine.parts.tables import ModelTables, check_mesh, chosen_for, register_tables, tables_of
+from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
 from shardwise.kernels.crc import crc32
@@ -54,22 +54,22 @@ from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.passes.recompute import chosen
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import Plan, class_of
 from shardwise.plan.unit import Unit
-from shardwise.precision.operations import Operations
+from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
 from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
 from shardwise.simulate.timeline import StepMemory, step_memory
 from shardwise.tiers.activations import check_blocks
-from shardwise.tiers.alike import Alike
+from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
 
 
-class Outlook(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """The Plan of a job, and the memory that its ranks need."""
 
     plan: Plan
@@ -117,7 +117,7 @@ def foresee(
     *,
     example: Any = None,
     loss: Loss | None = None,
-) -> Outlook:
+) -> MemoryEstimate:
     """Return the Plan of a job, and the memory that its ranks need.
 
     Args:
@@ -140,16 +140,16 @@ def foresee(
     return known.outlook(known.settings.offload)
 
 
-class Known(NamedTuple):
+class JobFacts(NamedTuple):
     """Everything about a job that its outlook depends on, except the tiers of state."""
 
     settings: RunConfig
     mesh: Mesh
     spec: ModelSpec
-    policies: Policies
+    policies: PlanPolicies
     starts: tuple[str, ...]
     """Names at which pipeline stages begin, without the first stage."""
-    tables: Tables
+    tables: ModelTables
     blocks: Sequence[str]
     device: torch.device
     passed: Mapping[int, MeasuredPass]
@@ -158,11 +158,11 @@ class Known(NamedTuple):
     process_bytes: int
     """Bytes in a rank's memory beside the engine; on CPU ranks, those of this process when it was measured."""
 
-    def policies_with(self, offload: OffloadPolicy) -> Policies:
+    def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
         return self.policies._replace(offload=offload)
 
-    def outlook(self, offload: OffloadPolicy) -> "Outlook":
+    def outlook(self, offload: OffloadPolicy) -> "MemoryEstimate":
         """Return the outlook with state and activations on the tiers of ``offload``.
 
         Raises:
@@ -174,13 +174,13 @@ class Known(NamedTuple):
         register_tables(plan, self.tables, policies.microbatches)
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
         if not self.passed:
-            return Outlook(plan)
+            return MemoryEstimate(plan)
         moved = check_blocks(self.blocks, offload)
         steps = (
             step_memory(plan, policies, self.passed, self.device.type, rank, moved, self.process_bytes)
             for rank in plan.mesh.ranks("pp", 0)
         )
-        return Outlook(
+        return MemoryEstimate(
             plan, tuple(steps), sum(each.flops for each in self.passed.values()), self._assumptions()
         )
 
@@ -203,7 +203,7 @@ def read(
     device: torch.device,
     example: Any = None,
     loss: Loss | None = None,
-) -> Known:
+) -> JobFacts:
     """Return everything about a job that does not depend on tiers.
 
     Args:
@@ -246,7 +246,9 @@ def read(
         drawn = max((each.numel() for each in model.parameters() if is_drawn and each.is_meta), default=0)
         beside = process_bytes(settings.offload.optimizer == "disk", drawn)
     has_experts = bool(find_stacks(model).stacks)
-    return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, has_experts, beside)
+    return JobFacts(
+        settings, mesh, spec, policies, starts, tables, blocks, device, passed, has_experts, beside
+    )
 
 
 def process_bytes(with_disk: bool, drawn_elements: int = 0) -> int:
@@ -276,13 +278,13 @@ def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) 
         start_weights(model, settings, None, whole)
         return
     manifest = (
-        open_step(where, Files())
+        open_step(where, FileSystem())
         if (where / "manifest.json").is_file()
-        else next((each.manifest for each in Folder(where, Files()).scan()), None)
+        else next((each.manifest for each in CheckpointFolder(where, FileSystem()).scan()), None)
     )
     if manifest is None:
         raise CheckpointError(f"init_from: {where}: no step there can be read")
-    compare(whole, tables_of(model), manifest, True, Differences(wanted.missing, wanted.unexpected))
+    compare(whole, tables_of(model), manifest, True, StepDifferences(wanted.missing, wanted.unexpected))
 
 
 def examine_step(make: Callable[[], nn.Module], plan: Plan, where: Path) -> tuple[int, list[str]] | None:
@@ -301,13 +303,13 @@ def examine_step(make: Callable[[], nn.Module], plan: Plan, where: Path) -> tupl
         MismatchError: if the step is of another model or optimizer, as the run would raise it.
     """
     if (where / "manifest.json").is_file():
-        manifest: Manifest | None = open_step(where, Files())
+        manifest: Manifest | None = open_step(where, FileSystem())
     else:
-        manifest = next((each.manifest for each in Folder(where, Files()).scan()), None)
+        manifest = next((each.manifest for each in CheckpointFolder(where, FileSystem()).scan()), None)
     if manifest is None:
         return None
     model = make()
-    compare(describe(model), tables_of(model), manifest, False, Differences())
+    compare(describe(model), tables_of(model), manifest, False, StepDifferences())
     note = moments_of(manifest, plan.registry)[1]
     return manifest.step, [note] if note else []
 
@@ -318,9 +320,9 @@ def _cut(
     settings: RunConfig,
     mesh: Mesh,
     rank: int,
-    replay: Replay | None = None,
+    replay: DrawReplay | None = None,
     transport: Transport | None = None,
-    alike: Alike | None = None,
+    alike: AlikeStorages | None = None,
     traffic: Traffic | None = None,
 ) -> Stages:
     """Return the stages of the model as the rank would have them; the whole model if ``starts`` is empty.
@@ -331,7 +333,7 @@ def _cut(
     groups = {axis: _silent(mesh, axis, rank, transport, traffic) for axis in ("dp", "tp", "pp", "ep", "etp")}
     if not starts:
         groups["pp"] = Group.alone("pp")
-    replay = replay or Replay()
+    replay = replay or DrawReplay()
     loads = ExpertLoads(described.spec.experts_of, replay)
     # On one pretended rank batch norm has no other samples, weights have their values, and rows have no owners.
     policies = cut_policies_of(settings)._replace(synchronizes_batch_norm=False)
@@ -351,8 +353,8 @@ def _passes(
     blocks: Sequence[str],
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
-    device, operations, traffic = torch.device("cpu"), Operations(precision), Traffic()
-    replay = Replay(operations, has_numbers=False)
+    device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), Traffic()
+    replay = DrawReplay(operations, has_numbers=False)
     dtypes = {
         name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
     }
@@ -361,7 +363,7 @@ def _passes(
         return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
 
     stages: dict[int, tuple[nn.Module, RunStage | None, Sequence[Unit]]] = {}
-    alike = Alike(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
+    alike = AlikeStorages(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
     for rank in plan.mesh.ranks("pp", 0):
         ranks = plan.classes[class_of(plan.mesh, rank)]
         for stage, (module, run) in _cut(
@@ -380,7 +382,7 @@ def _passes(
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and is_last)
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
-            one = _OneStage(module.train(), run, replay, batch, loss, text, arriving)
+            one = _StageForward(module.train(), run, replay, batch, loss, text, arriving)
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
             passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
             received = sum(tensor.nbytes for tensor in arriving)
@@ -390,7 +392,7 @@ def _passes(
     return found
 
 
-class _OneStage:
+class _StageForward:
     """Runs the forward pass of one stage, or of a whole model if ``run`` is None.
 
     ``text`` and ``arriving`` are the message that the stage before sends.
@@ -400,7 +402,7 @@ class _OneStage:
         self,
         module: nn.Module,
         run: RunStage | None,
-        replay: Replay,
+        replay: DrawReplay,
         batch: Any,
         loss: Loss | None,
         text: str,
@@ -442,4 +444,4 @@ def _silent(
     """Return the group of the ranks along an axis, with ``transport`` if there are several ranks."""
     ranks = mesh.ranks(axis, rank)
     between = transport if len(ranks) > 1 else None
-    return Group(axis, ranks, ranks.index(rank), between, Clock(0.0), traffic or Traffic())
+    return Group(axis, ranks, ranks.index(rank), between, StepClock(0.0), traffic or Traffic())

@@ -17,17 +17,17 @@ from torch import nn
 from shardwise.base.errors import UsageError
 from shardwise.compose.apply import Phase, apply_steps
 from shardwise.engine.model.known_modules import KnownModules
-from shardwise.engine.model.model_calls import ModelCalls
-from shardwise.engine.model.original import Original
-from shardwise.engine.parts.parts import Parts, Progress
+from shardwise.engine.model.model_calls import ModuleGuards
+from shardwise.engine.model.original import OriginalAttributes
+from shardwise.engine.parts.parts import EngineParts, RunProgress
 from shardwise.engine.state import state
-from shardwise.engine.state.away import Away
+from shardwise.engine.state.away import StateOffload
 from shardwise.plan.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 
 
-class Held:
+class ModelHandle:
     """The hooks of one engine on its model.
 
     Args:
@@ -39,22 +39,22 @@ class Held:
 
     def __init__(
         self,
-        parts: Parts,
-        original: Original,
+        parts: EngineParts,
+        original: OriginalAttributes,
         close: Callable[[], None],
         before_pass: Callable[[], None],
     ) -> None:
         self._parts = parts
         self._original = original
-        self._calls = ModelCalls(parts)
-        self.away = Away(parts)
+        self._calls = ModuleGuards(parts)
+        self.away = StateOffload(parts)
         """State that is offloaded between two steps."""
 
         def before_any_pass() -> None:
             self.away.check("forward", reads_weights_alone=True)
             before_pass()
 
-        owner = _Owner(parts.mesh, parts.progress, close, before_any_pass)
+        owner = _OwnerHook(parts.mesh, parts.progress, close, before_any_pass)
         apply_steps(
             Phase.ENGINE,
             {
@@ -70,7 +70,7 @@ class Held:
         """True after ``give_back``."""
         parts.optimizer_groups.hold()
 
-    def _hook(self, owner: "_Owner") -> None:
+    def _hook(self, owner: "_OwnerHook") -> None:
         self._owner = self._parts.model.register_forward_pre_hook(owner, prepend=True)
 
     def check(self, call: str, reads_weights_alone: bool = False) -> None:
@@ -114,11 +114,11 @@ class Held:
             state.give_back(parts)
 
 
-class _Owner:
+class _OwnerHook:
     """A forward pre-hook that runs before all others and identifies the engine of the model."""
 
     def __init__(
-        self, mesh: Mesh, progress: Progress, close: Callable[[], None], before_pass: Callable[[], None]
+        self, mesh: Mesh, progress: RunProgress, close: Callable[[], None], before_pass: Callable[[], None]
     ):
         self.mesh = mesh
         self.progress = progress
@@ -133,7 +133,7 @@ class _Owner:
 
 
 def _nobodys(module: nn.Module, arguments: Any) -> None:
-    """Do nothing. This hook replaces ``_Owner`` in a copy of the model, which belongs to no engine."""
+    """Do nothing. This hook replaces ``_OwnerHook`` in a copy of the model, which belongs to no engine."""
 
 
 def _is_cut(mesh: Mesh) -> bool:
@@ -151,7 +151,7 @@ def take_back(model: nn.Module) -> None:
         UsageError: if the model was cut along tp, pp, ep or etp, so that this rank cannot make it whole.
     """
     for hook in list(model._forward_pre_hooks.values()):
-        if not isinstance(hook, _Owner):
+        if not isinstance(hook, _OwnerHook):
             continue
         if _is_cut(hook.mesh):
             raise UsageError(

@@ -22,7 +22,7 @@ from torch import nn
 from shardwise.base.errors import UsageError
 
 
-class _Members(NamedTuple):
+class _ModuleMembers(NamedTuple):
     """The members of one module now, and the members that it had when the engine was made."""
 
     now: Mapping[str, Any]
@@ -34,13 +34,13 @@ class _Members(NamedTuple):
         return len(self.now) == len(self.known) and all(map(is_, self.now.values(), self.known))
 
 
-class _Copied:
+class _CopiedModule:
     """A module of the model that the stages of a pipeline run copies of."""
 
     def __init__(self, name: str, module: nn.Module, copies: Sequence[nn.Module]) -> None:
         self.name, self._module, self._copies = name, module, copies
         self._known = self._now()
-        self._children = _Members(module._modules, tuple(module._modules.values()))
+        self._children = _ModuleMembers(module._modules, tuple(module._modules.values()))
         self._forward = vars(module).get("forward")
 
     def _now(self) -> dict[tuple[bool, str], Any]:
@@ -140,19 +140,19 @@ class KnownModules:
         for root in self._roots:
             yield from root.named_parameters()
 
-    def _copied_modules(self) -> Iterator[_Copied]:
+    def _copied_modules(self) -> Iterator[_CopiedModule]:
         """Yield the modules of the model in whose place the stages have copies."""
         model, *stages = self._roots
         own = [dict(stage.named_modules()) for stage in stages]
         for name, module in model.named_modules() if stages else ():
             copies = [held[name] for held in own if name in held and held[name] is not module]
             if copies:
-                yield _Copied(name, module, copies)
+                yield _CopiedModule(name, module, copies)
 
-    def _look(self) -> list[_Members]:
+    def _look(self) -> list[_ModuleMembers]:
         modules = {id(module): module for root in self._roots for module in root.modules()}
         return [
-            _Members(members, tuple(members.values()))
+            _ModuleMembers(members, tuple(members.values()))
             for module in modules.values()
             for members in (module._modules, module._parameters)
         ]
@@ -163,7 +163,7 @@ _WAY_OUT = (
 )
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that torch keeps in every module."""
-_SAME: Callable[[_Members], bool] = _Members.is_same.fget  # type: ignore[attr-defined]
+_SAME: Callable[[_ModuleMembers], bool] = _ModuleMembers.is_same.fget  # type: ignore[attr-defined]
 
 
 def _in_words(new: Sequence[str], gone: Sequence[str]) -> str:

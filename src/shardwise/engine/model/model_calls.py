@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import state
 from shardwise.parallel.zero.hooks import unhooked
 
 _ON_ALL = "on all ranks"
 
 
-class ModelCalls:
+class ModuleGuards:
     """The hooks of one engine's model on state dicts, copies and conversions."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: EngineParts):
         self._parts = parts
         self._handles: list[Any] = []
 
@@ -43,8 +43,8 @@ class ModelCalls:
             has_weights = any(parameter is not None for parameter in module._parameters.values())
             if not has_weights and "forward" not in vars(module):
                 continue
-            saves = _CallHook(self, name, module, lambda: self._check_saving())
-            loads = _CallHook(self, name, module, lambda: self._check_loading())
+            saves = _StateDictHook(self, name, module, lambda: self._check_saving())
+            loads = _StateDictHook(self, name, module, lambda: self._check_loading())
             self._handles += [
                 module.register_state_dict_pre_hook(saves),
                 module.register_load_state_dict_pre_hook(loads),
@@ -54,7 +54,7 @@ class ModelCalls:
         """Replace the ``_apply`` of the model and of its stages."""
         stages = [stage.module for stage in self._parts.stages]
         for module in {self._parts.model, *stages}:
-            self._handles.append(_Apply(module, stages))
+            self._handles.append(_ConversionGuard(module, stages))
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -130,10 +130,10 @@ class ModelCalls:
             )
 
 
-class _CallHook:
+class _StateDictHook:
     """A hook on state dicts, which a copy of the model replaces by a hook without effect."""
 
-    def __init__(self, calls: ModelCalls, name: str, module: nn.Module, check: Callable[[], None]):
+    def __init__(self, calls: ModuleGuards, name: str, module: nn.Module, check: Callable[[], None]):
         self._calls = calls
         self._name = name
         self._module = module
@@ -153,7 +153,7 @@ class _CallHook:
         )
 
 
-class _Apply:
+class _ConversionGuard:
     """A replacement of the ``_apply`` of one module, which refuses conversions of its tensors.
 
     A copy of the module gets the ``_apply`` of its class. Tensors of the module outside of the parts in ``here`` are

@@ -26,7 +26,7 @@ _HOOKS = tuple(name for name in _TORCHS_OWN if name.startswith(("_forward_hooks"
 """Attributes that torch keeps in every module: hooks, parameters, buffers, children, mode."""
 
 
-class _Replaced(NamedTuple):
+class _ReplacedAttribute(NamedTuple):
     held: dict[str, Any]
     """Attributes or children of a module, which contain the replacement."""
     key: str
@@ -35,7 +35,7 @@ class _Replaced(NamedTuple):
     """The original value; ``_NOTHING`` if the module had none."""
 
 
-class Original:
+class OriginalAttributes:
     """The original attributes of one model.
 
     Make it before any attribute is replaced, and call ``compare`` after all are.
@@ -44,14 +44,14 @@ class Original:
     def __init__(self, model: nn.Module) -> None:
         self._before = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
         self._hooks_before = [(held, set(held)) for module in model.modules() for held in _hooks_of(module)]
-        self._replaced: list[_Replaced] = []
+        self._replaced: list[_ReplacedAttribute] = []
         self._hooked: list[tuple[dict[int, Any], set[int]]] = []
         """Hooks of a module by number, with the numbers of those that were registered since the start."""
 
     def compare(self) -> None:
         """Record the attributes, children and hooks that have been replaced or registered since the start."""
         self._replaced = [
-            _Replaced(held, key, held.get(key, _NOTHING), before.get(key, _NOTHING))
+            _ReplacedAttribute(held, key, held.get(key, _NOTHING), before.get(key, _NOTHING))
             for held, before in self._before
             for key in {**before, **held}
             if key not in _TORCHS_OWN and held.get(key, _NOTHING) is not before.get(key, _NOTHING)

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from shardwise.base.errors import UsageError
 from shardwise.base.policy import nearest
-from shardwise.engine.parts.parts import Parts, Trained
+from shardwise.engine.parts.parts import EngineParts, TrainedBucket
 from shardwise.engine.state.state import are_alike, assembled, buckets, settle, take
 from shardwise.engine.step.last_pass import settled_divisor
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.registry import TensorInfo
-from shardwise.plan.unit import Overlap
+from shardwise.plan.unit import SlotOverlap
 
 _KINDS = ("parameter", "master", "gradient")
 
 
-def full_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
+def full_tensor(parts: EngineParts, name: str, of: str) -> Tensor | None:
     """Return a whole tensor of one parameter. Implements ``Engine.full_tensor``."""
     info = _info(parts, name, of)
     if info is None:
@@ -43,7 +43,7 @@ def full_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
     return whole if whole is None or of != "gradient" else whole / divisor
 
 
-def set_full_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
+def set_full_tensor(parts: EngineParts, name: str, value: Tensor, of: str) -> None:
     """Write a whole tensor of one parameter. Implements ``Engine.set_full_tensor``."""
     info = _trained_info(parts, name, of)
     _check_tensor("set_full_tensor", name, value)
@@ -68,7 +68,7 @@ def set_full_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
         _write(parts, bucket, place, of, flat[held.start : held.stop] if held else flat[:0], divisor)
 
 
-def local_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
+def local_tensor(parts: EngineParts, name: str, of: str) -> Tensor | None:
     """Return this rank's own elements of a tensor. Implements ``Engine.local_tensor``."""
     info = _info(parts, name, of)
     if info is None:
@@ -87,7 +87,7 @@ def local_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
     return None
 
 
-def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
+def set_local_tensor(parts: EngineParts, name: str, value: Tensor, of: str) -> None:
     """Write this rank's own elements of a tensor. Implements ``Engine.set_local_tensor``."""
     info = _trained_info(parts, name, of)
     _check_tensor("set_local_tensor", name, value)
@@ -102,7 +102,7 @@ def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
         _write(parts, bucket, place, of, value.detach().to(parts.device).reshape(-1), divisor)
 
 
-def _divisor(parts: Parts, of: str, call: str) -> float:
+def _divisor(parts: EngineParts, of: str, call: str) -> float:
     """Return the factor of the stored gradient over the mean gradient; 1 for other tensors. Collective.
 
     An update that counts one step late is adopted first.
@@ -120,7 +120,7 @@ def _check_tensor(call: str, name: str, value: Any) -> None:
         )
 
 
-def _info(parts: Parts, name: str, of: str) -> TensorInfo | None:
+def _info(parts: EngineParts, name: str, of: str) -> TensorInfo | None:
     """Return the registry's entry of a tensor; None if a frozen parameter has no such tensor.
 
     Raises:
@@ -141,14 +141,14 @@ def _info(parts: Parts, name: str, of: str) -> TensorInfo | None:
     return parts.registry.get("gradient" if of == "gradient" else "master", first)
 
 
-def _trained_info(parts: Parts, name: str, of: str) -> TensorInfo:
+def _trained_info(parts: EngineParts, name: str, of: str) -> TensorInfo:
     info = _info(parts, name, of)
     if info is None:
         raise UsageError(f"{name} is frozen: it has no {of}")
     return info
 
 
-def _held(parts: Parts, info: TensorInfo) -> Iterator[tuple[BucketState, int]]:
+def _held(parts: EngineParts, info: TensorInfo) -> Iterator[tuple[BucketState, int]]:
     """Yield (bucket, index in the bucket) for every bucket on this rank that holds the parameter.
 
     Several buckets hold it if stages of this rank are tied.
@@ -159,14 +159,14 @@ def _held(parts: Parts, info: TensorInfo) -> Iterator[tuple[BucketState, int]]:
                 yield bucket, place
 
 
-def _overlap(bucket: BucketState, place: int) -> Overlap | None:
+def _overlap(bucket: BucketState, place: int) -> SlotOverlap | None:
     """Return the range that this rank owns of a parameter; None if it owns no elements."""
     slot = bucket.layout.slots[place]
     owned = bucket.layout.overlaps(*bucket.owned_range)
     return next((overlap for overlap in owned if overlap.slot is slot), None)
 
 
-def _source(parts: Parts, bucket: BucketState, of: str) -> Tensor:
+def _source(parts: EngineParts, bucket: BucketState, of: str) -> Tensor:
     """Return the wanted tensor of a bucket, flat: all of the bucket, or this rank's range of it."""
     if of == "gradient":
         return bucket.gradient.owned
@@ -183,17 +183,19 @@ def _owned(bucket: BucketState, source: Tensor) -> Tensor:
     return source if source.numel() < bucket.layout.elements else source.chunk(count)[index]
 
 
-def _trained(parts: Parts, bucket: BucketState) -> Trained:
+def _trained(parts: EngineParts, bucket: BucketState) -> TrainedBucket:
     return next(each for each in parts.trained if each.bucket is bucket)
 
 
-def _is_used(parts: Parts, bucket: BucketState, place: int) -> bool:
+def _is_used(parts: EngineParts, bucket: BucketState, place: int) -> bool:
     vote = torch.tensor([float(bucket.gradient.used[place])], dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(vote, "whether a parameter was used", purpose="control").wait()
     return bool(vote.item())
 
 
-def _write(parts: Parts, bucket: BucketState, place: int, of: str, mine: Tensor, divisor: float) -> None:
+def _write(
+    parts: EngineParts, bucket: BucketState, place: int, of: str, mine: Tensor, divisor: float
+) -> None:
     """Write ``mine``, the elements that this rank owns of a parameter."""
     held, slot = _overlap(bucket, place), bucket.layout.slots[place]
     if of == "gradient":

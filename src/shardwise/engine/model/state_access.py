@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.engine.model import single_tensors, views
-from shardwise.engine.model.held import Held
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.model.held import ModelHandle
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import mapped_state, state
 from shardwise.engine.state.together import named, together, within
-from shardwise.engine.step.check import Check
-from shardwise.engine.step.pipeline import Pipeline
+from shardwise.engine.step.check import FirstStepCheck
+from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.engine.step.record import StepInputs
 from shardwise.observe.module_profile import ModuleTree
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.rows import Tally
+from shardwise.parallel.embedding.rows import RowTally
 from shardwise.parallel.expert.loads import ExpertTally
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
@@ -42,7 +42,9 @@ from shardwise.plan.trace import Trace
 class StateAccess:
     """Read and write access to the state of an engine; a base class of ``Engine``."""
 
-    def __init__(self, parts: Parts, pipeline: Pipeline | None, record: StepInputs, held: Held) -> None:
+    def __init__(
+        self, parts: EngineParts, pipeline: PipelineRunner | None, record: StepInputs, held: ModelHandle
+    ) -> None:
         self._parts = parts
         self._pipeline = pipeline
         self._record = record
@@ -64,7 +66,7 @@ class StateAccess:
         return self._parts.config
 
     @property
-    def check(self) -> Check | None:
+    def check(self) -> FirstStepCheck | None:
         """The comparison of a cut model's first step with the uncut model; None after that step."""
         return self._record.check
 
@@ -127,7 +129,7 @@ class StateAccess:
         return self._parts.traffic
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> StepClock:
         """The step in which collectives run."""
         return self._parts.clock
 
@@ -196,7 +198,7 @@ class StateAccess:
         return dict(self._parts.tables.collections)
 
     @named
-    def table_tallies(self) -> dict[str, Tally]:
+    def table_tallies(self) -> dict[str, RowTally]:
         """Return the rows in use, inserted and evicted of each embedding table, over all ranks. Collective."""
         return self._parts.tables.tallies()
 

@@ -9,22 +9,22 @@ from torch import Tensor
 from shardwise.base.errors import UsageError
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.metrics import agree
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import state
 from shardwise.engine.state.mapped_state import mapped_state_dict
 from shardwise.engine.step.last_pass import settled_divisor
-from shardwise.engine.step.pipeline import Pipeline
+from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.memory.ledger import PREDICTED
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 
 
-def plan(parts: Parts, pipeline: Pipeline | None) -> Plan:
+def plan(parts: EngineParts, pipeline: PipelineRunner | None) -> Plan:
     """Return the Plan in the order that the ranks follow now. Implements ``Engine.plan``."""
     return parts.program.plan if pipeline is None else pipeline.plan()
 
 
-def timeline(pipeline: Pipeline | None) -> tuple[Timeline, Timeline] | None:
+def timeline(pipeline: PipelineRunner | None) -> tuple[Timeline, Timeline] | None:
     """Return (predicted, measured) of the last step. Implements ``Engine.timeline``."""
     if pipeline is None:
         return None
@@ -41,12 +41,12 @@ def graph_breaks(config: RunConfig) -> dict[str, int]:
     return dict(counters["graph_break"])
 
 
-def gradients(parts: Parts) -> dict[str, Tensor]:
+def gradients(parts: EngineParts) -> dict[str, Tensor]:
     """Return the full mean gradients by name. Implements ``Engine.gradients``."""
     return state.gradients(parts, settled_divisor(parts))
 
 
-def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -> None:
+def save_pretrained(parts: EngineParts, folder: str | Path, options: dict[str, Any]) -> None:
     """Save the whole model through its own ``save_pretrained``. Implements ``Engine.save_pretrained``."""
     save: Callable[..., Any] | None = getattr(parts.model, "save_pretrained", None)
     if save is None:
@@ -67,13 +67,13 @@ def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -
         raise failed
 
 
-def state_bytes(parts: Parts) -> dict[str, int]:
+def state_bytes(parts: EngineParts) -> dict[str, int]:
     """Return the bytes of model state on this rank by row. Implements ``Engine.state_bytes``."""
     held = parts.site.ledger.bytes_by_row()
     return {row: held[row] for row in PREDICTED if row in held}
 
 
-def in_words(parts: Parts) -> str:
+def in_words(parts: EngineParts) -> str:
     """Return the mesh and the model in a few lines."""
     trained = sum(info.elements for info in parts.registry.of_kind("master"))
     every = sum(info.elements for info in parts.registry.of_kind("parameter"))

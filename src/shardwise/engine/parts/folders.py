@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardwise.base.errors import CheckpointError
 from shardwise.base.policy import nearest
-from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Solo
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, SingleRank
 from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.world import World
 
@@ -48,7 +48,7 @@ def _instead(file: Path) -> str:
     return f"Weights in a file: engine.load_state_dict({read}), or init_from: {file} in the configuration"
 
 
-class Folders:
+class StepFolders:
     """The folders of saved steps that one engine uses.
 
     Args:
@@ -68,7 +68,7 @@ class Folders:
         """Return the one ``Checkpoints`` object of a folder."""
         key = folder.absolute()
         if key not in self._open:
-            peers = self._world if self._world.size > 1 else Solo()
+            peers = self._world if self._world.size > 1 else SingleRank()
             self._open[key] = Checkpoints(key, peers, self._policy)
         return self._open[key]
 

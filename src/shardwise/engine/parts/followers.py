@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.sums import Number
-from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.parts.unit_norms import UnitSquares
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.tensor.own_use import OwnUse
@@ -101,7 +101,7 @@ class TablesFollower(StepFollower):
 
     name = "tables"
 
-    def __init__(self, tables: Tables):
+    def __init__(self, tables: ModelTables):
         self._tables = tables
 
     def before_norm(self) -> None:

@@ -6,17 +6,17 @@ from torch import Tensor
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.equality import are_equal, terms
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 
 
-def agree(parts: Parts, flag: bool) -> bool:
+def agree(parts: EngineParts, flag: bool) -> bool:
     """Return True on all ranks if ``flag`` is true on any rank; see ``Engine.agree``. Collective."""
     vote = torch.tensor([float(flag)], dtype=torch.float64, device=parts.device)
     parts.groups["world"].all_reduce(vote, "a vote", purpose="control").wait()
     return bool(vote.item() > 0)
 
 
-def are_alike(parts: Parts, number: int) -> bool:
+def are_alike(parts: EngineParts, number: int) -> bool:
     """Return True if all ranks pass the same integer ``number``. Collective."""
     world = parts.groups["world"]
     sums = torch.tensor(terms(number), dtype=torch.float64, device=parts.device)

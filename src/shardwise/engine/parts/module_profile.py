@@ -22,9 +22,9 @@ import torch
 
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
-from shardwise.observe.module_profile import Costs, ModuleCounter, ModuleTree, scaled
+from shardwise.observe.module_profile import ModuleCosts, ModuleCounter, ModuleTree, scaled
 from shardwise.plan.mesh import DENSE
-from shardwise.plan.placement import Cut, Partial, Shard, shape_on
+from shardwise.plan.placement import AxisCut, Partial, Shard, shape_on
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.trace import PassSeconds, Trace, TraceClock
 
@@ -85,13 +85,13 @@ class ModuleProfile:
         key = f"profile/{self._world.next_engine()}/modules"
         self._world.post(key, json.dumps([kinds, counter.costs]))
         told = [json.loads(text) for text in self._world.collect(key, self._limit_s)]
-        costs: dict[str, Costs] = {}
+        costs: dict[str, ModuleCosts] = {}
         for _, its in told:
             for name, numbers in its.items():
-                new, known = Costs(*numbers), costs.get(name, Costs())
+                new, known = ModuleCosts(*numbers), costs.get(name, ModuleCosts())
                 costs[name] = known.plus(new)._replace(seconds=max(known.seconds, new.seconds))
         parameters = {info.name: info for info in self._registry.of_kind("parameter")}
-        shares = _Shares(parameters, self._registry.mesh.tp)
+        shares = _WorkShares(parameters, self._registry.mesh.tp)
         whole = {name: scaled(own, shares.of(name)) for name, own in costs.items()}
         return ModuleTree(
             _merged([its for its, _ in told]),
@@ -115,7 +115,7 @@ class ModuleProfile:
             path.write_text(text + "\n", encoding="utf-8")
 
 
-class _Shares:
+class _WorkShares:
     """The share of the work of all ranks along "tp" that one process would do, by module."""
 
     def __init__(self, parameters: Mapping[str, TensorInfo], tp: int) -> None:
@@ -142,7 +142,7 @@ class _Shares:
             return Fraction(1)
         where = info.on("tp")
         if isinstance(where, Shard):
-            shapes = [shape_on(info.shape, [Cut(where, index, self._tp)]) for index in range(self._tp)]
+            shapes = [shape_on(info.shape, [AxisCut(where, index, self._tp)]) for index in range(self._tp)]
             return Fraction(info.elements, sum(map(math.prod, shapes)))
         return Fraction(1) if isinstance(info.gradient_on("tp"), Partial) else Fraction(1, self._tp)
 

@@ -20,7 +20,7 @@ import torch
 from shardwise.base.errors import OutOfMemoryError
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.memory.ledger import Ledger, Lifetime, Row
 from shardwise.observe.memory import available_bytes, resident_bytes
 from shardwise.plan.action import Kind
@@ -49,7 +49,7 @@ _SHOWN = 3
 class HasParts(Protocol):
     """An object with the running parts of an engine."""
 
-    _parts: Parts
+    _parts: EngineParts
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -104,7 +104,7 @@ def told_in_initialize(
         ) from None
 
 
-def in_a_step(parts: Parts, error: BaseException) -> OutOfMemoryError:
+def in_a_step(parts: EngineParts, error: BaseException) -> OutOfMemoryError:
     """Return the error to raise in place of ``error``, an allocator's, before the running step is discarded."""
     action, unit = parts.walker.under_way, ""
     if action is not None and action.unit >= 0:

@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.compose.module_steps import RunStage
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.accumulation import Accumulation
-from shardwise.engine.parts.folders import Folders
+from shardwise.engine.parts.folders import StepFolders
 from shardwise.engine.parts.followers import StepFollower
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.engine.parts.program import ActionLists
 from shardwise.engine.parts.shared import SharedGradients
-from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.tables import ModelTables
 from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
@@ -27,13 +27,13 @@ from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
-from shardwise.tiers.tier import Tiers
+from shardwise.tiers.tier import TierResources
 
 
-class Site(NamedTuple):
+class RuntimeContext(NamedTuple):
     """The ranks of a job, and the configuration resolved for them."""
 
     world: World
@@ -43,7 +43,7 @@ class Site(NamedTuple):
     """Process groups by name: the axes "dp", "dp_shard", "dp_replicate", "tp", "pp", and "model" and "world". If
     experts lie on other ranks than the rest, also "expert_dp", "edp", "ep" and "etp".
     """
-    clock: Clock
+    clock: StepClock
     traffic: Traffic
     ledger: Ledger
     """Record of the bytes that each holder of memory took."""
@@ -52,7 +52,7 @@ class Site(NamedTuple):
     """
     notes: tuple[str, ...] = ()
     """Notes that the printed Plan shows."""
-    tiers: Tiers | None = None
+    tiers: TierResources | None = None
     """Host memory and disks on which state lies off the device; None if all state lies on the device."""
 
 
@@ -68,7 +68,7 @@ class Stage:
     """Handles of the hooks that do not belong to Units."""
 
 
-class Trained(NamedTuple):
+class TrainedBucket(NamedTuple):
     """A trained bucket and its optimizer."""
 
     bucket: BucketState
@@ -76,7 +76,7 @@ class Trained(NamedTuple):
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """The progress of a run, the same on all ranks. Saved with a step, and restored when the step is loaded."""
 
     step_count: int = 0
@@ -96,21 +96,21 @@ class Progress:
 
 
 @dataclass
-class Parts:
+class EngineParts:
     """The running parts of one engine."""
 
     model: nn.Module
-    site: Site
+    site: RuntimeContext
     program: ActionLists
     """The Plan in the order that is followed now, and its walker."""
-    slices: Slices
+    slices: TensorSlices
     """This rank's pieces of the tensors in the registry."""
     stages: list[Stage]
     """Stages of this rank in order of their index."""
-    trained: list[Trained]
+    trained: list[TrainedBucket]
     """Trained buckets in order of Units."""
     shared: SharedGradients
-    tables: Tables
+    tables: ModelTables
     """Embedding tables, beside the parameters."""
     accumulation: Accumulation
     """The microbatches of the running step."""
@@ -118,13 +118,13 @@ class Parts:
     """The source of lr, betas, momentum and the like, step by step."""
     passes: PassContext
     """The contexts in which every pass of the model runs."""
-    folders: Folders
+    folders: StepFolders
     """Folders of saved steps."""
     followers: Sequence[StepFollower] = ()
     """Techniques of this run that take part in every step."""
     stage_peers: Group | None = None
     """The ranks that hold the same stage, if matrices are dealt among them."""
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
 
     @property
     def walker(self) -> Walker:
@@ -153,11 +153,11 @@ class Parts:
 
     @property
     def groups(self) -> Mapping[str, Group]:
-        """Process groups by name, as in ``Site``."""
+        """Process groups by name, as in ``RuntimeContext``."""
         return self.site.groups
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> StepClock:
         """The step in which collectives run."""
         return self.site.clock
 

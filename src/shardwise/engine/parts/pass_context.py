@@ -18,13 +18,13 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.base.pytree import tensors_in
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.engine.parts.failed_pass import explained
 from shardwise.engine.parts.module_profile import ModuleProfile
-from shardwise.engine.parts.vocabulary import Vocabulary
+from shardwise.engine.parts.vocabulary import VocabularyBounds
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.tensor.own_use import OwnUse
-from shardwise.passes.replay import BatchPosition, Replay
+from shardwise.passes.replay import BatchPosition, DrawReplay
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class PassContext:
 
     dp: Group
     tp: Group
-    clock: Clock
-    replay: Replay
+    clock: StepClock
+    replay: DrawReplay
     """The position in the run for which random numbers are drawn."""
-    vocabulary: Vocabulary
+    vocabulary: VocabularyBounds
     """The values that the tokens of a batch may have."""
     own_use: OwnUse
     """The modules that use each slice."""

@@ -2,7 +2,7 @@
 
     a step         the Plan's list, in the order of Units that all ranks follow now
     an evaluation  only forward passes, in the same order
-    keys ahead     the ASKs of either list, which a thread may run ahead of the rest
+    keys ahead     the INPUT_DISTs of either list, which a thread may run ahead of the rest
 
 The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step with another number
 of passes. In a user's own loop that number becomes known as the step runs. Lists of more and of fewer passes begin
@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from shardwise.compose.lists import Orders, StageOrder, pass_actions
-from shardwise.compose.plan import Planned
+from shardwise.compose.plan import PlannedModel
 from shardwise.engine.parts.table_units import TableUnits
-from shardwise.parallel.zero.order import Order
+from shardwise.parallel.zero.order import UnitOrder
 from shardwise.plan.action import Action
 from shardwise.plan.dataflow import Lists
-from shardwise.plan.lists import Boundary, keys_ahead
+from shardwise.plan.lists import UnitBoundary, keys_ahead
 from shardwise.plan.plan import Plan
 from shardwise.plan.walker import Walker
 
@@ -35,7 +35,7 @@ class StageLists:
         order: The observed order of the stage's Units.
     """
 
-    def __init__(self, planned: Planned, stage: int, order: Order):
+    def __init__(self, planned: PlannedModel, stage: int, order: UnitOrder):
         self._planned = planned
         self._stage = stage
         self._order = order
@@ -46,8 +46,8 @@ class StageLists:
         """Return the order that is followed now, with Units by their numbers on the rank."""
         return StageOrder(self._on_rank(self._order.agreed), self._order.fetches)
 
-    def _on_rank(self, order: Sequence[Boundary]) -> tuple[Boundary, ...]:
-        return tuple(Boundary(enters, self._numbers[unit]) for enters, unit in order)
+    def _on_rank(self, order: Sequence[UnitBoundary]) -> tuple[UnitBoundary, ...]:
+        return tuple(UnitBoundary(enters, self._numbers[unit]) for enters, unit in order)
 
     def forward(self) -> list[Action]:
         """Return the list of a forward pass without a backward pass, in the agreed order."""
@@ -57,11 +57,11 @@ class StageLists:
             self._proved = order, made
         return self._proved[1]
 
-    def backward(self, order: Sequence[Boundary], last: bool, first: bool) -> list[Action]:
+    def backward(self, order: Sequence[UnitBoundary], last: bool, first: bool) -> list[Action]:
         """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
         return self._planned.lists.backward(self._on_rank(order), last, first)
 
-    def foreign(self, order: Sequence[Boundary]) -> list[Action]:
+    def foreign(self, order: Sequence[UnitBoundary]) -> list[Action]:
         """Return the list of a backward pass that adds to no gradient."""
         return self._planned.lists.foreign(self._on_rank(order))
 
@@ -76,7 +76,9 @@ class ActionLists:
         walker: The walker of this rank's list.
     """
 
-    def __init__(self, planned: Planned, orders: Mapping[int, Order], tables: TableUnits, walker: Walker):
+    def __init__(
+        self, planned: PlannedModel, orders: Mapping[int, UnitOrder], tables: TableUnits, walker: Walker
+    ):
         self.planned = planned
         """The model's description and the Plan, its lists in the order of registration."""
         self.walker = walker
@@ -130,10 +132,10 @@ class ActionLists:
         return self._forwards[batches]
 
     def asks(self) -> Callable[[int], list[Action]]:
-        """Return a function from a number of microbatches to the ASKs for them, in the order that is followed now.
+        """Return a function from a number of microbatches to their INPUT_DISTs, in the order that is followed now.
 
         A thread may call the function while another thread adopts another order. Ranks that took the function after the
-        same step get the same ASKs.
+        same step get the same INPUT_DISTs.
         """
         if self._asks is None:
             planned, orders = self.planned, self._in_force()

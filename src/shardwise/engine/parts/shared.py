@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.slices import Slices
+from shardwise.plan.slices import TensorSlices
 
 Range = tuple[int, int]
 """Elements [start, stop) of a bucket's owned gradient."""
@@ -36,7 +36,7 @@ class SharedGradients:
     def __init__(
         self,
         buckets: Sequence[tuple[int, BucketState]],
-        slices: Slices,
+        slices: TensorSlices,
         groups_of: Callable[[list[tuple[int, ...]]], Mapping[tuple[int, ...], Group]],
     ):
         self._held: dict[tuple[int, ...], dict[BucketState, list[Range]]] = {}

@@ -1,12 +1,12 @@
 """Collections of embedding tables while the list runs: the model's requests for vectors, and the walker's Actions.
 
-    ASK(t)        send the keys of a later batch to the owners of the rows; in a thread (engine/step/keys_ahead.py)
+    INPUT_DIST(t)  send the keys of a later batch to the owners of the rows; in a thread (engine/step/keys_ahead.py)
     FETCH(t)      the model requests vectors; the walker runs the Action, and the Unit in front of it is recorded
     DELIVER(t)    send row gradients to the owners of the rows
     STEP(t)       update the rows that got gradients
 
 The Plan sets the positions in the list (``compose/plan.py``): at first FETCH is placed by the module's name, from the
-second step on at its position in the last step. ASK is derived from FETCH: it is the half that reads no weights.
+second step on at its position in the last step. INPUT_DIST is derived from FETCH: it is the half that reads no weights.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from functools import partial
 import torch
 
 from shardwise.compose.lists import registered
-from shardwise.engine.parts.tables import Tables
-from shardwise.parallel.embedding.ahead import Found
-from shardwise.parallel.embedding.batch import Prepared
+from shardwise.engine.parts.tables import ModelTables
+from shardwise.parallel.embedding.ahead import BatchFeatures
+from shardwise.parallel.embedding.batch import PreparedKeys
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.zero.order import Order
+from shardwise.parallel.zero.order import UnitOrder
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.plan import RankClass
 from shardwise.plan.trace import Trace, recorded
@@ -28,7 +28,7 @@ from shardwise.plan.walker import Walker
 
 
 class TableUnits:
-    """The handlers of ASK, FETCH, DELIVER and STEP for embedding tables.
+    """The handlers of INPUT_DIST, FETCH, DELIVER and STEP for embedding tables.
 
     Args:
         tables: The collections of the model.
@@ -37,7 +37,7 @@ class TableUnits:
         walker: The walker of this rank's list.
     """
 
-    def __init__(self, tables: Tables, own: RankClass, orders: Mapping[int, Order], walker: Walker):
+    def __init__(self, tables: ModelTables, own: RankClass, orders: Mapping[int, UnitOrder], walker: Walker):
         names = [unit.name for unit in own.tables]
         assert names == [*tables.collections], f"tables {[*tables.collections]} here, {names} in the Plan"
         self._tables = tables
@@ -48,8 +48,8 @@ class TableUnits:
             order.follow_fetches(registered(own, stage).fetches)
         self._seen: dict[int, dict[int, int]] = {stage: {} for stage in own.stages}
         """By stage and Unit of tables: the Unit in front of the model's last request for vectors."""
-        self.at_hand: Found | None = None
-        """The batches of the step whose ASKs run now."""
+        self.at_hand: BatchFeatures | None = None
+        """The batches of the step whose INPUT_DISTs run now."""
         for unit in own.tables:
             tables.collections[unit.name].placed.on_fetch = partial(self._asked, unit)
 
@@ -75,7 +75,7 @@ class TableUnits:
                 self._orders[stage].follow_fetches(found)
         return is_new
 
-    def _asked(self, unit: Unit, prepared: Prepared, learns: bool) -> None:
+    def _asked(self, unit: Unit, prepared: PreparedKeys, learns: bool) -> None:
         """Run FETCH, because the model requests vectors of a collection.
 
         Args:
@@ -99,8 +99,8 @@ class TableUnits:
 
     # Handlers --------------------------------------------------------------------------------------------------
 
-    def ask(self, action: Action) -> None:
-        """Run ASK: send the keys of one microbatch to the owners of their rows. Called in the thread of keys."""
+    def input_dist(self, action: Action) -> None:
+        """Run INPUT_DIST: send the keys of one microbatch to the owners of their rows. Called in the thread of keys."""
         assert self.at_hand is not None, "keys are asked for of a step's batches"
         self.at_hand.ask(self.collection(action), action.microbatch)
 
@@ -110,11 +110,11 @@ class TableUnits:
 
     @recorded
     def deliver(self, action: Action) -> None:
-        """Run DELIVER: send row gradients to the owners of the rows. See ``Tables.deliver``."""
+        """Run DELIVER: send row gradients to the owners of the rows. See ``ModelTables.deliver``."""
         self._tables.deliver(self._name(action))
 
     def step(self, action: Action, lr_factor: float, divisor: float) -> None:
-        """Run STEP: update the rows that got gradients. See ``Tables.step``."""
+        """Run STEP: update the rows that got gradients. See ``ModelTables.step``."""
         self._tables.step(self._name(action), lr_factor, divisor)
 
     def collection(self, action: Action) -> EmbeddingCollection:

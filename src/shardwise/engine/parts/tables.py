@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, PlanError, TableFullError, UsageError
 from shardwise.base.policy import nearest
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.exchange import share
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -37,7 +37,7 @@ from shardwise.memory.streams import to_device
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
 from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
 from shardwise.parallel.embedding.registered import infos
-from shardwise.parallel.embedding.rows import Tally
+from shardwise.parallel.embedding.rows import RowTally
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import validate_plan
@@ -47,7 +47,7 @@ _ALIKE = 1e-3
 """Largest relative difference of Σ g² between ranks that should have the same gradients."""
 
 
-class Tables:
+class ModelTables:
     """The collections of embedding tables of one model, by the module's name in the model; possibly none.
 
     Args:
@@ -225,18 +225,18 @@ class Tables:
         """One line for each table: its placement and the reason."""
         return [str(choice) for each in self.everywhere.values() for choice in each.choices]
 
-    def tallies(self) -> dict[str, Tally]:
+    def tallies(self) -> dict[str, RowTally]:
         """Return the rows in use, inserted and evicted of each table, over all ranks. Collective."""
         rows = []
         for prefix, collection in self.everywhere.items():
             here = collection.placed.tallies if prefix in self.collections and self.is_first_copy else {}
-            rows += [here.get(table.name, Tally(0)) for table in collection.tables]
-        counts = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(Tally._fields))
+            rows += [here.get(table.name, RowTally(0)) for table in collection.tables]
+        counts = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(RowTally._fields))
         if self._groups["world"].size > 1 and rows:
             counts = counts.to(self._device)
             self._groups["world"].all_reduce(counts.view(-1), "rows of tables", "control").wait()
         names = [name for name, _, _ in self.each()]
-        return {name: Tally(*map(int, row)) for name, row in zip(names, counts.tolist(), strict=True)}
+        return {name: RowTally(*map(int, row)) for name, row in zip(names, counts.tolist(), strict=True)}
 
 
 def full_name(prefix: str, table: str) -> str:
@@ -271,9 +271,9 @@ def take_over(
     world: World,
     mesh: Mesh,
     groups: Mapping[str, Group],
-    clock: Clock,
+    clock: StepClock,
     dense_bytes: int,
-) -> Tables:
+) -> ModelTables:
     """Place the collections of this rank's stages, and choose the placements of all tables of the model. Collective.
 
     Args:
@@ -294,7 +294,7 @@ def take_over(
     """
     everywhere = collections_of(model)
     found = {name: each for module in stages.values() for name, each in collections_of(module).items()}
-    tables = Tables(
+    tables = ModelTables(
         everywhere,
         {name: found[name] for name in everywhere if name in found},
         stage_of,
@@ -327,7 +327,7 @@ def take_over(
 
 def chosen_for(
     model: nn.Module, stage_of: Mapping[str, int], settings: RunConfig, ranks: int, device: torch.device
-) -> Tables:
+) -> ModelTables:
     """Return the tables of ``model`` with placements chosen for ``ranks`` data-parallel ranks; no table is placed.
 
     The free memory of this host is not considered, because the run may use other hosts; only the configuration counts.
@@ -353,14 +353,16 @@ def chosen_for(
     return tables
 
 
-def tables_of(model: nn.Module, stage_of: Mapping[str, int] | None = None) -> Tables:
+def tables_of(model: nn.Module, stage_of: Mapping[str, int] | None = None) -> ModelTables:
     """Return the tables of a model before any of them is placed."""
     everywhere = collections_of(model)
     stages = dict.fromkeys(everywhere, 0) if stage_of is None else stage_of
-    return Tables(everywhere, {}, stages, dict.fromkeys(("dp", "tp", "model", "world"), Group.alone("dp")))
+    return ModelTables(
+        everywhere, {}, stages, dict.fromkeys(("dp", "tp", "model", "world"), Group.alone("dp"))
+    )
 
 
-def register_tables(plan: Plan, tables: Tables, microbatches: int) -> None:
+def register_tables(plan: Plan, tables: ModelTables, microbatches: int) -> None:
     """Add every table and the state of its rows to the Plan's registry, and validate the Plan again."""
     ranks = plan.mesh.size("dp")
     for prefix, collection in tables.everywhere.items():
@@ -374,7 +376,7 @@ def register_tables(plan: Plan, tables: Tables, microbatches: int) -> None:
         validate_plan(plan, microbatches)
 
 
-def _check(tables: Tables, settings: RunConfig) -> None:
+def _check(tables: ModelTables, settings: RunConfig) -> None:
     policy = settings.tables
     names = [table.name for _, _, table in tables.each()]
     if not names:
@@ -429,7 +431,7 @@ def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
     collection.tables = tuple(tables)
 
 
-class _Memory(NamedTuple):
+class _TableMemory(NamedTuple):
     """Memory of one rank for tables."""
 
     device: int
@@ -438,7 +440,7 @@ class _Memory(NamedTuple):
     """Bytes for dynamic tables beside an accelerator."""
 
 
-def _least(mine: _Memory, group: Group) -> _Memory:
+def _least(mine: _TableMemory, group: Group) -> _TableMemory:
     """Return the least memory of all ranks of the job.
 
     Every rank chooses placements for all ranks, and all must choose the same.
@@ -447,10 +449,10 @@ def _least(mine: _Memory, group: Group) -> _Memory:
         return mine
     told = torch.tensor([mine.device, mine.host or 0])
     device, host = share(told.expand(group.size, 2), group, "memory for tables")[:, 0].amin(0).tolist()
-    return _Memory(device, None if mine.host is None else host)
+    return _TableMemory(device, None if mine.host is None else host)
 
 
-def _memory_of_a_rank(world: World, model: nn.Module, dense_bytes: int) -> _Memory:
+def _memory_of_a_rank(world: World, model: nn.Module, dense_bytes: int) -> _TableMemory:
     """Return the memory that tables may take on this rank.
 
     That is this rank's share of the host's memory and, on an accelerator, the device memory that model state leaves
@@ -458,8 +460,8 @@ def _memory_of_a_rank(world: World, model: nn.Module, dense_bytes: int) -> _Memo
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
     if world.device.type == "cpu":
-        return _Memory(host, None)
+        return _TableMemory(host, None)
     free = int(torch.accelerator.get_memory_info(world.device)[0])
     # The weights on the device count twice otherwise: they are not free, and they are a part of ``dense_bytes``.
     moved = sum(each.nbytes for each in model.parameters() if each.device == world.device)
-    return _Memory(max(free + min(moved, dense_bytes) - dense_bytes, 0), host)
+    return _TableMemory(max(free + min(moved, dense_bytes) - dense_bytes, 0), host)

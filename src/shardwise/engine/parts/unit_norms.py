@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from shardwise.compose.plan import Planned, titles_of_units
+from shardwise.compose.plan import PlannedModel, titles_of_units
 from shardwise.engine.parts.sums import Number, number_of
 from shardwise.optim.clip import mean_norm
 from shardwise.parallel.zero.bucket import BucketState
@@ -39,7 +39,7 @@ class UnitSquares:
         self._place_of = place_of or {}
 
     @classmethod
-    def of(cls, planned: Planned, buckets: Sequence[BucketState]) -> "UnitSquares":
+    def of(cls, planned: PlannedModel, buckets: Sequence[BucketState]) -> "UnitSquares":
         """Return the positions of all Units of a Plan, and the positions for this rank's trained buckets."""
         titles = titles_of_units(planned)
         trained = (title for name, title in titles.items() if planned.spec.parameters[name].trained)

@@ -21,7 +21,7 @@ from shardwise.models.gpt import Gpt
 _INPUTS, _TARGETS = ("input_ids", "tokens"), ("labels", "targets")
 
 
-class Bound(NamedTuple):
+class KeyBound(NamedTuple):
     """The allowed values of one key of a batch: [0, rows), and ``IGNORE`` for a target."""
 
     rows: int
@@ -29,7 +29,7 @@ class Bound(NamedTuple):
     what: str
 
 
-class Vocabulary:
+class VocabularyBounds:
     """Bounds of the keys of a batch, and the embeddings of a model; made before the model is cut."""
 
     def __init__(self, model: nn.Module):
@@ -81,7 +81,7 @@ class Vocabulary:
         )
 
 
-def _check(key: str, values: Tensor, bound: Bound) -> None:
+def _check(key: str, values: Tensor, bound: KeyBound) -> None:
     if not values.numel():
         return
     low, high = (int(each) for each in torch.aminmax(values))
@@ -102,14 +102,14 @@ def _check(key: str, values: Tensor, bound: Bound) -> None:
     )
 
 
-def _bounds(model: nn.Module) -> Iterator[tuple[str, Bound]]:
+def _bounds(model: nn.Module) -> Iterator[tuple[str, KeyBound]]:
     reading, writing = _ends(model)
     if isinstance(reading, nn.Embedding):
         for key in _INPUTS:
-            yield key, Bound(reading.num_embeddings, False, "the model's embedding")
+            yield key, KeyBound(reading.num_embeddings, False, "the model's embedding")
     if isinstance(writing, nn.Linear):
         for key in _TARGETS:
-            yield key, Bound(writing.out_features, True, "the model's head")
+            yield key, KeyBound(writing.out_features, True, "the model's head")
 
 
 def _ends(model: nn.Module) -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ _LOOKS = 8
 WeighBy = Literal["auto", "tokens", "shifted_tokens", "batches"]
 
 
-class Guesses(NamedTuple):
+class WeightGuesses(NamedTuple):
     """Sums over the microbatches of a step whose weights are guessed; ranks find uneven microbatches from them."""
 
     number: float = 0.0
@@ -69,14 +69,14 @@ class Guesses(NamedTuple):
     shifted: float = 0.0
     shifted_squares: float = 0.0
 
-    def with_counts(self, plain: float, shifted: float) -> "Guesses":
+    def with_counts(self, plain: float, shifted: float) -> "WeightGuesses":
         """Return the sums with one more microbatch."""
         more = (1.0, plain, plain**2, shifted, shifted**2)
-        return Guesses(*(a + b for a, b in zip(self, more, strict=True)))
+        return WeightGuesses(*(a + b for a, b in zip(self, more, strict=True)))
 
 
 def are_uneven(sums: Sequence[float]) -> bool:
-    """Return whether guessed microbatches hold different numbers of labels, from sums of ``Guesses`` over all ranks."""
+    """Return whether guessed microbatches hold different numbers of labels, from ``WeightGuesses`` of all ranks."""
     number, plain, plain_squares, shifted, shifted_squares = sums
     return number * plain_squares - plain**2 > 0.5 or number * shifted_squares - shifted**2 > 0.5
 
@@ -90,7 +90,7 @@ UNEVEN = (
 )
 
 
-class Weighing:
+class MicrobatchWeights:
     """The weights of one engine's microbatches.
 
     Args:
@@ -114,7 +114,7 @@ class Weighing:
         """Passes of a compiled model that may still run without the compiler."""
         self._divides: bool | None = None
         """True if losses of batches without labels are divided by a count; None before the first such loss."""
-        self._guesses = Guesses()
+        self._guesses = WeightGuesses()
 
     # A pass ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Weighing:
             self._guesses = self._guesses.with_counts(plain, shifted)
         return _counted(labels, self._rules[0])
 
-    def _divided(self, reduced: Sequence["_Reduction"], loss: Tensor) -> float | None:
+    def _divided(self, reduced: Sequence["_LossReduction"], loss: Tensor) -> float | None:
         """Return the number by which the loss of a batch without labels is divided; None if the loss shows none."""
         divisors = {each.divisor for each in reduced if each.divisor is not None}
         if len(divisors) != 1:
@@ -219,9 +219,9 @@ class Weighing:
 
     # A step ----------------------------------------------------------------------------------------------------
 
-    def take_guesses(self) -> Guesses:
+    def take_guesses(self) -> WeightGuesses:
         """Return the sums over the guessed microbatches since the last call, and reset them."""
-        taken, self._guesses = self._guesses, Guesses()
+        taken, self._guesses = self._guesses, WeightGuesses()
         return taken
 
     # Rules -----------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def _counted(labels: Tensor, rule: str) -> float:
 # Cross entropies ---------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _GraphNode(NamedTuple):
     node: Any
     quotients: tuple[Any, ...]
     """The divisions on the way to this node, the last first.
@@ -305,8 +305,8 @@ def divisors_of(loss: Tensor) -> list[Number]:
     A walk follows all nodes that hold one number, and 64 nodes behind each sum or mean that makes such a number.
     """
     found: list[Number] = []
-    numbers = deque([_Place(loss.grad_fn, (), None)] if loss.grad_fn is not None else [])
-    sums: list[_Place] = []
+    numbers = deque([_GraphNode(loss.grad_fn, (), None)] if loss.grad_fn is not None else [])
+    sums: list[_GraphNode] = []
     for _ in range(_SCALARS):
         if not numbers:
             break
@@ -325,7 +325,7 @@ def divisors_of(loss: Tensor) -> list[Number]:
     return found
 
 
-def _behind(place: _Place, found: list[Number]) -> list[_Place]:
+def _behind(place: _GraphNode, found: list[Number]) -> list[_GraphNode]:
     """Return the places behind ``place``; none behind a cross entropy, whose divisor is added to ``found``."""
     node, quotients, rows = place
     own = getattr(node, "counted_labels", None)  # Shardwise's own cross entropies
@@ -343,7 +343,7 @@ def _behind(place: _Place, found: list[Number]) -> list[_Place]:
         quotients = (node, *quotients)
     elif name == "MeanBackward0":
         rows = float(node._saved_self_sym_numel)
-    return [_Place(parent, quotients, rows) for parent, _ in node.next_functions if parent is not None]
+    return [_GraphNode(parent, quotients, rows) for parent, _ in node.next_functions if parent is not None]
 
 
 def _largest(numbers: Sequence[Number]) -> Number:
@@ -392,7 +392,7 @@ def _divisor(quotient: Any) -> Number | None:
 # Other sums and means ----------------------------------------------------------------------------------------------
 
 
-class _Reduction(NamedTuple):
+class _LossReduction(NamedTuple):
     """A sum or a mean of many numbers in the graph of a loss."""
 
     divisor: float | None
@@ -403,9 +403,9 @@ class _Reduction(NamedTuple):
     """False if the graph does not show how many numbers became one."""
 
 
-def _reduced(loss: Tensor) -> list[_Reduction]:
+def _reduced(loss: Tensor) -> list[_LossReduction]:
     """Return the reductions in the graph of ``loss``, found by a walk over the nodes that hold one number."""
-    found: list[_Reduction] = []
+    found: list[_LossReduction] = []
     waiting: deque[tuple[Any, tuple[Any, ...]]] = deque([(loss.grad_fn, ())])
     for _ in range(_SCALARS):
         if not waiting:
@@ -415,17 +415,17 @@ def _reduced(loss: Tensor) -> list[_Reduction]:
             continue
         rows = _rows_of_mean(node)
         if rows is not None:
-            found.append(_Reduction(None, rows))
+            found.append(_LossReduction(None, rows))
         elif type(node).__name__.startswith("SumBackward") or _reduction(node) == _SUM:
             divisor = next((each for each in map(_divisor, quotients) if each is not None), None)
-            found.append(_Reduction(None if divisor is None else float(divisor), None))
+            found.append(_LossReduction(None if divisor is None else float(divisor), None))
         elif _is_opaque(node):
-            found.append(_Reduction(None, None, False))
+            found.append(_LossReduction(None, None, False))
         else:
             if type(node).__name__ == "DivBackward0":
                 quotients = (node, *quotients)
             waiting.extend((parent, quotients) for parent, _ in node.next_functions)
-    return [*found, _Reduction(None, None, False)]
+    return [*found, _LossReduction(None, None, False)]
 
 
 def _rows_of_mean(node: Any) -> float | None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.base.errors import ConfigError, UsageError
-from shardwise.engine.parts.parts import Parts
-from shardwise.engine.state.away import Away
+from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.state.away import StateOffload
 from shardwise.engine.state.state import finish_updates, settle
 
 
@@ -23,7 +23,7 @@ def check_tables(averages: bool, has_tables: bool) -> None:
 
 
 @contextmanager
-def averaged(parts: Parts, away: Away) -> Iterator[None]:
+def averaged(parts: EngineParts, away: StateOffload) -> Iterator[None]:
     """Replace the weights by their moving average inside the context; see ``Engine.ema``."""
     if parts.config.ema is None:
         raise UsageError("ema: this engine keeps no average of its weights; set ema: {decay: 0.999}")
@@ -47,7 +47,7 @@ def averaged(parts: Parts, away: Away) -> Iterator[None]:
         _swap(parts)
 
 
-def _swap(parts: Parts) -> None:
+def _swap(parts: EngineParts) -> None:
     """Swap masters and averages. Collective.
 
     Before the first update they are equal, and nothing is swapped.

@@ -19,20 +19,20 @@ from torch import Tensor
 
 from shardwise.base.errors import CommError, UsageError
 from shardwise.engine.parts import metrics
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import state
 from shardwise.observe.memory import give_back_free
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.tiers.scratch import DiskScratch
-from shardwise.tiers.tier import Tiers, TierState, TierTensor
+from shardwise.tiers.tier import TierResources, TierState, TierTensor
 
 StateKind = Literal["weights", "masters", "moments"]
 AwayTier = Literal["host", "disk"]
 _KINDS = {"weight": "weights", "master": "masters"}
 
 
-class _AwayBucket(NamedTuple):
+class _OffloadedBucket(NamedTuple):
     """A bucket with state to offload, or with offloaded state."""
 
     bucket: BucketState
@@ -48,17 +48,17 @@ class _AwayBucket(NamedTuple):
         return {**flat, **self.moments}
 
 
-class Away:
+class StateOffload:
     """The offloaded state of one engine."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self.kinds: frozenset[str] = frozenset()
         """Kinds of state that are offloaded: some of weights, masters and moments."""
         self.is_averaged = False
         """True while the weights are their moving average (averaging.py)."""
-        self._tiers: Tiers | None = None
-        self._states: list[tuple[_AwayBucket, TierState]] = []
+        self._tiers: TierResources | None = None
+        self._states: list[tuple[_OffloadedBucket, TierState]] = []
 
     def check(self, call: str, reads_weights_alone: bool = False) -> None:
         """Raise UsageError if ``call`` needs state that is offloaded, or weights that are an average now.
@@ -146,7 +146,7 @@ class Away:
             )
         return found if to == "disk" else None
 
-    def _leaving(self, wanted: Collection[str]) -> list[_AwayBucket]:
+    def _leaving(self, wanted: Collection[str]) -> list[_OffloadedBucket]:
         optimizers = {id(bucket): optimizer for bucket, optimizer in self._parts.trained}
         found = []
         for bucket in state.buckets(self._parts):
@@ -158,15 +158,15 @@ class Away:
                     label: TierTensor(stop, each.dtype) for label, _, stop, each in optimizer.state.moments()
                 }
             if held or moments:
-                found.append(_AwayBucket(bucket, optimizer, held, moments))
+                found.append(_OffloadedBucket(bucket, optimizer, held, moments))
         return found
 
-    def _copy(self, leaving: Collection[_AwayBucket], to: AwayTier, folder: Path | None) -> None:
+    def _copy(self, leaving: Collection[_OffloadedBucket], to: AwayTier, folder: Path | None) -> None:
         """Copy the state of all buckets to the tier; the originals stay."""
         parts, scratch = self._parts, None
         if folder is not None:
             scratch = DiskScratch(folder, parts.world.rank, parts.world.local_size)
-        self._tiers = Tiers(scratch, parts.config.offload.buffers)
+        self._tiers = TierResources(scratch, parts.config.offload.buffers)
         wanted: dict[str, dict[str, int]] = {}
         for each in leaving:
             for kind, there in each.kinds.items():
@@ -186,7 +186,7 @@ class Away:
             self._states.append((each, away))
         self._tiers.rest()
 
-    def _let_go(self, each: _AwayBucket) -> _AwayBucket:
+    def _let_go(self, each: _OffloadedBucket) -> _OffloadedBucket:
         """Release the bucket's device memory, and return the bucket without its tensors."""
         bucket = each.bucket
         bucket.weight.leave(each.held)

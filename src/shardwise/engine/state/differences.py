@@ -18,7 +18,7 @@ _SHOWN = 5
 """Number of differences that an error message names."""
 
 
-class Differences:
+class StepDifferences:
     """The differences between one saved step and one model.
 
     Args:

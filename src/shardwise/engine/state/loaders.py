@@ -11,14 +11,14 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.watch import END_OF_PASS
 from shardwise.config.run import RunConfig
 from shardwise.data.adopt import Collate
-from shardwise.data.evaluation import Weighted, evaluation_batches
-from shardwise.data.loader import Loader, Position
-from shardwise.data.passes import Passes
+from shardwise.data.evaluation import WeightedBatch, evaluation_batches
+from shardwise.data.loader import Loader, LoaderPosition
+from shardwise.data.passes import DataPasses
 
 _log = logging.getLogger(__name__)
 
 
-class Loaders:
+class EngineLoaders:
     """The loaders that one engine has made, in order.
 
     Args:
@@ -33,7 +33,7 @@ class Loaders:
         self._world = world or dp
         self._dp = dp
         self._microbatches = microbatches
-        self._made: list[tuple[weakref.ref[Loader], Position]] = []
+        self._made: list[tuple[weakref.ref[Loader], LoaderPosition]] = []
         """Weak references to the loaders, with their positions. A loader that the user has dropped can end its workers,
         and its position is still saved."""
         self._positions: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ class Loaders:
         collate_fn: Collate | None,
         workers: int,
         epochs: int | None,
-    ) -> Passes:
+    ) -> DataPasses:
         """Make a loader for this rank; see ``Engine.loader``."""
         batch = self._config.batch
         given = batch_size or getattr(data, "batch_size", None)
@@ -80,7 +80,7 @@ class Loaders:
         self._made.append((weakref.ref(made), made.place))
         if place < len(self._positions):
             made.load_state(self._positions[place])
-        return Passes(made, self._at_end())
+        return DataPasses(made, self._at_end())
 
     def _at_end(self) -> Callable[[int], None]:
         """Return the callback for the end of a pass, which reports a rank whose data ends before that of the others.
@@ -121,7 +121,7 @@ class Loaders:
 
     def for_evaluation(
         self, data: Any, batch_size: int | None, collate_fn: Collate | None, workers: int
-    ) -> Iterator[Weighted]:
+    ) -> Iterator[WeightedBatch]:
         """Return the batches of an evaluation; see ``Engine.evaluation_loader``."""
         dp = self._dp
         micro = batch_size or getattr(data, "batch_size", None) or self._config.batch.micro_size or 1

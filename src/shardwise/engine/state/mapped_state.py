@@ -20,13 +20,13 @@ from torch import Tensor
 from shardwise.base.errors import CheckpointError
 from shardwise.base.words import in_words, plain_name
 from shardwise.engine.parts.metrics import agree
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import state
 from shardwise.formats.safetensors import SafetensorsWriter, read_header
 
 
 def mapped_state_dict(
-    parts: Parts, folder: Path, trained_only: bool, dtype: torch.dtype | None
+    parts: EngineParts, folder: Path, trained_only: bool, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Return the whole model in a mapped file; see ``Engine.mapped_state_dict``."""
     state.settle(parts)
@@ -68,7 +68,7 @@ def mapped_state_dict(
     return {plain_name(name): found[name] for name in parts.spec.order if name in found}
 
 
-def _each(parts: Parts, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
+def _each(parts: EngineParts, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
     for info, tensor in state.each_parameter(parts, trained_only):
         yield info.name, tensor
     if not trained_only:

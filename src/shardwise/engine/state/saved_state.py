@@ -34,7 +34,7 @@ class LossScaleState(StrictModel):
     overflows_left: int
 
 
-class Layout(StrictModel):
+class SavedLayout(StrictModel):
     """The arrangement of the ranks that saved the step; information for people only."""
 
     mesh: Annotated[str, Field(max_length=200)] = ""
@@ -52,7 +52,7 @@ class EngineState(StrictModel):
     reference: float = 0.0
     loss_scale: LossScaleState | None = None
     optimizer: OptimizerState = OptimizerState()
-    layout: Layout | None = None
+    layout: SavedLayout | None = None
 
 
 class SavedState(StrictModel):

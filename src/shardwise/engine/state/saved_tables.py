@@ -28,23 +28,23 @@ from torch import Tensor
 
 from shardwise.base.errors import DamagedError
 from shardwise.base.strict_json import Count, StrictModel, read_object, validated
-from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, TensorPieces
+from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
 from shardwise.checkpoint.steps import open_step
-from shardwise.engine.parts.tables import Tables
-from shardwise.engine.state.differences import Differences
+from shardwise.engine.parts.tables import ModelTables
+from shardwise.engine.state.differences import StepDifferences
 from shardwise.models.vectors import StoredTable
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.dynamic import count_of, step_of
 from shardwise.parallel.embedding.layout import BUCKETS, dynamic_bucket
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.registered import state_names
-from shardwise.parallel.embedding.rows import Rows
+from shardwise.parallel.embedding.rows import KeyedRows
 from shardwise.parallel.embedding.saved import (
     Range,
-    Stretch,
+    SavedRowRange,
     chunks,
     ranges_to_read,
     static_counts,
@@ -81,7 +81,7 @@ class TableNote(StrictModel):
     """Type of eviction, which gives the scores their meaning; None in steps of versions that did not write the type."""
 
 
-class Notes(StrictModel):
+class TableNotes(StrictModel):
     """The entries of all tables in ``trainer.json``."""
 
     collections: dict[str, CollectionNote]
@@ -99,19 +99,19 @@ def is_of_tables(kind: str) -> bool:
 class TablesToSave(NamedTuple):
     """Rows of the tables on this rank for a checkpoint."""
 
-    items: list[Item]
+    items: list[TensorPieces]
     notes: dict[str, Any]
     """Entries for ``trainer.json``."""
     fault: str
     """The reason why no load would accept the rows; empty if a load would."""
 
 
-def items_to_save(tables: Tables) -> TablesToSave:
+def items_to_save(tables: ModelTables) -> TablesToSave:
     """Return the rows that this rank writes, as the last step left them. Collective.
 
     Of ranks along "tp" that hold the same rows only the first writes them.
     """
-    items: list[Item] = []
+    items: list[TensorPieces] = []
     notes: dict[str, Any] = {"collections": {}, "tables": {}}
     fault = ""
     if not tables.is_first_copy:
@@ -143,7 +143,7 @@ def items_to_save(tables: Tables) -> TablesToSave:
     return TablesToSave(items, notes, fault)
 
 
-def _items_of(name: str, table: TablePolicy, stretch: Stretch) -> list[Item]:
+def _items_of(name: str, table: TablePolicy, stretch: SavedRowRange) -> list[TensorPieces]:
     rows, total, first = stretch.rows, stretch.total, stretch.first
     found = [_item(KIND, name, (total, table.width), first, rows.weights)]
     for label, state in rows.state.items():
@@ -155,18 +155,18 @@ def _items_of(name: str, table: TablePolicy, stretch: Stretch) -> list[Item]:
     return found
 
 
-def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor) -> Item:
+def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor) -> TensorPieces:
     """Return one tensor, of which this rank has ``rows`` from row ``first`` on."""
     flat = rows.cpu().contiguous().view(-1)
     start = first * prod(shape[1:])
     pieces = [FlatSlice(start, start + flat.numel(), flat)] if flat.numel() else []
-    return Item(kind, name, shape, rows.dtype, pieces)
+    return TensorPieces(kind, name, shape, rows.dtype, pieces)
 
 
 # Loading -----------------------------------------------------------------------------------------------------------
 
 
-def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Differences) -> None:
+def compare(tables: ModelTables, manifest: Manifest, weights_only: bool, found: StepDifferences) -> None:
     """Report the differences between the tables of a step and of the model to ``found``, before any row is touched.
 
     If a table may be missing and the step has fewer rows, the first rows are loaded and the last rows start fresh. With
@@ -213,7 +213,7 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
                 )
 
 
-def examine(reader: StepReader, part: tuple[int, int] = (0, 1)) -> Notes:
+def examine(reader: StepReader, part: tuple[int, int] = (0, 1)) -> TableNotes:
     """Check the entries of ``trainer.json`` against the stored tensors, and keys against their buckets.
 
     Only keys and scores are read.
@@ -253,11 +253,13 @@ def examine(reader: StepReader, part: tuple[int, int] = (0, 1)) -> Notes:
     return notes
 
 
-def notes_of(trainer: Mapping[str, Any], where: str) -> Notes:
+def notes_of(trainer: Mapping[str, Any], where: str) -> TableNotes:
     """Return the entries of tables in ``trainer.json``; empty ones if the file has none."""
     engine = trainer.get("engine")
     found = engine.get("tables") if isinstance(engine, Mapping) else None
-    return validated(Notes, {"collections": {}, "tables": {}} if found is None else found, f"{where}: tables")
+    return validated(
+        TableNotes, {"collections": {}, "tables": {}} if found is None else found, f"{where}: tables"
+    )
 
 
 def _check_tensors(manifest: Manifest) -> None:
@@ -311,7 +313,7 @@ def _check_keys(reader: StepReader, name: str, note: TableNote, part: tuple[int,
         keys, scores = (torch.empty(stop - start, dtype=torch.int64) for _ in range(2))
         reader.fill(
             [
-                Item(kind, name, (note.rows,), torch.int64, [FlatSlice(start, stop, held)])
+                TensorPieces(kind, name, (note.rows,), torch.int64, [FlatSlice(start, stop, held)])
                 for kind, held in ((_KEY, keys), (_SCORE, scores))
             ]
         )
@@ -327,7 +329,9 @@ def _check_waiting(
         if number % part[1] != part[0]:
             continue
         pairs = torch.empty((stop - start) * 2, dtype=torch.int64)
-        reader.fill([Item(_WAITING, name, (total, 2), torch.int64, [FlatSlice(start * 2, stop * 2, pairs)])])
+        reader.fill(
+            [TensorPieces(_WAITING, name, (total, 2), torch.int64, [FlatSlice(start * 2, stop * 2, pairs)])]
+        )
         _refuse_rows(reader, name, _fault_of_waiting(pairs.view(-1, 2), counts, start, steps))
 
 
@@ -375,11 +379,11 @@ def _fault_of_buckets(keys: Tensor, counts: Tensor, start: int) -> str:
 
 
 def load(
-    tables: Tables,
+    tables: ModelTables,
     checkpoints: Checkpoints,
     step: Path,
     manifest: Manifest,
-    notes: Notes,
+    notes: TableNotes,
     weights_only: bool,
     left: Container[str] = (),
 ) -> None:
@@ -391,7 +395,7 @@ def load(
         collection.saved.clear()
         if not weights_only and name in notes.collections:
             collection.saved.load_progress(notes.collections[name].model_dump())
-    wishes: list[_Wish] = []
+    wishes: list[_RowRequest] = []
     held = 0
     for name, collection, table in tables.each():
         note = None if name in left else notes.tables.get(name)
@@ -410,13 +414,15 @@ def load(
                 _read(wishes, checkpoints, step)
                 wishes, held = [], 0
             wish = (manifest, counts, within, labels, keeps_scores)
-            wishes.append(_Wish(name, collection if is_here else None, table, *wish))
+            wishes.append(_RowRequest(name, collection if is_here else None, table, *wish))
             held += size
         if note.waiting is not None and not weights_only:
             waiting = torch.tensor(note.waiting)
             all_of_them = (0, int(waiting.sum()))
             wishes.append(
-                _Waiting(name, collection if is_here else None, table, manifest, waiting, all_of_them)
+                _AdmissionRequest(
+                    name, collection if is_here else None, table, manifest, waiting, all_of_them
+                )
             )
     if wishes:
         _read(wishes, checkpoints, step)
@@ -441,7 +447,7 @@ def _keeps_scores(name: str, table: TablePolicy, note: TableNote, weights_only: 
     return ours == "lfu" or not weights_only
 
 
-class _Wish:
+class _RowRequest:
     """A request for some rows of one table; without a collection no rows are requested."""
 
     def __init__(
@@ -462,7 +468,7 @@ class _Wish:
             place, group = collection.saved.place_of(table.name)
             self._ranges = ranges_to_read(counts, place, group.index, group.size, within)
         self._keys = static_keys_at(counts, self._ranges) if table.rows is not None else None
-        self.items: list[Item] = []
+        self.items: list[TensorPieces] = []
         self._read: dict[str, Tensor] = {}
         for kind in self._kinds(table, labels):
             self._add(kind, name, manifest)
@@ -485,7 +491,7 @@ class _Wish:
             size = (stop - start) * inner
             pieces.append(FlatSlice(start * inner, stop * inner, flat[at : at + size]))
             at += size
-        self.items.append(Item(kind, name, shape, dtype, pieces))
+        self.items.append(TensorPieces(kind, name, shape, dtype, pieces))
         self._read[kind] = flat.view(rows, *shape[1:])
 
     def take(self) -> None:
@@ -499,11 +505,11 @@ class _Wish:
             if kind not in (KIND, _KEY, _SCORE)
         }
         scores = self._read.get(_SCORE) if self._keeps_scores else None
-        rows = Rows(keys, self._read[KIND], state, scores)
+        rows = KeyedRows(keys, self._read[KIND], state, scores)
         self._collection.load_rows(self._table, rows)
 
 
-class _Waiting(_Wish):
+class _AdmissionRequest(_RowRequest):
     """A request for keys that wait for admission."""
 
     def _kinds(self, table: TablePolicy, labels: Iterable[str]) -> list[str]:
@@ -519,7 +525,7 @@ class _Waiting(_Wish):
 
 def tables_in(step: Path) -> tuple[int, list[StoredTable]]:
     """Return (step, tables) of a checkpoint, read in chunks, for an export to serving."""
-    reader = StepReader(step, open_step(step, Files()), Files())
+    reader = StepReader(step, open_step(step, FileSystem()), FileSystem())
     _check_tensors(reader.manifest)
     notes = examine(reader)
     return reader.manifest.step, [
@@ -539,22 +545,22 @@ def _stored(step: Path, manifest: Manifest, name: str, note: TableNote) -> Store
         for start, stop in chunks(counts, max(_CHUNK_BYTES // (width * stored.torch_dtype.itemsize), 1)):
             vectors = torch.empty((stop - start) * width, dtype=stored.torch_dtype)
             pieces = [FlatSlice(start * width, stop * width, vectors)]
-            items = [Item(KIND, name, (rows, width), stored.torch_dtype, pieces)]
+            items = [TensorPieces(KIND, name, (rows, width), stored.torch_dtype, pieces)]
             keys = static_keys_at(counts, [(start, stop)])
             if is_dynamic:
-                items.append(Item(_KEY, name, (rows,), torch.int64, [FlatSlice(start, stop, keys)]))
+                items.append(TensorPieces(_KEY, name, (rows,), torch.int64, [FlatSlice(start, stop, keys)]))
             checkpoints.load(items, path=step, partial=True, is_checked=True)
             yield start, keys, vectors.view(-1, width)
 
     return StoredTable(name, rows, width, is_dynamic, parts)
 
 
-def _read(wishes: list[_Wish], checkpoints: Checkpoints, step: Path) -> None:
+def _read(wishes: list[_RowRequest], checkpoints: Checkpoints, step: Path) -> None:
     """Read the requested rows and write them into their collections.
 
     Every block was checked when the step was chosen, and is checked once more as it is read.
     """
-    items: dict[tuple[str, str], Item] = {}
+    items: dict[tuple[str, str], TensorPieces] = {}
     for wish in wishes:
         for item in wish.items:
             known = items.get((item.kind, item.name))

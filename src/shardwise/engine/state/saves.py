@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import saving
-from shardwise.engine.state.loaders import Loaders
+from shardwise.engine.state.loaders import EngineLoaders
 
 
-class Saves:
+class StepSaves:
     """The saving and loading of one engine's steps."""
 
-    def __init__(self, parts: Parts, loaders: Loaders) -> None:
+    def __init__(self, parts: EngineParts, loaders: EngineLoaders) -> None:
         self._parts = parts
         self._loaders = loaders
         self.not_loaded: list[str] = []

@@ -29,23 +29,23 @@ from torch import Tensor
 from shardwise.base.errors import CheckpointError, MismatchError
 from shardwise.base.strict_json import read_object
 from shardwise.base.words import plain_name
-from shardwise.checkpoint import FlatSlice, Item, Manifest
+from shardwise.checkpoint import FlatSlice, Manifest, TensorPieces
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
-from shardwise.checkpoint.piece import Elsewhere, Flat, Source
+from shardwise.checkpoint.piece import ElementSource, Flat, LazySlice
 from shardwise.compose.spec import ModelSpec
 from shardwise.engine.parts.folders import check_folder
-from shardwise.engine.parts.parts import Parts
-from shardwise.engine.parts.tables import Tables
+from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.state import saved_tables
-from shardwise.engine.state.differences import Differences
-from shardwise.engine.state.loaders import Loaders
+from shardwise.engine.state.differences import StepDifferences
+from shardwise.engine.state.loaders import EngineLoaders
 from shardwise.engine.state.saved_state import SavedState
 from shardwise.engine.state.state import buckets, finish_updates, own_buffers, settle
 from shardwise.optim.average import EMA
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.unit import Slot
+from shardwise.plan.unit import ParameterSlot
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ class LoadedStep(NamedTuple):
     """Names of tensors that keep their start values."""
 
 
-def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], **options: Any) -> None:
+def save(
+    parts: EngineParts, loaders: EngineLoaders, folder: Path, trainer: dict[str, Any], **options: Any
+) -> None:
     """Save the engine's state as a step. Implements ``Engine.save``."""
     progress = parts.progress
     settle(parts, "save")
@@ -92,7 +94,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         for e in parts.spec.parameters.values()
         if e.aliases
     }
-    with closing(OpenState(parts, changes=False)) as opened:
+    with closing(CheckpointState(parts, changes=False)) as opened:
         items = [
             item._replace(name=plain_name(item.name))
             for item in _items_to_save(parts, labels, stateless, opened)
@@ -110,7 +112,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         )
 
 
-def _is_on_disk(parts: Parts) -> bool:
+def _is_on_disk(parts: EngineParts) -> bool:
     """Return whether state of any rank is on a disk."""
     return any(
         row.tier == "disk"
@@ -120,14 +122,14 @@ def _is_on_disk(parts: Parts) -> bool:
     )
 
 
-class OpenState:
+class CheckpointState:
     """Access to masters and moments for a checkpoint.
 
     Of state on a disk, one kind of one bucket is in memory at a time. Moments in another form than the masters' are
     decoded when they are read and encoded when they are written.
     """
 
-    def __init__(self, parts: Parts, changes: bool):
+    def __init__(self, parts: EngineParts, changes: bool):
         self._optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
         self._changes = changes
         self._open_now: tuple[BucketState, str | None] | None = None
@@ -147,7 +149,9 @@ class OpenState:
                 self._open(bucket)
                 optimizer.state.write(kind, start, values)
 
-            return Elsewhere(Source(read_coded, write_coded), bucket.owned_elements, bucket.dtypes.master)
+            return LazySlice(
+                ElementSource(read_coded, write_coded), bucket.owned_elements, bucket.dtypes.master
+            )
         assert state is not None, "on the device they are at hand"
         if state.tier != "disk":
             return state.tensors[kind]
@@ -159,7 +163,7 @@ class OpenState:
         def write(start: int, values: Tensor) -> None:
             read(start, start + values.numel()).copy_(values)
 
-        return Elsewhere(Source(read, write), *state.kinds[kind])
+        return LazySlice(ElementSource(read, write), *state.kinds[kind])
 
     def _open(self, bucket: BucketState, kind: str | None = None) -> None:
         if self._open_now != (bucket, kind):
@@ -173,7 +177,7 @@ class OpenState:
         self._stack.close()
 
 
-def _of_all_stages(parts: Parts, notes: dict[str, Any]) -> dict[str, Any]:
+def _of_all_stages(parts: EngineParts, notes: dict[str, Any]) -> dict[str, Any]:
     """Return the notes of the tables on every stage."""
     found: dict[str, Any] = {}
     for text in parts.folders.exchange("tables", json.dumps(notes)):
@@ -183,8 +187,8 @@ def _of_all_stages(parts: Parts, notes: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(
-    parts: Parts,
-    loaders: Loaders,
+    parts: EngineParts,
+    loaders: EngineLoaders,
     folder: Path,
     weights_only: bool,
     missing: Sequence[str] = (),
@@ -241,14 +245,14 @@ class _StepToLoad:
     """
 
     def __init__(
-        self, parts: Parts, weights_only: bool, missing: Sequence[str], unexpected: Sequence[str]
+        self, parts: EngineParts, weights_only: bool, missing: Sequence[str], unexpected: Sequence[str]
     ) -> None:
         self._parts = parts
         self._weights_only = weights_only
         self._patterns = missing, unexpected
-        self.opened = OpenState(parts, changes=True)
+        self.opened = CheckpointState(parts, changes=True)
         self.saved = SavedState()
-        self.found = Differences(missing, unexpected)
+        self.found = StepDifferences(missing, unexpected)
         self.moments: dict[int, dict[str, Flat]] = {}
 
     def examine(self, reader: StepReader) -> None:
@@ -260,17 +264,17 @@ class _StepToLoad:
         if self._parts.tables:
             saved_tables.examine(reader, (self._parts.world.rank, self._parts.world.size))
 
-    def choose(self, manifest: Manifest) -> list[Item]:
+    def choose(self, manifest: Manifest) -> list[TensorPieces]:
         """Compare a step with the model, and return the tensors to load from the step."""
-        parts, differences = self._parts, Differences(*self._patterns)
+        parts, differences = self._parts, StepDifferences(*self._patterns)
         self.found = compare(parts.spec, parts.tables, manifest, self._weights_only, differences)
         self.moments = {} if self._weights_only else _empty_moments(parts, manifest, self.opened)
         return _items_to_load(parts, manifest, self.moments, self.found, self.opened)
 
 
 def compare(
-    spec: ModelSpec, tables: Tables, manifest: Manifest, weights_only: bool, found: Differences
-) -> Differences:
+    spec: ModelSpec, tables: ModelTables, manifest: Manifest, weights_only: bool, found: StepDifferences
+) -> StepDifferences:
     """Compare the tensors of a step with the model's, with the same result on every rank.
 
     Returns:
@@ -342,8 +346,11 @@ Pieces = dict[tuple[str, str], list[FlatSlice]]
 
 
 def _items_to_save(
-    parts: Parts, labels: Mapping[str, Sequence[str]], stateless: frozenset[str], opened: OpenState
-) -> list[Item]:
+    parts: EngineParts,
+    labels: Mapping[str, Sequence[str]],
+    stateless: frozenset[str],
+    opened: CheckpointState,
+) -> list[TensorPieces]:
     """Return every tensor of the whole model's state, with the pieces that this rank writes."""
     held: Pieces = {}
     optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
@@ -380,18 +387,22 @@ def _items_to_save(
                 _pieces(parts, held, label, with_state, first + start, tensor, window)
     items = []
     for info in parts.registry.of_kind("parameter"):
-        items.append(Item("weight", info.name, info.shape, info.dtype, held.get(("weight", info.name), [])))
+        items.append(
+            TensorPieces("weight", info.name, info.shape, info.dtype, held.get(("weight", info.name), []))
+        )
     for info in parts.registry.of_kind("master"):
         if info.dtype != parts.registry.get("parameter", info.name).dtype:
             items.append(
-                Item("master", info.name, info.shape, info.dtype, held.get(("master", info.name), []))
+                TensorPieces("master", info.name, info.shape, info.dtype, held.get(("master", info.name), []))
             )
         for label in labels[info.name] if info.name not in stateless else ():
-            items.append(Item(label, info.name, info.shape, info.dtype, held.get((label, info.name), [])))
+            items.append(
+                TensorPieces(label, info.name, info.shape, info.dtype, held.get((label, info.name), []))
+            )
     return items + _buffer_items(parts, to_write=True)
 
 
-def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
+def _buffer_items(parts: EngineParts, to_write: bool) -> list[TensorPieces]:
     """Return every saved buffer of the model, with this rank's pieces.
 
     A buffer is whole on each rank that holds it: the first of them writes it, and every rank reads its own.
@@ -408,15 +419,15 @@ def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
             flat = held[info.name].detach()
             flat = flat.contiguous().view(-1) if to_write else flat.view(-1)
             pieces = [FlatSlice(0, flat.numel(), flat)]
-        items.append(Item("buffer", info.name, info.shape, info.dtype, pieces))
+        items.append(TensorPieces("buffer", info.name, info.shape, info.dtype, pieces))
     return items
 
 
 def _pieces(
-    parts: Parts,
+    parts: EngineParts,
     held: Pieces,
     kind: str,
-    slots: Iterable[Slot],
+    slots: Iterable[ParameterSlot],
     first: int,
     flat: Flat,
     window: tuple[int, int] | None,
@@ -444,7 +455,7 @@ def _pieces(
 
 
 def _agree_on_scalars(
-    parts: Parts, fault: str = ""
+    parts: EngineParts, fault: str = ""
 ) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], dict[str, list[str]]]:
     """Exchange the optimizer's single numbers between all ranks.
 
@@ -493,12 +504,12 @@ def _agree_on_scalars(
 
 
 def _items_to_load(
-    parts: Parts,
+    parts: EngineParts,
     manifest: Manifest,
     moments: Mapping[int, Mapping[str, Flat]],
-    found: Differences,
-    opened: OpenState,
-) -> list[Item]:
+    found: StepDifferences,
+    opened: CheckpointState,
+) -> list[TensorPieces]:
     """Return every tensor of the whole model, with the pieces to fill: masters if the model has them, else weights.
 
     Tensors that keep their values, or that are passed over, are requested in the step's own shape without pieces, so
@@ -518,7 +529,7 @@ def _items_to_load(
     left = set(map(plain_name, (*found.kept, *found.passed_over)))
     labels = {label for flats in moments.values() for label in flats}
     items = [
-        Item(tensor.kind, tensor.name, tuple(tensor.shape), tensor.torch_dtype, [])
+        TensorPieces(tensor.kind, tensor.name, tuple(tensor.shape), tensor.torch_dtype, [])
         for tensor in manifest.tensors
         if plain_name(tensor.name) in left and tensor.kind in (*_OURS, *labels)
     ]
@@ -528,24 +539,28 @@ def _items_to_load(
         dtype = _state_dtype(parts, info)
         state = held.get(("state", info.name), [])
         has_master = manifest.find("master", info.name) is not None
-        items.append(Item("master" if has_master else "weight", info.name, info.shape, dtype, state))
+        items.append(TensorPieces("master" if has_master else "weight", info.name, info.shape, dtype, state))
         if has_master:
-            items.append(Item("weight", info.name, info.shape, dtype, []))
+            items.append(TensorPieces("weight", info.name, info.shape, dtype, []))
         for label in sorted(labels):
             if manifest.find(label, info.name) is not None:
-                items.append(Item(label, info.name, info.shape, dtype, held.get((label, info.name), [])))
+                items.append(
+                    TensorPieces(label, info.name, info.shape, dtype, held.get((label, info.name), []))
+                )
     return items + [
         item for item in _buffer_items(parts, to_write=False) if plain_name(item.name) not in left
     ]
 
 
-def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
+def _state_dtype(parts: EngineParts, info: TensorInfo) -> torch.dtype:
     """Return the dtype that the optimizer updates: the master's, or that of a frozen weight."""
     trained = parts.spec.parameters[info.name].trained
     return parts.registry.get("master", info.name).dtype if trained else info.dtype
 
 
-def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[int, dict[str, Flat]]:
+def _empty_moments(
+    parts: EngineParts, manifest: Manifest, opened: CheckpointState
+) -> dict[int, dict[str, Flat]]:
     """Return flat buffers for the moments in the step, by bucket.
 
     Raises:
@@ -568,12 +583,12 @@ def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[
 
 
 def _restore(
-    parts: Parts,
-    loaders: Loaders,
+    parts: EngineParts,
+    loaders: EngineLoaders,
     state: Mapping[str, Any],
     manifest: Manifest,
     moments: Mapping[int, Mapping[str, Flat]],
-    found: Differences,
+    found: StepDifferences,
 ) -> None:
     progress = parts.progress
     progress.step_count = int(state.get("step", manifest.step))

@@ -22,16 +22,16 @@ from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.collectives import Group
 from shardwise.compose.spec import ModelSpec, ParameterSpec
 from shardwise.config.run import RunConfig
-from shardwise.engine.state.differences import Differences
+from shardwise.engine.state.differences import StepDifferences
 from shardwise.kernels.initializers import Initializer
 from shardwise.models.gpt import Gpt
 from shardwise.models.initial import draw
 from shardwise.models.source import WeightSource, open_weights
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.bucket import Fill
-from shardwise.parallel.zero.modules import Holding
-from shardwise.plan.slices import Slices
-from shardwise.plan.unit import Slot
+from shardwise.parallel.zero.modules import NamedParameter
+from shardwise.plan.slices import TensorSlices
+from shardwise.plan.unit import ParameterSlot
 
 
 class StartWeights(NamedTuple):
@@ -45,13 +45,13 @@ class StartWeights(NamedTuple):
     later: frozenset[str] = frozenset()
     """Names of ``names`` whose values are written after all stages are built."""
 
-    def of_pieces(self, slices: Slices) -> "StartWeights":
+    def of_pieces(self, slices: TensorSlices) -> "StartWeights":
         """Return the start weights for elements of this rank's slices; padding starts at zero."""
         fill = self.fill
         if fill is None:
             return self
 
-        def fill_piece(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        def fill_piece(slot: ParameterSlot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
             info = slices.registry.get("parameter", slot.name)
             out = torch.zeros(stop - start, dtype=dtype)
             for run in slices.runs(info, start, stop):
@@ -69,17 +69,17 @@ class StartWeights(NamedTuple):
             return self
         fill, later = self.fill, frozenset(names)
 
-        def fill_others(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        def fill_others(slot: ParameterSlot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
             if slot.name in later or fill is None:
                 return torch.zeros((), dtype=dtype).expand(stop - start)
             return fill(slot, start, stop, dtype)
 
         return self._replace(fill=fill_others, names=frozenset(self.names) | later, later=later)
 
-    def or_own(self, holdings: Mapping[str, Holding]) -> Fill:
+    def or_own(self, holdings: Mapping[str, NamedParameter]) -> Fill:
         """Return a function for elements of any parameter; values that are not made anew are read from the model."""
 
-        def read(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        def read(slot: ParameterSlot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
             if self.fill is not None and slot.name in self.names:
                 return self.fill(slot, start, stop, dtype)
             return holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
@@ -105,7 +105,7 @@ def start_weights(
     if wanted is None or steps_at(Path(wanted.path)) is not None:
         return _drawn(model, settings.train.seed, initial, ())
     source = open_weights(wanted.path, model.policy if isinstance(model, Gpt) else None, wanted.missing)
-    found = Differences(wanted.missing, wanted.unexpected)
+    found = StepDifferences(wanted.missing, wanted.unexpected)
     found.check_patterns({*spec.order, *spec.canonical}, source.names(), wanted.path)
     entries = [entry for entry in spec.parameters.values() if not _is_left(source, entry, found)]
     buffers = _buffers_in(source, spec, found)
@@ -117,7 +117,7 @@ def start_weights(
     _read_buffers(source, model, buffers)
     others = _drawn(model, settings.train.seed, initial, read)
 
-    def fill(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def fill(slot: ParameterSlot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if slot.name in read or others.fill is None:
             return source.read(slot.name, start, stop).to(dtype)
         return others.fill(slot, start, stop, dtype)
@@ -125,7 +125,7 @@ def start_weights(
     return StartWeights(fill, read | set(others.names), tuple(found.lines()))
 
 
-def _is_left(source: WeightSource, entry: ParameterSpec, found: Differences) -> bool:
+def _is_left(source: WeightSource, entry: ParameterSpec, found: StepDifferences) -> bool:
     """Return whether the source lacks a parameter, or has it in another shape, and is allowed to."""
     if entry.name not in source.names():
         how = "is not there"
@@ -136,7 +136,7 @@ def _is_left(source: WeightSource, entry: ParameterSpec, found: Differences) -> 
     return found.lacks("weight", entry.name, how, *entry.aliases)
 
 
-def _buffers_in(source: WeightSource, spec: ModelSpec, found: Differences) -> dict[str, tuple[int, ...]]:
+def _buffers_in(source: WeightSource, spec: ModelSpec, found: StepDifferences) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the saved buffers (statistics and the like) to read from the source.
 
     Buffers that are allowed to have another shape in the source, and have one, are left out.

@@ -19,12 +19,12 @@ from shardwise.base.words import bytes_text, plain_name
 from shardwise.comm.collectives import Group
 from shardwise.comm.equality import are_equal, terms
 from shardwise.engine.parts.metrics import agree
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state.start_weights import StartWeights
 from shardwise.observe.memory import available_bytes
 from shardwise.parallel.zero.bucket import NUMBERS, BucketState
 from shardwise.plan.registry import TensorInfo
-from shardwise.plan.unit import Slot
+from shardwise.plan.unit import ParameterSlot
 
 _CHUNK_BYTES = 1 << 26
 """Bytes of weights that are read at a time to compare them between ranks."""
@@ -34,7 +34,7 @@ _WORTH_ASKING_BYTES = 1 << 30
 """Bytes of a model below which it is gathered without a check of the free memory."""
 
 
-def lacks_room(parts: Parts, on: torch.device | None = None) -> str:
+def lacks_room(parts: EngineParts, on: torch.device | None = None) -> str:
     """Return the reason why the whole model does not fit into free memory, the same on all ranks. Collective if large.
 
     Args:
@@ -66,12 +66,12 @@ def lacks_room(parts: Parts, on: torch.device | None = None) -> str:
     )
 
 
-def buckets(parts: Parts) -> list[BucketState]:
+def buckets(parts: EngineParts) -> list[BucketState]:
     """Return all buckets, including frozen ones, in order of Units."""
     return [bucket for hooks in parts.hooks for state in hooks.states for bucket in state.buckets]
 
 
-def finish_updates(parts: Parts) -> None:
+def finish_updates(parts: EngineParts) -> None:
     """Wait until the updates that STEP began, between ranks or on another tier, have reached the weights.
 
     Raises:
@@ -81,7 +81,7 @@ def finish_updates(parts: Parts) -> None:
         bucket.weight.finish_update()
 
 
-def settle(parts: Parts, call: str = "") -> None:
+def settle(parts: EngineParts, call: str = "") -> None:
     """Adopt an update that counts one step late (``offload.step: delayed``). Collective, between two steps.
 
     In the middle of a step the weights with which the step runs stay.
@@ -115,7 +115,7 @@ def settle(parts: Parts, call: str = "") -> None:
         hooks.windows.finish_updates()
 
 
-def take_up_edits(parts: Parts) -> None:
+def take_up_edits(parts: EngineParts) -> None:
     """Copy parameters that were edited in place since the last update into their masters.
 
     Edits such as ``p.data.clamp_()`` or ``p.copy_()`` would otherwise be overwritten from the masters. Every rank
@@ -137,7 +137,7 @@ def take_up_edits(parts: Parts) -> None:
             bucket.weight.renew()
 
 
-def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
+def gradients(parts: EngineParts, divisor: float) -> dict[str, Tensor]:
     """Return the gradients summed over ranks and microbatches and divided by ``divisor``, by name."""
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.gradient.used]
     vector = torch.tensor(votes, dtype=torch.float64, device=parts.device)
@@ -155,7 +155,7 @@ def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
 
 
 @contextmanager
-def summoned_parameters(parts: Parts) -> Iterator[None]:
+def summoned_parameters(parts: EngineParts) -> Iterator[None]:
     """Keep all weights of this rank gathered inside. Implements ``Engine.gathered``."""
     if why := lacks_room(parts):
         raise UsageError(f"gathered: {why}; without it each pass gathers Unit by Unit")
@@ -175,7 +175,7 @@ Which = str | nn.Parameter | nn.Module | Iterable[str | nn.Parameter | nn.Module
 
 @contextmanager
 def full_parameters(
-    parts: Parts, which: Which, write: bool, from_rank: int | None
+    parts: EngineParts, which: Which, write: bool, from_rank: int | None
 ) -> Iterator[dict[str, nn.Parameter]]:
     """Yield whole parameters by name, and take back their edits. Implements ``Engine.full_parameters``."""
     if which is None and (why := lacks_room(parts, parts.device if _is_cut(parts) else None)):
@@ -235,7 +235,7 @@ def full_parameters(
         )
 
 
-def _names_of(parts: Parts, which: Which) -> set[str]:
+def _names_of(parts: EngineParts, which: Which) -> set[str]:
     """Return the first names of the parameters that a user has selected.
 
     Raises:
@@ -279,7 +279,7 @@ def _places(bucket: BucketState, names: Collection[str] | None) -> list[int]:
     return [place for place, slot in slots if names is None or slot.name in names]
 
 
-def _summon(parts: Parts, names: Collection[str] | None = None) -> list[tuple[BucketState, list[int]]]:
+def _summon(parts: EngineParts, names: Collection[str] | None = None) -> list[tuple[BucketState, list[int]]]:
     """Gather the buckets of ``names`` (default: all).
 
     Returns:
@@ -302,7 +302,7 @@ def _send(group: Group, tensor: Tensor, root: int, what: str) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def are_alike(parts: Parts, tensors: Sequence[Tensor]) -> bool:
+def are_alike(parts: EngineParts, tensors: Sequence[Tensor]) -> bool:
     """Return whether all ranks hold the same bits. Collective."""
     world = parts.groups["world"]
     if world.size == 1:
@@ -317,7 +317,7 @@ def are_alike(parts: Parts, tensors: Sequence[Tensor]) -> bool:
     return are_equal(world.size, sums.tolist())
 
 
-def give_back(parts: Parts) -> None:
+def give_back(parts: EngineParts) -> None:
     """Give the model's parameters their weights back, when the engine closes.
 
     The parameters are whole over the data-parallel ranks, each in the dtype that it had before, as are buffers. A
@@ -331,7 +331,7 @@ def give_back(parts: Parts) -> None:
             bucket.weight.give_back([parts.spec.parameters[slot.name].dtype for slot in bucket.layout.slots])
 
 
-def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
+def state_dict(parts: EngineParts, trained_only: bool = False) -> dict[str, Tensor]:
     """Return copies of the whole parameters and buffers on the CPU. Implements ``Engine.state_dict``."""
     if not trained_only and (why := lacks_room(parts, torch.device("cpu"))):
         raise UsageError(
@@ -344,7 +344,7 @@ def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     return {plain_name(name): whole[name] for name in parts.spec.order if name in whole}
 
 
-def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
+def whole_parameters(parts: EngineParts, trained_only: bool = False) -> dict[str, Tensor]:
     """Return copies of the whole parameters on the CPU, tied parameters under each of their names."""
     whole = {
         info.name: tensor.detach().to("cpu", copy=True)
@@ -353,7 +353,7 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
     return {alias: whole[name] for alias, name in parts.spec.canonical.items() if name in whole}
 
 
-def each_parameter(parts: Parts, trained_only: bool = False) -> Iterator[tuple[TensorInfo, Tensor]]:
+def each_parameter(parts: EngineParts, trained_only: bool = False) -> Iterator[tuple[TensorInfo, Tensor]]:
     """Yield whole parameters one after the other, in the same order on all ranks. Collective.
 
     The buckets of one Unit are gathered at a time, so use a tensor before the next is requested.
@@ -380,7 +380,7 @@ def each_parameter(parts: Parts, trained_only: bool = False) -> Iterator[tuple[T
         yield info, assembled(parts, here, [info])[info.name]
 
 
-def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def whole_buffers(parts: EngineParts, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies on the CPU of the persistent buffers of all stages; ``held`` has the buffers of this rank."""
     whole: dict[str, Tensor] = {}
     stages = parts.stage_group
@@ -397,7 +397,7 @@ def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]
     return whole
 
 
-def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
+def load_state_dict(parts: EngineParts, given: Mapping[str, Tensor], strict: bool) -> None:
     """Load whole tensors; each rank writes only the elements that it owns. Implements ``Engine.load_state_dict``."""
     whole = parts.spec
     settle(parts, "load_state_dict")
@@ -410,7 +410,7 @@ def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> 
         )
     tensors = {whole.canonical[name]: tensor for name, tensor in given.items() if name in whole.canonical}
 
-    def elements(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def elements(slot: ParameterSlot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return tensors[slot.name].detach().reshape(-1)[start:stop].to(dtype)
 
     fill = StartWeights(elements, tensors).of_pieces(parts.slices).fill
@@ -423,7 +423,7 @@ def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> 
                 buffer.copy_(given[name])
 
 
-def _check_names(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
+def _check_names(parts: EngineParts, given: Mapping[str, Tensor], strict: bool) -> None:
     whole = parts.spec
     if others := [name for name, value in given.items() if not isinstance(value, Tensor)]:
         raise MismatchError(f"load_state_dict: expected tensors by name; {others[:5]} are none")
@@ -445,7 +445,7 @@ def _check_names(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> Non
         )
 
 
-def own_buffers(parts: Parts) -> dict[str, Tensor]:
+def own_buffers(parts: EngineParts) -> dict[str, Tensor]:
     """Return the model's buffers on this rank by name."""
     return {name: buffer for stage in parts.stages for name, buffer in stage.module.named_buffers()}
 
@@ -453,7 +453,9 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 # Whole tensors -----------------------------------------------------------------------------------------------------
 
 
-def assembled(parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo]) -> dict[str, Tensor]:
+def assembled(
+    parts: EngineParts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo]
+) -> dict[str, Tensor]:
     """Return whole tensors on every rank, put together over slices and stages.
 
     Args:
@@ -479,13 +481,13 @@ def assembled(parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInf
     return found
 
 
-def _is_cut(parts: Parts, infos: Sequence[TensorInfo] | None = None) -> bool:
+def _is_cut(parts: EngineParts, infos: Sequence[TensorInfo] | None = None) -> bool:
     """Return whether other ranks hold stages or slices of these tensors (default: of all parameters)."""
     wanted = parts.registry.of_kind("parameter") if infos is None else infos
     return parts.groups["model"].size > 1 or any(map(parts.slices.cut_axes, wanted))
 
 
-def _put_together(parts: Parts, info: TensorInfo, piece: Tensor, full: Tensor) -> None:
+def _put_together(parts: EngineParts, info: TensorInfo, piece: Tensor, full: Tensor) -> None:
     """Fill ``full`` from the pieces of all ranks of the stage, gathered over one axis after the other."""
     slices, gathered = parts.slices, piece.contiguous().view(-1)
     ranks: tuple[int, ...] = (slices.rank,)
@@ -500,7 +502,7 @@ def _put_together(parts: Parts, info: TensorInfo, piece: Tensor, full: Tensor) -
             whole.copy_(theirs)
 
 
-def take(parts: Parts, name: str, full: Tensor, piece: Tensor) -> None:
+def take(parts: EngineParts, name: str, full: Tensor, piece: Tensor) -> None:
     """Write this rank's part of ``full`` into ``piece``."""
     for theirs, mine in parts.slices.views(parts.registry.get("parameter", name), full, piece):
         mine.copy_(theirs)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import StepClock
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 class _HasClock(Protocol):
     @property
-    def clock(self) -> Clock: ...
+    def clock(self) -> StepClock: ...
 
 
 _E = TypeVar("_E", bound=_HasClock)
@@ -51,7 +51,7 @@ def _within_call(method: Callable[Concatenate[_E, _P], _T], meets: bool) -> Call
 
 
 @contextmanager
-def within(clock: Clock, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
+def within(clock: StepClock, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
     """Enter and leave ``context`` as a part of the collective call ``call``; the body is not a part of it."""
     with clock.within(call, meets=True):
         entered = context.__enter__()

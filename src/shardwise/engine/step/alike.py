@@ -23,16 +23,16 @@ from shardwise.base.errors import DataError, UsageError
 from shardwise.base.pytree import tensors_in
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.weighing import UNEVEN, are_uneven
-from shardwise.engine.step.end import Totals
+from shardwise.engine.step.end import StepTotals
 
 if TYPE_CHECKING:
-    from shardwise.engine.parts.parts import Parts
+    from shardwise.engine.parts.parts import EngineParts
 
 _BITS = 48
 """Bits of a fingerprint. The sum of one such number and zeros is exact in fp64."""
 
 
-class Fingerprint:
+class BatchFingerprint:
     """A hash of batches that are added one after another."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class LossTolerance(NamedTuple):
     """Largest absolute difference, for a loss whose terms cancel and that may be 0."""
 
 
-def loss_tolerance(parts: "Parts", config: RunConfig) -> LossTolerance:
+def loss_tolerance(parts: "EngineParts", config: RunConfig) -> LossTolerance:
     """Return the tolerance for the dtypes that the model computes in."""
     dtypes = {config.precision.dtypes(e.name, e.dtype).compute for e in parts.spec.parameters.values()}
     if config.precision.operations is not None or dtypes & {torch.bfloat16, torch.float16}:
@@ -102,7 +102,7 @@ def loss_tolerance(parts: "Parts", config: RunConfig) -> LossTolerance:
 
 
 def check_alike(
-    totals: Totals, duplicates: Literal["error", "allow"], finite: bool, tolerance: LossTolerance
+    totals: StepTotals, duplicates: Literal["error", "allow"], finite: bool, tolerance: LossTolerance
 ) -> None:
     """Check that ranks agree in the rates and losses, and have batches of their own, at the end of a step.
 

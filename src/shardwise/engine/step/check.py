@@ -47,19 +47,19 @@ from shardwise.base.user_hooks import is_users
 from shardwise.compose.module_steps import recompute_blocks
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.inputs import Loss, call_model, cast_inputs, find_loss
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import state
-from shardwise.engine.step.end import Totals
-from shardwise.engine.step.uncut import Uncut, give_hooks, hooked
+from shardwise.engine.step.end import StepTotals
+from shardwise.engine.step.uncut import UncutModel, give_hooks, hooked
 from shardwise.models.dropout import replace_dropout
 from shardwise.models.tiles import tile_foreign, tile_model
 from shardwise.observe.memory import available_bytes
 from shardwise.parallel.expert.apply import surround
 from shardwise.parallel.pipeline.stage_module import parts_of
 from shardwise.parallel.tensor.outputs import is_cache
-from shardwise.passes.draws import Begun
-from shardwise.passes.generators import Generators
-from shardwise.passes.replay import Replay
+from shardwise.passes.draws import PassStart
+from shardwise.passes.generators import RandomGenerators
+from shardwise.passes.replay import DrawReplay
 
 _log = logging.getLogger("shardwise")
 _TEXT_BYTES = 2000
@@ -84,7 +84,7 @@ class Tolerances(NamedTuple):
 
 
 @dataclass
-class _Output:
+class _CheckedOutput:
     """A tensor that a pass returned, its version then, and the gradient that reached it from outside."""
 
     tensor: Tensor
@@ -98,15 +98,15 @@ class _Output:
 
 
 @dataclass(eq=False)
-class _Pass:
+class _CheckedPass:
     """A forward pass with gradients: its arguments, its outputs and their gradients."""
 
     args: Any
     kwargs: Any
     autocast: tuple[bool, torch.dtype]
     microbatch: int = 0
-    begun: Begun | None = None
-    outputs: dict[str, _Output] = field(default_factory=dict)
+    begun: PassStart | None = None
+    outputs: dict[str, _CheckedOutput] = field(default_factory=dict)
     """The tensors that the pass returned, by their paths in the output."""
     nodes: set[Any] = field(default_factory=set)
     """Graph nodes of the outputs, at which the search for other paths to weights stops."""
@@ -118,7 +118,7 @@ class _Pass:
     """True if backward passes began at the loss that the pass returned."""
 
 
-class Check:
+class FirstStepCheck:
     """The comparison of one engine's first step with the uncut model.
 
     Args:
@@ -130,7 +130,12 @@ class Check:
     """
 
     def __init__(
-        self, parts: Parts, settings: RunConfig, loss: Loss | None, uncut: Uncut | None, recomputed: list[str]
+        self,
+        parts: EngineParts,
+        settings: RunConfig,
+        loss: Loss | None,
+        uncut: UncutModel | None,
+        recomputed: list[str],
     ):
         self._parts = parts
         self._settings = settings
@@ -138,8 +143,8 @@ class Check:
         self._uncut = uncut
         self._recomputed = recomputed
         self._buffers: dict[str, Tensor] = {}
-        self._running: list[_Pass] = []
-        self._passes: list[_Pass] = []
+        self._running: list[_CheckedPass] = []
+        self._passes: list[_CheckedPass] = []
         self._unknown = ""
         """The reason why the gradients of the step cannot be computed again; "" if they can."""
         self._handles: list[Any] = []
@@ -164,7 +169,7 @@ class Check:
         if any(is_cache(each) for each in (*args, *kwargs.values())):
             self._unknown = "a pass with gradients goes on from cached keys and values of a pass before"
         own_args, own_kwargs = tree_map_only(Tensor, _cloned, (args, dict(kwargs)))
-        self._running.append(_Pass(own_args, own_kwargs, cast))
+        self._running.append(_CheckedPass(own_args, own_kwargs, cast))
 
     def returned(self, output: Any, microbatch: int) -> Any:
         """Record the output of the pass, and return it with hooks that record the gradients which reach it."""
@@ -182,7 +187,7 @@ class Check:
                 return value
             if id(value) not in seen:
                 twin = seen[id(value)] = value.view_as(value)
-                held = run.outputs[paths[id(value)]] = _Output(value.detach(), value._version)
+                held = run.outputs[paths[id(value)]] = _CheckedOutput(value.detach(), value._version)
                 self._handles.append(twin.register_hook(held.add))
                 run.nodes.add(twin.grad_fn)
             return seen[id(value)]
@@ -228,7 +233,7 @@ class Check:
             run.microbatch, run.begun = i, begun.get(i)
         self._count(list(self._running), weights, scales)
 
-    def _count(self, runs: Sequence[_Pass], weights: Sequence[float], scales: Sequence[float]) -> None:
+    def _count(self, runs: Sequence[_CheckedPass], weights: Sequence[float], scales: Sequence[float]) -> None:
         for run, weight, scale in zip(runs, weights, scales, strict=False):
             run.weight, run.scale = weight, scale
             self._passes.append(run)
@@ -243,7 +248,7 @@ class Check:
     def meets_the_cut_model(self) -> None:
         """Stop the comparison if the engine's own model is called while only the uncut model should run."""
         if self._runs_uncut:
-            raise _LeftOut("the loss function calls the engine's model, not the one that it is given")
+            raise _NotComparable("the loss function calls the engine's model, not the one that it is given")
 
     def forget(self) -> None:
         """Drop what was recorded, because the step begins again."""
@@ -259,7 +264,7 @@ class Check:
 
     # Before the update -----------------------------------------------------------------------------------------
 
-    def compare(self, step: int, totals: Totals, divisor: float) -> None:
+    def compare(self, step: int, totals: StepTotals, divisor: float) -> None:
         """Compare the step with the uncut model. Collective.
 
         Args:
@@ -284,7 +289,7 @@ class Check:
                     whole = self._filled(weights)
                     with self._alone():
                         loss, kind = self._run(whole, step, divisor / totals.weight)
-                except _LeftOut as error:
+                except _NotComparable as error:
                     reason = str(error)
                 except UsageError as error:
                     problem = f"the loss function fails on the uncut model: {error}"
@@ -403,7 +408,7 @@ class Check:
             unit: factor of the loss of a microbatch of weight 1.
         """
         assert self._uncut is not None and self._uncut.exchanged is not None, "this rank compares"
-        replay, device = Replay(), self._parts.device
+        replay, device = DrawReplay(), self._parts.device
         dtype = torch.float32 if self._is_low else self._settings.precision.compute_dtype
         self._equip(model, replay, dtype)
         loss_of = None if self._loss is None else self._uncut.exchanged.function(self._loss, False)
@@ -416,7 +421,7 @@ class Check:
                 if not run.weight:  # no labels: its mean loss may be 0 / 0
                     continue
                 seen, place = (
-                    _Dtypes(),
+                    _DtypeRecorder(),
                     self._parts.passes.place(step, run.microbatch, (run.args, run.kwargs)),
                 )
                 with ExitStack() as stack:
@@ -449,7 +454,7 @@ class Check:
                         torch.autograd.backward(ends, gradients, inputs=trained)
         return total, problem
 
-    def _equip(self, model: nn.Module, replay: Replay, dtype: torch.dtype | None) -> None:
+    def _equip(self, model: nn.Module, replay: DrawReplay, dtype: torch.dtype | None) -> None:
         """Give the uncut model the dropout, the tiles, the recomputation and the casts of inputs of the real model."""
         replace_dropout(model, self._settings.train.seed, replay)
         surround(model, self._settings.train.seed, replay)
@@ -466,7 +471,7 @@ class Check:
         run: Any = self._parts.stages[-1].run
         return [] if run is None else list(run.__self__.all_blocks)
 
-    def _ends(self, output: Any, run: _Pass, factor: float) -> tuple[list[Tensor], list[Tensor], str]:
+    def _ends(self, output: Any, run: _CheckedPass, factor: float) -> tuple[list[Tensor], list[Tensor], str]:
         """Return where the copy's backward pass begins, the gradients at these tensors, and a difference, in words."""
         ends, gradients, problem = [], [], ""
         tensors = dict(tensors_by_path(output))
@@ -499,7 +504,7 @@ class Check:
         return ends, gradients, problem
 
     def _difference(
-        self, model: nn.Module, got: Mapping[str, Tensor], loss: float, totals: Totals, divisor: float
+        self, model: nn.Module, got: Mapping[str, Tensor], loss: float, totals: StepTotals, divisor: float
     ) -> str:
         """Return the first difference from the uncut model in words, "" if there is none.
 
@@ -631,7 +636,7 @@ class Check:
             traffic.sequence = sequence
 
 
-class _Dtypes(TorchFunctionMode):
+class _DtypeRecorder(TorchFunctionMode):
     """A mode that records the dtypes which torch's functions return."""
 
     def __init__(self) -> None:
@@ -651,7 +656,7 @@ class _Dtypes(TorchFunctionMode):
         return result
 
 
-class _LeftOut(Exception):
+class _NotComparable(Exception):
     """The models cannot be compared; the message is the reason."""
 
 
@@ -675,7 +680,7 @@ def _reaches(loss: Tensor, stop: set[Any], parameters: set[int]) -> bool:
 
 
 @contextmanager
-def _generators_kept(generators: Generators) -> Iterator[None]:
+def _generators_kept(generators: RandomGenerators) -> Iterator[None]:
     """Restore the states of the random generators at the end of the context."""
     before = generators.states()
     try:

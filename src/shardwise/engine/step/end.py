@@ -8,10 +8,11 @@
              follow the step (engine/parts/followers.py);
              a second all-reduce runs over the ranks that share a model, which also compare their losses;
              then all ranks decide alike: scale, clip, or skip
-    DIRECT   of each Unit whose optimizer looks at whole tensors: moments and directions; then
-    TRUST    the norms of whole tensors                                      (engine/step/whole_norms.py)
-    DEAL     whole matrices to their owners, and back                        (engine/step/whole_matrices.py)
-    ADOPT    of each Unit, if updates count one step late: its weights become those of the update before; also if this
+    DIRECTION  of each Unit whose optimizer looks at whole tensors: moments and directions; then
+    TRUST_RATIO  the norms of whole tensors                                      (engine/step/whole_norms.py)
+    ALL_TO_ALL  whole matrices to their owners, and back                        (engine/step/whole_matrices.py)
+    SWAP_WEIGHT  of each Unit, if updates count one step late: its weights become those of the update before; also if
+    this
              step is skipped
     STEP     of each Unit: update masters and moments, round into the weights; on another tier than the device, with
              LOAD and STORE, on a thread of its own                          (tiers/tier.py)
@@ -35,14 +36,14 @@ from torch import Tensor
 from shardwise.base.errors import CommError
 from shardwise.comm.equality import are_equal, differ, terms
 from shardwise.engine.parts.followers import BucketSquares
-from shardwise.engine.parts.parts import Parts, Trained
+from shardwise.engine.parts.parts import EngineParts, TrainedBucket
 from shardwise.engine.parts.sums import Number, read, summed
 from shardwise.engine.step.whole_matrices import WholeMatrices
 from shardwise.engine.step.whole_norms import WholeNorms
 from shardwise.memory.streams import reached, to_be_written, to_host
 from shardwise.optim.clip import mean_norm, share, square_sum
-from shardwise.optim.flat import Factor, FlatOptimizer
-from shardwise.optim.two_pass import Whole
+from shardwise.optim.flat import DirectionFactor, FlatOptimizer
+from shardwise.optim.two_pass import WholeTensor
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
 from shardwise.plan.trace import Trace, recorded
@@ -97,7 +98,7 @@ class StepResult(NamedTuple):
         return "  ".join([*said, *self.divergences])
 
 
-class Local(NamedTuple):
+class LocalTotals(NamedTuple):
     """The numbers that this rank contributes at the end of a step."""
 
     weight: Number
@@ -113,10 +114,10 @@ class Local(NamedTuple):
     draws: bool = False
     """True if passes have drawn from random generators of torch, Python or numpy."""
     guesses: Sequence[float] = (0.0,) * 5
-    """Sums over microbatches whose weights are guessed (``engine.weighing.Guesses``)."""
+    """Sums over microbatches whose weights are guessed (``engine.weighing.WeightGuesses``)."""
 
 
-class Totals(NamedTuple):
+class StepTotals(NamedTuple):
     """The numbers of a step over all ranks, as the small all-reduces return them."""
 
     weight: float
@@ -138,13 +139,13 @@ class Totals(NamedTuple):
     """Sums over all ranks' microbatches whose weights are guessed."""
 
 
-def finish_reductions(trained: Sequence[Trained]) -> None:
+def finish_reductions(trained: Sequence[TrainedBucket]) -> None:
     """Wait for the reductions that REDUCE began in the backward pass; a second call does nothing."""
     for bucket, _ in trained:
         bucket.gradient.finish_reduce()
 
 
-def _squares_of(parts: Parts, bucket: BucketState) -> list[Tensor]:
+def _squares_of(parts: EngineParts, bucket: BucketState) -> list[Tensor]:
     """Return Σ g² of each range of a bucket that this rank counts."""
     ranges = parts.shared.counted(bucket)
     # Ranks that hold copies of the same elements each sum one part, or the elements would count several times.
@@ -152,8 +153,10 @@ def _squares_of(parts: Parts, bucket: BucketState) -> list[Tensor]:
 
 
 def exchange(
-    parts: Parts, local: Local, known: Mapping[BucketState, Sequence[Tensor]] = MappingProxyType({})
-) -> Totals:
+    parts: EngineParts,
+    local: LocalTotals,
+    known: Mapping[BucketState, Sequence[Tensor]] = MappingProxyType({}),
+) -> StepTotals:
     """Sum the numbers of a step over the data-parallel ranks, then over the ranks that share a model.
 
     Args:
@@ -224,7 +227,7 @@ def exchange(
         if follower.name:
             follower.settle(found[follower.name], above.get(follower.name))
     squared, weight, loss, flags = above.get("sums", found["sums"])
-    totals = Totals(
+    totals = StepTotals(
         squares=squared,
         weight=weight,
         loss=loss,
@@ -246,7 +249,7 @@ def exchange(
     )
 
 
-def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _over_model(parts: EngineParts, local: LocalTotals, total: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sum the numbers that differ between the ranks that share a model.
 
     Each of these ranks holds a part of the gradients, and the last stage the loss.
@@ -271,12 +274,12 @@ def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict
     return summed(parts.groups["model"], own, "the gradient norm over the model", parts.device)
 
 
-def gradient_norm(totals: Totals, divisor: float) -> float:
+def gradient_norm(totals: StepTotals, divisor: float) -> float:
     """Return the norm of the mean gradient, whose sums are divided by ``divisor``; NaN or infinite if a gradient is."""
     return mean_norm(totals.squares, totals.weight, divisor)
 
 
-class Update(NamedTuple):
+class UpdateDecision(NamedTuple):
     """The decision of all ranks about how STEP changes the masters."""
 
     divisor: float
@@ -289,14 +292,14 @@ class Update(NamedTuple):
     """Number of updates before this update."""
 
 
-class StepEnd:
-    """The handlers of the Actions that end a step: SUM, NORM, DIRECT, TRUST, DEAL, ADOPT, LOAD, STEP and STORE."""
+class StepEndHandlers:
+    """The handlers of the Actions that end a step, from SUM to STORE (see the module's docstring)."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: EngineParts):
         self._parts = parts
         states = [state for hooks in parts.hooks for state in hooks.states]
         unit_of = {bucket: unit for unit, state in enumerate(states) for bucket in state.buckets}
-        self._units: dict[int, list[tuple[Trained, int]]] = {}
+        self._units: dict[int, list[tuple[TrainedBucket, int]]] = {}
         """Trained buckets by Unit of the rank's list, each with the index of its first parameter among all."""
         place = 0
         for trained in parts.trained:
@@ -308,11 +311,11 @@ class StepEnd:
         self._waits_at_end = any(state.strategy.waits_at_end for state in states)
         self._has_norms = bool(parts.registry.needs("norm"))
         self._matrices = WholeMatrices(parts.trained, parts.slices, parts.stage_peers, parts.device)
-        self.local: Local | None = None
+        self.local: LocalTotals | None = None
         """Numbers that this rank contributes to NORM."""
-        self.totals: Totals | None = None
+        self.totals: StepTotals | None = None
         """Numbers over all ranks, which NORM has found."""
-        self.update: Update | None = None
+        self.update: UpdateDecision | None = None
         """Factors and rates that STEP applies."""
         self._squares: dict[BucketState, list[Tensor]] = {}
         """Σ g² of gradients that have left the device."""
@@ -355,21 +358,21 @@ class StepEnd:
         bucket.gradient.leave()
 
     @recorded
-    def direct(self, action: Action) -> None:
-        """Run DIRECT: the first half of one Unit's updates, for optimizers that look at whole tensors."""
+    def direction(self, action: Action) -> None:
+        """Run DIRECTION: the first half of one Unit's updates, for optimizers that look at whole tensors."""
         for (bucket, optimizer), place in self._units[action.unit]:
             if optimizer.needs != "elements":
                 optimizer.direct(bucket.gradient.owned, *self._told(bucket, place))
 
     @recorded
-    def trust(self, action: Action) -> None:
-        """Run TRUST: compute the norms of whole tensors."""
-        self._norms.trust()
+    def trust_ratio(self, action: Action) -> None:
+        """Run TRUST_RATIO: compute the norms of whole tensors."""
+        self._norms.trust_ratio()
 
     @recorded
-    def deal(self, action: Action) -> None:
-        """Run DEAL: send whole matrices to their owners, and the updates back."""
-        self._matrices.deal()
+    def all_to_all(self, action: Action) -> None:
+        """Run ALL_TO_ALL: send whole matrices to their owners, and the updates back."""
+        self._matrices.all_to_all()
 
     @recorded
     def step(self, action: Action) -> None:
@@ -428,10 +431,10 @@ class StepEnd:
         bucket.weight.begin_update(begin)
 
     @recorded
-    def adopt(self, action: Action) -> None:
-        """Run ADOPT: let a Unit's weights become the result of the previous step's update."""
+    def swap_weight(self, action: Action) -> None:
+        """Run SWAP_WEIGHT: let a Unit's weights become the result of the previous step's update."""
         for (bucket, _), _ in self._units[action.unit]:
-            bucket.weight.adopt()
+            bucket.weight.swap()
 
     @recorded
     def load(self, action: Action) -> None:
@@ -466,14 +469,14 @@ class StepEnd:
         used = self.totals.used[place : place + len(bucket.parameters)]
         return self.update.divisor, self.update.rates, unused_ranges(bucket, used)
 
-    def _factors(self, bucket: BucketState, optimizer: FlatOptimizer) -> Iterator[Factor]:
+    def _factors(self, bucket: BucketState, optimizer: FlatOptimizer) -> Iterator[DirectionFactor]:
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             whole = (
                 self._norms.of(slot.name)
                 if optimizer.needs == "norm"
-                else Whole(self._parts.registry.get("master", slot.name).shape)
+                else WholeTensor(self._parts.registry.get("master", slot.name).shape)
             )
-            yield Factor(local, local + stop - start, optimizer.factor(whole))
+            yield DirectionFactor(local, local + stop - start, optimizer.factor(whole))
 
     def check_waits(self) -> None:
         """Record a divergence for updates that the step should have waited for, but no WAIT of the list did."""

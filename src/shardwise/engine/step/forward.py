@@ -11,14 +11,14 @@ from torch import Tensor
 
 from shardwise.base.errors import UsageError
 from shardwise.base.pytree import tensors_in
-from shardwise.data.evaluation import Weighted
+from shardwise.data.evaluation import WeightedBatch
 from shardwise.engine.parts.inputs import Loss, apply, call_model, cast_inputs, find_loss
 from shardwise.engine.parts.metrics import are_alike
-from shardwise.engine.parts.parts import Parts
-from shardwise.engine.parts.weighing import Weighing
+from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.parts.weighing import MicrobatchWeights
 from shardwise.engine.state.state import settle
-from shardwise.engine.step.nonfinite import Look
-from shardwise.engine.step.pipeline import Pipeline
+from shardwise.engine.step.nonfinite import NonFiniteProbe
+from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.engine.step.record import StepInputs
 from shardwise.parallel.tensor.log_probs import log_probs_of
 
@@ -40,7 +40,7 @@ def _words_of(value: Any) -> str:
     return repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
-class Forward:
+class ForwardRunner:
     """Runs the forward passes of one engine.
 
     Args:
@@ -54,11 +54,11 @@ class Forward:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: EngineParts,
         loss: Loss | None,
-        pipeline: Pipeline | None,
+        pipeline: PipelineRunner | None,
         record: StepInputs,
-        weighing: Weighing,
+        weighing: MicrobatchWeights,
         discards: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._parts = parts
@@ -107,7 +107,7 @@ class Forward:
                 return call_model(self._parts.model, self._loss, args[0], self._parts.device)
             return self._parts.model(*args, **kwargs)
 
-    def again(self, look: Look) -> None:
+    def again(self, look: NonFiniteProbe) -> None:
         """Run the passes of the running step again, without gradients, and pass batches and losses to ``look``."""
         if self._pipeline is not None:
             self._pipeline.look_again([args[0] for args, _ in self._record.passes.values()], look)
@@ -178,7 +178,7 @@ class Forward:
             )
         batch, weight = pair
         if isinstance(
-            pair, Weighted
+            pair, WeightedBatch
         ):  # an item of evaluation_loader: weight is its number of samples, 0 if the batch only fills up
             counted = self._weighing.of_batch(batch) if weight else 0.0
             return batch, float(weight if counted is None else counted)

@@ -1,18 +1,18 @@
 """KeysAhead: the exchange of a step's keys in a thread, ahead of the step.
 
-The thread finds the features of a step, agrees with the other ranks on the exchange, and runs the step's ASKs.
+The thread finds the features of a step, agrees with the other ranks on the exchange, and runs the step's INPUT_DISTs.
 
     the step's list     F(0,0) FETCH(t,0) ... F(0,1) FETCH(t,1) ...        the Plan's
-    run ahead           ASK(t,0) ASK(t,1)                                  plan/lists.py: keys_ahead
+    run ahead           INPUT_DIST(t,0) INPUT_DIST(t,1)                           plan/lists.py: keys_ahead
 
 The list follows the order in force when the caller requested the step, with as many microbatches as the step has. A
 separate walker runs it through the handlers of the step's own walker. The Actions that ran are recorded in the trace of
 the step that uses the keys (``Trace.ahead``).
 
-[Note: ranks that fail] Before each step all ranks exchange whether they have the step, and which ASKs they will run. If
-a rank has no step, because its reader failed or its data ended early, or if ranks would run different ASKs, all ranks
-stop at that step. A batch that one rank's tables refuse ends the step on all ranks (embedding/collection.py). If a rank
-dies, the transport's deadline ends the exchange on the others.
+[Note: ranks that fail] Before each step all ranks exchange whether they have the step, and which INPUT_DISTs they will
+run. If a rank has no step, because its reader failed or its data ended early, or if ranks would run different
+INPUT_DISTs, all ranks stop at that step. A batch that one rank's tables refuse ends the step on all ranks
+(embedding/collection.py). If a rank dies, the transport's deadline ends the exchange on the others.
 
 Cost: one exchange of four numbers per rank and step, beside the keys.
 """
@@ -29,24 +29,24 @@ from shardwise.base.errors import CommError, DataError
 from shardwise.base.words import named_ranks
 from shardwise.comm.exchange import share
 from shardwise.engine.parts.inputs import cast_inputs
-from shardwise.engine.parts.parts import Parts
-from shardwise.engine.step.step_source import Step
+from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.step.step_source import ReadStep
 from shardwise.memory.streams import beside
-from shardwise.observe.lanes_picture import Lanes
-from shardwise.parallel.embedding.ahead import Features, Found, Reader, find_features
+from shardwise.observe.lanes_picture import LaneRecorder
+from shardwise.parallel.embedding.ahead import BatchFeatures, FeatureReader, Features, find_features
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
 
 Asks = Callable[[int], Sequence[Action]]
-"""Function that returns the ASKs for a number of microbatches (``ActionLists.asks``)."""
+"""Function that returns the INPUT_DISTs for a number of microbatches (``ActionLists.asks``)."""
 
 _HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
 _UNKNOWN = -1
 
 
-class _Word(NamedTuple):
+class _KeysSummary(NamedTuple):
     """A rank's summary of a step, as numbers that the ranks compare."""
 
     state: int
@@ -67,23 +67,23 @@ class KeysAhead:
         depth: number of steps ahead; 0 if there is no thread.
     """
 
-    def __init__(self, parts: Parts, lanes: Lanes | None, depth: int):
+    def __init__(self, parts: EngineParts, lanes: LaneRecorder | None, depth: int):
         self._parts = parts
         self._lanes = lanes
         sent = self._collections[0].placed.keys_group.traffic if self._collections else None
-        self._walker = Walker({Kind.ASK: self.ask}, Trace(sent, parts.walker.trace.clock))
+        self._walker = Walker({Kind.INPUT_DIST: self.input_dist}, Trace(sent, parts.walker.trace.clock))
         self.stream = beside(parts.device) if depth else None
         """Stream of the thread on an accelerator, else None."""
 
     @torch.no_grad()
-    def prepared(self, read: Callable[[], Step | None], asks: Asks) -> Step | None:
+    def prepared(self, read: Callable[[], ReadStep | None], asks: Asks) -> ReadStep | None:
         """Return the next step with its keys exchanged, None behind the last step.
 
         Collective: every rank calls this once for every job, also if an error has occurred.
 
         Args:
             read: returns the next step, or None behind the last one.
-            asks: returns the ASKs for a number of microbatches.
+            asks: returns the INPUT_DISTs for a number of microbatches.
 
         Raises:
             DataError: if not all ranks have a step, or their steps differ in features.
@@ -99,9 +99,9 @@ class KeysAhead:
             stopped = time.perf_counter()
         except Exception:
             with contextlib.suppress(CommError):
-                self._agree(_Word(_FAILED))
+                self._agree(_KeysSummary(_FAILED))
             raise
-        refusal = self._agree(_Word(_HAS_NONE) if found is None else self._word_of(found, actions))
+        refusal = self._agree(_KeysSummary(_HAS_NONE) if found is None else self._word_of(found, actions))
         if refusal:
             raise DataError(refusal)
         if step is None or found is None:
@@ -121,15 +121,15 @@ class KeysAhead:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the list of ASKs."""
+        """The trace of the list of INPUT_DISTs."""
         return self._walker.trace
 
     @recorded
-    def ask(self, action: Action) -> None:
-        """Run ASK: send the keys of one microbatch to the owners of their rows."""
-        self._parts.program.tables.ask(action)
+    def input_dist(self, action: Action) -> None:
+        """Run INPUT_DIST: send the keys of one microbatch to the owners of their rows."""
+        self._parts.program.tables.input_dist(action)
 
-    def _walk(self, found: Found, actions: Sequence[Action]) -> None:
+    def _walk(self, found: BatchFeatures, actions: Sequence[Action]) -> None:
         units = self._parts.program.tables
         units.at_hand = found
         try:
@@ -138,8 +138,8 @@ class KeysAhead:
         finally:
             units.at_hand = None
 
-    def _actions(self, found: Found, asks: Asks) -> list[Action]:
-        """Return the step's ASKs of the collections whose features were found."""
+    def _actions(self, found: BatchFeatures, asks: Asks) -> list[Action]:
+        """Return the step's INPUT_DISTs of the collections whose features were found."""
         asked = {each: len(found.read_by(each)) for each in self._collections}
         collection = self._parts.program.tables.collection
         row = asks(max(asked.values(), default=0))
@@ -148,7 +148,7 @@ class KeysAhead:
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.stream is None else self.stream
 
-    def _find(self, batches: Any) -> Found:
+    def _find(self, batches: Any) -> BatchFeatures:
         device, dtype = self._parts.device, self._parts.config.precision.compute_dtype
 
         def cast(features: Features) -> Features:
@@ -157,12 +157,12 @@ class KeysAhead:
 
         return find_features(cast_inputs(batches, device, None), self._collections, cast)
 
-    def _word_of(self, found: Found, actions: Sequence[Action]) -> _Word:
-        places: dict[Reader, int] = {each: place for place, each in enumerate(self._collections)}
+    def _word_of(self, found: BatchFeatures, actions: Sequence[Action]) -> _KeysSummary:
+        places: dict[FeatureReader, int] = {each: place for place, each in enumerate(self._collections)}
         readers = [[places[reader] for reader in each.readers] for each in found.mappings]
         missing = self._features.index(found.missing[0]) if found.missing else _UNKNOWN
         will_do = " ".join(map(str, (readers, *actions)))
-        return _Word(_HAS_STEP, sum(map(len, readers)), zlib.crc32(will_do.encode()), missing)
+        return _KeysSummary(_HAS_STEP, sum(map(len, readers)), zlib.crc32(will_do.encode()), missing)
 
     @property
     def _collections(self) -> list[EmbeddingCollection]:
@@ -173,7 +173,7 @@ class KeysAhead:
         """Names of the features of all collections, in an order that is equal on all ranks."""
         return [name for each in self._collections for name in each.feature_names]
 
-    def _agree(self, word: _Word) -> str:
+    def _agree(self, word: _KeysSummary) -> str:
         """Return why the ranks cannot exchange this step, "" if they can. Collective.
 
         The ranks must all have a step with the same features, or all be at the end.
@@ -182,7 +182,7 @@ class KeysAhead:
             return ""
         group = self._collections[0].placed.keys_group
         told = share(torch.tensor([word] * group.size), group, "whether there is a step")[:, 0].tolist()
-        words = {rank: _Word(*each) for rank, each in zip(group.ranks, told, strict=True)}
+        words = {rank: _KeysSummary(*each) for rank, each in zip(group.ranks, told, strict=True)}
         failed = [rank for rank, each in words.items() if each.state == _FAILED]
         if failed:
             return f"prefetch: {named_ranks(failed)} could not read a part of a step and said why; all ranks stop at it"
@@ -196,7 +196,7 @@ class KeysAhead:
             return ""
         return "prefetch: ranks differ in the features of a step: " + self._difference(words)
 
-    def _difference(self, words: Mapping[int, _Word]) -> str:
+    def _difference(self, words: Mapping[int, _KeysSummary]) -> str:
         most = max(each.asked for each in words.values())
         fewer = {rank: each for rank, each in words.items() if each.asked < most}
         said = [

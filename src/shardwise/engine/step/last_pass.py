@@ -7,12 +7,12 @@ the caller asks for the gradients or for the update; the reductions of that pass
 import torch
 
 from shardwise.base.errors import UsageError
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.step.end import finish_reductions
 from shardwise.plan.action import Kind
 
 
-def end_passes(parts: Parts) -> None:
+def end_passes(parts: EngineParts) -> None:
     """End the backward passes of this step: nothing more is added to its gradients.
 
     The step's list ends with the last pass. If that pass was not known to be the last one, its Units are reduced now. A
@@ -33,7 +33,7 @@ def end_passes(parts: Parts) -> None:
     step.is_summed = True
 
 
-def settled_divisor(parts: Parts) -> float:
+def settled_divisor(parts: EngineParts) -> float:
     """Sum all gradients where their masters lie, and return the divisor that turns the sums into means. Collective.
 
     Raises:

@@ -21,7 +21,7 @@ from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import taken
 from shardwise.observe.metrics import NO_SCALARS, ClickRecord, Record, Sink, StepRecord
 from shardwise.observe.progress import PrintedLines, open_progress
-from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
+from shardwise.observe.sinks import AllSinks, MetricNames, MonitorPolicy, open_sinks
 from shardwise.optim.schedule_policy import RangeTestPolicy
 from shardwise.parallel.expert.loads import ExpertSummary
 from shardwise.plan.trace import Trace
@@ -42,7 +42,7 @@ class Monitor:
         self._total_steps = _total_steps(config)
         self._asked = config.monitor.asked()
         self._watches = is_main and not self._asked.is_silent
-        self._sinks = Sinks([], [])
+        self._sinks = AllSinks([], [])
         self._close = LEFTOVERS.keep(self, self._sinks.close, at_exit=True)
         self._last: tuple[int, float] | None = None
         """Number of the last step that was recorded, and the time of its end."""
@@ -185,17 +185,17 @@ def _total_steps(config: RunConfig) -> int | None:
     return config.train.steps
 
 
-def _naming(config: RunConfig) -> Naming:
+def _naming(config: RunConfig) -> MetricNames:
     monitor, samples = config.monitor, config.batch.global_size
     columns = {*StepRecord._fields, *ClickRecord._fields} - NO_SCALARS
     for column in monitor.tags:
         if column not in columns:
             raise ConfigError(f"monitor.tags: metrics.csv has no column {column!r}{nearest(column, columns)}")
     if monitor.axis == "steps":
-        return Naming(monitor.tags)
+        return MetricNames(monitor.tags)
     if samples is None:
         raise ConfigError(
             "monitor.axis: samples cannot be counted without a batch size; give batch.global_size or batch.micro_size, "
             "or axis: steps"
         )
-    return Naming(monitor.tags, samples)
+    return MetricNames(monitor.tags, samples)

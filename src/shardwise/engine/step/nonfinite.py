@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.base.errors import CommError
 from shardwise.base.pytree import tensors_in
-from shardwise.engine.parts.parts import Parts, Stage
+from shardwise.engine.parts.parts import EngineParts, Stage
 from shardwise.engine.parts.weighing import IGNORE, labels_in
 
 _TEXT_BYTES = 2000
@@ -27,7 +27,7 @@ _ABSENT, _BEFORE, _AFTER = -2, -1, 1 << 40
 """Stages of an absent value, of a batch and of a loss: before and after all others."""
 
 
-class _Found(NamedTuple):
+class _NonFiniteValue(NamedTuple):
     """A place where a value is not finite; compared in the order of the fields."""
 
     stage: int
@@ -36,13 +36,13 @@ class _Found(NamedTuple):
     text: str
 
 
-class Look:
+class NonFiniteProbe:
     """A record of the values that are not finite in the passes that run while its hooks are in place."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: EngineParts):
         self._parts = parts
         self._calls = 0
-        self.found: list[_Found] = []
+        self.found: list[_NonFiniteValue] = []
         self.microbatch = 0
         """The running microbatch; in a pipeline the stage's hooks have it."""
 
@@ -50,7 +50,7 @@ class Look:
         """Begin a microbatch, and note its batch if it is not finite."""
         self.microbatch = microbatch
         if not _is_finite(batch):
-            self.found.append(_Found(_BEFORE, microbatch, 0, "its batch holds NaN or infinity"))
+            self.found.append(_NonFiniteValue(_BEFORE, microbatch, 0, "its batch holds NaN or infinity"))
 
     def loss(self, microbatch: int, loss: Any, batch: Any) -> None:
         """Note the loss of ``batch``, if it is not finite."""
@@ -62,10 +62,10 @@ class Look:
                 f"its batch has no counted label (all {labels.numel()} are {IGNORE}), so that its loss is a mean of "
                 "nothing: divide by the number of labels, kept from 0 with clamp_min(1), or leave the batch out"
             )
-            self.found.append(_Found(_BEFORE, microbatch, 0, text))
+            self.found.append(_NonFiniteValue(_BEFORE, microbatch, 0, text))
         else:
             text = "the loss is the first value that is not finite"
-            self.found.append(_Found(_AFTER, microbatch, 0, text))
+            self.found.append(_NonFiniteValue(_AFTER, microbatch, 0, text))
 
     def hook(self, stage: Stage, name: str) -> Callable[..., None]:
         """Return a forward hook that notes an output of module ``name`` if it is not finite."""
@@ -76,19 +76,19 @@ class Look:
                 inputs = "" if _is_finite((args, kwargs)) else "; its inputs are not finite either"
                 text = f"the first module with a non-finite output is {name!r}{inputs}"
                 microbatch = self.microbatch if stage.run is None else stage.hooks.microbatch
-                self.found.append(_Found(stage.index, microbatch, self._calls, text))
+                self.found.append(_NonFiniteValue(stage.index, microbatch, self._calls, text))
 
         return look
 
 
-def origin(parts: Parts, run: Callable[[Look], None]) -> str:
+def origin(parts: EngineParts, run: Callable[[NonFiniteProbe], None]) -> str:
     """Return a sentence about the first value that is not finite, the same on all ranks. Collective.
 
     Args:
         parts: The running parts of the engine.
         run: Repeats the forward passes of the step.
     """
-    look = Look(parts)
+    look = NonFiniteProbe(parts)
     handles = [
         module.register_forward_hook(look.hook(stage, name), with_kwargs=True)
         for stage in parts.stages
@@ -102,7 +102,7 @@ def origin(parts: Parts, run: Callable[[Look], None]) -> str:
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         text = f"the same passes again, in which what is absent is marked, ended with {said}"
-        look.found.append(_Found(_ABSENT, look.microbatch, 0, text))
+        look.found.append(_NonFiniteValue(_ABSENT, look.microbatch, 0, text))
     finally:
         for handle in handles:
             handle.remove()
@@ -126,7 +126,7 @@ def _computed_here(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
             yield name or "(root)", module
 
 
-def _agreed(parts: Parts, mine: _Found | None) -> str:
+def _agreed(parts: EngineParts, mine: _NonFiniteValue | None) -> str:
     """Return the sentence of the earliest of all ranks' findings."""
     world = parts.groups["world"]
     rows = torch.zeros(world.size, 4, dtype=torch.float64, device=parts.device)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError, UsageError
-from shardwise.comm.peers import Peers
+from shardwise.comm.peers import PointToPoint
 from shardwise.engine.parts.inputs import Loss, call_model, cast_inputs, find_loss
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.parts.pass_context import rows_of
 from shardwise.engine.parts.sums import Number, filled_like, number_of
-from shardwise.engine.parts.weighing import Weighing
-from shardwise.engine.step.check import Check
-from shardwise.engine.step.nonfinite import Look
+from shardwise.engine.parts.weighing import MicrobatchWeights
+from shardwise.engine.step.check import FirstStepCheck
+from shardwise.engine.step.nonfinite import NonFiniteProbe
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.layers import Layers, brought_in
@@ -44,10 +44,10 @@ _CHUNK = 8
 """Batches of an evaluation in one walk, per rank: at most 1/9 of the walk is idle while it fills and drains."""
 
 
-class Pipeline:
+class PipelineRunner:
     """The walks of one rank through the stages of a pipeline: training steps, evaluations and predictions."""
 
-    def __init__(self, parts: Parts, policy: PipelinePolicy, loss: Loss | None, peers: Peers):
+    def __init__(self, parts: EngineParts, policy: PipelinePolicy, loss: Loss | None, peers: PointToPoint):
         self._parts = parts
         self._policy = policy
         self._loss = loss
@@ -65,7 +65,11 @@ class Pipeline:
     # A step ----------------------------------------------------------------------------------------------------
 
     def accumulate(
-        self, batches: Sequence[Any], weights: Sequence[float] | None, weighing: Weighing, check: Check | None
+        self,
+        batches: Sequence[Any],
+        weights: Sequence[float] | None,
+        weighing: MicrobatchWeights,
+        check: FirstStepCheck | None,
     ) -> bool:
         """Run the forward and backward passes of all microbatches of a step.
 
@@ -79,8 +83,7 @@ class Pipeline:
             True if every rank was given whole batches.
 
         Raises:
-            UsageError: if the step before was interrupted in its middle, or if a rank lacks a part that its stages
-                read.
+            UsageError: if the step before was interrupted, or if a rank lacks a part that its stages read.
         """
         if self._parts.walker.has_begun:
             raise UsageError(
@@ -108,7 +111,7 @@ class Pipeline:
         if check is not None:
             for batch in batches:
                 check.sees((batch,), {})
-        runner = _Training(
+        runner = _PipelineTraining(
             self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1, self._rows
         )
         likes = self._likes(batches, "train") if is_whole else ()
@@ -158,7 +161,7 @@ class Pipeline:
         self._rows, each[:] = [int(count) for count in columns[2]], columns[3]
         return bool(everything == group.size * len(batches))
 
-    def look_again(self, batches: Sequence[Any], look: Look) -> None:
+    def look_again(self, batches: Sequence[Any], look: NonFiniteProbe) -> None:
         """Run the forward passes of the running step once more for ``look``, which notes values that are not finite."""
         for i, batch in enumerate(batches):
             look.batch(i, batch)
@@ -251,7 +254,9 @@ class Pipeline:
         rows: Sequence[int] | None = None,
     ) -> dict[int, Any]:
         actions, walker = self._parts.program.forward(len(batches)), self._parts.walker
-        runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants, rows)
+        runner = _PipelineForward(
+            self._parts, self._parts.progress.step_count + 1, batches, call, wants, rows
+        )
         draws = self._parts.passes.replay.draws.walk(self._parts.progress.step_count + 1, trains=False)
         with torch.no_grad(), draws, walker.aside(actions):
             # A user's own call may make activations of other shapes from the same batch, and so may parts of batches:
@@ -316,12 +321,12 @@ class Pipeline:
         )
 
 
-class _Forward:
+class _PipelineForward:
     """The forward passes of this rank's stages; ``call`` calls the whole model with one batch."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: EngineParts,
         step: int,
         batches: Sequence[Any],
         call: Callable[[nn.Module, Any], Any],
@@ -337,7 +342,7 @@ class _Forward:
         self._stages = {stage.index: stage for stage in parts.stages}
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """Compute a stage's forward pass. See ``Runner``."""
+        """Compute a stage's forward pass. See ``StageRunner``."""
         here, batch = self._stages[stage], self._batches[microbatch]
         here.hooks.microbatch = microbatch
         assert here.run is not None, "a stage of a pipeline knows how to run"
@@ -352,12 +357,12 @@ class _Forward:
         raise NotImplementedError
 
 
-class _Training(_Forward):
+class _PipelineTraining(_PipelineForward):
     """The passes of this rank's stages in both directions; ``call`` returns the loss, which is scaled."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: EngineParts,
         step: int,
         batches: Sequence[Any],
         call: Callable[[nn.Module, Any], Tensor],
@@ -374,7 +379,7 @@ class _Training(_Forward):
         self._losses: dict[int, Tensor] = {}
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """Compute a stage's forward pass, and keep the loss on the last stage. See ``Runner``."""
+        """Compute a stage's forward pass, and keep the loss on the last stage. See ``StageRunner``."""
         output = super().forward(stage, microbatch, received)
         if stage == self._last_stage:
             if not output.requires_grad:
@@ -391,7 +396,7 @@ class _Training(_Forward):
     def backward(
         self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
     ) -> Tensor | None:
-        """Compute a stage's backward pass. See ``Runner``.
+        """Compute a stage's backward pass. See ``StageRunner``.
 
         If the model has experts, ``said`` is the microbatch's scale, which the stages pass on from the last to the
         first.

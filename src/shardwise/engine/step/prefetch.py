@@ -2,7 +2,7 @@
 
     read       threads of the loader        steps t+2, t+3 ...                                     step_source.py
     keys       one thread                   step t+1: to the device, distinct keys, sent where     keys_ahead.py
-                                            they are needed: the ASKs of its list
+                                            they are needed: the INPUT_DISTs of its list
     compute    the caller's thread          step t: the Plan's list
 
     for batches in engine.prefetch(loader):
@@ -37,11 +37,11 @@ import torch
 from shardwise.base.errors import DataError, UsageError
 from shardwise.base.pytree import tensors_in
 from shardwise.data.loader import Loader
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.step.keys_ahead import Asks, KeysAhead
-from shardwise.engine.step.step_source import Step, StepSource
+from shardwise.engine.step.step_source import ReadStep, StepSource
 from shardwise.memory.streams import keep_for
-from shardwise.observe.lanes_picture import Lanes
+from shardwise.observe.lanes_picture import LaneRecorder
 
 _PATIENCE_S = 10.0
 """Seconds to wait for running jobs at the end; they only take longer if another rank does not answer."""
@@ -75,11 +75,11 @@ class Prefetcher(Iterator[Any]):
 
     def __init__(
         self,
-        parts: Parts,
+        parts: EngineParts,
         on_step: list[Callable[..., None]],
         steps: Iterable[Any] | Loader,
         depth: int,
-        lanes: Lanes | None = None,
+        lanes: LaneRecorder | None = None,
     ):
         if depth < 0:
             raise UsageError(
@@ -94,7 +94,7 @@ class Prefetcher(Iterator[Any]):
         self._source = StepSource(steps, lanes, self._taken_back)
         self._keys = KeysAhead(parts, lanes, depth)
         self._numbers = count(parts.progress.step_count + 1)
-        self._waiting: deque[Future[Step | None]] = deque()
+        self._waiting: deque[Future[ReadStep | None]] = deque()
         self._state = _PrefetchState.OPEN
         self._clock = parts.walker.trace.clock
         self._computing: tuple[int, Any, Any] | None = None
@@ -196,13 +196,13 @@ class Prefetcher(Iterator[Any]):
 
     # Jobs ------------------------------------------------------------------------------------------------------
 
-    def _ask(self) -> "Future[Step | None]":
+    def _ask(self) -> "Future[ReadStep | None]":
         """Submit the job for the next step."""
         number, source = next(self._numbers), self._source
         if self.depth and source.reads_apart:
             asks = self._program.asks()
             return self._thread.submit(lambda: self._prepared(lambda: source.read(number), asks))
-        read: Future[Step | None] = Future()
+        read: Future[ReadStep | None] = Future()
         try:
             read.set_result(source.read(number))
         except Exception as error:
@@ -212,7 +212,7 @@ class Prefetcher(Iterator[Any]):
         asks = self._program.asks()
         return self._thread.submit(lambda: self._prepared(read.result, asks))
 
-    def _prepared(self, read: Callable[[], Step | None], asks: Asks) -> Step | None:
+    def _prepared(self, read: Callable[[], ReadStep | None], asks: Asks) -> ReadStep | None:
         """Read a step and exchange its keys, in the thread of keys.
 
         After the last step, and after an error, nothing is read any more.

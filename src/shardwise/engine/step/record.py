@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.base.pytree import part_named
-from shardwise.engine.step.alike import Fingerprint
-from shardwise.engine.step.check import Check
+from shardwise.engine.step.alike import BatchFingerprint
+from shardwise.engine.step.check import FirstStepCheck
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class StepInputs:
         compares: True if there are other ranks with which batches are compared.
     """
 
-    def __init__(self, check: Check | None, compares: bool) -> None:
+    def __init__(self, check: FirstStepCheck | None, compares: bool) -> None:
         self.passes: dict[int, tuple[Any, Any]] = {}
         """(args, kwargs) of the running step's passes, by microbatch."""
         self.check = check
@@ -34,7 +34,7 @@ class StepInputs:
         self.loss_node: Any = None
         """The graph node of the loss that the last pass returned, in the first step."""
         self._compares = compares
-        self._fingerprint: Fingerprint | None = Fingerprint()
+        self._fingerprint: BatchFingerprint | None = BatchFingerprint()
         """The fingerprint of this rank's batches; None after the first step."""
         self._since: list[Any] = []
         """Inputs of the passes since the last backward pass, in the first step; several passes may make one loss."""
@@ -130,4 +130,4 @@ class StepInputs:
         """Drop the inputs of a step that starts again."""
         self.end_step()
         if self._fingerprint is not None:
-            self._fingerprint, self._since = Fingerprint(), []
+            self._fingerprint, self._since = BatchFingerprint(), []

@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from shardwise.data.feed import Fetched
+from shardwise.data.feed import StepMicrobatches
 from shardwise.data.loader import Loader
-from shardwise.observe.lanes_picture import Lanes
+from shardwise.observe.lanes_picture import LaneRecorder
 
 
-class Step(NamedTuple):
+class ReadStep(NamedTuple):
     """A step that was read for the caller."""
 
     batches: Any
     number: int
-    fetched: Fetched | None
+    fetched: StepMicrobatches | None
     """The step as its ``Loader`` counts it; None without a ``Loader``."""
 
 
@@ -34,7 +34,9 @@ class StepSource:
         taken_back: Called if another caller requests steps of the loader.
     """
 
-    def __init__(self, steps: Iterable[Any] | Loader, lanes: Lanes | None, taken_back: Callable[[], None]):
+    def __init__(
+        self, steps: Iterable[Any] | Loader, lanes: LaneRecorder | None, taken_back: Callable[[], None]
+    ):
         self._loader = steps if isinstance(steps, Loader) else None
         self._steps: Iterator[Any] | None = None if isinstance(steps, Loader) else iter(steps)
         if self._loader is not None:
@@ -50,7 +52,7 @@ class StepSource:
         """True if another thread may read. The data of an iterable may only be read by the caller's thread."""
         return self._loader is not None and self._loader.reads_apart
 
-    def read(self, number: int) -> Step | None:
+    def read(self, number: int) -> ReadStep | None:
         """Read the next step.
 
         Args:
@@ -74,9 +76,9 @@ class StepSource:
             self._lanes.record("read", step.number, started, time.perf_counter())
         return step
 
-    def _next_step(self, number: int) -> Step | None:
+    def _next_step(self, number: int) -> ReadStep | None:
         if self._steps is not None:
-            return next((Step(batches, number, None) for batches in self._steps), None)
+            return next((ReadStep(batches, number, None) for batches in self._steps), None)
         assert self._loader is not None, "either a loader or steps"
         if self._left is not None:
             if self._left == 0:
@@ -87,9 +89,9 @@ class StepSource:
         position = fetched.after.get("position")
         if position is not None:
             number = position // self._loader.share.global_batch
-        return Step(fetched.batches, number, fetched)
+        return ReadStep(fetched.batches, number, fetched)
 
-    def count(self, step: Step) -> None:
+    def count(self, step: ReadStep) -> None:
         """Count a step as handed out in the loader's position."""
         if self._loader is not None and step.fetched is not None:
             self._loader.count(step.fetched)

@@ -22,17 +22,24 @@ from shardwise.engine.parts import metrics
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.inputs import find_loss
 from shardwise.engine.parts.out_of_memory import in_a_step, is_out_of_memory
-from shardwise.engine.parts.parts import Parts
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.parts.sums import Number, filled_like
-from shardwise.engine.parts.weighing import Weighing
+from shardwise.engine.parts.weighing import MicrobatchWeights
 from shardwise.engine.state import state
-from shardwise.engine.state.loaders import Loaders
+from shardwise.engine.state.loaders import EngineLoaders
 from shardwise.engine.step.alike import check_alike, loss_tolerance
-from shardwise.engine.step.end import Local, StepEnd, StepResult, Totals, Update, gradient_norm
-from shardwise.engine.step.forward import Forward
+from shardwise.engine.step.end import (
+    LocalTotals,
+    StepEndHandlers,
+    StepResult,
+    StepTotals,
+    UpdateDecision,
+    gradient_norm,
+)
+from shardwise.engine.step.forward import ForwardRunner
 from shardwise.engine.step.last_pass import end_passes
 from shardwise.engine.step.nonfinite import origin
-from shardwise.engine.step.pipeline import Pipeline
+from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.engine.step.plain_backward import PlainBackward
 from shardwise.engine.step.record import StepInputs
 from shardwise.engine.step.scaled import check_unscaled
@@ -50,7 +57,7 @@ def _is_update(action: Action) -> bool:
 
 
 @dataclass
-class Stop:
+class StopRequest:
     """A request to stop the run: this rank's own, and the result of all ranks' requests after the last step."""
 
     wanted: bool = False
@@ -60,7 +67,9 @@ class Stop:
 class StepDiscard:
     """The discarding of one engine's running step."""
 
-    def __init__(self, parts: Parts, end: StepEnd, record: StepInputs, weighing: Weighing) -> None:
+    def __init__(
+        self, parts: EngineParts, end: StepEndHandlers, record: StepInputs, weighing: MicrobatchWeights
+    ) -> None:
         self._parts = parts
         self._end = end
         self._record = record
@@ -114,12 +123,12 @@ class TrainingStep:
 
     def __init__(
         self,
-        parts: Parts,
-        end: StepEnd,
-        pipeline: Pipeline | None,
-        forward: Forward,
+        parts: EngineParts,
+        end: StepEndHandlers,
+        pipeline: PipelineRunner | None,
+        forward: ForwardRunner,
         record: StepInputs,
-        weighing: Weighing,
+        weighing: MicrobatchWeights,
         discard: StepDiscard,
         ended: Callable[[StepResult], None],
     ) -> None:
@@ -135,7 +144,7 @@ class TrainingStep:
         self._plain: PlainBackward | None = None
         self._has_told_of_nothing = False
         self._unstepped = UnsteppedWarning(parts.accumulation, parts.world.rank == 0)
-        self.stop = Stop()
+        self.stop = StopRequest()
         """Requests to stop, which the ranks exchange with the numbers of a step."""
 
     @property
@@ -279,7 +288,7 @@ class TrainingStep:
         if applies:
             factor = parts.optimizer_groups.tables_factor(parts.progress.applied_steps)
             clip = clip_factor(norm, parts.config.max_grad_norm)
-            end.update = Update(divisor / clip, rates, factor, parts.progress.applied_steps)
+            end.update = UpdateDecision(divisor / clip, rates, factor, parts.progress.applied_steps)
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
             self._finish_gathers()
             end.check_waits()
@@ -305,7 +314,7 @@ class TrainingStep:
         for hooks in self._parts.hooks:
             hooks.windows.finish_updates()
 
-    def _summed(self, weight: Number, rates: Sequence[Mapping[str, Any]]) -> tuple[Totals, float, float]:
+    def _summed(self, weight: Number, rates: Sequence[Mapping[str, Any]]) -> tuple[StepTotals, float, float]:
         """Run the list up to its first update.
 
         Returns:
@@ -318,7 +327,7 @@ class TrainingStep:
             hooks.marks.clear(at_step=True)
         stops = float(self.stop.wanted)
         draws = parts.passes.replay.draws
-        end.local = Local(
+        end.local = LocalTotals(
             weight,
             parts.accumulation.loss,
             stops,
@@ -373,7 +382,7 @@ class TrainingStep:
         return result
 
     def _close_step(
-        self, totals: Totals, norm: float, lr: float, skipped: bool, fields: Mapping[str, Any]
+        self, totals: StepTotals, norm: float, lr: float, skipped: bool, fields: Mapping[str, Any]
     ) -> StepResult:
         parts, walker = self._parts, self._parts.walker
         for bucket, _ in parts.trained:
@@ -447,7 +456,7 @@ class TrainingStep:
 
     # Where a step ends -----------------------------------------------------------------------------------------
 
-    def set_accumulation(self, microbatches: int, loaders: Loaders) -> None:
+    def set_accumulation(self, microbatches: int, loaders: EngineLoaders) -> None:
         """Set the number of microbatches of a step. Implements ``Engine.set_accumulation``."""
         self._check_between_steps("set_accumulation")
         try:

@@ -27,19 +27,19 @@ _BESIDE = {
 _CONTAINERS = (list, dict, set, deque)
 
 
-class Uncut(NamedTuple):
+class UncutModel(NamedTuple):
     """The model before it is cut, without weights, on the rank that compares; or why there is none."""
 
     model: nn.Module | None
     reason: str = ""
-    exchanged: "Exchanged | None" = None
+    exchanged: "ClosureCopier | None" = None
     """What is exchanged in functions that are to run on the copy."""
 
 
-def keep_uncut(model: nn.Module) -> Uncut:
+def keep_uncut(model: nn.Module) -> UncutModel:
     """Return a copy of ``model`` whose parameters are on meta."""
     if isinstance(model, Layers):
-        return Uncut(None, "its layers are built where they are held")
+        return UncutModel(None, "its layers are built where they are held")
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
@@ -49,16 +49,16 @@ def keep_uncut(model: nn.Module) -> Uncut:
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:
-        return Uncut(None, f"it cannot be copied ({type(error).__name__}: {error})")
-    exchanged = Exchanged(memo)
+        return UncutModel(None, f"it cannot be copied ({type(error).__name__}: {error})")
+    exchanged = ClosureCopier(memo)
     for inner in twin.modules():
         for key, value in list(vars(inner).items()):
             if isinstance(value, FunctionType) and is_users(value):
                 vars(inner)[key] = exchanged.function(value)
-    return Uncut(twin, "", exchanged)
+    return UncutModel(twin, "", exchanged)
 
 
-class Exchanged:
+class ClosureCopier:
     """Builds functions for the copy of a model: modules and containers that they close over are replaced by copies.
 
     Args:
@@ -190,7 +190,7 @@ def _names(code: CodeType) -> set[str]:
     return found
 
 
-def give_hooks(uncut: Uncut, roots: Mapping[str, nn.Module]) -> None:
+def give_hooks(uncut: UncutModel, roots: Mapping[str, nn.Module]) -> None:
     """Give the copy of the model the user's hooks that the modules of the engine have now.
 
     Args:

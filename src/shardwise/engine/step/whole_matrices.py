@@ -1,4 +1,4 @@
-"""DEAL: whole matrices of directions to one rank each, which computes their updates, and pieces back (Muon).
+"""ALL_TO_ALL: whole matrices of directions to one rank each, which computes their updates, and pieces back (Muon).
 
     pieces [S] on the stage's ranks  ──all-to-all──►  whole on its owner  ──NS──►  ──all-to-all──►  pieces
 
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.engine.parts.parts import Trained
+from shardwise.engine.parts.parts import TrainedBucket
 from shardwise.optim.dealing import owners, rounds
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.muon import dtype_of, orthogonal
 from shardwise.plan.registry import TensorInfo
-from shardwise.plan.slices import Slices
-from shardwise.plan.unit import Slot
+from shardwise.plan.slices import TensorSlices
+from shardwise.plan.unit import ParameterSlot
 
 Counts = list[list[int]]
 """Elements that travel from one rank to another, as [sender][receiver]."""
 
 
-class _Held(NamedTuple):
+class _HeldElements(NamedTuple):
     """The elements of a matrix that a rank holds."""
 
     start: int
@@ -48,23 +48,23 @@ class _Held(NamedTuple):
         return self.stop - self.start
 
 
-class _Matrix(NamedTuple):
+class _StageMatrix(NamedTuple):
     """A matrix as the ranks of a stage hold it."""
 
     info: TensorInfo
-    slot: Slot
+    slot: ParameterSlot
     optimizer: FlatOptimizer
     owner: int
     """Index of the owner in the group."""
-    held: list[_Held]
+    held: list[_HeldElements]
     """Elements that each rank holds, by index in the group."""
 
 
-class _Round(NamedTuple):
+class _MatrixRound(NamedTuple):
     """Matrices that are exchanged together, so that the whole matrices of one round fit into memory."""
 
     dtype: torch.dtype
-    by_owner: list[list[_Matrix]]
+    by_owner: list[list[_StageMatrix]]
     there: Counts
     back: Counts
 
@@ -79,11 +79,17 @@ class WholeMatrices:
         device: Device of the exchanges.
     """
 
-    def __init__(self, trained: Sequence[Trained], slices: Slices, stage: Group | None, device: torch.device):
+    def __init__(
+        self,
+        trained: Sequence[TrainedBucket],
+        slices: TensorSlices,
+        stage: Group | None,
+        device: torch.device,
+    ):
         self._slices = slices
         self._group = stage or Group.alone("stage")
         self._device = device
-        self._rounds: list[_Round] = []
+        self._rounds: list[_MatrixRound] = []
         mine = [each for each in trained if each.optimizer.needs == "matrix"]
         for dtype in sorted({dtype_of(each.optimizer.options) for each in mine}, key=str):
             found = [
@@ -101,7 +107,7 @@ class WholeMatrices:
             for places in rounds(shapes, owner):
                 self._rounds.append(self._round_of(dtype, [placed[place] for place in places]))
 
-    def _ranges(self, trained: Trained, slot: Slot) -> list[tuple[int, int, int]]:
+    def _ranges(self, trained: TrainedBucket, slot: ParameterSlot) -> list[tuple[int, int, int]]:
         """Return (start, stop, local) by index in the group.
 
         Elements [start, stop) are those of the rank's slice; ``local`` is the index of the first in its part of the
@@ -118,8 +124,13 @@ class WholeMatrices:
         return found
 
     def _placed(
-        self, trained: Trained, slot: Slot, info: TensorInfo, ranges: list[tuple[int, int, int]], owner: int
-    ) -> _Matrix:
+        self,
+        trained: TrainedBucket,
+        slot: ParameterSlot,
+        info: TensorInfo,
+        ranges: list[tuple[int, int, int]],
+        owner: int,
+    ) -> _StageMatrix:
         mesh, ranks = self._slices.mesh, self._group.ranks
         slicing = self._slices.cut_axes(info)
         cut = {*slicing, *(("dp_shard",) if trained.bucket.owned_range[1] > 1 else ())}
@@ -128,10 +139,10 @@ class WholeMatrices:
         for rank, range_ in zip(ranks, ranges, strict=True):
             brings = all(mesh.index(axis, rank) == mesh.index(axis, ranks[owner]) for axis in alike)
             place = tuple(mesh.index(axis, rank) for axis in slicing)
-            held.append(_Held(*range_, place, brings))
-        return _Matrix(info, slot, trained.optimizer, owner, held)
+            held.append(_HeldElements(*range_, place, brings))
+        return _StageMatrix(info, slot, trained.optimizer, owner, held)
 
-    def _round_of(self, dtype: torch.dtype, matrices: Sequence[_Matrix]) -> _Round:
+    def _round_of(self, dtype: torch.dtype, matrices: Sequence[_StageMatrix]) -> _MatrixRound:
         every = range(self._group.size)
         by_owner = [[each for each in matrices if each.owner == owner] for owner in every]
 
@@ -141,9 +152,9 @@ class WholeMatrices:
 
         there = [[elements(owner, rank, False) for owner in every] for rank in every]
         back = [[elements(owner, rank, True) for rank in every] for owner in every]
-        return _Round(dtype, by_owner, there, back)
+        return _MatrixRound(dtype, by_owner, there, back)
 
-    def deal(self) -> None:
+    def all_to_all(self) -> None:
         """Turn all directions into updates, between the two halves of the optimizer's step. Collective."""
         me = self._group.index
         for dtype, by_owner, there, back in self._rounds:
@@ -158,7 +169,7 @@ class WholeMatrices:
             came = self._exchange(
                 sent, there, [held.elements for _, held in sources], dtype, "matrices to owners"
             )
-            pieces: dict[int, list[tuple[_Held, Tensor]]] = {id(each): [] for each in own}
+            pieces: dict[int, list[tuple[_HeldElements, Tensor]]] = {id(each): [] for each in own}
             for (each, held), piece in zip(sources, came, strict=True):
                 pieces[id(each)].append((held, piece))
             updates = {
@@ -174,7 +185,7 @@ class WholeMatrices:
             for each, piece in zip(every, came, strict=True):
                 self._direction(each).copy_(piece)
 
-    def _direction(self, matrix: _Matrix) -> Tensor:
+    def _direction(self, matrix: _StageMatrix) -> Tensor:
         """Return this rank's elements of a matrix's direction."""
         start, stop, local, *_ = matrix.held[self._group.index]
         return matrix.optimizer.halves[1][local : local + stop - start]
@@ -189,7 +200,7 @@ class WholeMatrices:
             self._group.all_to_all(output, flat, counts, what, purpose="gradients").wait()
         return output.split(list(sizes))
 
-    def _whole(self, matrix: _Matrix, pieces: Sequence[tuple[_Held, Tensor]]) -> Tensor:
+    def _whole(self, matrix: _StageMatrix, pieces: Sequence[tuple[_HeldElements, Tensor]]) -> Tensor:
         """Return the whole matrix, put together from the pieces that ranks have sent."""
         info, dtype = matrix.info, pieces[0][1].dtype
         slices: dict[tuple[int, ...], Tensor] = {}
@@ -205,12 +216,12 @@ class WholeMatrices:
                 theirs.copy_(mine)
         return full
 
-    def _parts_of(self, matrix: _Matrix, full: Tensor) -> Callable[[_Held], Tensor]:
+    def _parts_of(self, matrix: _StageMatrix, full: Tensor) -> Callable[[_HeldElements], Tensor]:
         """Return a function for the elements of ``full`` that go back to a rank."""
         full = full.contiguous()
         slices: dict[tuple[int, ...], Tensor] = {}
 
-        def part(held: _Held) -> Tensor:
+        def part(held: _HeldElements) -> Tensor:
             if not held.place:
                 return full.view(-1)[held.start : held.stop]
             if held.place not in slices:
@@ -222,7 +233,7 @@ class WholeMatrices:
 
         return part
 
-    def _seen_from(self, matrix: _Matrix, place: tuple[int, ...]) -> Slices:
+    def _seen_from(self, matrix: _StageMatrix, place: tuple[int, ...]) -> TensorSlices:
         """Return the slices of a rank at the indices ``place``."""
         rank = next(r for r, held in zip(self._group.ranks, matrix.held, strict=True) if held.place == place)
         return self._slices.of(rank)

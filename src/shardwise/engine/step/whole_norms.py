@@ -1,4 +1,4 @@
-"""TRUST: the norms of whole tensors, for updates whose step is in proportion to them (LAMB, LARS).
+"""TRUST_RATIO: the norms of whole tensors, for updates whose step is in proportion to them (LAMB, LARS).
 
 A rank sums the squares of the elements that it counts of each tensor, as in the gradient norm: ranks that hold the same
 elements each sum a share, and the first stage sums tied weights (engine/parts/shared.py). One all-reduce over all
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.engine.parts.parts import Trained
+from shardwise.engine.parts.parts import TrainedBucket
 from shardwise.engine.parts.shared import Range, SharedGradients
 from shardwise.optim.clip import share, square_sum
-from shardwise.optim.two_pass import Whole
+from shardwise.optim.two_pass import WholeTensor
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.registry import Registry
 
@@ -36,7 +36,7 @@ class WholeNorms:
 
     def __init__(
         self,
-        trained: Sequence[Trained],
+        trained: Sequence[TrainedBucket],
         shared: SharedGradients,
         registry: Registry,
         world: Group,
@@ -46,7 +46,7 @@ class WholeNorms:
         self._device = device
         self._shapes = {info.name: info.shape for info in registry.needs("norm")}
         self._place = {name: place for place, name in enumerate(self._shapes)}
-        self._counted: list[tuple[Trained, list[tuple[int, Range]]]] = []
+        self._counted: list[tuple[TrainedBucket, list[tuple[int, Range]]]] = []
         """By bucket: the ranges that this rank counts, each with the index of its tensor."""
         for each in trained:
             if each.optimizer.needs == "norm":
@@ -60,7 +60,7 @@ class WholeNorms:
                 if found[0] < found[1]:
                     yield self._place[slot.name], found
 
-    def trust(self) -> None:
+    def trust_ratio(self) -> None:
         """Compute the norms, between the two halves of the updates. Collective."""
         places: list[int] = []
         squares: list[Tensor] = []
@@ -75,10 +75,10 @@ class WholeNorms:
         self._world.all_reduce(sums, "the norms of whole tensors", purpose="control").wait()
         self._norms = sums.sqrt_().tolist()
 
-    def of(self, name: str) -> Whole:
+    def of(self, name: str) -> WholeTensor:
         """Return the shape and the norms of the whole tensor ``name``."""
         place = self._place[name]
-        return Whole(self._shapes[name], self._norms[place], self._norms[len(self._shapes) + place])
+        return WholeTensor(self._shapes[name], self._norms[place], self._norms[len(self._shapes) + place])
 
     def forget(self) -> None:
         """Drop the norms of the step that has ended."""

@@ -41,7 +41,7 @@ _DTYPES = (torch.float32, torch.float64)
 _declaring = threading.Lock()
 
 
-class Loop:
+class CompiledLoop:
     """Function in the part of Python that numba compiles; ``python`` is the function itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -59,7 +59,9 @@ class Loop:
         source = self.python
         assert isinstance(source, FunctionType), "a loop is a plain function"
         known = {
-            name: value.compiled if isinstance(value, Loop) and name in source.__code__.co_names else value
+            name: value.compiled
+            if isinstance(value, CompiledLoop) and name in source.__code__.co_names
+            else value
             for name, value in source.__globals__.items()
         }
         function = FunctionType(source.__code__, known, source.__name__, source.__defaults__)
@@ -69,7 +71,7 @@ class Loop:
             return numba.njit(nogil=True, error_model="numpy", cache=folder is not None)(function)
 
 
-class _Prefetch(Loop):
+class _LinePrefetch(CompiledLoop):
     """Loop that requests the lines of ``array[row, :width]``; as Python it does nothing.
 
     It is an intrinsic, because a compiled function that gets an array counts its references, atomically, and that costs
@@ -108,12 +110,12 @@ class _Prefetch(Loop):
         return intrinsic(prefetch)
 
 
-def loop(function: Callable[..., Any]) -> Loop:
+def loop(function: Callable[..., Any]) -> CompiledLoop:
     """Return a loop that is compiled at its first call."""
-    return Loop(function)
+    return CompiledLoop(function)
 
 
-prefetch = _Prefetch(lambda array, row, width: None)
+prefetch = _LinePrefetch(lambda array, row, width: None)
 
 
 @loop

@@ -30,7 +30,7 @@ from torch import Tensor
 from shardwise.base.errors import TableFullError
 from shardwise.kernels.tables.compiled import array, is_installed, loop, prefetch
 from shardwise.kernels.tables.keys import mixed
-from shardwise.kernels.tables.unique import Scratch, unique
+from shardwise.kernels.tables.unique import UniqueScratch, unique
 
 _ONE = np.uint64(1)
 _AHEAD = 16
@@ -63,14 +63,14 @@ class HashIndex:
         if limit is not None and limit < 1:
             raise ValueError(f"a table of at most {limit} rows; expected a positive limit")
         self.limit = limit
-        self._places: _Places = _Pairs(expected) if is_installed() else _Dictionary()
+        self._places: _RowMap = _PairRowMap(expected) if is_installed() else _DictionaryRowMap()
         self._keys = np.empty(expected, np.int64)
         self._scores = np.empty(expected, np.int64)
         self._state = np.zeros(expected, np.uint8)
         self._freed = np.empty(0, np.int64)
         self._freed_count = 0
         self._rows = 0
-        self._scratch = Scratch()
+        self._scratch = UniqueScratch()
 
     def __len__(self) -> int:
         return self._rows - self._freed_count
@@ -196,7 +196,7 @@ class HashIndex:
         return places
 
 
-class _Places(Protocol):
+class _RowMap(Protocol):
     """Interface of a map from keys to rows."""
 
     @property
@@ -212,7 +212,7 @@ class _Places(Protocol):
         """Remove keys and return the rows that they had, -1 for keys that are absent."""
 
 
-class _Dictionary:
+class _DictionaryRowMap:
     """Map from keys to rows as a dictionary, if numba is missing, and as the reference of the tests."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class _Dictionary:
         return np.array([self._row_of.pop(key, -1) for key in keys.tolist()], np.int64)
 
 
-class _Pairs:
+class _PairRowMap:
     """Map from keys to rows as (key, row) pairs by open addressing; a row of -1 marks a free slot."""
 
     def __init__(self, expected: int) -> None:

@@ -56,7 +56,7 @@ def bucket(keys: Tensor, buckets: int) -> Tensor:
     return _logical_shift(mix(keys)) * buckets >> 31
 
 
-class InTurn(NamedTuple):
+class RoundRobinKeys(NamedTuple):
     """Owners and rows of keys of a static table whose buckets are dealt out in turn."""
 
     owners: Tensor
@@ -65,20 +65,22 @@ class InTurn(NamedTuple):
     """Row of each key on its owner: int64 [N]."""
 
 
-def in_turn(keys: Tensor, buckets: int, ranks: int) -> InTurn:
+def in_turn(keys: Tensor, buckets: int, ranks: int) -> RoundRobinKeys:
     """Return owner and row of keys from 0 on: int64 [N]."""
     if not runs_compiled(keys):
         return plain_in_turn(keys, buckets, ranks)
-    found = InTurn(torch.empty(keys.shape, dtype=torch.int64), torch.empty(keys.shape, dtype=torch.int64))
+    found = RoundRobinKeys(
+        torch.empty(keys.shape, dtype=torch.int64), torch.empty(keys.shape, dtype=torch.int64)
+    )
     _in_turn(array(keys), buckets, ranks, found.owners.numpy(), found.rows.numpy())
     return found
 
 
-def plain_in_turn(keys: Tensor, buckets: int, ranks: int) -> InTurn:
+def plain_in_turn(keys: Tensor, buckets: int, ranks: int) -> RoundRobinKeys:
     """Run ``in_turn`` in torch operations, on any device."""
     place = keys % buckets
     owners = place % ranks
-    return InTurn(owners, keys // buckets * ((buckets - 1 - owners) // ranks + 1) + place // ranks)
+    return RoundRobinKeys(owners, keys // buckets * ((buckets - 1 - owners) // ranks + 1) + place // ranks)
 
 
 def _logical_shift(x: Tensor) -> Tensor:

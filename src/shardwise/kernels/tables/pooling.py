@@ -34,7 +34,7 @@ from shardwise.kernels.tables.compiled import ahead, array, loop, prefetch, runs
 Pooling = Literal["sum", "mean", "max"]
 
 
-class Pooled(NamedTuple):
+class PooledVectors(NamedTuple):
     """One vector for each bag."""
 
     values: Tensor
@@ -50,7 +50,7 @@ def pool(
     pooling: Pooling = "sum",
     weights: Tensor | None = None,
     width: int | None = None,
-) -> Pooled:
+) -> PooledVectors:
     """Pool the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D].
 
     Args:
@@ -69,12 +69,12 @@ def pool(
     _check(pooling, weights, index)
     if offsets is None:
         if weights is None and pooling != "max":
-            return Pooled(gather(source, index, width), None)
+            return PooledVectors(gather(source, index, width), None)
         offsets = torch.arange(len(index) + 1, device=index.device)
     tensors = [source, index, offsets] + ([] if weights is None else [weights])
     if fused(*tensors):
         values, places_found = _pool_on_device(source.detach(), index, offsets, pooling, weights, width)
-        return Pooled(values, places_found if pooling == "max" else None)
+        return PooledVectors(values, places_found if pooling == "max" else None)
     if not runs_compiled(*tensors):
         return plain_pool(source, index, offsets, pooling, weights, width)
     out = torch.empty(len(offsets) - 1, width, dtype=source.dtype)
@@ -82,14 +82,14 @@ def pool(
     if pooling == "max":
         found = torch.empty(out.shape, dtype=torch.int64)
         _accept(_pool_max(rows, places, bags, out.numpy(), found.numpy()), source, index, offsets)
-        return Pooled(out, found)
+        return PooledVectors(out, found)
     if weights is not None:
         held = array(weights.to(source.dtype))
         bad = _pool_weighted(rows, places, bags, held, out.numpy())
     else:
         bad = _pool_sum(rows, places, bags, pooling == "mean", out.numpy())
     _accept(bad, source, index, offsets)
-    return Pooled(out, None)
+    return PooledVectors(out, None)
 
 
 def plain_pool(
@@ -99,7 +99,7 @@ def plain_pool(
     pooling: Pooling = "sum",
     weights: Tensor | None = None,
     width: int | None = None,
-) -> Pooled:
+) -> PooledVectors:
     """Run ``pool`` in torch operations, on any device: sums over segments of the gathered rows, in the loops' order.
 
     The host does not wait: torch reports an index out of range on an accelerator at its next synchronization.
@@ -113,10 +113,10 @@ def plain_pool(
     out = _segment_sums(rows, offsets)
     if pooling == "mean":
         out /= offsets.diff().clamp(min=1)[:, None]
-    return Pooled(out, None)
+    return PooledVectors(out, None)
 
 
-def _plain_max(rows: Tensor, offsets: Tensor) -> Pooled:
+def _plain_max(rows: Tensor, offsets: Tensor) -> PooledVectors:
     """Return the largest element of each bag, and the first place that has it."""
     count, bags = len(rows), len(offsets) - 1
     out = rows.new_zeros(bags, rows.shape[1])
@@ -131,7 +131,7 @@ def _plain_max(rows: Tensor, offsets: Tensor) -> Pooled:
         least = torch.segment_reduce(first, "min", offsets=offsets, axis=0, unsafe=True, initial=count)
         found = least.long()
         found.masked_fill_(is_empty | (found == count), -1)
-    return Pooled(out, found)
+    return PooledVectors(out, found)
 
 
 def _segment_sums(rows: Tensor, offsets: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation
-from shardwise.kernels.tables.compiled import Loop, ahead, array, loop, prefetch, runs_compiled
+from shardwise.kernels.tables.compiled import CompiledLoop, ahead, array, loop, prefetch, runs_compiled
 from shardwise.kernels.tables.row_rules import (
     Adagrad,
     Adam,
@@ -215,7 +215,7 @@ def _divided(x: float, by: Tensor) -> Tensor:
     return torch.full_like(by, x) / by
 
 
-def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[Loop, tuple[Any, ...]]:
+def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[CompiledLoop, tuple[Any, ...]]:
     """Return the loop of an optimizer and its numbers for one step."""
     if isinstance(optimizer, Sgd):
         return _sgd, (lr, optimizer.weight_decay)

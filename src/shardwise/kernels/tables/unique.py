@@ -5,8 +5,8 @@
     distinct.inverse  0  1  0  2  1            keys == distinct.keys[distinct.inverse]
 
 The function makes one pass through a hash table of twice the keys that holds indexes into the distinct ones. Each
-``Scratch`` draws its own seed, so that no sender can choose keys that all fall into one slot, where time would grow
-with their square. The order does not depend on the table, so it is the same with any seed, with numba and without.
+``UniqueScratch`` draws its own seed, so that no sender can choose keys that all fall into one slot, where time would
+grow with their square. The order does not depend on the table, so it is the same with any seed, with numba and without.
 ``grouped`` deals keys to their owners, stable within an owner.
 
 Cost:  106,496 keys of a Zipf law with exponent 1.05 over 10 M, 41,000 of them distinct: 0.35 ms on one Zen 5 core.
@@ -26,7 +26,7 @@ from shardwise.kernels.tables.keys import mixed
 _ONE = np.uint64(1)
 
 
-class Distinct(NamedTuple):
+class DistinctKeys(NamedTuple):
     """Distinct keys, and the index of each key of the batch among them."""
 
     keys: Tensor
@@ -35,7 +35,7 @@ class Distinct(NamedTuple):
     """Index of each key of the batch in ``keys``: int64 [N]."""
 
 
-class Grouped(NamedTuple):
+class GroupedOrder(NamedTuple):
     """Stable order by label: ``labels[order]`` is sorted, equal labels in their old order."""
 
     order: Tensor
@@ -44,7 +44,7 @@ class Grouped(NamedTuple):
     """Number of elements with each label: int64 [G]."""
 
 
-class Dealt(NamedTuple):
+class KeysByOwner(NamedTuple):
     """Distinct keys in the order of their owners."""
 
     keys: Tensor
@@ -55,7 +55,7 @@ class Dealt(NamedTuple):
     """Number of keys of each owner: int64 [G]."""
 
 
-class Scratch:
+class UniqueScratch:
     """Memory that calls of ``unique`` reuse, because fresh pages from the system cost more than the work on them."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Scratch:
         return self.slots[:slots], self.keys[:keys]
 
 
-def unique(keys: Tensor, scratch: Scratch | None = None) -> Distinct:
+def unique(keys: Tensor, scratch: UniqueScratch | None = None) -> DistinctKeys:
     """Return the distinct keys in the order of their first occurrence: int64 [N] -> [U], [N].
 
     Args:
@@ -88,18 +88,18 @@ def unique(keys: Tensor, scratch: Scratch | None = None) -> Distinct:
         raise ValueError(f"keys are {keys.dtype} {list(keys.shape)}; expected torch.int64 [N]")
     if not runs_compiled(keys):
         return plain_unique(keys)
-    scratch = scratch or Scratch()
+    scratch = scratch or UniqueScratch()
     slots, found = scratch.reserve(keys.numel())
     inverse = torch.empty_like(keys, memory_format=torch.contiguous_format)
     count = _unique(array(keys), scratch.seed, slots, found, inverse.numpy())
-    return Distinct(torch.from_numpy(found[:count].copy()), inverse)
+    return DistinctKeys(torch.from_numpy(found[:count].copy()), inverse)
 
 
-def plain_unique(keys: Tensor) -> Distinct:
+def plain_unique(keys: Tensor) -> DistinctKeys:
     """Run ``unique`` by a stable sort, on any device; the host only reads the number of distinct keys."""
     count = keys.numel()
     if count == 0:
-        return Distinct(keys, torch.empty_like(keys))
+        return DistinctKeys(keys, torch.empty_like(keys))
     ordered, order = torch.sort(keys, stable=True)
     at = torch.arange(count, device=keys.device)
     starts = torch.ones_like(ordered, dtype=torch.bool)
@@ -113,10 +113,10 @@ def plain_unique(keys: Tensor) -> Distinct:
     distinct = int(rank[-1]) + 1
     # Keys that are no first occurrence go to an extra element, which is dropped.
     found = keys.new_empty(distinct + 1).scatter_(0, torch.where(is_first, rank, distinct), keys)
-    return Distinct(found[:distinct], inverse)
+    return DistinctKeys(found[:distinct], inverse)
 
 
-def grouped(labels: Tensor, groups: int) -> Grouped:
+def grouped(labels: Tensor, groups: int) -> GroupedOrder:
     """Return the stable order by label, and the number of elements with each label: int64 [N] -> [N], [G].
 
     Args:
@@ -133,10 +133,10 @@ def grouped(labels: Tensor, groups: int) -> Grouped:
     bad = _grouped(array(labels), order.numpy(), counts.numpy(), np.empty(groups, np.int64))
     if bad >= 0:
         raise IndexError(f"label {int(labels[bad])} at {bad}; expected 0 to {groups - 1}")
-    return Grouped(order, counts)
+    return GroupedOrder(order, counts)
 
 
-def plain_grouped(labels: Tensor, groups: int) -> Grouped:
+def plain_grouped(labels: Tensor, groups: int) -> GroupedOrder:
     """Run ``grouped`` by a stable sort, on any device."""
     outside = (labels < 0) | (labels >= groups)
     if outside.any():
@@ -144,10 +144,10 @@ def plain_grouped(labels: Tensor, groups: int) -> Grouped:
         raise IndexError(f"label {int(labels[bad])} at {bad}; expected 0 to {groups - 1}")
     ordered, order = torch.sort(labels, stable=True)
     ends = torch.searchsorted(ordered, torch.arange(groups + 1, device=labels.device))
-    return Grouped(order, ends.diff())
+    return GroupedOrder(order, ends.diff())
 
 
-def dealt(distinct: Distinct, owners: Tensor, groups: int) -> Dealt:
+def dealt(distinct: DistinctKeys, owners: Tensor, groups: int) -> KeysByOwner:
     """Return distinct keys by owner, stable within an owner: int64 [U] owners -> [U], [N], [G].
 
     Args:
@@ -167,15 +167,15 @@ def dealt(distinct: Distinct, owners: Tensor, groups: int) -> Dealt:
     bad = _dealt(*given, ordered.numpy(), moved.numpy(), counts.numpy(), place, np.empty(groups, np.int64))
     if bad >= 0:
         raise IndexError(f"owner {int(owners[bad])} at {bad}; expected 0 to {groups - 1}")
-    return Dealt(ordered, moved, counts)
+    return KeysByOwner(ordered, moved, counts)
 
 
-def plain_dealt(distinct: Distinct, owners: Tensor, groups: int) -> Dealt:
+def plain_dealt(distinct: DistinctKeys, owners: Tensor, groups: int) -> KeysByOwner:
     """Run ``dealt`` by a stable sort, on any device."""
     order, counts = plain_grouped(owners, groups)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
-    return Dealt(distinct.keys[order], place[distinct.inverse], counts)
+    return KeysByOwner(distinct.keys[order], place[distinct.inverse], counts)
 
 
 @loop

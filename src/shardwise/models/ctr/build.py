@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from shardwise.data.clicks.rows import Schema
+from shardwise.data.clicks.rows import ClickSchema
 from shardwise.models.ctr.dcn import Dcn
 from shardwise.models.ctr.deepfm import DeepFm
 from shardwise.models.ctr.dlrm import Dlrm
@@ -22,7 +22,7 @@ from shardwise.parallel.embedding.policy import TablesPolicy
 
 def build_ctr(
     policy: CtrPolicy,
-    schema: Schema,
+    schema: ClickSchema,
     tables: TablesPolicy | None = None,
     rows: Mapping[str, int] | None = None,
     seed: int = 0,

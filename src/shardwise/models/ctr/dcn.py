@@ -19,7 +19,7 @@ from shardwise.models.ctr.model import ClickModel, mlp
 from shardwise.models.ctr.policy import DcnPolicy
 
 
-class Cross(nn.Module):
+class CrossLayer(nn.Module):
     """A cross layer: x_0 * (M x + b) + x."""
 
     def __init__(self, width: int, rank: int | None) -> None:
@@ -41,7 +41,9 @@ class Dcn(ClickModel):
     def make_layers(self, dense: int) -> None:
         """Make the cross layers, the network and the output layer, for ``dense`` numbers per sample."""
         width = dense + len(self._features) * self.policy.width
-        self.cross = nn.ModuleList(Cross(width, self.policy.rank) for _ in range(self.policy.cross_layers))
+        self.cross = nn.ModuleList(
+            CrossLayer(width, self.policy.rank) for _ in range(self.policy.cross_layers)
+        )
         self.deep = mlp(width, self.policy.hidden, ends_linear=False)
         deep_width = self.policy.hidden[-1] if self.policy.hidden else width
         is_parallel = self.policy.structure == "parallel" and self.policy.hidden

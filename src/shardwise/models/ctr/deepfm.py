@@ -11,7 +11,7 @@ Shapes: B samples, F features, N dense features, D width; rows have width 1 + D,
 import torch
 from torch import Tensor
 
-from shardwise.models.ctr.model import ClickModel, Linear, mlp, widened
+from shardwise.models.ctr.model import ClickModel, WideLinear, mlp, widened
 from shardwise.models.ctr.policy import DeepFmPolicy
 
 
@@ -22,7 +22,7 @@ class DeepFm(ClickModel):
 
     def make_layers(self, dense: int) -> None:
         """Make the linear part and the network, for ``dense`` numbers per sample."""
-        self.linear = Linear(dense)
+        self.linear = WideLinear(dense)
         self.deep = mlp(
             dense + len(self._features) * self.policy.width, [*self.policy.hidden, 1], ends_linear=True
         )

@@ -10,7 +10,7 @@ Shapes: B samples, F features, N dense features; rows have width 1.
 
 from torch import Tensor
 
-from shardwise.models.ctr.model import ClickModel, Linear
+from shardwise.models.ctr.model import ClickModel, WideLinear
 from shardwise.models.ctr.policy import LogisticRegressionPolicy
 
 
@@ -21,7 +21,7 @@ class LogisticRegression(ClickModel):
 
     def make_layers(self, dense: int) -> None:
         """Make the linear part, for ``dense`` numbers per sample."""
-        self.linear = Linear(dense)
+        self.linear = WideLinear(dense)
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
         """Return the logits [B] of dense features [B, N] and rows [B, F, 1]."""

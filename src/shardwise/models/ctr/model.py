@@ -140,7 +140,7 @@ def mlp(inputs: int, outputs: Sequence[int], ends_linear: bool) -> nn.Sequential
     return nn.Sequential(*(layers[:-1] if ends_linear else layers))
 
 
-class Linear(nn.Module):
+class WideLinear(nn.Module):
     """A linear function, the wide part of every model: Σ of the weights of a sample's keys + w · dense + bias, [B]."""
 
     def __init__(self, dense: int) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.policy import nearest
-from shardwise.data.clicks.rows import Schema
+from shardwise.data.clicks.rows import ClickSchema
 from shardwise.parallel.embedding.policy import DynamicPolicy, TableOptions, TablePolicy, TablesPolicy
 
 _KINDS = ("rows", "dynamic")
 
 
 def tables_for(
-    schema: Schema, width: int, policy: TablesPolicy | None = None, rows: Mapping[str, int] | None = None
+    schema: ClickSchema, width: int, policy: TablesPolicy | None = None, rows: Mapping[str, int] | None = None
 ) -> list[TablePolicy]:
     """Return a table of width ``width`` for every feature, in the order of the features.
 

@@ -10,7 +10,7 @@ forward pass, with the same result.
     ahead    {"dense": Tensor, "sparse": PreparedFeatures}
 
     found = find_features(batch, collections, cast)     # no traffic, so that ranks can compare what they found
-    found.ask(collection, microbatch)                   # collective; the work of the Action ASK
+    found.ask(collection, microbatch)                   # collective; the work of the Action INPUT_DIST
     found.batch
 """
 
@@ -24,19 +24,19 @@ from shardwise.base.pytree import Laden, rebuilt
 from shardwise.base.ragged import Ragged
 
 if TYPE_CHECKING:
-    from shardwise.parallel.embedding.batch import Prepared
+    from shardwise.parallel.embedding.batch import PreparedKeys
 
 Features = Mapping[str, Ragged]
 
 
-class Reader(Protocol):
+class FeatureReader(Protocol):
     """Interface of a collection of tables, as far as it reads features."""
 
     @property
     def feature_names(self) -> list[str]:
         """Names of all features that the collection reads."""
 
-    def prepare(self, features: Features) -> "Prepared":
+    def prepare(self, features: Features) -> "PreparedKeys":
         """Find the distinct keys and send them to the owners of their rows. Collective."""
 
 
@@ -49,19 +49,19 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
         readers: the collections that find all their features in the mapping.
     """
 
-    def __init__(self, features: Features, seen: Features, readers: Sequence[Reader]):
+    def __init__(self, features: Features, seen: Features, readers: Sequence[FeatureReader]):
         self._features = features
         self._seen = seen
         self._dtypes = _weight_dtypes(seen)
         self.readers = readers
-        self.prepared: dict[Reader, Prepared] = {}
+        self.prepared: dict[FeatureReader, PreparedKeys] = {}
         """Prepared keys by collection."""
 
-    def carried(self) -> "Iterable[Prepared]":
+    def carried(self) -> "Iterable[PreparedKeys]":
         """Return the prepared keys of every collection."""
         return self.prepared.values()
 
-    def ask(self, reader: Reader) -> None:
+    def ask(self, reader: FeatureReader) -> None:
         """Let one of the readers prepare its features. Collective."""
         self.prepared[reader] = reader.prepare(self._seen)
         if len(self.prepared) == len(self.readers):
@@ -76,7 +76,7 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
     def __len__(self) -> int:
         return len(self._features)
 
-    def of(self, collection: Reader) -> "Prepared | None":
+    def of(self, collection: FeatureReader) -> "PreparedKeys | None":
         """Return what ``collection`` has prepared, or None if it cannot be used for these features any more."""
         prepared = self.prepared.get(collection)
         if prepared is None or prepared.is_learning or _weight_dtypes(self) != self._dtypes:
@@ -95,7 +95,7 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
 
 
 @dataclass
-class Found:
+class BatchFeatures:
     """A batch whose mappings of features have become ``PreparedFeatures``, before any collection has prepared them."""
 
     batch: Any
@@ -104,23 +104,25 @@ class Found:
     missing: list[str]
     """Features that a mapping lacks although it has others of the same collection."""
 
-    def read_by(self, reader: Reader) -> list[PreparedFeatures]:
+    def read_by(self, reader: FeatureReader) -> list[PreparedFeatures]:
         """Return the mappings that one collection reads: one for each microbatch."""
         return [each for each in self.mappings if reader in each.readers]
 
-    def ask(self, reader: Reader, microbatch: int) -> None:
+    def ask(self, reader: FeatureReader, microbatch: int) -> None:
         """Let a collection prepare its features of one microbatch. Collective over the lane for keys ahead.
 
         Every rank must have found the same collections in the same order, and must call this method in one order.
         """
         self.read_by(reader)[microbatch].ask(reader)
 
-    def asked(self, reader: Reader, microbatch: int) -> "Prepared":
+    def asked(self, reader: FeatureReader, microbatch: int) -> "PreparedKeys":
         """Return the keys that a collection has prepared of one microbatch."""
         return self.read_by(reader)[microbatch].prepared[reader]
 
 
-def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Features], Features]) -> Found:
+def find_features(
+    batch: Any, collections: Sequence[FeatureReader], cast: Callable[[Features], Features]
+) -> BatchFeatures:
     """Find every mapping of features in ``batch``, with the collections that find all of their features in the mapping.
 
     Args:
@@ -128,7 +130,7 @@ def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Fea
         collections: the collections of the model.
         cast: converts features to the form that the model will pass to its collections.
     """
-    found = Found(batch, [], [])
+    found = BatchFeatures(batch, [], [])
     names = [set(each.feature_names) for each in collections]
 
     def walk(value: Any) -> Any:

@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 from shardwise.base.errors import UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.store import Store
+from shardwise.parallel.embedding.store import RowStore
 from shardwise.parallel.embedding.transfer import on_host
-from shardwise.parallel.embedding.ways import Asked, Way
-from shardwise.plan.trace import Done
+from shardwise.parallel.embedding.ways import KeyRequest, TableExchange
+from shardwise.plan.trace import TraceRow
 
 
-class Sequences(NamedTuple):
+class SequenceVectors(NamedTuple):
     """Vectors of a feature that is not pooled: those of sample b are ``values[offsets[b] : offsets[b + 1]]``."""
 
     values: Tensor
@@ -33,14 +33,14 @@ class Sequences(NamedTuple):
 
 
 @dataclass
-class Prepared:
+class PreparedKeys:
     """A batch whose keys have been sent to the owners of their rows."""
 
     samples: int
     """Number of samples, B."""
     offsets: dict[str, Tensor]
     """Offsets of the features that are not pooled, by feature name."""
-    asked: list[Asked]
+    asked: list[KeyRequest]
     """Keys of each group, with the state of their exchange."""
     is_learning: bool = False
     """True once a training forward pass has run on the batch."""
@@ -48,16 +48,16 @@ class Prepared:
     """True once the backward pass has delivered gradients of the batch's vectors."""
     weights: list[Tensor | None] = field(default_factory=list)
     """Weights of the keys of each group if they require gradients, else None: [N]."""
-    ahead: Done | None = None
-    """The ASK that prepared the batch; None if the forward pass prepared it."""
+    ahead: TraceRow | None = None
+    """The INPUT_DIST that prepared the batch; None if the forward pass prepared it."""
 
 
-class Part(NamedTuple):
+class PlacedGroup(NamedTuple):
     """One group of tables on this rank: its tables, their exchange and their rows."""
 
     tables: TableGroup
-    way: Way
-    store: Store
+    way: TableExchange
+    store: RowStore
 
 
 class BatchVectors(torch.autograd.Function):
@@ -72,8 +72,8 @@ class BatchVectors(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        parts: Sequence[Part],
-        prepared: Prepared,
+        parts: Sequence[PlacedGroup],
+        prepared: PreparedKeys,
         learns: bool,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
@@ -107,7 +107,9 @@ class BatchVectors(torch.autograd.Function):
         return (None, None, None, None, *of_weights, *(None for _ in grads))
 
 
-def _where_rows_are(parts: Sequence[Part], grads: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+def _where_rows_are(
+    parts: Sequence[PlacedGroup], grads: Sequence[Tensor | None]
+) -> list[list[Tensor | None]]:
     """Return the gradients of each part's runs, moved to the host if the part's rows are on the host."""
     left: Iterator[Tensor | None] = iter(grads)
     found = [[next(left) for _ in part.tables.runs] for part in parts]
@@ -140,7 +142,7 @@ def features_on_host(features: Mapping[str, Ragged], names: Iterable[str]) -> Ma
     return moved
 
 
-def by_feature(pooled: Tensor, asked: Asked, features: int, width: int) -> Tensor:
+def by_feature(pooled: Tensor, asked: KeyRequest, features: int, width: int) -> Tensor:
     """Return the vectors of one run as [B, F, D]: without a copy, transposed if they lie by feature.
 
     Args:

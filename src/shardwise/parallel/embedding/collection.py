@@ -34,11 +34,11 @@ from shardwise.base.words import counted
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.parallel.embedding.ahead import PreparedFeatures
-from shardwise.parallel.embedding.batch import Prepared, Sequences, by_feature
+from shardwise.parallel.embedding.batch import PreparedKeys, SequenceVectors, by_feature
 from shardwise.parallel.embedding.placed import PlacedTables, check_table, grouped, make_parts
-from shardwise.parallel.embedding.planner import Choice, plan_tables
+from shardwise.parallel.embedding.planner import PlacementChoice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.rows import Rows, Tally
+from shardwise.parallel.embedding.rows import KeyedRows, RowTally
 from shardwise.parallel.embedding.saved import of_first_rank
 from shardwise.parallel.embedding.saved_rows import SavedRows
 
@@ -81,12 +81,12 @@ class EmbeddingCollection(nn.Module):
         self.optimizer = optimizer or RowOptimizerPolicy()
         self.seed = seed
         self.dtype = dtype
-        self.choices: list[Choice] = []
+        self.choices: list[PlacementChoice] = []
         """Placement of each table, with the reason for the choice."""
         self._ranks = 0
         """Number of ranks for which ``choices`` was made."""
         self._placed: PlacedTables | None = None
-        self._to_load: list[tuple[str, Rows]] = []
+        self._to_load: list[tuple[str, KeyedRows]] = []
         """Rows that were loaded before the tables were placed, by table name."""
         self._progress_to_load: Mapping[str, Any] | None = None
         self._read_elsewhere: frozenset[str] = frozenset()
@@ -214,7 +214,7 @@ class EmbeddingCollection(nn.Module):
         if (
             progress is not None and is_led
         ):  # an engine counts its own steps and starts its dense optimizer state anew, so only weights are taken
-            given = [(name, Rows.of_weights(rows.keys, rows.weights)) for name, rows in given]
+            given = [(name, KeyedRows.of_weights(rows.keys, rows.weights)) for name, rows in given]
         elif progress is not None:
             self.saved.load_progress(progress)
         for name, rows in given:
@@ -253,7 +253,7 @@ class EmbeddingCollection(nn.Module):
         return self.placed.nbytes
 
     @property
-    def tallies(self) -> dict[str, Tally]:
+    def tallies(self) -> dict[str, RowTally]:
         """Rows in use, inserted and evicted, by table. Each row counts on one rank, so that ranks may be summed."""
         return self.placed.tallies
 
@@ -278,7 +278,7 @@ class EmbeddingCollection(nn.Module):
     # A batch -----------------------------------------------------------------------------------------------------
 
     @uncompiled
-    def prepare(self, features: Mapping[str, Ragged]) -> Prepared:
+    def prepare(self, features: Mapping[str, Ragged]) -> PreparedKeys:
         """Find the distinct keys of a future batch and send them to the owners of their rows. Collective.
 
         No weights are read and no key is inserted. The keys travel over the group for keys, so this method may run in a
@@ -297,7 +297,7 @@ class EmbeddingCollection(nn.Module):
         return self.placed.prepare(features, ahead=True)
 
     @uncompiled
-    def forward(self, features: "Mapping[str, Ragged] | Prepared") -> dict[str, Any]:
+    def forward(self, features: "Mapping[str, Ragged] | PreparedKeys") -> dict[str, Any]:
         """Return the vectors of a batch by feature name. Collective.
 
         Args:
@@ -305,7 +305,7 @@ class EmbeddingCollection(nn.Module):
 
         Returns:
             One entry for each feature: a tensor [B, D] if the feature is pooled, [B, n·D] if pooling is concat (n keys
-            in each sample), and ``Sequences`` if pooling is none.
+            in each sample), and ``SequenceVectors`` if pooling is none.
         """
         prepared, outputs = self._vectors(features)
         found: dict[str, Any] = {}
@@ -314,7 +314,7 @@ class EmbeddingCollection(nn.Module):
             for (_, start, stop), output in zip(part.tables.runs, of_part, strict=True):
                 members = part.tables.features[start:stop]
                 if members[0].pooling == "none":
-                    found[members[0].name] = Sequences(output, prepared.offsets[members[0].name])
+                    found[members[0].name] = SequenceVectors(output, prepared.offsets[members[0].name])
                 elif members[0].pooling == "concat":
                     keys = output.shape[0] // prepared.samples if prepared.samples else 0
                     found[members[0].name] = output.view(prepared.samples, keys * width)
@@ -326,7 +326,7 @@ class EmbeddingCollection(nn.Module):
         return found
 
     @uncompiled
-    def stacked(self, features: "Mapping[str, Ragged] | Prepared") -> Tensor:
+    def stacked(self, features: "Mapping[str, Ragged] | PreparedKeys") -> Tensor:
         """Return the vectors of all features as one tensor [B, F, D], in the order of ``feature_names``. Collective.
 
         Interactions of features need this form. If one group has all tables, no copy is made, whereas stacking the
@@ -370,9 +370,11 @@ class EmbeddingCollection(nn.Module):
                 _listed(sorted(known)),
             )
 
-    def _vectors(self, features: "Mapping[str, Ragged] | Prepared") -> tuple[Prepared, list[list[Tensor]]]:
+    def _vectors(
+        self, features: "Mapping[str, Ragged] | PreparedKeys"
+    ) -> tuple[PreparedKeys, list[list[Tensor]]]:
         learns = torch.is_grad_enabled() and self.training
-        if isinstance(features, Prepared):
+        if isinstance(features, PreparedKeys):
             prepared = features
         else:
             if not self._has_looked and isinstance(features, Mapping):
@@ -420,11 +422,11 @@ class EmbeddingCollection(nn.Module):
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
-    def rows_here(self, table: str) -> Rows:
+    def rows_here(self, table: str) -> KeyedRows:
         """Return the rows of a table that this rank holds, ordered by (bucket, key)."""
         return self.saved.rows_here(table)
 
-    def load_rows(self, table: str, rows: Rows) -> None:
+    def load_rows(self, table: str, rows: KeyedRows) -> None:
         """Load the rows of a table that this rank holds; a dynamic table inserts the keys that it lacks.
 
         If the tables are not placed yet, the rows are kept and loaded at placement.
@@ -445,7 +447,7 @@ class EmbeddingCollection(nn.Module):
     def load_bag(self, table: str, bag: nn.EmbeddingBag | nn.Embedding) -> None:
         """Load the weights of a torch ``EmbeddingBag`` or ``Embedding`` into a table."""
         weight = bag.weight.detach().cpu()
-        self.load_rows(table, Rows.of_weights(torch.arange(weight.shape[0]), weight.to(self.dtype)))
+        self.load_rows(table, KeyedRows.of_weights(torch.arange(weight.shape[0]), weight.to(self.dtype)))
 
     def _check_copy(self) -> None:
         """Raise UsageError if this collection is an untrained copy of a trained one: the copy still has start rows."""
@@ -530,7 +532,7 @@ class EmbeddingCollection(nn.Module):
                 f"embedding: the state_dict was taken of tables {found}, whose rows are not in it; load what "
                 "engine.save wrote"
             )
-        given = {name: Rows(**rows) for name, rows in found.items()}
+        given = {name: KeyedRows(**rows) for name, rows in found.items()}
         self._check_given(given)
         if self.is_placed:
             self.saved.clear()
@@ -540,7 +542,7 @@ class EmbeddingCollection(nn.Module):
         for name, rows in given.items():
             self.load_rows(name, rows)
 
-    def _check_given(self, given: Mapping[str, Rows]) -> None:
+    def _check_given(self, given: Mapping[str, KeyedRows]) -> None:
         """Raise MismatchError unless ``given`` has whole tables of the same names, widths and numbers of rows."""
         names = {table.name for table in self.tables}
         wrong = [f"table {name!r} is in one of them alone" for name in sorted(names ^ given.keys())]
@@ -612,9 +614,9 @@ class AbsentCollection(EmbeddingCollection):
         (collection,) = self._stands_for
         return collection.feature_names
 
-    def forward(self, features: "Mapping[str, Ragged] | Prepared") -> dict[str, Any]:
+    def forward(self, features: "Mapping[str, Ragged] | PreparedKeys") -> dict[str, Any]:
         """Return fillers of the shapes that ``EmbeddingCollection.forward`` returns."""
-        assert not isinstance(features, Prepared), "a model hands over features"
+        assert not isinstance(features, PreparedKeys), "a model hands over features"
         found: dict[str, Any] = {}
         for table in self.tables:
             for name in table.feature_names:
@@ -622,14 +624,14 @@ class AbsentCollection(EmbeddingCollection):
                 keys = ragged.values.numel()
                 if pooling == "none":
                     vectors = self._fill((keys, table.width), self.dtype)
-                    found[name] = Sequences(vectors, self._bring(ragged.offsets))
+                    found[name] = SequenceVectors(vectors, self._bring(ragged.offsets))
                     continue
                 columns = keys // max(ragged.samples, 1) if pooling == "concat" else 1
                 shape = (ragged.samples, columns * table.width)
                 found[name] = self._fill(shape, self.dtype)
         return found
 
-    def stacked(self, features: "Mapping[str, Ragged] | Prepared") -> Tensor:
+    def stacked(self, features: "Mapping[str, Ragged] | PreparedKeys") -> Tensor:
         """Return a filler of the shape that ``EmbeddingCollection.stacked`` returns."""
         found = self.forward(features)
         return torch.stack([found[name] for table in self.tables for name in table.feature_names], 1)

@@ -18,13 +18,13 @@ Shapes: as above.
 
 from typing import NamedTuple
 
-from shardwise.parallel.embedding.layout import Place
+from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PlacementName
 
 _KEY_BYTES = 8
 
 
-class Load(NamedTuple):
+class TableLoad(NamedTuple):
     """Numbers of keys, distinct keys and bags that one rank's batch has for one table."""
 
     keys: float
@@ -35,7 +35,7 @@ class Load(NamedTuple):
     """Number of bags, S."""
 
 
-class Sent(NamedTuple):
+class ExchangeBytes(NamedTuple):
     """Bytes that one rank sends in one forward and backward pass."""
 
     keys: float
@@ -48,7 +48,9 @@ class Sent(NamedTuple):
         return sum(self)
 
 
-def bytes_sent(place: Place, load: Load, width: int, itemsize: int, ranks: int) -> Sent:
+def bytes_sent(
+    place: TablePlacement, load: TableLoad, width: int, itemsize: int, ranks: int
+) -> ExchangeBytes:
     """Return the bytes that a rank sends for one table in one forward and backward pass, as a mean over the ranks.
 
     Args:
@@ -61,25 +63,25 @@ def bytes_sent(place: Place, load: Load, width: int, itemsize: int, ranks: int) 
     others, part = ranks - 1, (ranks - 1) / ranks
     rows, sums = load.distinct * width * itemsize, load.bags * width * itemsize
     if place.placement == "data_parallel":
-        return Sent(_KEY_BYTES * load.distinct * others, 0.0, rows * others)
+        return ExchangeBytes(_KEY_BYTES * load.distinct * others, 0.0, rows * others)
     if place.placement == "column":
-        return Sent(_KEY_BYTES * load.distinct * others, rows * part, rows * part)
+        return ExchangeBytes(_KEY_BYTES * load.distinct * others, rows * part, rows * part)
     if place.exchange == "rows":
-        return Sent(_KEY_BYTES * load.distinct * part, rows * part, rows * part)
+        return ExchangeBytes(_KEY_BYTES * load.distinct * part, rows * part, rows * part)
     if place.placement == "table":
-        return Sent(_KEY_BYTES * (load.keys + load.bags) * part, sums * part, sums * part)
+        return ExchangeBytes(_KEY_BYTES * (load.keys + load.bags) * part, sums * part, sums * part)
     keys = _KEY_BYTES * (load.keys * part + load.bags * others)
-    return Sent(keys, sums * others, sums * others)
+    return ExchangeBytes(keys, sums * others, sums * others)
 
 
-def collectives(place: Place) -> int:
+def collectives(place: TablePlacement) -> int:
     """Return the number of messages to all ranks that a table adds to a pass if no other table travels with it."""
     if place.placement == "data_parallel":
         return 2
     return 4 if place.exchange == "pooled" else 3
 
 
-def rows_touched(place: Place, load: Load, ranks: int) -> float:
+def rows_touched(place: TablePlacement, load: TableLoad, ranks: int) -> float:
     """Return the number of whole rows that a rank reads, merges and updates in a step, as a mean over the ranks."""
     return load.distinct * (ranks if place.placement == "data_parallel" else 1)
 

@@ -32,7 +32,7 @@ _COUNT_BITS = 20
 """
 
 
-class Dynamic:
+class DynamicIndex:
     """Index of one dynamic table on one rank.
 
     Args:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import gather, share
-from shardwise.parallel.embedding.dynamic import Dynamic
+from shardwise.parallel.embedding.dynamic import DynamicIndex
 
 
-def evict(tables: Sequence[Dynamic], group: Group | None, step: int) -> None:
+def evict(tables: Sequence[DynamicIndex], group: Group | None, step: int) -> None:
     """Evict rows and forget waiting keys after ``step``. Collective over ``group``.
 
     Args:
@@ -45,7 +45,7 @@ def evict(tables: Sequence[Dynamic], group: Group | None, step: int) -> None:
             each.forget_waiting(lowest(*each.longest_waiting(surplus), surplus, group))
 
 
-def _is_bounded(table: Dynamic) -> bool:
+def _is_bounded(table: DynamicIndex) -> bool:
     """Return whether rows or waiting keys of a table may have to be removed; the same on all ranks."""
     evicts = table.capacity is not None and not table.is_capped
     return evicts or table.policy.admission.type == "frequency"

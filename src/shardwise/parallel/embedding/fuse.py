@@ -23,7 +23,7 @@ from shardwise.kernels.tables.one_each import one_each
 from shardwise.parallel.embedding.group import TableGroup
 
 
-class Fused(NamedTuple):
+class FusedKeys(NamedTuple):
     """The keys of one group in one batch."""
 
     keys: Tensor
@@ -78,7 +78,7 @@ def batch_size(features: Mapping[str, Ragged]) -> int:
     return next(iter(sizes.values()), 0)
 
 
-def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) -> Fused:
+def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) -> FusedKeys:
     """Join the features of ``group``.
 
     Args:
@@ -103,7 +103,7 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
         )
         if keys is not None:
             places = [place * samples for place in range(len(given) + 1)]
-            return Fused(keys, None, None, places, samples, True, group.keys_may_go_by_sample)
+            return FusedKeys(keys, None, None, places, samples, True, group.keys_may_go_by_sample)
     starts = [0]
     for ragged in given:
         starts.append(starts[-1] + ragged.values.numel())
@@ -127,8 +127,8 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
             keys = by_sample(keys, samples)
         if weights is not None:
             weights = by_sample(weights, samples)
-        return Fused(keys, None, weights, starts, samples, True, group.keys_may_go_by_sample)
-    return Fused(keys, joined, weights, starts, samples)
+        return FusedKeys(keys, None, weights, starts, samples, True, group.keys_may_go_by_sample)
+    return FusedKeys(keys, joined, weights, starts, samples)
 
 
 def _features_of(group: TableGroup, features: Mapping[str, Ragged]) -> list[Ragged]:

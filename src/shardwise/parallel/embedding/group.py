@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of
+from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement, buckets_of
 from shardwise.parallel.embedding.policy import Pooling, RowOptimizerPolicy, TablePolicy
 
 RunKind = Literal["summed", "max", "rows"]
@@ -35,7 +35,7 @@ _KIND: dict[Pooling, RunKind] = {
 }
 
 
-class Feature(NamedTuple):
+class GroupFeature(NamedTuple):
     """A feature of a group of tables."""
 
     name: str
@@ -65,7 +65,7 @@ class TableGroup:
     """
 
     tables: tuple[TablePolicy, ...]
-    places: tuple[Place, ...]
+    places: tuple[TablePlacement, ...]
     optimizer: RowOptimizerPolicy
     ranks: int
 
@@ -79,7 +79,7 @@ class TableGroup:
         return self.tables[0].width
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TablePlacement:
         """Placement of all tables; the owner is that of the first table."""
         return self.places[0]
 
@@ -89,10 +89,10 @@ class TableGroup:
         return self.tables[0].dynamic is not None
 
     @cached_property
-    def features(self) -> tuple[Feature, ...]:
+    def features(self) -> tuple[GroupFeature, ...]:
         """All features, in the order of the tables."""
         return tuple(
-            Feature(name, place, table.pooling_of(name))
+            GroupFeature(name, place, table.pooling_of(name))
             for place, table in enumerate(self.tables)
             for name in table.feature_names
         )
@@ -180,7 +180,7 @@ class TableGroup:
 
 def group_tables(
     tables: Sequence[TablePolicy],
-    places: Mapping[str, Place],
+    places: Mapping[str, TablePlacement],
     optimizer: RowOptimizerPolicy,
     ranks: int,
 ) -> list[TableGroup]:

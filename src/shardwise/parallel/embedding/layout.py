@@ -75,7 +75,7 @@ def columns_of(width: int, index: int, ranks: int) -> range:
 
 
 @dataclass(frozen=True)
-class Place:
+class TablePlacement:
     """The placement of one table on a group of ranks."""
 
     placement: PlacementName

@@ -25,19 +25,19 @@ from shardwise.base.ragged import Ragged
 from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import carry, share
-from shardwise.kernels.tables.unique import Scratch
+from shardwise.kernels.tables.unique import UniqueScratch
 from shardwise.optim.clip import clip_factor
-from shardwise.parallel.embedding.batch import BatchVectors, Part, Prepared, features_on_host
-from shardwise.parallel.embedding.dynamic import Dynamic, is_unlimited
+from shardwise.parallel.embedding.batch import BatchVectors, PlacedGroup, PreparedKeys, features_on_host
+from shardwise.parallel.embedding.dynamic import DynamicIndex, is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
-from shardwise.parallel.embedding.layout import Place
-from shardwise.parallel.embedding.planner import Choice
+from shardwise.parallel.embedding.layout import TablePlacement
+from shardwise.parallel.embedding.planner import PlacementChoice
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.rows import Tally
-from shardwise.parallel.embedding.store import Store
+from shardwise.parallel.embedding.rows import RowTally
+from shardwise.parallel.embedding.store import RowStore
 from shardwise.parallel.embedding.transfer import SlabRows, together
-from shardwise.parallel.embedding.ways import Asked, Lane, way_of
+from shardwise.parallel.embedding.ways import KeyRequest, PreparationLane, way_of
 
 _REFUSED = -1
 """Number of keys that a rank sends if it refused its batch."""
@@ -46,28 +46,31 @@ _MANY_PASSES, _MOST_PASSES = 64, 4096
 
 
 def grouped(
-    tables: Sequence[TablePolicy], optimizer: RowOptimizerPolicy, choices: Sequence[Choice], ranks: int
+    tables: Sequence[TablePolicy],
+    optimizer: RowOptimizerPolicy,
+    choices: Sequence[PlacementChoice],
+    ranks: int,
 ) -> list[TableGroup]:
     """Return the groups of tables on ``ranks`` ranks; ``optimizer`` is that of tables without their own."""
     places = {choice.table: choice.place for choice in choices}
     if ranks == 1:
-        places = dict.fromkeys(places, Place("data_parallel"))
+        places = dict.fromkeys(places, TablePlacement("data_parallel"))
     return group_tables(tables, places, optimizer, ranks)
 
 
 def make_parts(
     tables: Sequence[TablePolicy],
     optimizer: RowOptimizerPolicy,
-    choices: Sequence[Choice],
+    choices: Sequence[PlacementChoice],
     group: Group,
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[Part]:
+) -> list[PlacedGroup]:
     """Build the groups of tables on this rank and draw their start rows."""
     unlimited = sum(is_unlimited(table.dynamic) for table in tables)
     return [
-        Part(each, way_of(each, group, dtype), Store(each, group, seed, dtype, device, unlimited))
+        PlacedGroup(each, way_of(each, group, dtype), RowStore(each, group, seed, dtype, device, unlimited))
         for each in grouped(tables, optimizer, choices, group.size)
     ]
 
@@ -87,7 +90,7 @@ class PlacedTables:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PlacedGroup],
         group: Group,
         keys_group: Group,
         device: torch.device,
@@ -105,12 +108,15 @@ class PlacedTables:
         """Factor of the learning rate in each step, recorded only if an optimizer replays steps."""
         self._compute_dtype = compute_dtype
         self._is_led = is_led
-        self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group, Scratch())
-        self._open: list[Prepared] = []
+        self._here, self._ahead = (
+            PreparationLane(group, UniqueScratch()),
+            PreparationLane(keys_group, UniqueScratch()),
+        )
+        self._open: list[PreparedKeys] = []
         """Forward passes whose gradients have not been delivered."""
-        self._delivered: list[tuple[Prepared, list[Tensor]]] = []
+        self._delivered: list[tuple[PreparedKeys, list[Tensor]]] = []
         """Passes delivered but not settled, with the gradients of each part's rows that came here."""
-        self.on_fetch: Callable[[Prepared, bool], None] | None = None
+        self.on_fetch: Callable[[PreparedKeys, bool], None] | None = None
         """Callback before vectors are fetched, with the batch and whether the pass learns."""
 
     @property
@@ -129,13 +135,13 @@ class PlacedTables:
         return sum(part.store.nbytes for part in self.parts if not part.tables.is_dynamic)
 
     @property
-    def tallies(self) -> dict[str, Tally]:
+    def tallies(self) -> dict[str, RowTally]:
         """Rows in use, inserted and evicted, by table. Each row counts on one rank, so that ranks may be summed."""
         return {name: tally for part in self.parts for name, tally in part.store.tallies.items()}
 
     # A batch -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, features: Mapping[str, Ragged], ahead: bool = False) -> Prepared:
+    def prepare(self, features: Mapping[str, Ragged], ahead: bool = False) -> PreparedKeys:
         """Find the distinct keys of a batch and send them to the owners of their rows. Collective.
 
         No weights are read and no key is inserted.
@@ -184,9 +190,9 @@ class PlacedTables:
         }
         if self.device.type != "cpu":
             self._send(asked, flat)
-        return Prepared(samples, flat, asked, weights=weights)
+        return PreparedKeys(samples, flat, asked, weights=weights)
 
-    def _send(self, asked: Sequence[Asked], flat: dict[str, Tensor]) -> None:
+    def _send(self, asked: Sequence[KeyRequest], flat: dict[str, Tensor]) -> None:
         """Copy everything that the device needs of a batch in one transfer. [Note: host and device, in transfer.py]."""
         away = [
             (part, each)
@@ -203,7 +209,7 @@ class PlacedTables:
             each.take(there)
         flat.update(zip(flat, there, strict=True))
 
-    def _numbers(self, asked: Sequence[Asked], lane: Lane) -> list[Tensor]:
+    def _numbers(self, asked: Sequence[KeyRequest], lane: PreparationLane) -> list[Tensor]:
         """Return, for each part, the counts that leave every rank for every rank: int64 [N, N, K].
 
         ``asked`` is empty if this rank refused its batch; the other ranks then raise DataError.
@@ -223,7 +229,7 @@ class PlacedTables:
             )
         return list(everyone.split(kinds, 2))
 
-    def fetch(self, prepared: Prepared, learns: bool) -> list[list[Tensor]]:
+    def fetch(self, prepared: PreparedKeys, learns: bool) -> list[list[Tensor]]:
         """Return the vectors of each run of each part. Collective.
 
         Args:
@@ -296,13 +302,13 @@ class PlacedTables:
             self._delivered.append((prepared, of_pass))
             self._add(prepared, of_pass)
 
-    def _add(self, prepared: Prepared, gradients: Sequence[Tensor]) -> None:
+    def _add(self, prepared: PreparedKeys, gradients: Sequence[Tensor]) -> None:
         for part, asked, of_part in zip(self.parts, prepared.asked, gradients, strict=True):
             assert asked.rows is not None, "rows are known since the vectors were fetched"
             part.store.add(asked.rows.here, of_part)
 
     @property
-    def _capped(self) -> list[tuple[Store, Dynamic]]:
+    def _capped(self) -> list[tuple[RowStore, DynamicIndex]]:
         """Tables that may exceed their capacity, with their stores."""
         return [(part.store, table) for part in self.parts for table in part.store.capped]
 
@@ -362,7 +368,7 @@ class PlacedTables:
         self.group.all_reduce(sums, "passes and rows of tables", "control").wait()
         return sums.tolist()
 
-    def _take_again(self, passes: Sequence[Prepared]) -> None:
+    def _take_again(self, passes: Sequence[PreparedKeys]) -> None:
         """Insert the keys of ``passes`` into dynamic tables."""
         for prepared in passes:
             for part, asked in zip(self.parts, prepared.asked, strict=True):
@@ -423,7 +429,7 @@ class PlacedTables:
         for part in self.parts:
             part.store.drop()
 
-    def find(self, table: str) -> tuple[Part, int]:
+    def find(self, table: str) -> tuple[PlacedGroup, int]:
         """Return the part that contains a table, and the table's index in the part.
 
         Raises:
@@ -461,7 +467,7 @@ def _check_weights(features: Mapping[str, Ragged], names: Sequence[str]) -> None
         )
 
 
-def _live(weights: Tensor | None, part: Part) -> Tensor | None:
+def _live(weights: Tensor | None, part: PlacedGroup) -> Tensor | None:
     """Return the weights of the keys if they require gradients, else None."""
     if weights is None or not weights.requires_grad:
         return None

@@ -20,11 +20,11 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.base.ragged import Ragged
-from shardwise.base.rates import ASSUMED_RATES, Rates
+from shardwise.base.rates import ASSUMED_RATES, RankRates
 from shardwise.base.words import bytes_text
-from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent, collectives, rows_touched
+from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.dynamic import capacity_of
-from shardwise.parallel.embedding.layout import Place
+from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rules import optimizer_of
 
@@ -33,11 +33,11 @@ _OWNERS_DIFFER = 1.05
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacementChoice:
     """The placement of one table, with the reason."""
 
     table: str
-    place: Place
+    place: TablePlacement
     why: str
     """Reason for the choice, as text."""
     line: str
@@ -48,7 +48,7 @@ class Choice:
         return f"{self.table} ({self.line}): {self.place.placement}{owner}, {self.why}"
 
 
-class _Room:
+class _RankBudget:
     """Memory and time of the ranks, as tables are placed.
 
     ``host_bytes`` is the memory of dynamic tables if it is separate, else None.
@@ -79,7 +79,7 @@ class _Room:
         fitting = [rank for rank, left in enumerate(self.left(table)) if left >= needed]
         return min(fitting, key=lambda rank: (self.seconds[rank], rank), default=None)
 
-    def take(self, table: TablePolicy, place: Place, held: float, seconds: float) -> None:
+    def take(self, table: TablePolicy, place: TablePlacement, held: float, seconds: float) -> None:
         """Account for a table at ``place``: ``held`` bytes on each rank that holds it, and its seconds."""
         left = self.left(table)
         for rank in range(len(left)):
@@ -101,8 +101,8 @@ def plan_tables(
     dtype: torch.dtype,
     memory_bytes: float | None = None,
     host_memory_bytes: float | None = None,
-    rates: Rates = ASSUMED_RATES,
-) -> list[Choice]:
+    rates: RankRates = ASSUMED_RATES,
+) -> list[PlacementChoice]:
     """Choose a placement for each table.
 
     Args:
@@ -121,7 +121,7 @@ def plan_tables(
     Raises:
         PlanError: if a table fits nowhere, or if its policy demands a placement that is impossible.
     """
-    room = _Room(ranks, memory_bytes, host_memory_bytes)
+    room = _RankBudget(ranks, memory_bytes, host_memory_bytes)
     sized = sorted(tables, key=lambda table: -_rows(table, optimizer, dtype) * _line(table, optimizer, dtype))
     found = {
         table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables), rates)
@@ -147,12 +147,12 @@ def measured(tables: Sequence[TablePolicy], features: Mapping[str, Ragged]) -> l
     return found
 
 
-def load_of(table: TablePolicy, batch: int) -> Load:
+def load_of(table: TablePolicy, batch: int) -> TableLoad:
     """Return the numbers of keys, distinct keys and bags of a rank's batch for a table, from the policy's figures."""
     bags = float(batch * len(table.feature_names))
     keys = bags * table.keys_per_sample
     distinct = keys * table.distinct_ratio
-    return Load(keys, distinct if table.rows is None else min(distinct, table.rows), bags)
+    return TableLoad(keys, distinct if table.rows is None else min(distinct, table.rows), bags)
 
 
 def _choose(
@@ -161,17 +161,17 @@ def _choose(
     ranks: int,
     batch: int,
     dtype: torch.dtype,
-    room: _Room,
+    room: _RankBudget,
     tables: int,
-    rates: Rates,
-) -> Choice:
+    rates: RankRates,
+) -> PlacementChoice:
     rows, line = _rows(table, optimizer, dtype), _line(table, optimizer, dtype)
     number = (
         f"up to {rows:,.0f}" if table.dynamic and rows else ("dynamic" if table.dynamic else f"{rows:,.0f}")
     )
     text = f"{number} x {table.width}, {(table.optimizer or optimizer).type}, {bytes_text(rows * line)}"
     load = load_of(table, batch)
-    fitting: list[tuple[float, Place, float]] = []
+    fitting: list[tuple[float, TablePlacement, float]] = []
     too_large: list[str] = []
     for place in _candidates(table, ranks):
         held = bytes_held(place.placement, rows, line, ranks)
@@ -179,7 +179,7 @@ def _choose(
         if owner is None or (place.placement != "table" and min(room.left(table)) < held):
             too_large.append(f"{place.placement} needs {bytes_text(held)}")
             continue
-        place = Place(place.placement, owner, place.exchange)
+        place = TablePlacement(place.placement, owner, place.exchange)
         sent = bytes_sent(place, load, table.width, dtype.itemsize, ranks).total
         seconds = (
             sent / rates.exchange_bytes_s
@@ -197,14 +197,14 @@ def _choose(
     best = min(fitting, key=lambda each: each[0])
     seconds, place, sent = best
     room.take(table, place, bytes_held(place.placement, rows, line, ranks), seconds)
-    return Choice(table.name, place, _why(table, best, fitting, too_large, ranks), text)
+    return PlacementChoice(table.name, place, _why(table, best, fitting, too_large, ranks), text)
 
 
-def _candidates(table: TablePolicy, ranks: int) -> list[Place]:
+def _candidates(table: TablePolicy, ranks: int) -> list[TablePlacement]:
     """Return the placements that the policy allows; the first of equals wins."""
     asked: Sequence[PlacementName] = PLACEMENTS if table.placement == "auto" else (table.placement,)
     if ranks == 1 and table.placement == "auto":
-        return [Place("data_parallel")]
+        return [TablePlacement("data_parallel")]
     if table.placement == "column" and table.width < ranks:
         raise PlanError(
             f"table {table.name!r}: placement column gives each of {ranks} ranks a column, but the width is "
@@ -216,17 +216,17 @@ def _candidates(table: TablePolicy, ranks: int) -> list[Place]:
         if placement == "column" and table.width < ranks:
             continue
         if table.exchange != "pooled":
-            found.append(Place(placement))
+            found.append(TablePlacement(placement))
         can_sum = placement in ("table", "row") and adds and table.dynamic is None
         if can_sum and table.exchange != "rows":
-            found.append(Place(placement, exchange="pooled"))
+            found.append(TablePlacement(placement, exchange="pooled"))
     return found
 
 
 def _why(
     table: TablePolicy,
-    best: tuple[float, Place, float],
-    fitting: Sequence[tuple[float, Place, float]],
+    best: tuple[float, TablePlacement, float],
+    fitting: Sequence[tuple[float, TablePlacement, float]],
     too_large: Sequence[str],
     ranks: int,
 ) -> str:

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import torch
 
 from shardwise.parallel.embedding.dynamic import capacity_of
-from shardwise.parallel.embedding.layout import BUCKETS, Place
+from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rules import ONE_A_ROW, optimizer_of, state_columns
 from shardwise.plan.placement import ByHash, OnRank, Placement, Replicate, Shard
 from shardwise.plan.registry import TensorInfo
 
 
-def placement_of(place: Place, ranks: int, is_dynamic: bool) -> Placement:
+def placement_of(place: TablePlacement, ranks: int, is_dynamic: bool) -> Placement:
     """Return the registry's placement of a table's rows on ``ranks`` data-parallel ranks."""
     if ranks == 1 or place.placement == "data_parallel":
         return Replicate()
@@ -45,7 +45,7 @@ def infos(
     name: str,
     table: TablePolicy,
     optimizer: RowOptimizerPolicy,
-    place: Place,
+    place: TablePlacement,
     dtype: torch.dtype,
     ranks: int,
     stage: int = 0,

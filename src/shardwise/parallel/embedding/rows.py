@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Tally(NamedTuple):
+class RowTally(NamedTuple):
     """Numbers of rows of one table."""
 
     rows: int
@@ -18,7 +18,7 @@ class Tally(NamedTuple):
 
 
 @dataclass
-class Rows:
+class KeyedRows:
     """Some rows of one table, by key."""
 
     keys: Tensor
@@ -35,6 +35,6 @@ class Rows:
     """Keys that wait for admission and their scores, in the store's encoding: int64 [m, 2]."""
 
     @classmethod
-    def of_weights(cls, keys: Tensor, weights: Tensor) -> "Rows":
+    def of_weights(cls, keys: Tensor, weights: Tensor) -> "KeyedRows":
         """Build rows whose optimizer state starts anew."""
         return cls(keys, weights)

@@ -24,18 +24,18 @@ from torch import Tensor
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, gather, send, share
-from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of, columns_of, writer_of
-from shardwise.parallel.embedding.rows import Rows
+from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement, buckets_of, columns_of, writer_of
+from shardwise.parallel.embedding.rows import KeyedRows
 from shardwise.parallel.embedding.rules import ONE_A_ROW
 
 Range = tuple[int, int]
 """Rows [start, stop) in the order of (bucket, key)."""
 
 
-class Stretch(NamedTuple):
+class SavedRowRange(NamedTuple):
     """Rows of a table that one rank writes."""
 
-    rows: Rows
+    rows: KeyedRows
     first: int
     """Index of the first row among all rows of the table."""
     counts: Tensor
@@ -48,8 +48,8 @@ class Stretch(NamedTuple):
 
 
 def stretch_to_write(
-    rows: Rows, buckets: Tensor, place: Place, width: int, group: Group, what: str
-) -> Stretch:
+    rows: KeyedRows, buckets: Tensor, place: TablePlacement, width: int, group: Group, what: str
+) -> SavedRowRange:
     """Return the rows that this rank writes, exchanged between the ranks where the placement needs it. Collective.
 
     Args:
@@ -76,10 +76,12 @@ def stretch_to_write(
     counted = torch.bincount(buckets, minlength=BUCKETS)
     everyone = gather(counted[None], [1] * n, group, f"buckets of {what}", "control").sum(0)
     first = int(everyone[: int(buckets[0])].sum()) if buckets.numel() else 0
-    return Stretch(rows, first, everyone)
+    return SavedRowRange(rows, first, everyone)
 
 
-def ranges_to_read(counts: Tensor, place: Place, index: int, ranks: int, within: Range) -> list[Range]:
+def ranges_to_read(
+    counts: Tensor, place: TablePlacement, index: int, ranks: int, within: Range
+) -> list[Range]:
     """Return the ranges of rows that rank ``index`` is to hold, restricted to the range ``within``.
 
     Args:
@@ -130,9 +132,9 @@ def chunks(counts: Tensor, rows: int) -> Iterator[Range]:
         yield start, end
 
 
-def _some(rows: Rows, which: Tensor) -> Rows:
+def _some(rows: KeyedRows, which: Tensor) -> KeyedRows:
     """Return the rows that ``which`` selects."""
-    return Rows(
+    return KeyedRows(
         rows.keys[which],
         rows.weights[which],
         {name: tensor[which] for name, tensor in rows.state.items()},
@@ -141,13 +143,13 @@ def _some(rows: Rows, which: Tensor) -> Rows:
     )
 
 
-def _rows_together(rows: Rows, counts: Counts, group: Group, what: str) -> Rows:
+def _rows_together(rows: KeyedRows, counts: Counts, group: Group, what: str) -> KeyedRows:
     """Return whole rows at the writers of their buckets, in the order of the source ranks."""
 
     def sent(tensor: Tensor) -> Tensor:
         return send(tensor, counts, group, what, "control")
 
-    return Rows(
+    return KeyedRows(
         sent(rows.keys),
         sent(rows.weights),
         {name: sent(tensor) for name, tensor in rows.state.items()},
@@ -155,7 +157,9 @@ def _rows_together(rows: Rows, counts: Counts, group: Group, what: str) -> Rows:
     )
 
 
-def _columns_together(rows: Rows, counts: Counts, width: int, group: Group, what: str) -> tuple[Rows, slice]:
+def _columns_together(
+    rows: KeyedRows, counts: Counts, width: int, group: Group, what: str
+) -> tuple[KeyedRows, slice]:
     """Return whole rows at their writers, and the slice of this rank's rows that they are.
 
     The slice exists because every rank has the same keys.
@@ -175,10 +179,10 @@ def _columns_together(rows: Rows, counts: Counts, width: int, group: Group, what
         name: tensor[mine] if name in ONE_A_ROW else joined(tensor) for name, tensor in rows.state.items()
     }
     scores = None if rows.scores is None else rows.scores[mine]
-    return Rows(rows.keys[mine], joined(rows.weights), state, scores), mine
+    return KeyedRows(rows.keys[mine], joined(rows.weights), state, scores), mine
 
 
-def of_first_rank(rows: Rows, group: Group, what: str, device: torch.device) -> Rows:
+def of_first_rank(rows: KeyedRows, group: Group, what: str, device: torch.device) -> KeyedRows:
     """Return the first rank's rows on all ranks, as for the weights of a model that was built before. Collective.
 
     Raises:
@@ -199,4 +203,4 @@ def of_first_rank(rows: Rows, group: Group, what: str, device: torch.device) -> 
     scores = None if rows.scores is None else first(rows.scores)
     state = {name: first(tensor) for name, tensor in sorted(rows.state.items())}
     candidates = None if rows.candidates is None else first(rows.candidates)
-    return Rows(first(rows.keys), first(rows.weights), state, scores, rows.first_column, candidates)
+    return KeyedRows(first(rows.keys), first(rows.weights), state, scores, rows.first_column, candidates)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket, writer_of
+from shardwise.parallel.embedding.layout import TablePlacement, dynamic_bucket, static_bucket, writer_of
 from shardwise.parallel.embedding.placed import PlacedTables
-from shardwise.parallel.embedding.rows import Rows
-from shardwise.parallel.embedding.saved import Stretch, stretch_to_write
+from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.saved import SavedRowRange, stretch_to_write
 
 
 class SavedRows:
@@ -29,7 +29,7 @@ class SavedRows:
     def __init__(self, placed: PlacedTables):
         self._placed = placed
 
-    def place_of(self, table: str) -> tuple[Place, Group]:
+    def place_of(self, table: str) -> tuple[TablePlacement, Group]:
         """Return the placement of a table and the ranks that hold it."""
         part, place = self._placed.find(table)
         return part.tables.places[place], self._placed.group
@@ -54,13 +54,13 @@ class SavedRows:
     # Out ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def rows_here(self, table: str) -> Rows:
+    def rows_here(self, table: str) -> KeyedRows:
         """Return the rows of a table that this rank holds, ordered by (bucket, key)."""
         part, place = self._placed.find(table)
         return part.store.rows_here(place)
 
     @torch.no_grad()
-    def rows_to_write(self, table: str) -> tuple[Stretch, Stretch | None]:
+    def rows_to_write(self, table: str) -> tuple[SavedRowRange, SavedRowRange | None]:
         """Return what this rank writes of a table into a checkpoint, in the state after the last step. Collective.
 
         Returns:
@@ -79,9 +79,9 @@ class SavedRows:
         order = buckets.argsort(stable=True)  # by (bucket, key), since candidates are ordered by key
         if where.placement in ("data_parallel", "column"):  # every rank has all of the keys
             order = order[writer_of(buckets[order], group.size) == group.index]
-            where = Place("data_parallel")
+            where = TablePlacement("data_parallel")
         empty = torch.empty(order.numel(), 0, dtype=self._placed.dtype)
-        waiting = Rows(keys[order], empty, scores=scores[order])
+        waiting = KeyedRows(keys[order], empty, scores=scores[order])
         return stretch, stretch_to_write(waiting, buckets[order], where, 0, group, what)
 
     def progress(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class SavedRows:
             part.store.resume(placed.steps, placed.lr_factors)
 
     @torch.no_grad()
-    def load_rows(self, table: str, rows: Rows) -> None:
+    def load_rows(self, table: str, rows: KeyedRows) -> None:
         """Load the rows of a table that this rank holds; a dynamic table inserts the keys that it lacks."""
         part, place = self._placed.find(table)
         part.store.load_rows(place, rows)

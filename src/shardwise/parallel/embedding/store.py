@@ -28,7 +28,7 @@ from shardwise.kernels.tables.row_rules import Adam, RowwiseAdagrad
 from shardwise.kernels.tables.slab import reserve
 from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.optim.clip import square_sum
-from shardwise.parallel.embedding.dynamic import Dynamic, capacity_of, limit_of
+from shardwise.parallel.embedding.dynamic import DynamicIndex, capacity_of, limit_of
 from shardwise.parallel.embedding.evict import evict
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.layout import (
@@ -39,7 +39,7 @@ from shardwise.parallel.embedding.layout import (
     writer_of,
 )
 from shardwise.parallel.embedding.row_gradients import RowGradients
-from shardwise.parallel.embedding.rows import Rows, Tally
+from shardwise.parallel.embedding.rows import KeyedRows, RowTally
 from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
 from shardwise.parallel.embedding.transfer import SlabRows
 
@@ -57,7 +57,7 @@ class TableRange(NamedTuple):
     stop: int
 
 
-class Store:
+class RowStore:
     """Rows of a group of tables on one rank.
 
     Args:
@@ -93,7 +93,7 @@ class Store:
         """
         width = len(self.columns)
         line = width + self.optimizer.columns(width)
-        self._dynamic: list[Dynamic] = []
+        self._dynamic: list[DynamicIndex] = []
         if tables.is_dynamic:
             full_bytes = (tables.width + self.optimizer.columns(tables.width)) * dtype.itemsize
             base = 0
@@ -103,7 +103,7 @@ class Store:
                 capacity = capacity_of(table.dynamic, full_bytes)
                 limit = limit_of(capacity, line * dtype.itemsize, unlimited)
                 self._dynamic.append(
-                    Dynamic(table.name, table.dynamic, base, limit, capacity, key, group.size == 1)
+                    DynamicIndex(table.name, table.dynamic, base, limit, capacity, key, group.size == 1)
                 )
                 base += limit
             self.slab = reserve(base, line, dtype)
@@ -134,16 +134,18 @@ class Store:
         return 0 if self._stood is None else self._stood.nbytes
 
     @property
-    def tallies(self) -> dict[str, Tally]:
+    def tallies(self) -> dict[str, RowTally]:
         """Rows of each table that count on this rank. In the sum over the ranks each row counts once."""
         if self._dynamic:
-            found = {each.name: Tally(len(each.index), each.inserted, each.evicted) for each in self._dynamic}
+            found = {
+                each.name: RowTally(len(each.index), each.inserted, each.evicted) for each in self._dynamic
+            }
         else:
             found = {
-                table.name: Tally(where.rows_on(table.rows or 0, self._group.index, self._group.size))
+                table.name: RowTally(where.rows_on(table.rows or 0, self._group.index, self._group.size))
                 for table, where in zip(self.tables.tables, self.tables.places, strict=True)
             }
-        return found if self.is_counted else dict.fromkeys(found, Tally(0))
+        return found if self.is_counted else dict.fromkeys(found, RowTally(0))
 
     @property
     def is_counted(self) -> bool:
@@ -151,7 +153,7 @@ class Store:
         return self._group.index == 0 or not self._alike
 
     @property
-    def capped(self) -> list[Dynamic]:
+    def capped(self) -> list[DynamicIndex]:
         """Dynamic tables that may exceed their capacity."""
         return [each for each in self._dynamic if each.is_capped]
 
@@ -288,7 +290,7 @@ class Store:
 
     # Dynamic tables ----------------------------------------------------------------------------------------------
 
-    def _dynamic_rows(self, table: Dynamic, keys: Tensor, learns: bool) -> Tensor:
+    def _dynamic_rows(self, table: DynamicIndex, keys: Tensor, learns: bool) -> Tensor:
         """Return the slab row of each key of one dynamic table, -1 if the key has no row."""
         if not learns:
             rows = table.index.find(keys)
@@ -298,14 +300,16 @@ class Store:
             self._begin(table, table.index.keys_of(new), new + table.base)
         return torch.where(rows < 0, rows, rows + table.base)
 
-    def _begin(self, table: Dynamic, keys: Tensor, rows: Tensor) -> None:
+    def _begin(self, table: DynamicIndex, keys: Tensor, rows: Tensor) -> None:
         """Write start weights and optimizer state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
         self.slab[rows] = self._start_lines(table.start_key, keys, policy.start_bound)
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
-    def rows_here(self, place: int, part: tuple[int, int] | None = None, of_last_step: bool = False) -> Rows:
+    def rows_here(
+        self, place: int, part: tuple[int, int] | None = None, of_last_step: bool = False
+    ) -> KeyedRows:
         """Return the rows of a table that this rank holds, ordered by (bucket, key).
 
         Args:
@@ -336,7 +340,7 @@ class Store:
         for name, columns in state_columns(self.optimizer, width):
             state[name] = self.slab[:, start : start + columns].index_select(0, rows)
             start += columns
-        return Rows(
+        return KeyedRows(
             keys,
             self.slab[:, :width].index_select(0, rows),
             state,
@@ -365,7 +369,7 @@ class Store:
         """Load waiting keys and their scores, int64 [m, 2], as far as they belong to this rank."""
         self._dynamic[place].wait(candidates[self._belongs(place, candidates[:, 0])])
 
-    def load_rows(self, place: int, rows: Rows) -> None:
+    def load_rows(self, place: int, rows: KeyedRows) -> None:
         """Load the rows of a table that belong to this rank.
 
         Args:

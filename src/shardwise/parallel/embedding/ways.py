@@ -30,22 +30,22 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.exchange import Counts, Parcel, back, gather, send
+from shardwise.comm.exchange import Counts, RowParcel, back, gather, send
 from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
-from shardwise.kernels.tables.unique import Distinct, Scratch, dealt, grouped, unique
-from shardwise.parallel.embedding.fuse import Fused, by_sample
+from shardwise.kernels.tables.unique import DistinctKeys, UniqueScratch, dealt, grouped, unique
+from shardwise.parallel.embedding.fuse import FusedKeys, by_sample
 from shardwise.parallel.embedding.group import FeatureRun, TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
-from shardwise.parallel.embedding.store import Store, TableRange
+from shardwise.parallel.embedding.store import RowStore, TableRange
 from shardwise.parallel.embedding.transfer import SlabRows
 
 
 @dataclass
-class Asked:
+class KeyRequest:
     """Keys of one group in one batch, with the state of their exchange."""
 
-    fused: Fused
+    fused: FusedKeys
     """The joined features of the batch."""
     keys: Tensor
     """Keys that leave this rank, ordered by destination rank."""
@@ -54,23 +54,23 @@ class Asked:
     leaving: Tensor
     """Counts that leave for each rank, by kind: int64 [N, K]."""
     lengths: Tensor | None = None
-    """Number of keys in each bag that leaves, for ``Sums``."""
+    """Number of keys in each bag that leaves, for ``PooledSumsExchange``."""
     weights: Tensor | None = None
-    """Weight of each key that leaves, for ``Sums``."""
+    """Weight of each key that leaves, for ``PooledSumsExchange``."""
     counts: Counts = field(default_factory=list)
-    """Number of keys from each rank to each rank; one column for ``Everywhere``."""
+    """Number of keys from each rank to each rank; one column for ``GatheredKeysExchange``."""
     arrived: Tensor | None = None
     """Keys that this rank must serve: int64 [A]."""
     stretches: list[TableRange] = field(default_factory=list)
     """Ranges of ``arrived`` by dynamic table."""
-    bags: "Bags | None" = None
-    """Bags that this rank pools for others, for ``Sums``."""
+    bags: "RemoteBags | None" = None
+    """Bags that this rank pools for others, for ``PooledSumsExchange``."""
     rows: SlabRows | None = None
-    """Slab rows of ``arrived``, once known; for ``Sums``, of its distinct keys."""
+    """Slab rows of ``arrived``, once known; for ``PooledSumsExchange``, of its distinct keys."""
     found: list[Tensor | None] = field(default_factory=list)
     """For each run of max pooling, the position of each maximum; None for other runs."""
     gradient: Tensor | None = None
-    """Gradients of ``keys``, [U, D]; for ``Sums`` of the sums, [F·B, D]."""
+    """Gradients of ``keys``, [U, D]; for ``PooledSumsExchange`` of the sums, [F·B, D]."""
     keeps_vectors: bool = False
     """True if the weights of the keys require gradients."""
     vectors: Tensor | None = None
@@ -99,11 +99,11 @@ class Asked:
             self.rows = self.rows._replace(there=next(there))
         if self.bags is not None:
             counts, _, has_weights, _ = self.bags
-            self.bags = Bags(counts, next(there), next_of(has_weights), next(there))
+            self.bags = RemoteBags(counts, next(there), next_of(has_weights), next(there))
 
 
-class Bags(NamedTuple):
-    """Bags that ``Sums`` pools on this rank for others."""
+class RemoteBags(NamedTuple):
+    """Bags that ``PooledSumsExchange`` pools on this rank for others."""
 
     counts: Counts
     """Number of bags from each rank to each rank, in the direction of the gradients."""
@@ -115,20 +115,20 @@ class Bags(NamedTuple):
     """Index of each arrived key among the distinct ones."""
 
 
-class Lane(NamedTuple):
+class PreparationLane(NamedTuple):
     """Group and scratch memory with which one thread prepares batches; two threads must not share a lane."""
 
     group: Group
     """Group that carries keys."""
-    scratch: Scratch
+    scratch: UniqueScratch
 
 
-class Way:
+class TableExchange:
     """Exchange of one group of tables between ranks.
 
     Args:
         tables: the group of tables.
-        group: carries vectors and gradients; a ``Lane`` carries keys.
+        group: carries vectors and gradients; a ``PreparationLane`` carries keys.
         dtype: dtype of the rows.
     """
 
@@ -142,31 +142,33 @@ class Way:
         self.kinds = len(tables.tables) if tables.is_dynamic else 1
         self._name = f"embedding {tables}"
 
-    def ask(self, fused: Fused, lane: Lane) -> Asked:
+    def ask(self, fused: FusedKeys, lane: PreparationLane) -> KeyRequest:
         """Return the distinct keys of a batch, with the number that goes to each rank."""
         raise NotImplementedError
 
-    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+    def leave(self, asked: KeyRequest, everyone: Tensor) -> list[RowParcel]:
         """Return the int64 tensors to send; ``everyone`` is what leaves each rank for each, int64 [N, N, K]."""
         raise NotImplementedError
 
-    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+    def arrive(
+        self, asked: KeyRequest, came: Sequence[Tensor], everyone: Tensor, lane: PreparationLane
+    ) -> None:
         """Store the received tensors ``came``, which are in the order of ``leave``."""
         raise NotImplementedError
 
-    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+    def fetch(self, asked: KeyRequest, store: RowStore, learns: bool) -> list[Tensor]:
         """Return the vectors of each run: pooled [F·B, D], or one for each key [n, D]. Collective."""
         raise NotImplementedError
 
-    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+    def keep(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients of the vectors that ``fetch`` returned."""
         raise NotImplementedError
 
-    def deliver(self, asked: Asked, store: Store) -> Tensor:
+    def deliver(self, asked: KeyRequest, store: RowStore) -> Tensor:
         """Send the gradients to the owners of the rows and return those of ``asked.rows``. Collective."""
         raise NotImplementedError
 
-    def of_weights(self, asked: Asked, grads: Sequence[Tensor | None]) -> Tensor:
+    def of_weights(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> Tensor:
         """Return the gradients of the keys' weights, computed from those of the pooled vectors: [N]."""
         assert asked.vectors is not None, "kept where weights want gradients"
         fused = asked.fused
@@ -184,7 +186,7 @@ class Way:
             found[first:last] = (grad[bags] * asked.vectors[first:last]).sum(1)
         return found
 
-    def _distinct(self, fused: Fused, lane: Lane) -> tuple[Tensor, Tensor, Tensor]:
+    def _distinct(self, fused: FusedKeys, lane: PreparationLane) -> tuple[Tensor, Tensor, Tensor]:
         """Return distinct keys in the order of their tables, the index of each key among them, and counts by table."""
         if not self.tables.is_dynamic:
             keys, inverse = unique(fused.keys, lane.scratch)
@@ -207,7 +209,7 @@ class Way:
             return dynamic_bucket(keys) % self.group.size
         return static_owner(keys, self.group.size)
 
-    def _pooled(self, asked: Asked, vectors: Tensor, index: Tensor | None = None) -> list[Tensor]:
+    def _pooled(self, asked: KeyRequest, vectors: Tensor, index: Tensor | None = None) -> list[Tensor]:
         """Return the output of each run.
 
         ``vectors`` has a line for each distinct key, or ``index`` selects the line of each key.
@@ -231,7 +233,7 @@ class Way:
             asked.found.append(pooled.places)
         return outputs
 
-    def _merged(self, asked: Asked, grads: Sequence[Tensor | None]) -> Tensor:
+    def _merged(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> Tensor:
         """Return the gradients of the distinct keys."""
         fused, total = asked.fused, None
         distinct = asked.keys.numel()
@@ -250,26 +252,28 @@ class Way:
         return total
 
 
-class Everywhere(Way):
+class GatheredKeysExchange(TableExchange):
     """Exchange for placements data_parallel and column: every rank gets the distinct keys of all ranks."""
 
-    def ask(self, fused: Fused, lane: Lane) -> Asked:
+    def ask(self, fused: FusedKeys, lane: PreparationLane) -> KeyRequest:
         """Return the distinct keys of a batch, which go to every rank."""
         keys, inverse, sizes = self._distinct(fused, lane)
-        return Asked(fused, keys, _by_vector(fused, inverse), sizes.expand(self.group.size, -1))
+        return KeyRequest(fused, keys, _by_vector(fused, inverse), sizes.expand(self.group.size, -1))
 
-    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+    def leave(self, asked: KeyRequest, everyone: Tensor) -> list[RowParcel]:
         """Return the distinct keys; every rank gets all of them."""
         asked.counts = [[part] for part in everyone[:, 0].sum(1).tolist()]
-        return [Parcel(asked.keys, asked.counts)]
+        return [RowParcel(asked.keys, asked.counts)]
 
-    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+    def arrive(
+        self, asked: KeyRequest, came: Sequence[Tensor], everyone: Tensor, lane: PreparationLane
+    ) -> None:
         """Store the distinct keys of all ranks."""
         (asked.arrived,) = came
         if self.tables.is_dynamic:
             asked.stretches = _stretches(everyone[:, 0])
 
-    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+    def fetch(self, asked: KeyRequest, store: RowStore, learns: bool) -> list[Tensor]:
         """Return the vectors of each run: from the own copy, or with the columns of all ranks."""
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
         me, parts = self.group.index, [part for (part,) in asked.counts]
@@ -292,11 +296,11 @@ class Everywhere(Way):
         whole = torch.cat(columns, 1) if columns else served.new_empty(0, self.tables.width)
         return self._pooled(asked, whole)
 
-    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+    def keep(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients, merged to distinct keys."""
         asked.gradient = self._merged(asked, grads)
 
-    def deliver(self, asked: Asked, store: Store) -> Tensor:
+    def deliver(self, asked: KeyRequest, store: RowStore) -> Tensor:
         """Gather the gradients of all ranks, or send each rank those of its columns."""
         assert asked.rows is not None, "gradients follow vectors"
         me, parts = self.group.index, [part for (part,) in asked.counts]
@@ -316,26 +320,26 @@ class Everywhere(Way):
         return range(self.group.size)
 
 
-class Routed(Way):
+class DistinctRowsExchange(TableExchange):
     """Exchange for placements table and row, with vectors of distinct rows."""
 
-    def ask(self, fused: Fused, lane: Lane) -> Asked:
+    def ask(self, fused: FusedKeys, lane: PreparationLane) -> KeyRequest:
         """Return the distinct keys of a batch, ordered by owner."""
         keys, inverse, sizes = self._distinct(fused, lane)
         ranks = self.group.size
         if self.tables.place.placement == "row":
             owners = self._owners(keys)
-            ordered, moved, counts = dealt(Distinct(keys, inverse), owners, ranks)
+            ordered, moved, counts = dealt(DistinctKeys(keys, inverse), owners, ranks)
             leaving = counts.cpu()
             if self.tables.is_dynamic:
                 table = torch.arange(self.kinds).repeat_interleave(sizes)
                 leaving = torch.bincount(owners * self.kinds + table, minlength=ranks * self.kinds)
-            return Asked(fused, ordered, _by_vector(fused, moved), leaving.view(ranks, self.kinds))
+            return KeyRequest(fused, ordered, _by_vector(fused, moved), leaving.view(ranks, self.kinds))
         leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
         if self.tables.is_dynamic:
             for number, place_of in enumerate(self.tables.places):
                 leaving[place_of.owner, number] = sizes[number]
-            return Asked(fused, keys, _by_vector(fused, inverse), leaving)
+            return KeyRequest(fused, keys, _by_vector(fused, inverse), leaving)
         # Distinct keys are numbered in the order of first occurrence, and features are ordered by owner: so the keys
         # of an owner are a range.
         before = 0
@@ -345,20 +349,22 @@ class Routed(Way):
             after = max(before, int(stretch.max()) + 1) if stretch.numel() else before
             leaving[rank, 0] = after - before
             before = after
-        return Asked(fused, keys, _by_vector(fused, inverse), leaving)
+        return KeyRequest(fused, keys, _by_vector(fused, inverse), leaving)
 
-    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+    def leave(self, asked: KeyRequest, everyone: Tensor) -> list[RowParcel]:
         """Return the distinct keys for their owners."""
         asked.counts = everyone.sum(2).tolist()
-        return [Parcel(asked.keys, asked.counts)]
+        return [RowParcel(asked.keys, asked.counts)]
 
-    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+    def arrive(
+        self, asked: KeyRequest, came: Sequence[Tensor], everyone: Tensor, lane: PreparationLane
+    ) -> None:
         """Store the keys that this rank serves."""
         (asked.arrived,) = came
         if self.tables.is_dynamic:
             asked.stretches = _stretches(everyone[:, self.group.index])
 
-    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+    def fetch(self, asked: KeyRequest, store: RowStore, learns: bool) -> list[Tensor]:
         """Return the vectors of each run, pooled on this rank from the rows that the owners send."""
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
         vectors = back(
@@ -366,17 +372,17 @@ class Routed(Way):
         )
         return self._pooled(asked, vectors)
 
-    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+    def keep(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients, merged to distinct keys."""
         asked.gradient = self._merged(asked, grads)
 
-    def deliver(self, asked: Asked, store: Store) -> Tensor:
+    def deliver(self, asked: KeyRequest, store: RowStore) -> Tensor:
         """Send the gradients of distinct rows to their owners."""
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
         return send(gradient, asked.counts, self.group, f"gradients of {self._name}", "gradients")
 
 
-class Sums(Way):
+class PooledSumsExchange(TableExchange):
     """Exchange for placements table and row of static tables, with (partial) sums of bags."""
 
     sees_rows = False
@@ -388,7 +394,7 @@ class Sums(Way):
             "sums are of features that are added"
         )
 
-    def ask(self, fused: Fused, lane: Lane) -> Asked:
+    def ask(self, fused: FusedKeys, lane: PreparationLane) -> KeyRequest:
         """Return all keys of a batch ordered by owner, with the lengths of their bags."""
         ranks = self.group.size
         assert fused.offsets is not None, "bags of sums stand by feature"
@@ -404,21 +410,23 @@ class Sums(Way):
             lengths = torch.bincount(owners * bags + bag, minlength=ranks * bags)
             leaving[:, 0], leaving[:, 1] = numbers.cpu(), bags
             weights = None if fused.weights is None else fused.weights[order]
-            return Asked(fused, fused.keys[order], order, leaving, lengths, weights)
+            return KeyRequest(fused, fused.keys[order], order, leaving, lengths, weights)
         start = 0
         for rank, end in enumerate(self.tables.owner_ends()):
             leaving[rank, 0] = fused.starts[end] - fused.starts[start]
             leaving[rank, 1] = (end - start) * fused.samples
             start = end
-        return Asked(fused, fused.keys, fused.keys, leaving, lengths, fused.weights)
+        return KeyRequest(fused, fused.keys, fused.keys, leaving, lengths, fused.weights)
 
-    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+    def leave(self, asked: KeyRequest, everyone: Tensor) -> list[RowParcel]:
         """Return keys and lengths of bags for their owners."""
         assert asked.lengths is not None, "bags travel with their keys"
         asked.counts = everyone[:, :, 0].tolist()
-        return [Parcel(asked.keys, asked.counts), Parcel(asked.lengths, everyone[:, :, 1].tolist())]
+        return [RowParcel(asked.keys, asked.counts), RowParcel(asked.lengths, everyone[:, :, 1].tolist())]
 
-    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+    def arrive(
+        self, asked: KeyRequest, came: Sequence[Tensor], everyone: Tensor, lane: PreparationLane
+    ) -> None:
         """Store the bags that this rank pools; exchange the weights of keys if any rank has some."""
         keys, lengths = came
         weights = None
@@ -430,9 +438,9 @@ class Sums(Way):
         offsets = lengths.new_zeros(lengths.numel() + 1)
         torch.cumsum(lengths, 0, out=offsets[1:])
         asked.arrived, inverse = unique(keys, lane.scratch)
-        asked.bags = Bags(everyone[:, :, 1].tolist(), offsets, weights, inverse)
+        asked.bags = RemoteBags(everyone[:, :, 1].tolist(), offsets, weights, inverse)
 
-    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+    def fetch(self, asked: KeyRequest, store: RowStore, learns: bool) -> list[Tensor]:
         """Return the sums of the bags, added over the owners if placed by row."""
         assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
         counts, offsets, weights, inverse = asked.bags
@@ -445,11 +453,11 @@ class Sums(Way):
                 arrived = arrived + part
         return [arrived]
 
-    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+    def keep(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients of the sums."""
         asked.gradient = grads[0]
 
-    def deliver(self, asked: Asked, store: Store) -> Tensor:
+    def deliver(self, asked: KeyRequest, store: RowStore) -> Tensor:
         """Send the gradients of the sums to the owners, which merge them to rows."""
         assert asked.rows is not None and asked.bags is not None, "gradients follow vectors"
         counts, offsets, weights, inverse = asked.bags
@@ -464,12 +472,12 @@ class Sums(Way):
         return merge(arrived, inverse, offsets, asked.rows.here.numel(), "sum", weights)
 
 
-def _by_vector(fused: Fused, inverse: Tensor) -> Tensor:
+def _by_vector(fused: FusedKeys, inverse: Tensor) -> Tensor:
     """Return indices of keys in the order of the vectors that the keys make."""
     return by_sample(inverse, fused.samples) if fused.by_sample and not fused.keys_by_sample else inverse
 
 
-def _rows(asked: Asked, store: Store, learns: bool) -> SlabRows:
+def _rows(asked: KeyRequest, store: RowStore, learns: bool) -> SlabRows:
     """Return the slab rows of the keys that arrived; ``learns`` inserts new keys."""
     if asked.rows is None or asked.rows.there.device.type == "cpu":
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
@@ -478,7 +486,7 @@ def _rows(asked: Asked, store: Store, learns: bool) -> SlabRows:
     return asked.rows
 
 
-def _stretch(fused: Fused, run: FeatureRun, index: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _stretch(fused: FusedKeys, run: FeatureRun, index: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the part of ``index`` that belongs to a run, the offsets of its bags and its weights."""
     first, last = fused.starts[run.start], fused.starts[run.stop]
     offsets = fused.offsets
@@ -488,7 +496,7 @@ def _stretch(fused: Fused, run: FeatureRun, index: Tensor) -> tuple[Tensor, Tens
     return index[first:last], offsets, None if fused.weights is None else fused.weights[first:last]
 
 
-def _or_zeros(asked: Asked, rows: int, width: int, store: Store) -> Tensor:
+def _or_zeros(asked: KeyRequest, rows: int, width: int, store: RowStore) -> Tensor:
     """Return the stored gradients, or zeros if this rank's loss does not depend on the group."""
     if asked.gradient is None:
         return store.slab.new_zeros(rows, width)
@@ -506,9 +514,9 @@ def _stretches(sizes: Tensor) -> list[TableRange]:
     return found
 
 
-def way_of(tables: TableGroup, group: Group, dtype: torch.dtype) -> Way:
+def way_of(tables: TableGroup, group: Group, dtype: torch.dtype) -> TableExchange:
     """Return the exchange of a group of tables, by its placement and ``exchange``."""
     if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
-        return Everywhere(tables, group, dtype)
-    kind = Sums if tables.place.exchange == "pooled" else Routed
+        return GatheredKeysExchange(tables, group, dtype)
+    kind = PooledSumsExchange if tables.place.exchange == "pooled" else DistinctRowsExchange
     return kind(tables, group, dtype)

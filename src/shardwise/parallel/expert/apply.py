@@ -4,7 +4,7 @@
                                         after    the same; rows travel to the ranks that hold their experts
 
 The module, its Parameter objects, names and hooks stay: dispatch, compute and combine run where the module's forward
-ran, inside the window of its Unit, also in the backward pass. ``Surroundings`` decide which tokens a rank routes: a
+ran, inside the window of its Unit, also in the backward pass. ``ExpertContext`` decide which tokens a rank routes: a
 MixtureOfExperts has its own; any other stack, which is called with the tokens of all ranks, gets some from this file.
 
 Shapes: N tokens of this rank, D width, E experts, k experts of a token.
@@ -23,11 +23,11 @@ from shardwise.comm.duals import uncompiled
 from shardwise.parallel.expert.dispatch import Dispatcher
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.module import MixtureOfExperts
-from shardwise.parallel.expert.stacks import Stack
-from shardwise.parallel.expert.surroundings import Layout, Surroundings
+from shardwise.parallel.expert.stacks import ExpertStack
+from shardwise.parallel.expert.surroundings import ExpertContext, Layout
 from shardwise.parallel.expert.transformers_experts import compute_of
-from shardwise.passes.replay import Replay
-from shardwise.plan.placement import Cut, Shard, local_shape, spans
+from shardwise.passes.replay import DrawReplay
+from shardwise.plan.placement import AxisCut, Shard, local_shape, spans
 
 
 class ExpertRanks(NamedTuple):
@@ -66,7 +66,7 @@ def mixtures(model: nn.Module, by_first_name: bool = False) -> dict[str, Mixture
 def surround(
     model: nn.Module,
     seed: int,
-    replay: Replay,
+    replay: DrawReplay,
     loads: ExpertLoads | None = None,
     tokens: Group | None = None,
     layout: Callable[[], Layout] = lambda: "cut",
@@ -83,7 +83,7 @@ def surround(
     """
     for name, layer in mixtures(model, by_first_name=True).items():
         if layer.surroundings.replay is not replay:
-            layer.surroundings = Surroundings(
+            layer.surroundings = ExpertContext(
                 name, tokens, layout, replay.keep, lambda: replay.scale, replay, seed, loads
             )
 
@@ -104,7 +104,9 @@ def check_blocks(model: nn.Module) -> None:
         )
 
 
-def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRanks, replay: Replay) -> None:
+def cut_experts(
+    model: nn.Module, stacks: Mapping[str, ExpertStack], ranks: ExpertRanks, replay: DrawReplay
+) -> None:
     """Cut the ``stacks`` that ``model`` has and that are not cut yet, in place.
 
     A parameter on meta becomes a smaller one on meta. A real parameter becomes this rank's piece of the values, which
@@ -124,22 +126,22 @@ def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRank
         module = modules.get(name)
         if module is None or not {*stack.parameters} <= {leaf for leaf, _ in module.named_parameters()}:
             continue  # on another stage
-        if isinstance(vars(module).get("forward"), _Dispatched):
+        if isinstance(vars(module).get("forward"), _DispatchedForward):
             continue
         for leaf, stacked in stack.parameters.items():
             parameter, axes = (
                 module.get_parameter(leaf),
                 ((Shard(0), ranks.ep), (stacked.placement, ranks.etp)),
             )
-            parameter.data = _piece(parameter.data, [Cut(where, on.index, on.size) for where, on in axes])
+            parameter.data = _piece(parameter.data, [AxisCut(where, on.index, on.size) for where, on in axes])
         layer = mixture_of.get(module)
-        own = Surroundings(name, ranks.tokens, ranks.layout) if layer is None else None
-        forward: Any = _Dispatched(name, module, stack, ranks, replay, own, layer)
+        own = ExpertContext(name, ranks.tokens, ranks.layout) if layer is None else None
+        forward: Any = _DispatchedForward(name, module, stack, ranks, replay, own, layer)
         module.forward = forward
 
 
 @torch.no_grad()
-def _piece(full: Tensor, cuts: Sequence[Cut]) -> Tensor:
+def _piece(full: Tensor, cuts: Sequence[AxisCut]) -> Tensor:
     """Return a copy of the part of a tensor that ``cuts`` leave."""
     if full.is_meta:
         return full.new_empty(local_shape(full.shape, cuts))
@@ -150,17 +152,17 @@ def _piece(full: Tensor, cuts: Sequence[Cut]) -> Tensor:
     return piece.clone()
 
 
-class _Dispatched:
+class _DispatchedForward:
     """Forward function of a stack that was cut."""
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
-        stack: Stack,
+        stack: ExpertStack,
         ranks: ExpertRanks,
-        replay: Replay,
-        surroundings: Surroundings | None,
+        replay: DrawReplay,
+        surroundings: ExpertContext | None,
         layer: MixtureOfExperts | None,
     ):
         self._name = name

@@ -98,10 +98,10 @@ def _sum(each: Tensor, counted: Tensor | None) -> Tensor:
 
 def inject(x: Tensor, value: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
     """Return ``x``; in the backward pass, ``value`` gets the gradient ``scale()``, which is called at that time."""
-    return _Inject.apply(x, value, scale)
+    return _InjectGradient.apply(x, value, scale)
 
 
-class _Inject(torch.autograd.Function):
+class _InjectGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
         ctx.scale, ctx.like = scale, (value.dtype, value.device)

@@ -20,7 +20,7 @@ from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.parallel.expert.balance import pair_counts
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.parallel.expert.surroundings import Tokens
+from shardwise.parallel.expert.surroundings import RoutedTokens
 
 _DIGITS = 10**6
 """Largest denominator of a capacity: 1.1 becomes 11/10, whose products are rounded up exactly."""
@@ -39,7 +39,7 @@ def room(policy: RouterPolicy, tokens: Tensor, experts: int) -> Tensor:
     return full.clamp_min(policy.min_capacity)
 
 
-def most_pairs(policy: RouterPolicy, tokens: Tokens, experts: int) -> int | None:
+def most_pairs(policy: RouterPolicy, tokens: RoutedTokens, experts: int) -> int | None:
     """Return an upper bound of the pairs that an expert gets of this rank's tokens; None if there is no capacity.
 
     The bound depends on the number of tokens only.
@@ -87,7 +87,7 @@ def choose_kept(
     policy: RouterPolicy,
     index: Tensor,
     weights: Tensor,
-    tokens: Tokens,
+    tokens: RoutedTokens,
     experts: int,
     group: Group | None,
     name: str,
@@ -116,7 +116,9 @@ def choose_kept(
     return kept[tokens.place], counts
 
 
-def _of_all(index: Tensor, weights: Tensor, tokens: Tokens, group: Group, name: str) -> tuple[Tensor, Tensor]:
+def _of_all(
+    index: Tensor, weights: Tensor, tokens: RoutedTokens, group: Group, name: str
+) -> tuple[Tensor, Tensor]:
     """Return the pairs of all ranks by position, [N, k] each.
 
     One message carries the weights as the bits of doubles.

@@ -11,9 +11,9 @@ If the ranks of ep are spread over hosts, with the same number on each, a row ma
 each host that holds any of its experts, to the rank with the sender's index within its host; the second goes to the
 ranks of that host that hold the experts. On the way back a host's results are summed before they leave the host.
 
-``Routes`` describe which rows a message holds. They are computed from ``index`` before any row travels: the numbers of
-rows between ranks in each hop (``row_counts``, the one wait for a device), then, hop by hop, the numbers of their
-experts. A recomputation reuses the Routes of the first pass.
+``PassRoutes`` describe which rows a message holds. They are computed from ``index`` before any row travels: the numbers
+of rows between ranks in each hop (``row_counts``, the one wait for a device), then, hop by hop, the numbers of their
+experts. A recomputation reuses the PassRoutes of the first pass.
 
 If a router has a capacity, messages may travel in padded blocks of fixed size (``row_counts.block_counts``): no host
 waits. Sums have the same addends in the same order. The check that ranks are at one layer then runs on the device:
@@ -87,7 +87,7 @@ class RowSums:
 
 
 @dataclass(frozen=True)
-class Hop:
+class RowRoutes:
     """Routes of rows in one exchange."""
 
     group: Group
@@ -121,10 +121,10 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundRoutes:
     """Routes of the rows that travel together."""
 
-    hops: tuple[Hop, ...]
+    hops: tuple[RowRoutes, ...]
     etp: Group
     name: str
     """Name of the layer in errors and traces."""
@@ -158,10 +158,10 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Routes:
+class PassRoutes:
     """Routes of the rows of one pass."""
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[RoundRoutes, ...]
 
     @property
     def rows_sent(self) -> int:
@@ -215,7 +215,12 @@ class Dispatcher:
 
     @uncompiled
     def __call__(
-        self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute, routes: Routes | None = None
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        compute: Compute,
+        routes: PassRoutes | None = None,
     ) -> Tensor:
         """Return, for each token, the sum over j of ``weights[j]`` times expert ``index[j]`` of ``hidden``: [N, D].
 
@@ -239,7 +244,7 @@ class Dispatcher:
         return out
 
     @torch.no_grad()
-    def routes(self, index: Tensor, room: int | None = None) -> Routes:
+    def routes(self, index: Tensor, room: int | None = None) -> PassRoutes:
         """Return the routes of rows with the experts ``index`` [N, k].
 
         All ranks of ``ep`` and ``etp`` call this together.
@@ -252,11 +257,11 @@ class Dispatcher:
             UsageError: if there are more rows than the blocks were made for.
         """
         if room is not None:
-            return Routes((self._round(index, self._blocks(index, room)),))
+            return PassRoutes((self._round(index, self._blocks(index, room)),))
         [counts] = self._counts([index])
         rounds = self._number_of_rounds(counts.fullest, index.shape[1])
         if rounds == 1:
-            return Routes((self._round(index, counts),))
+            return PassRoutes((self._round(index, counts),))
         ep = self.ep
         owner = owner_of(index, self.experts // ep.size, ep.size)
         held = index.new_zeros(index.shape[0], ep.size + 1).scatter_add_(1, owner, torch.ones_like(owner))
@@ -264,7 +269,7 @@ class Dispatcher:
         before = held.cumsum(0) - held
         turn = (before * rounds // held.sum(0).clamp_min(1)).gather(1, owner)
         parts = [torch.where(turn == each, index, -1) for each in range(rounds)]
-        return Routes(tuple(map(self._round, parts, self._counts(parts))))
+        return PassRoutes(tuple(map(self._round, parts, self._counts(parts))))
 
     def _counts(self, choices: Sequence[Tensor]) -> list[RowCounts]:
         if not self._counts_rows:
@@ -301,7 +306,7 @@ class Dispatcher:
         # A rank cuts between tokens, so that its part of a round may have k pairs more than the mean.
         return -(-fullest // max(self.rows - self.ep.size * self.etp.size * top_k, 1))
 
-    def _round(self, index: Tensor, counts: RowCounts) -> Round:
+    def _round(self, index: Tensor, counts: RowCounts) -> RoundRoutes:
         """Return the round of the pairs in ``index`` [N, k]."""
         etp, name, local, top_k = self.etp, self.name, self.experts, index.shape[1]
         hops, alike = [], None
@@ -330,7 +335,7 @@ class Dispatcher:
         else:
             slots = slots[:number]
             place[slots] = torch.arange(number, device=slots.device)
-        return Round(
+        return RoundRoutes(
             tuple(hops),
             etp,
             name,
@@ -349,7 +354,7 @@ class Dispatcher:
 
     def _hop(
         self, index: Tensor, group: Group, experts: int, counts: Counts, fills: bool
-    ) -> tuple[Hop, Tensor]:
+    ) -> tuple[RowRoutes, Tensor]:
         """Return the hop of rows with the experts ``index`` [N, k], of ``experts`` that lie on ``group``.
 
         The second result has the experts of the arrived rows, counted from the first of this rank: [R, k], -1 for
@@ -382,7 +387,7 @@ class Dispatcher:
         sums = None
         if size > 1 or messages < count or fills:
             sums = _sums(message.flatten(), goes, most, fills)
-        return Hop(group, tokens, sums, counts), arrived.long()
+        return RowRoutes(group, tokens, sums, counts), arrived.long()
 
 
 _TAG_FROM = 15
@@ -417,7 +422,7 @@ def _sums(place: Tensor, marks: Tensor, most: int, has_rest: bool) -> RowSums:
     return RowSums(place[marked], starts, has_rest)
 
 
-def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: Round) -> Tensor:
+def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: RoundRoutes) -> Tensor:
     """Return, for each token, the weighted sum of the results of the experts in this round: [N, D]."""
     rows, pair_weights = _Dispatch.apply(hidden, weights, round)
     out: Tensor = _Combine.apply(compute(rows, round.experts), pair_weights, hidden.dtype, round)
@@ -428,7 +433,7 @@ class _Dispatch(torch.autograd.Function):
     """Autograd function that sends rows and weights to the experts; backward returns and sums their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, round: Round) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, round: RoundRoutes) -> tuple[Tensor, Tensor]:
         ctx.round, ctx.top_k = round, weights.shape[1]
         arrived, arrived_weights = round.go(hidden, "rows"), round.go(weights, "weights")
         slots = arrived_weights.flatten()
@@ -441,7 +446,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_pairs: Tensor) -> tuple[Any, ...]:
-        round: Round = ctx.round
+        round: RoundRoutes = ctx.round
         d_arrived = round.pairs.of(d_rows)
         d_hidden = round.back(d_arrived, "gradients")
         slots = d_arrived.shape[0] * ctx.top_k
@@ -457,7 +462,7 @@ class _Combine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, dtype: torch.dtype, round: Round) -> Tensor:
+    def forward(ctx: Any, results: Tensor, weights: Tensor, dtype: torch.dtype, round: RoundRoutes) -> Tensor:
         ctx.round = round
         ctx.save_for_backward(results, weights)
         of_pairs = weights.index_select(0, round.pairs.rows).to(results.dtype)
@@ -467,7 +472,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         results, weights = ctx.saved_tensors
-        round: Round = ctx.round
+        round: RoundRoutes = ctx.round
         arrived = round.go(grad, "gradients of results")
         arrived, own = arrived.to(results.dtype), weights.to(results.dtype)[:, None]
         d_results, d_weights = torch.empty_like(results), torch.empty_like(weights)

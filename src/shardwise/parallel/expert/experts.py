@@ -18,8 +18,8 @@ from shardwise.comm.collectives import Group
 from shardwise.kernels.gated import gated
 from shardwise.kernels.grouped import gated_experts
 from shardwise.kernels.initializers import Initializer, of_linear, of_torch
-from shardwise.parallel.expert.dispatch import Compute, Dispatcher, Routes
-from shardwise.parallel.expert.stacks import Stack, Stacked, gated_stack
+from shardwise.parallel.expert.dispatch import Compute, Dispatcher, PassRoutes
+from shardwise.parallel.expert.stacks import ExpertStack, StackPlacement, gated_stack
 from shardwise.parallel.expert.surroundings import Keep, make_anew
 from shardwise.plan.placement import Replicate
 
@@ -38,7 +38,7 @@ def by_expert(
         keep: stores the routes for a recomputation; see ``surroundings.Keep``.
     """
     alone = Dispatcher(Group.alone("ep"), Group.alone("etp"), experts)
-    routes: Routes = keep("routes", lambda: alone.routes(index))
+    routes: PassRoutes = keep("routes", lambda: alone.routes(index))
     return alone(hidden, index, weights, compute, routes)
 
 
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         """Return the initializers of the parameters, for a model on meta."""
         return {name: of_linear(stack.shape[-1]) for name, stack in self.named_parameters()}
 
-    def expert_stack(self) -> Stack:
+    def expert_stack(self) -> ExpertStack:
         """Return the placement of the tensors on ranks that share experts."""
         return gated_stack(len(self.down), self.down.shape[-1])
 
@@ -137,10 +137,10 @@ class MadeExperts(nn.Module):
                 found[name] = rule
         return found
 
-    def expert_stack(self) -> Stack:
+    def expert_stack(self) -> ExpertStack:
         """Return the placement of the tensors on ranks that share experts; a made expert is not cut itself."""
-        whole = Stacked(Replicate(), Replicate())
-        return Stack(self.count, 0, {name: whole for name, _ in self.named_parameters()})
+        whole = StackPlacement(Replicate(), Replicate())
+        return ExpertStack(self.count, 0, {name: whole for name, _ in self.named_parameters()})
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, keep: Keep = make_anew) -> Tensor:
         """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].

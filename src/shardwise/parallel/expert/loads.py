@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.expert.router import Router
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 
 _TOKENS, _ROWS_SENT, _ROWS_CROSSED, _ENTROPY = -4, -3, -2, -1
 _BESIDE = 4
@@ -87,7 +87,7 @@ class ExpertLoads:
         replay: tells recomputations apart from first passes.
     """
 
-    def __init__(self, layers: Mapping[str, int], replay: Replay) -> None:
+    def __init__(self, layers: Mapping[str, int], replay: DrawReplay) -> None:
         self.layers = dict(layers)
         """Number of experts by name of the layer."""
         self.microbatch = 0

@@ -38,7 +38,7 @@ from shardwise.parallel.expert.capacity import most_pairs
 from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import Router, Routing
-from shardwise.parallel.expert.surroundings import Surroundings
+from shardwise.parallel.expert.surroundings import ExpertContext
 
 
 class MixtureOfExperts(nn.Module):
@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         if residual:
             self.residual = DenseExpert(width, hidden) if expert is None else expert()
             self.mix = nn.Linear(width, 2)
-        self.surroundings = Surroundings()
+        self.surroundings = ExpertContext()
         """Ranks, microbatch and sinks of the layer, which an engine fills in."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:

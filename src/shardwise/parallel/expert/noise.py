@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.philox import key_of, uniform_of
-from shardwise.parallel.expert.surroundings import Surroundings, Tokens
+from shardwise.parallel.expert.surroundings import ExpertContext, RoutedTokens
 
 _JITTER = 0.01
 
 
-def jitter(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
+def jitter(surroundings: ExpertContext, tokens: RoutedTokens, width: int) -> Tensor:
     """Return factors of the router's input, between 1 - 0.01 and 1 + 0.01: fp64 [n, width]."""
     return 1 + _JITTER * (2 * uniform(surroundings, tokens, width) - 1)
 
 
-def gumbel(surroundings: Surroundings, tokens: Tokens, experts: int) -> Tensor:
+def gumbel(surroundings: ExpertContext, tokens: RoutedTokens, experts: int) -> Tensor:
     """Return Gumbel noise -ln(-ln u): fp64 [n, experts].
 
     The index of the largest of logits + noise is a draw from their softmax.
@@ -30,7 +30,7 @@ def gumbel(surroundings: Surroundings, tokens: Tokens, experts: int) -> Tensor:
     return -(-uniform(surroundings, tokens, experts).log()).log()
 
 
-def uniform(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
+def uniform(surroundings: ExpertContext, tokens: RoutedTokens, width: int) -> Tensor:
     """Return ``width`` numbers for each token, uniform in (0, 1): fp64 [n, width] on the tokens' device."""
     replay, place, device = surroundings.replay, tokens.place, tokens.place.device
     if replay is None:

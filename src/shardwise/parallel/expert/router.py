@@ -10,7 +10,7 @@
 
 The choice has no gradient; the weights of the chosen experts carry the gradient to the router. Ties are resolved by a
 stable sort, because torch's topk does not define their order, and the scores of a router that starts at zero are all
-ties. Choice, room and counts are decided once a pass (``Surroundings.keep``): a recomputation reuses them and computes
+ties. Choice, room and counts are decided once a pass (``ExpertContext.keep``): a recomputation reuses them and computes
 the weights anew, so that gradients flow.
 
 Papers: Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020 (GShard), arXiv:2006.16668; Fedus et al. 2021
@@ -35,7 +35,7 @@ from shardwise.parallel.expert.balance import move_bias, note_loads, pair_counts
 from shardwise.parallel.expert.capacity import choose_kept
 from shardwise.parallel.expert.noise import gumbel, jitter
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.parallel.expert.surroundings import Surroundings, Tokens
+from shardwise.parallel.expert.surroundings import ExpertContext, RoutedTokens
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Router(nn.Module):
 
     def forward(
         self,
-        tokens: Tokens,
-        surroundings: Surroundings,
+        tokens: RoutedTokens,
+        surroundings: ExpertContext,
         counted: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Routing:
@@ -164,8 +164,8 @@ class Router(nn.Module):
         chosen: Tensor,
         scores: Tensor,
         index: Tensor,
-        tokens: Tokens,
-        surroundings: Surroundings,
+        tokens: RoutedTokens,
+        surroundings: ExpertContext,
         balances: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return the pairs that have room, and the number of pairs of each expert in whole sequences."""
@@ -180,7 +180,7 @@ class Router(nn.Module):
         return chosen >= 0, counts
 
     def _count(
-        self, index: Tensor, kept: Tensor, scores: Tensor, counted: Tensor | None, surroundings: Surroundings
+        self, index: Tensor, kept: Tensor, scores: Tensor, counted: Tensor | None, surroundings: ExpertContext
     ) -> None:
         """Report the loads of this rank's tokens to ``surroundings.loads``, or add them to ``surroundings.routed``."""
         chosen = _counted_alone(index, counted)

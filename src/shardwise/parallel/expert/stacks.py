@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.base.errors import PlanError
-from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
+from shardwise.plan.placement import Partial, Placement, Replicate, Shard, ShardBlock
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """Attributes that transformers' decorator sets on a module of experts."""
@@ -42,7 +42,7 @@ _ALIKE = {"Step3p7Experts": (True, False, False, False, True)}
 """Flags of classes of transformers that compute the same and are not decorated."""
 
 
-class Stacked(NamedTuple):
+class StackPlacement(NamedTuple):
     """Placement of one tensor of a stack on "etp"; on "ep" each tensor is cut in dim 0."""
 
     placement: Placement
@@ -51,38 +51,38 @@ class Stacked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertStack:
     """One module of stacked experts."""
 
     experts: int
     """Number of experts, E."""
     hidden: int
     """Number of hidden features, F; 0 if the features of an expert cannot be cut."""
-    parameters: Mapping[str, Stacked]
+    parameters: Mapping[str, StackPlacement]
     """Placement of each parameter, by name in the module."""
 
 
 class FoundStacks(NamedTuple):
     """Modules of experts in a model, by module name."""
 
-    stacks: Mapping[str, Stack]
+    stacks: Mapping[str, ExpertStack]
     refused: Mapping[str, str]
     """Modules that no mesh can cut, with the reason and the remedy."""
 
 
 def find_stacks(model: nn.Module) -> FoundStacks:
     """Return all modules of experts in ``model``."""
-    stacks: dict[str, Stack] = {}
+    stacks: dict[str, ExpertStack] = {}
     refused: dict[str, str] = {}
     for name, module in model.named_modules():
         if any(name.startswith(f"{around}.") for around in (*stacks, *refused)):
             continue
-        own: Callable[[], Stack] | None = getattr(module, "expert_stack", None)
+        own: Callable[[], ExpertStack] | None = getattr(module, "expert_stack", None)
         if own is not None:
             stacks[name] = own()
         elif flags_of(module) is not None:
             found = _their_stack(module)
-            if isinstance(found, Stack):
+            if isinstance(found, ExpertStack):
                 stacks[name] = found
             else:
                 refused[name] = found
@@ -149,7 +149,7 @@ def refuse_own_balance(model: nn.Module, stages: int) -> None:
             )
 
 
-def gated_stack(experts: int, hidden: int, gate_up: str = "gate_up", down: str = "down") -> Stack:
+def gated_stack(experts: int, hidden: int, gate_up: str = "gate_up", down: str = "down") -> ExpertStack:
     """Return the stack of experts ``gate_up [E, 2F, D]``, gate first, and ``down [E, D, F]``.
 
     Args:
@@ -158,7 +158,7 @@ def gated_stack(experts: int, hidden: int, gate_up: str = "gate_up", down: str =
         gate_up: name of the first parameter.
         down: name of the second parameter.
     """
-    return Stack(experts, hidden, {gate_up: _cut(1, _halves(hidden)), down: _cut(2)})
+    return ExpertStack(experts, hidden, {gate_up: _cut(1, _halves(hidden)), down: _cut(2)})
 
 
 # Classes of transformers -------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def flags_of(module: Any) -> tuple[bool, ...] | None:
     return _ALIKE.get(type(module).__name__)
 
 
-def _their_stack(module: Any) -> Stack | str:
+def _their_stack(module: Any) -> ExpertStack | str:
     """Return the stack of a module of transformers, or the reason why it cannot be cut."""
     flags = flags_of(module)
     assert flags is not None, "asked before"
@@ -201,19 +201,19 @@ def _their_stack(module: Any) -> Stack | str:
     for name, shape in wanted.items():
         if list(shapes[name]) != shape:
             return _refusal(module, f"{name} {list(shapes[name])} where {shape} was expected")
-    blocks = () if not has_gate else _halves(hidden) if is_concatenated else (Block(inner, hidden),)
+    blocks = () if not has_gate else _halves(hidden) if is_concatenated else (ShardBlock(inner, hidden),)
     parameters = {up: _cut(dims_up[0], blocks), down: _cut(dims_down[0])}
     if has_bias:
-        parameters |= {f"{up}_bias": _cut(1, blocks), f"{down}_bias": Stacked(Replicate(), Partial())}
-    return Stack(experts, hidden, parameters)
+        parameters |= {f"{up}_bias": _cut(1, blocks), f"{down}_bias": StackPlacement(Replicate(), Partial())}
+    return ExpertStack(experts, hidden, parameters)
 
 
-def _halves(hidden: int) -> tuple[Block, ...]:
-    return (Block(hidden, hidden), Block(hidden, hidden))
+def _halves(hidden: int) -> tuple[ShardBlock, ...]:
+    return (ShardBlock(hidden, hidden), ShardBlock(hidden, hidden))
 
 
-def _cut(dim: int, blocks: tuple[Block, ...] = ()) -> Stacked:
-    return Stacked(Shard(dim, blocks), Shard(dim, blocks))
+def _cut(dim: int, blocks: tuple[ShardBlock, ...] = ()) -> StackPlacement:
+    return StackPlacement(Shard(dim, blocks), Shard(dim, blocks))
 
 
 # Others ------------------------------------------------------------------------------------------------------------

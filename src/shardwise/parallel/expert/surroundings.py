@@ -29,7 +29,7 @@ from shardwise.base.errors import UsageError
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.passes.replay import Replay
+from shardwise.passes.replay import DrawReplay
 
 Layout = Literal["cut", "alike", "addends"]
 """Distribution of activations and their gradients over the ranks that share a sequence."""
@@ -65,7 +65,7 @@ class LoadSink(Protocol):
         ...
 
 
-class Tokens(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Tokens that this rank routes."""
 
     hidden: Tensor
@@ -86,7 +86,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass
-class Surroundings:
+class ExpertContext:
     """Ranks, microbatch and sinks of one layer."""
 
     name: str = ""
@@ -99,7 +99,7 @@ class Surroundings:
     """Store of the results that recomputations reuse; see ``Keep``."""
     scale: Callable[[], float | Tensor] = _one
     """Function that a backward pass calls for the factor of its microbatch's loss."""
-    replay: Replay | None = None
+    replay: DrawReplay | None = None
     """Position of the running microbatch, which keys the noise; None draws noise from torch's generator."""
     seed: int = 0
     """Seed of the run, for noise."""
@@ -110,7 +110,7 @@ class Surroundings:
     room: int | None = None
     """Largest number of pairs that an expert gets of the running pass's tokens; None is without limit."""
 
-    def __deepcopy__(self, memo: Any) -> "Surroundings":
+    def __deepcopy__(self, memo: Any) -> "ExpertContext":
         """Return the surroundings of a copy of the layer, such as an average of weights, which runs alone.
 
         Raises:
@@ -121,25 +121,25 @@ class Surroundings:
                 f"copy.deepcopy(model): the ranks along tp share the tokens of {self.name}, and a copy would see its "
                 "own alone; take engine.state_dict(), or copy the model before initialize()"
             )
-        return Surroundings(self.name)
+        return ExpertContext(self.name)
 
-    def take(self, x: Tensor) -> Tokens:
+    def take(self, x: Tensor) -> RoutedTokens:
         """Return the tokens of ``x`` [B, T or T/N, D] that this rank routes."""
         batch, here, width = x.shape
         rows = x.reshape(-1, width)
         if self.group is None or self.group.size == 1:
             place = torch.arange(batch * here, device=x.device)
-            return Tokens(rows, place, batch, here, (batch * here,))
+            return RoutedTokens(rows, place, batch, here, (batch * here,))
         ranks, index = self.group.size, self.group.index
         if self.layout() == "cut":
             at = torch.arange(here, device=x.device) + index * here
             place = (torch.arange(batch, device=x.device)[:, None] * (here * ranks) + at).view(-1)
-            return Tokens(rows, place, batch, here * ranks, (batch * here,) * ranks)
+            return RoutedTokens(rows, place, batch, here * ranks, (batch * here,) * ranks)
         parts = _parts(batch * here, ranks)
         start = sum(parts[:index])
         place = torch.arange(start, start + parts[index], device=x.device)
         mine = _own_rows(rows, parts, self.group, self.layout() == "addends")
-        return Tokens(mine, place, batch, here, parts)
+        return RoutedTokens(mine, place, batch, here, parts)
 
     def give(self, rows: Tensor, x: Tensor) -> Tensor:
         """Return results ``rows`` [n, D] in the layout of ``x``: [B, T or T/N, D]."""
@@ -148,7 +148,7 @@ class Surroundings:
         parts = _parts(x.shape[0] * x.shape[1], self.group.size)
         return _joined(rows, parts, self.group, self.layout() == "addends").view(x.shape)
 
-    def here(self, mask: Tensor, tokens: Tokens) -> Tensor:
+    def here(self, mask: Tensor, tokens: RoutedTokens) -> Tensor:
         """Return the entries of a mask [B, T or T/N] for this rank's tokens: [n]."""
         flat = mask.reshape(-1)
         return flat if flat.numel() == tokens.place.numel() else flat[tokens.place]
@@ -170,7 +170,7 @@ def _own_rows(rows: Tensor, parts: Sequence[int], group: Group, addends: bool) -
 
 @uncompiled
 def _joined(rows: Tensor, parts: Sequence[int], group: Group, addends: bool) -> Tensor:
-    return _Joined.apply(rows, parts, group, addends)
+    return _JoinRows.apply(rows, parts, group, addends)
 
 
 class _OwnRows(torch.autograd.Function):
@@ -190,7 +190,7 @@ class _OwnRows(torch.autograd.Function):
         return full, None, None, None
 
 
-class _Joined(torch.autograd.Function):
+class _JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, parts: Sequence[int], group: Group, addends: bool) -> Tensor:
         ctx.place = parts, group, addends

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.base.errors import PlanError
 from shardwise.base.policy import nearest
 from shardwise.parallel.pipeline.layers import Layers
-from shardwise.parallel.pipeline.uses import Uses
+from shardwise.parallel.pipeline.uses import ModuleUses
 
 ROWS = (nn.ModuleList, nn.Sequential, Layers)
 """Containers whose children are blocks by their position."""
@@ -23,7 +23,7 @@ LIST = "or give the model as a list of layers (shardwise.parallel.pipeline.layer
 
 
 def find_blocks(
-    model: nn.Module, uses: Uses | None = None, sizes: Mapping[int, int] | None = None
+    model: nn.Module, uses: ModuleUses | None = None, sizes: Mapping[int, int] | None = None
 ) -> tuple[str, ...]:
     """Return the names of the modules that can be distributed over stages.
 
@@ -97,7 +97,7 @@ def _elements(parameter: nn.Parameter, sizes: Mapping[int, int] | None) -> int:
     return parameter.numel() if sizes is None else sizes.get(id(parameter), parameter.numel())
 
 
-def positions(model: nn.Module, blocks: Sequence[str], uses: Uses | None = None) -> dict[str, int]:
+def positions(model: nn.Module, blocks: Sequence[str], uses: ModuleUses | None = None) -> dict[str, int]:
     """Return the block that every module, parameter and buffer belongs to, by each of its names.
 
     Args:
@@ -116,7 +116,7 @@ def positions(model: nn.Module, blocks: Sequence[str], uses: Uses | None = None)
 def weigh(
     model: nn.Module,
     blocks: Sequence[str],
-    uses: Uses | None = None,
+    uses: ModuleUses | None = None,
     sizes: Mapping[int, int] | None = None,
 ) -> tuple[list[int], int, int]:
     """Return the parameters of each block, of the modules in front of the blocks, and of the modules behind them.
@@ -145,7 +145,9 @@ def weigh(
     return weights[1:-1], weights[0], weights[-1]
 
 
-def stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None = None) -> dict[str, int]:
+def stages_of_modules(
+    model: nn.Module, starts: Sequence[str], uses: ModuleUses | None = None
+) -> dict[str, int]:
     """Return the stage of each module by name; a container that spans several stages has the stage of its first block.
 
     Args:
@@ -175,7 +177,7 @@ def stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None
     return {name: of_place[place] for name, place in _places(model, blocks, uses).items()}
 
 
-def _places(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[str, int]:
+def _places(model: nn.Module, blocks: Sequence[str], uses: ModuleUses | None) -> dict[str, int]:
     """Return the index of the block that each module lies in or, outside of blocks, of the next block."""
     at = {name: i for i, name in enumerate(blocks)}
     return {
@@ -184,7 +186,7 @@ def _places(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[
     }
 
 
-def _next_block(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[str, int]:
+def _next_block(model: nn.Module, blocks: Sequence[str], uses: ModuleUses | None) -> dict[str, int]:
     """Return the index of the first block at or behind each module, and ``len(blocks)`` behind the last.
 
     The order is the order of use if known, else of registration.

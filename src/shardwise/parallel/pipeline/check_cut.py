@@ -13,11 +13,11 @@ from shardwise.parallel.pipeline.blocks import LIST, blocks_around
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stand_in import tensors_of
-from shardwise.parallel.pipeline.uses import Uses
+from shardwise.parallel.pipeline.uses import ModuleUses
 
 
 def check_cut(
-    model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequence[str], uses: Uses | None = None
+    model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequence[str], uses: ModuleUses | None = None
 ) -> None:
     """Run a call on the whole model and on the chain of its stages, and compare the results.
 

@@ -29,19 +29,19 @@ from shardwise.parallel.pipeline.blocks import LIST, ROWS, blocks_around, stages
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stage_module import StageModule
 from shardwise.parallel.pipeline.stand_in import (
-    Foreign,
+    AbsentModule,
     LastBlock,
-    Relay,
     StageRoot,
+    StandInState,
     absent_block,
     absent_leaf,
     shallow_copy,
 )
-from shardwise.parallel.pipeline.uses import Uses
+from shardwise.parallel.pipeline.uses import ModuleUses
 
 
 def cut(
-    model: nn.Module, starts: Sequence[str], stages_here: Iterable[int], uses: Uses | None = None
+    model: nn.Module, starts: Sequence[str], stages_here: Iterable[int], uses: ModuleUses | None = None
 ) -> dict[int, StageModule]:
     """Cut stages out of a model.
 
@@ -65,20 +65,22 @@ def cut(
     taken: set[int] = set()
     result = {}
     for stage in sorted(stages_here):
-        skeleton = _Skeleton(model, starts, stage, stage_of, taken)
+        skeleton = _StageBuilder(model, starts, stage, stage_of, taken)
         result[stage] = StageModule(
             skeleton.root, stage, stages, skeleton.relay, skeleton.blocks, skeleton.all_blocks
         )
     return result
 
 
-class _Skeleton:
+class _StageBuilder:
     """Builder of one stage."""
 
     def __init__(
         self, model: nn.Module, starts: Sequence[str], stage: int, stage_of: dict[str, int], taken: set[int]
     ):
-        self.relay = Relay(stage, f"The model cannot be cut so: cut elsewhere (pipeline.partition), {LIST}")
+        self.relay = StandInState(
+            stage, f"The model cannot be cut so: cut elsewhere (pipeline.partition), {LIST}"
+        )
         self._stage = stage
         self._stage_of = stage_of
         self.all_blocks = blocks_around(model, starts)
@@ -174,7 +176,7 @@ class _Skeleton:
             return LastBlock
         if not name and self._last is not None:
             return StageRoot
-        return Foreign if is_hollow else None
+        return AbsentModule if is_hollow else None
 
     def _is_taken(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._same and id(parameter) in self._taken

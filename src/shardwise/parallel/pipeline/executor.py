@@ -37,10 +37,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from shardwise.base.errors import CommError
-from shardwise.comm.peers import Message, Peers
+from shardwise.comm.peers import PointToPoint, ReceivedMessage
 from shardwise.comm.trace import Purpose
 from shardwise.parallel.pipeline.messages import (
-    Packed,
+    PackedValue,
     check_refusal,
     is_lasting,
     is_refusal,
@@ -54,7 +54,7 @@ from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
 
 
-class Runner(Protocol):
+class StageRunner(Protocol):
     """Interface of the object that computes the stages."""
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
@@ -94,12 +94,12 @@ class ScheduleExecutor:
         stages: Number of stages, which lie round robin on the ranks.
     """
 
-    def __init__(self, peers: Peers, stages: int):
+    def __init__(self, peers: PointToPoint, stages: int):
         self._peers = peers
         self._stages = stages
 
     def run(
-        self, walker: Walker, runner: Runner, trains: bool = True, likes: Sequence[int | None] = ()
+        self, walker: Walker, runner: StageRunner, trains: bool = True, likes: Sequence[int | None] = ()
     ) -> dict[int, Any]:
         """Walk the passes of the walker's list.
 
@@ -120,7 +120,7 @@ class ScheduleExecutor:
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Any] = {}
         self._outputs: dict[tuple[int, int], list[GradientEdge]] = {}
-        self._to_send: dict[tuple[int, int], Packed] = {}
+        self._to_send: dict[tuple[int, int], PackedValue] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._results: dict[int, Any] = {}
         self._told_by: int | None = None
@@ -187,7 +187,7 @@ class ScheduleExecutor:
     def _like(self, action: Action) -> int | None:
         return self._likes[action.microbatch] if action.microbatch < len(self._likes) else None
 
-    def _take(self, source: int, what: str, like: int | None = None) -> Message:
+    def _take(self, source: int, what: str, like: int | None = None) -> ReceivedMessage:
         message = self._peers.receive(source, what, like)
         if is_refusal(message.text):
             self._told_by = source
@@ -261,7 +261,7 @@ class ScheduleExecutor:
             gradients = [
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
             ]
-            self._to_send[key] = Packed("", gradients if says is None else [*gradients, says])
+            self._to_send[key] = PackedValue("", gradients if says is None else [*gradients, says])
 
     @recorded
     def send(self, action: Action) -> None:

@@ -27,14 +27,14 @@ from shardwise.base.errors import PlanError, UsageError
 from shardwise.parallel.pipeline.stand_in import shallow_copy
 
 
-class Brought(NamedTuple):
+class BatchArguments(NamedTuple):
     """The arguments of ``Layers.forward`` in a batch; None for a missing argument."""
 
     inputs: Any
     targets: Any
 
 
-def brought_in(batch: Any) -> Brought:
+def brought_in(batch: Any) -> BatchArguments:
     """Return the inputs and targets of a batch.
 
     Args:
@@ -44,10 +44,10 @@ def brought_in(batch: Any) -> Brought:
         Inputs and targets, None if missing.
     """
     if isinstance(batch, Mapping):
-        return Brought(batch.get("inputs"), batch.get("targets"))
+        return BatchArguments(batch.get("inputs"), batch.get("targets"))
     if isinstance(batch, tuple | list):
-        return Brought(*[*batch, None, None][:2])
-    return Brought(batch, None)
+        return BatchArguments(*[*batch, None, None][:2])
+    return BatchArguments(batch, None)
 
 
 class LayerSpec:
@@ -116,7 +116,7 @@ class TiedSpec(LayerSpec):
 Layer = nn.Module | LayerSpec | Callable[[Any], Any]
 
 
-class Function(nn.Module):
+class FunctionLayer(nn.Module):
     """A plain callable as a module.
 
     Args:
@@ -134,7 +134,7 @@ class Function(nn.Module):
 
 def class_name(layer: nn.Module) -> str:
     """Return the name of a layer's class, or of the function if the layer is a plain function."""
-    made = layer.function if isinstance(layer, Function) else type(layer)
+    made = layer.function if isinstance(layer, FunctionLayer) else type(layer)
     return getattr(made, "__name__", type(made).__name__)
 
 
@@ -239,7 +239,7 @@ class Layers(nn.Module):
             elif isinstance(spec, LayerSpec):
                 made[place] = self._drawn(place)
             else:
-                made[place] = spec if isinstance(spec, nn.Module) else Function(spec)
+                made[place] = spec if isinstance(spec, nn.Module) else FunctionLayer(spec)
         return made
 
     def _drawn(self, place: int) -> nn.Module:

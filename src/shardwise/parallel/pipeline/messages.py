@@ -36,14 +36,14 @@ REFUSED = "refused: "
 _TENSOR, _TUPLE, _LIST, _DICT = "tensor", "tuple", "list", "dict"
 
 
-class Packed(NamedTuple):
+class PackedValue(NamedTuple):
     """A value in the form in which it is sent."""
 
     text: str
     tensors: list[Tensor]
 
 
-def pack(value: Any, where: str = "a stage's output") -> Packed:
+def pack(value: Any, where: str = "a stage's output") -> PackedValue:
     """Return a value as text and tensors.
 
     Args:
@@ -57,7 +57,7 @@ def pack(value: Any, where: str = "a stage's output") -> Packed:
         PlanError: If the value contains something that cannot be sent.
     """
     tensors: list[Tensor] = []
-    return Packed(json.dumps(_written(value, where, tensors, {})), tensors)
+    return PackedValue(json.dumps(_written(value, where, tensors, {})), tensors)
 
 
 # A module-level function: a nested function that calls itself is a reference cycle, which keeps the tensors alive until

@@ -145,7 +145,7 @@ def _with_units(
         if once:
             if stage not in begun:
                 begun.add(stage)
-                gathers = dict.fromkeys(a[:2] for a in served if a.kind in (Kind.BRING, Kind.UNSHARD))
+                gathers = dict.fromkeys(a[:2] for a in served if a.kind in (Kind.LOAD_WEIGHT, Kind.UNSHARD))
                 done += [Action(kind, unit) for kind, unit in gathers]
             served = _gathered_once(served, frees=i == last_of_stage[stage])
         done.append(action)
@@ -154,7 +154,7 @@ def _with_units(
 
 
 def _gathered_once(served: list[Action], frees: bool) -> list[Action]:
-    """Return the Actions without gathers, and without BRING for gathers.
+    """Return the Actions without gathers, and without LOAD_WEIGHT for gathers.
 
     If ``frees``, the last RESHARD of each Unit stays.
     """
@@ -162,6 +162,6 @@ def _gathered_once(served: list[Action], frees: bool) -> list[Action]:
     return [
         action
         for i, action in enumerate(served)
-        if action.kind not in (Kind.BRING, Kind.UNSHARD)
+        if action.kind not in (Kind.LOAD_WEIGHT, Kind.UNSHARD)
         and (action.kind is not Kind.RESHARD or (frees and i == last_release[action.unit]))
     ]

@@ -20,7 +20,13 @@ from shardwise.base.errors import PlanError
 from shardwise.base.pytree import tensors_in
 from shardwise.base.ragged import Ragged
 from shardwise.parallel.pipeline.blocks import ROWS
-from shardwise.parallel.pipeline.stand_in import AbsentBlock, AbsentLeaf, Foreign, Relay, call_until_ended
+from shardwise.parallel.pipeline.stand_in import (
+    AbsentBlock,
+    AbsentLeaf,
+    AbsentModule,
+    StandInState,
+    call_until_ended,
+)
 from shardwise.passes.absent import AbsentTrace, absent_in
 from shardwise.passes.draws import PassDraws
 
@@ -48,7 +54,7 @@ class StageModule:
         module: nn.Module,
         stage: int,
         stages: int,
-        relay: Relay,
+        relay: StandInState,
         blocks: Sequence[str] = (),
         all_blocks: Sequence[str] = (),
     ):
@@ -115,7 +121,7 @@ class StageModule:
         names = {id(module): name or "the model" for name, module in self.module.named_modules()}
         watch = AbsentTrace(where, self._relay.advice, names)
         self._relay.load(received, watch)
-        blocks = _Blocks(self.module, self._blocks, self._relay)
+        blocks = _BlockRecords(self.module, self._blocks, self._relay)
         try:
             with blocks:
                 ended, result = call_until_ended(lambda: call(self.module))
@@ -205,10 +211,10 @@ _OF_A_CUT = (
 """Errors that a model may raise because a value is not what the model expects."""
 
 
-class _Blocks(contextlib.AbstractContextManager["_Blocks"]):
+class _BlockRecords(contextlib.AbstractContextManager["_BlockRecords"]):
     """Records of a stage's own blocks during one pass: the blocks that ran, and what they set or added to lists."""
 
-    def __init__(self, root: nn.Module, names: Sequence[str], relay: Relay):
+    def __init__(self, root: nn.Module, names: Sequence[str], relay: StandInState):
         self._relay = relay
         self._blocks = {name: root.get_submodule(name) for name in names}
         self._rows = {name for name in names if isinstance(_parent(root, name), ROWS)}
@@ -219,7 +225,7 @@ class _Blocks(contextlib.AbstractContextManager["_Blocks"]):
         self._set: dict[str, str] = {}
         self._handles: list[Any] = []
 
-    def __enter__(self) -> "_Blocks":
+    def __enter__(self) -> "_BlockRecords":
         for name, block in self._blocks.items():
             self._handles += [
                 block.register_forward_pre_hook(functools.partial(self._begins, name), with_kwargs=True),
@@ -312,7 +318,7 @@ def parts_of(root: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Modul
     found = [(name, root.get_submodule(name)) for name in blocks]
     for name, module in root.named_modules():
         is_leaf = next(module.children(), None) is None and bool(vars(module)["_parameters"])
-        if name and is_leaf and not isinstance(module, Foreign) and not f"{name}.".startswith(inside):
+        if name and is_leaf and not isinstance(module, AbsentModule) and not f"{name}.".startswith(inside):
             found.append((name, module))
     return found
 

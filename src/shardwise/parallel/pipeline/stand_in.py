@@ -32,13 +32,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.base.errors import PlanError
 from shardwise.base.user_hooks import is_users, user_hooks
-from shardwise.passes.absent import Absent, AbsentTrace, place_of_use
+from shardwise.passes.absent import AbsentTensor, AbsentTrace, place_of_use
 
 _PLAIN = (bool, int, float, str, type(None))
 _CHANGES = (list, dict, set)
 
 
-class Ended(BaseException):
+class StageEndSignal(BaseException):
     """The signal that the stage's last block has run, which ends the pass.
 
     Not an ``Exception``, so that a model's own ``except Exception`` does not catch it.
@@ -52,7 +52,7 @@ class Ended(BaseException):
         self.output = output
 
 
-class Relay:
+class StandInState:
     """State that the stand-ins of one stage share: the received value, and fillers for absent values.
 
     Args:
@@ -155,9 +155,9 @@ class Relay:
 
     def marked(self, value: Tensor, what: str) -> Tensor:
         """Return ``value`` as an absent value in a marked pass, else ``value`` itself."""
-        if self.watch is None or isinstance(value, Absent):
+        if self.watch is None or isinstance(value, AbsentTensor):
             return value
-        return Absent(value, what, self.watch)
+        return AbsentTensor(value, what, self.watch)
 
     def filler(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor of NaN (integers: 0), expanded from one element."""
@@ -201,7 +201,7 @@ def _as_parameter(filler: Any) -> Any:
     return filler
 
 
-class Foreign:
+class AbsentModule:
     """Mixin for a module with absent parameters of its own.
 
     The module lists and returns absent values while a pass runs; between passes it has none of these
@@ -235,7 +235,7 @@ class Foreign:
             super().__setattr__(name, value)
 
 
-class _Inside(Foreign):
+class _InsideAbsentBlock(AbsentModule):
     """Mixin for a module of a foreign block, whose plain attributes (for example ``layer_type``) can be read."""
 
     __call__ = nn.Module.__call__  # the class's own code around a call runs only on the stage of the module
@@ -262,7 +262,7 @@ class _Inside(Foreign):
         )
 
 
-class AbsentBlock(_Inside):
+class AbsentBlock(_InsideAbsentBlock):
     """Mixin for the stand-in of a block of another stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,7 +326,7 @@ class AbsentBlock(_Inside):
             )
 
 
-class AbsentLeaf(Foreign):
+class AbsentLeaf(AbsentModule):
     """Mixin for a module outside the blocks that belongs to another stage: an embedding, a norm, a head."""
 
     __call__ = nn.Module.__call__
@@ -341,7 +341,7 @@ class AbsentLeaf(Foreign):
         Returns:
             The output.
         """
-        relay: Relay = self._relay
+        relay: StandInState = self._relay
         outline, home = self._outline
         given = next(tensors_of((args, kwargs)), None)
         device = given.device if given is not None else (relay.device or home())
@@ -399,7 +399,7 @@ def on_meta(outline: nn.Module, args: Any, kwargs: Any) -> Any:
         return outline(*meta_args, **meta_kwargs)
 
 
-def _tell_hooks(module: Any, relay: Relay, output: Any) -> None:
+def _tell_hooks(module: Any, relay: StandInState, output: Any) -> None:
     watch = relay.watch
     assert watch is not None, "hooks are told in marked passes"
     before = watch.refusal, watch.trouble
@@ -414,7 +414,7 @@ def _tell_hooks(module: Any, relay: Relay, output: Any) -> None:
 def absent_block(
     block: nn.Module,
     name: str,
-    relay: Relay,
+    relay: StandInState,
     comes: str,
     in_row: bool,
     read: Callable[[nn.Parameter, str], Any],
@@ -439,7 +439,7 @@ def absent_block(
 
 
 def _inside(
-    module: nn.Module, name: str, relay: Relay, read: Callable[[nn.Parameter, str], Any], kind: type
+    module: nn.Module, name: str, relay: StandInState, read: Callable[[nn.Parameter, str], Any], kind: type
 ) -> nn.Module:
     cls: Any = _mixed_or_plain(kind, type(module))
     twin: nn.Module = object.__new__(cls)
@@ -460,14 +460,16 @@ def _inside(
     }
     twin.__dict__.update(held)
     for key, child in module._modules.items():
-        twin._modules[key] = None if child is None else _inside(child, f"{name}.{key}", relay, read, _Inside)
+        twin._modules[key] = (
+            None if child is None else _inside(child, f"{name}.{key}", relay, read, _InsideAbsentBlock)
+        )
     return twin
 
 
 def absent_leaf(
     module: nn.Module,
     name: str,
-    relay: Relay,
+    relay: StandInState,
     absent: dict[str, Callable[[], Tensor]],
     home: Callable[[], torch.device],
 ) -> nn.Module:
@@ -536,10 +538,10 @@ class LastBlock:
         Raises:
             Ended: Always, with the block's output.
         """
-        raise Ended(super().__call__(*args, **kwargs))  # type: ignore[misc]
+        raise StageEndSignal(super().__call__(*args, **kwargs))  # type: ignore[misc]
 
 
-class StageRoot(Foreign):
+class StageRoot(AbsentModule):
     """Mixin for the root of a stage that is not the last.
 
     The pass of the code that called the root, for example a user's loss function, ends when the root has
@@ -614,7 +616,7 @@ class StageRoot(Foreign):
         own = self.__dict__.get("_own_forward") or super().forward  # type: ignore[misc]
         try:
             return own(*args, **kwargs)
-        except Ended as ended:
+        except StageEndSignal as ended:
             self.__dict__["_has_ended"] = True
             return ended.output
 
@@ -634,7 +636,7 @@ class StageRoot(Foreign):
         self.__dict__["_has_ended"] = False
         result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self.__dict__["_has_ended"]:
-            raise Ended(result)
+            raise StageEndSignal(result)
         return result
 
 
@@ -649,7 +651,7 @@ def call_until_ended(call: Callable[[], Any]) -> tuple[bool, Any]:
     """
     try:
         return False, call()
-    except Ended as ended:
+    except StageEndSignal as ended:
         return True, ended.output
 
 

@@ -34,7 +34,7 @@ _TOKENS = (2, 8)
 _CHANGES = (list, dict, set)
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """One call of a module; ``given`` and ``made`` contain identities of tensors."""
 
     module: nn.Module
@@ -44,7 +44,7 @@ class _Call(NamedTuple):
     made: frozenset[int]
 
 
-class Uses:
+class ModuleUses:
     """The calls of one pass through a model.
 
     Args:
@@ -52,7 +52,7 @@ class Uses:
         calls: Every call of a module in the pass.
     """
 
-    def __init__(self, model: nn.Module, calls: Sequence[_Call]):
+    def __init__(self, model: nn.Module, calls: Sequence[_ModuleCall]):
         self._model = model
         self._calls = sorted(calls, key=lambda call: call.start)
         self._places: dict[tuple[str, ...], dict[str, int]] = {}
@@ -104,7 +104,7 @@ class Uses:
         rows = self._rows(blocks)
         if rows is None:
             return {}
-        first: dict[int, _Call] = {}
+        first: dict[int, _ModuleCall] = {}
         for call in self._calls:
             first.setdefault(id(call.module), call)
         names: dict[int, list[str]] = {}
@@ -124,7 +124,7 @@ class Uses:
                 found[name] = found[around]
         return found
 
-    def _rows(self, blocks: Sequence[str]) -> list[_Call] | None:
+    def _rows(self, blocks: Sequence[str]) -> list[_ModuleCall] | None:
         """Return the blocks' calls, or None if the blocks do not run once each and in order."""
         modules = [self._model.get_submodule(name) for name in blocks]
         among = {id(module) for module in modules}
@@ -137,14 +137,14 @@ class Uses:
         )
 
     @staticmethod
-    def _is_in(call: _Call, rows: Sequence[_Call]) -> bool:
+    def _is_in(call: _ModuleCall, rows: Sequence[_ModuleCall]) -> bool:
         """Return True if a call lies inside a block's call or around one."""
         return any(row.start <= call.start < row.stop or call.start <= row.start < call.stop for row in rows)
 
 
 def order_of_use(
     model: nn.Module, call: Callable[[nn.Module], Any] | None = None, device: torch.device | None = None
-) -> Uses | None:
+) -> ModuleUses | None:
     """Record the uses of a model's modules.
 
     Args:
@@ -165,16 +165,16 @@ def order_of_use(
         lambda root: root(input_ids=tokens()),
     ]
     for attempt in attempts if call is None else [call]:
-        calls: list[_Call] = []
+        calls: list[_ModuleCall] = []
         with contextlib.suppress(Exception):
             with FakeTensorMode(allow_non_fake_inputs=True), _hollow(model, place), _noted(model, calls):
                 attempt(model)
-            return Uses(model, calls)
+            return ModuleUses(model, calls)
     return None
 
 
 @contextlib.contextmanager
-def _noted(model: nn.Module, calls: list[_Call]) -> Iterator[None]:
+def _noted(model: nn.Module, calls: list[_ModuleCall]) -> Iterator[None]:
     """Append every call of a module inside the context to ``calls``."""
     held: list[Tensor] = []
     """Tensors of the pass, kept alive so that identities stay unique."""
@@ -191,7 +191,7 @@ def _noted(model: nn.Module, calls: list[_Call]) -> Iterator[None]:
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         start, given = begun.pop()
-        calls.append(_Call(module, start, next(clock), given, of(output)))
+        calls.append(_ModuleCall(module, start, next(clock), given, of(output)))
 
     handles: list[Any] = []
     for module in model.modules():

@@ -30,9 +30,9 @@ from shardwise.parallel.tensor.layers import (
     VocabularyHead,
 )
 from shardwise.parallel.tensor.layout import (
+    CutStyle,
     ParameterPlacement,
-    Style,
-    Table,
+    StyleTable,
     begins_cut_sequence,
     divided,
     has_known_forward,
@@ -44,14 +44,14 @@ from shardwise.parallel.tensor.layout import (
 )
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
 from shardwise.parallel.tensor.outputs import CutOutputs
-from shardwise.parallel.tensor.region import Region, UnmadeLogits
+from shardwise.parallel.tensor.region import ParallelRegion, UnmadeLogits
 from shardwise.parallel.tensor.tables import has_causal_loss, is_linear, known_table, whole_table
-from shardwise.passes.replay import Replay
-from shardwise.plan.placement import Cut, Shard, local_shape, pieces
-from shardwise.tiers.alike import Alike
+from shardwise.passes.replay import DrawReplay
+from shardwise.plan.placement import AxisCut, Shard, local_shape, pieces
+from shardwise.tiers.alike import AlikeStorages
 
 
-def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks: bool = False) -> Table:
+def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks: bool = False) -> StyleTable:
     """Return the model's table of styles.
 
     The first of these applies: the model's own ``tensor_table()``, the table of a known shape, the model's
@@ -70,7 +70,7 @@ def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks
         PlanError: If nothing is known of the model and there are no ``rows``.
     """
     own: Callable[[], Mapping[str, str]] | None = getattr(model, "tensor_table", None)
-    table = Table(own()) if own is not None else known_table(model)
+    table = StyleTable(own()) if own is not None else known_table(model)
     if table is None and has_stacks:
         table = whole_table(model)
     if table is None and not rows:
@@ -80,18 +80,18 @@ def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks
             "of its own; give tensor.table, {pattern of module names: style}, as in {'layers.*.up': 'column', "
             "'layers.*.down': 'row'} (shardwise.parallel.tensor.layout lists the styles)"
         )
-    table = table or Table()
+    table = table or StyleTable()
     table = replace(table, rows=dict(table.rows) | dict(rows or {}))
     return replace(table, sequence=table.sequence and begins_cut_sequence(model, table))
 
 
 def make_parallel(
     model: nn.Module,
-    table: Table,
+    table: StyleTable,
     group: Group,
     sequence: bool,
-    region: Region | None = None,
-    replay: Replay | None = None,
+    region: ParallelRegion | None = None,
+    replay: DrawReplay | None = None,
 ) -> dict[str, ParameterPlacement]:
     """Cut a model in place over the ranks of a group.
 
@@ -114,7 +114,7 @@ def make_parallel(
         return placed
     _check_dropout(model)
     by_module = styles(model, table)
-    region = region or Region(group, sequence and table.sequence, replay)
+    region = region or ParallelRegion(group, sequence and table.sequence, replay)
     done: set[int] = set()
     for name, parameter in model.named_parameters():
         if id(parameter) not in done:
@@ -137,7 +137,7 @@ def make_parallel(
     return placed
 
 
-def _make_outputs_whole(model: nn.Module, by_module: Mapping[str, Style], region: Region) -> None:
+def _make_outputs_whole(model: nn.Module, by_module: Mapping[str, CutStyle], region: ParallelRegion) -> None:
     """Make every module around all cut layers return whole tensors."""
     cut = [
         name.split(".")
@@ -153,7 +153,7 @@ def _make_outputs_whole(model: nn.Module, by_module: Mapping[str, Style], region
         CutOutputs(model.get_submodule(name), name, region, heads_in_order)
 
 
-def _watch(model: nn.Module, region: Region, knows_loss: bool) -> None:
+def _watch(model: nn.Module, region: ParallelRegion, knows_loss: bool) -> None:
     if knows_loss:
         causal: Any = model
         causal.loss_function = _causal_loss(region, causal.loss_function)
@@ -186,7 +186,7 @@ def hold_head(model: nn.Module) -> None:
     owner: Any = model
     if isinstance(owner.lm_head, VocabularyHead):
         return  # an earlier engine has replaced the head
-    head, region = owner.lm_head, Region(Group.alone("tp"), False)
+    head, region = owner.lm_head, ParallelRegion(Group.alone("tp"), False)
     rows = slice(0, head.out_features)
     owner.lm_head = _with_hooks_of(
         head, VocabularyHead(head, "lm_head", region, rows, rows.stop, sees_whole=True)
@@ -210,7 +210,7 @@ def local_piece(full: Tensor, place: ParameterPlacement, index: int, ranks: int)
     if not isinstance(place.placement, Shard):
         return full
     where, dim = place.placement, place.placement.dim
-    shape = local_shape(place.shape, [Cut(where, index, ranks)])
+    shape = local_shape(place.shape, [AxisCut(where, index, ranks)])
     if full.is_meta:
         return full.new_empty(shape)
     local, place_in_it = full.new_zeros(shape), 0
@@ -224,7 +224,9 @@ def local_piece(full: Tensor, place: ParameterPlacement, index: int, ranks: int)
 # Modules -----------------------------------------------------------------------------------------------------------
 
 
-def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside: bool) -> nn.Module:
+def _parallel(
+    name: str, module: nn.Module, style: CutStyle, region: ParallelRegion, inside: bool
+) -> nn.Module:
     """Return the replacement of ``module``: a cut layer, or the module itself with changed attributes and hooks."""
     ranks = region.group.size
     for attribute in style.attributes:
@@ -254,7 +256,7 @@ def _with_hooks_of(module: nn.Module, new: nn.Module) -> nn.Module:
     return new
 
 
-def _layer(name: str, module: nn.Module, style: Style, region: Region, inside: bool) -> nn.Module:
+def _layer(name: str, module: nn.Module, style: CutStyle, region: ParallelRegion, inside: bool) -> nn.Module:
     whole, transposed = style.sees_whole, is_transposed(module)
     if style.kind == "column":
         return ColumnLinear(module, name, region, whole, transposed, enters=not inside)
@@ -334,7 +336,7 @@ def _cut_argument(name: str, module: nn.Module, argument: str, heads: int, group
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _entering(name: str, region: Region, sees_whole: bool) -> Callable[[Tensor], Tensor]:
+def _entering(name: str, region: ParallelRegion, sees_whole: bool) -> Callable[[Tensor], Tensor]:
     def enter(x: Tensor) -> Tensor:
         if not sees_whole and region.cut:
             return duals.gather(x, region.group, name)
@@ -343,14 +345,16 @@ def _entering(name: str, region: Region, sees_whole: bool) -> Callable[[Tensor],
     return enter
 
 
-def _beginning(name: str, region: Region) -> Callable[[Tensor], Tensor]:
+def _beginning(name: str, region: ParallelRegion) -> Callable[[Tensor], Tensor]:
     def begin(x: Tensor) -> Tensor:
         return duals.cut(x, region.group, name) if region.cut else region.outward(x, sees_whole=False)
 
     return begin
 
 
-def _note_alike(model: nn.Module, by_module: Mapping[str, Style], region: Region, alike: Alike) -> None:
+def _note_alike(
+    model: nn.Module, by_module: Mapping[str, CutStyle], region: ParallelRegion, alike: AlikeStorages
+) -> None:
     """Report to ``alike`` the activations that are equal on all ranks because of the cut.
 
     These are whole-sequence inputs of cut layers, and the inputs and outputs of the modules with whole
@@ -399,7 +403,7 @@ def _on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _leaving(name: str, region: Region) -> Callable[..., Any]:
+def _leaving(name: str, region: ParallelRegion) -> Callable[..., Any]:
     def end(x: Tensor) -> Tensor:
         return duals.join(x, region.group, name) if region.cut else region.inward(x, sees_whole=False)
 
@@ -414,7 +418,7 @@ def _leaving(name: str, region: Region) -> Callable[..., Any]:
 # Models of transformers --------------------------------------------------------------------------------------------
 
 
-def _causal_loss(region: Region, uncut: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _causal_loss(region: ParallelRegion, uncut: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return transformers' loss of a causal language model for cut logits or logits by tiles.
 
     With whole logits the loss calls ``uncut``.

@@ -27,16 +27,16 @@ from torch.overrides import TorchFunctionMode
 from shardwise.base.errors import PlanError
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
-from shardwise.kernels.head_loss import Change, Tile
+from shardwise.kernels.head_loss import Change, LossTile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
-from shardwise.parallel.tensor.region import Region, UnmadeLogits
+from shardwise.parallel.tensor.region import ParallelRegion, UnmadeLogits
 
 
-class _Cut(nn.Module):
+class _CutLayer(nn.Module):
     """Base class of the cut layers: the parameters of the replaced layer, and the region."""
 
-    def __init__(self, replaced: nn.Module, name: str, region: Region, sees_whole: bool) -> None:
+    def __init__(self, replaced: nn.Module, name: str, region: ParallelRegion, sees_whole: bool) -> None:
         super().__init__()
         for key, parameter in replaced._parameters.items():
             self.register_parameter(key, parameter)
@@ -61,7 +61,7 @@ class _Cut(nn.Module):
         return f"{list(weight.shape)}, 1 of {self.region.group.size}"
 
 
-class ColumnLinear(_Cut):
+class ColumnLinear(_CutLayer):
     """A linear layer with cut outputs.
 
     Args:
@@ -83,7 +83,7 @@ class ColumnLinear(_Cut):
         self,
         replaced: nn.Module,
         name: str,
-        region: Region,
+        region: ParallelRegion,
         sees_whole: bool = False,
         transposed: bool = False,
         enters: bool = True,
@@ -111,7 +111,7 @@ class ColumnLinear(_Cut):
         return (duals.gather if self.cut else duals.copy)(x, self.region.group, self.name)
 
 
-class RowLinear(_Cut):
+class RowLinear(_CutLayer):
     """A linear layer with cut inputs, whose output is the sum over the ranks.
 
     Args:
@@ -132,7 +132,7 @@ class RowLinear(_Cut):
         self,
         replaced: nn.Module,
         name: str,
-        region: Region,
+        region: ParallelRegion,
         sees_whole: bool = False,
         transposed: bool = False,
     ) -> None:
@@ -147,7 +147,7 @@ class RowLinear(_Cut):
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local:
             return F.linear(x, weight)
-        y = _product(_Row, x, weight, None, self.region.group, self.cut, self.name)
+        y = _product(_RowProduct, x, weight, None, self.region.group, self.cut, self.name)
         return self._end(y)
 
     def leave(self, addend: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class RowLinear(_Cut):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class VocabularyEmbedding(_Cut):
+class VocabularyEmbedding(_CutLayer):
     """Rows [first, last) of an embedding's vocabulary.
 
     Args:
@@ -180,7 +180,7 @@ class VocabularyEmbedding(_Cut):
         self,
         replaced: nn.Embedding,
         name: str,
-        region: Region,
+        region: ParallelRegion,
         rows: slice,
         vocabulary: int,
         sees_whole: bool = False,
@@ -237,7 +237,7 @@ class OwnLookup(TorchFunctionMode):
         rows: The rank's rows of the vocabulary.
     """
 
-    def __init__(self, module: nn.Embedding, name: str, region: Region, rows: slice) -> None:
+    def __init__(self, module: nn.Embedding, name: str, region: ParallelRegion, rows: slice) -> None:
         super().__init__()
         self.module, self.name, self.region, self.rows = module, name, region, rows
         self.vocabulary = module.num_embeddings
@@ -283,7 +283,7 @@ def is_harmless(function: Any) -> bool:
     return function in _HARMLESS
 
 
-class SequenceEmbedding(_Cut):
+class SequenceEmbedding(_CutLayer):
     """A whole embedding (for example of positions) that is looked up for this rank's tokens.
 
     Args:
@@ -297,7 +297,7 @@ class SequenceEmbedding(_Cut):
 
     weight: nn.Parameter
 
-    def __init__(self, replaced: nn.Embedding, name: str, region: Region) -> None:
+    def __init__(self, replaced: nn.Embedding, name: str, region: ParallelRegion) -> None:
         super().__init__(replaced, name, region, sees_whole=False)
         self.embedding_dim = replaced.embedding_dim
         self.padding_idx = replaced.padding_idx
@@ -309,7 +309,7 @@ class SequenceEmbedding(_Cut):
         return F.embedding(ids, self.weight, self.padding_idx)
 
 
-class VocabularyHead(_Cut):
+class VocabularyHead(_CutLayer):
     """Rows of the output matrix of a language model.
 
     Args:
@@ -332,7 +332,7 @@ class VocabularyHead(_Cut):
         self,
         replaced: nn.Module,
         name: str,
-        region: Region,
+        region: ParallelRegion,
         rows: slice,
         vocabulary: int,
         sees_whole: bool = False,
@@ -342,7 +342,7 @@ class VocabularyHead(_Cut):
         self.vocabulary = vocabulary
         self.gives_loss = "targets" in inspect.signature(replaced.forward).parameters
         """True if the replaced layer can be called with targets."""
-        self.tile: Tile | None = None
+        self.tile: LossTile | None = None
         """Size of tiles if the loss is to be computed by tiles, else None; set from outside."""
 
     def forward(
@@ -412,7 +412,7 @@ def column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bo
     Returns:
         Outputs [B, T, F/tp].
     """
-    return _product(_Column, x, weight, bias, group, cut, what)
+    return _product(_ColumnProduct, x, weight, bias, group, cut, what)
 
 
 @duals.uncompiled
@@ -426,7 +426,7 @@ def _product(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *res
     return result
 
 
-class _Column(torch.autograd.Function):
+class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str
@@ -458,7 +458,7 @@ class _Column(torch.autograd.Function):
         return None if d_x is None else d_x(), d_weight, d_bias, None, None, None
 
 
-class _Row(torch.autograd.Function):
+class _RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: None, group: Group, cut: bool, what: str

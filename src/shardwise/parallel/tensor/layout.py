@@ -44,10 +44,10 @@ from shardwise.base.errors import PlanError
 from shardwise.base.names import matching
 from shardwise.base.policy import nearest
 from shardwise.kernels.dropout import EqualPart
-from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
+from shardwise.plan.placement import Partial, Placement, Replicate, Shard, ShardBlock
 
-Kind = Literal["column", "row", "vocabulary", "head", "channels", "sequence", "partial", "replicate"]
-KINDS: tuple[str, ...] = get_args(Kind)
+CutKind = Literal["column", "row", "vocabulary", "head", "channels", "sequence", "partial", "replicate"]
+KINDS: tuple[str, ...] = get_args(CutKind)
 _FLAGS = ("whole", "region", "enter", "leave", "again")
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(=\d+/\d+)?")
 _ARGUMENT = re.compile(r"([A-Za-z_]\w*)@(\d+)")
@@ -58,10 +58,10 @@ _PARTS = re.compile(r"\d+(\+\d+)*")
 
 
 @dataclass(frozen=True)
-class Style:
+class CutStyle:
     """The words of one row of a table."""
 
-    kind: Kind | None = None
+    kind: CutKind | None = None
     parts: tuple[int, ...] = ()
     flags: frozenset[str] = frozenset()
     attributes: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Table:
+class StyleTable:
     """Styles by pattern, and the properties of the model that allow further cuts."""
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class ParameterPlacement(NamedTuple):
     """Global shape, before the cut."""
 
 
-def parse(where: str, words: str) -> Style:
+def parse(where: str, words: str) -> CutStyle:
     """Return the style that a row's words describe.
 
     Args:
@@ -134,10 +134,10 @@ def parse(where: str, words: str) -> Style:
         raise PlanError(f"tensor.table: {where!r}: {words!r}: parts are positive and belong to column or row")
     if "again" in flags and kind != "row":
         raise PlanError(f"tensor.table: {where!r}: {words!r}: again belongs to row")
-    return Style(kind, parts, frozenset(flags), tuple(attributes), tuple(arguments))  # type: ignore[arg-type]
+    return CutStyle(kind, parts, frozenset(flags), tuple(attributes), tuple(arguments))  # type: ignore[arg-type]
 
 
-def styles(model: nn.Module, table: Table) -> dict[str, Style]:
+def styles(model: nn.Module, table: StyleTable) -> dict[str, CutStyle]:
     """Return the styles of the modules that a row names, by module name.
 
     Args:
@@ -151,7 +151,7 @@ def styles(model: nn.Module, table: Table) -> dict[str, Style]:
         PlanError: If a pattern matches no module, or an attribute does not exist.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Style] = {}
+    found: dict[str, CutStyle] = {}
     for pattern, words in table.rows.items():
         style = parse(pattern, words)
         names = matching(modules, pattern)
@@ -172,7 +172,7 @@ def styles(model: nn.Module, table: Table) -> dict[str, Style]:
     return found
 
 
-def begins_cut_sequence(model: nn.Module, table: Table) -> bool:
+def begins_cut_sequence(model: nn.Module, table: StyleTable) -> bool:
     """Return True if a row of the table begins a cut of the sequence: ``enter``, or an embedding that gives cut tokens.
 
     If no row does, column layers would gather equal copies of whole sequences, which doubles their gradients.
@@ -186,7 +186,7 @@ def begins_cut_sequence(model: nn.Module, table: Table) -> bool:
     )
 
 
-def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[str, ParameterPlacement]:
+def places(model: nn.Module, table: StyleTable, ranks: int, sequence: bool) -> dict[str, ParameterPlacement]:
     """Return the placement of every parameter of an uncut model, under each of its names.
 
     Args:
@@ -238,7 +238,7 @@ def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[s
 
 
 def dropout_cuts(
-    model: nn.Module, table: Table, index: int, ranks: int, sequence: bool
+    model: nn.Module, table: StyleTable, index: int, ranks: int, sequence: bool
 ) -> dict[str, EqualPart]:
     """Return the part of each dropout's input that rank ``index`` holds, by module name.
 
@@ -275,7 +275,7 @@ def dropout_cuts(
     return found
 
 
-def owners(model: nn.Module, table: Table, placed: Mapping[str, ParameterPlacement]) -> dict[str, str]:
+def owners(model: nn.Module, table: StyleTable, placed: Mapping[str, ParameterPlacement]) -> dict[str, str]:
     """Return the only module in whose forward pass a parameter may be used, by each name of the parameter.
 
     The result covers the parameters that are cut or whose gradient is an addend.
@@ -305,11 +305,11 @@ def owners(model: nn.Module, table: Table, placed: Mapping[str, ParameterPlaceme
     return found
 
 
-def _kind(name: str, by_module: Mapping[str, Style]) -> Kind | None:
+def _kind(name: str, by_module: Mapping[str, CutStyle]) -> CutKind | None:
     return by_module[name].kind if name in by_module else None
 
 
-def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:
+def style_of(name: str, by_module: Mapping[str, CutStyle]) -> CutStyle | None:
     """Return the style for parameters of the innermost module around ``name``, itself included.
 
     Args:
@@ -328,7 +328,7 @@ def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:
     return None
 
 
-def in_region(name: str, by_module: Mapping[str, Style]) -> bool:
+def in_region(name: str, by_module: Mapping[str, CutStyle]) -> bool:
     """Return True if a module around ``name`` (or the module itself) enters the cut layers for it."""
     return any("region" in by_module[around].flags for around in _around(name) if around in by_module)
 
@@ -368,7 +368,13 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _place(
-    name: str, leaf: str, parameter: nn.Parameter, module: nn.Module, style: Style, ranks: int, sequence: bool
+    name: str,
+    leaf: str,
+    parameter: nn.Parameter,
+    module: nn.Module,
+    style: CutStyle,
+    ranks: int,
+    sequence: bool,
 ) -> ParameterPlacement:
     shape = tuple(parameter.shape)
     cut = sequence and not style.sees_whole
@@ -398,7 +404,7 @@ def _place(
 
 
 def _check_statistics(
-    modules: Mapping[str, nn.Module], by_module: Mapping[str, Style], sequence: bool
+    modules: Mapping[str, nn.Module], by_module: Mapping[str, CutStyle], sequence: bool
 ) -> None:
     """Check that every norm over the samples gets whole inputs.
 
@@ -422,7 +428,7 @@ def _shard(placement: Shard, shape: tuple[int, ...]) -> ParameterPlacement:
     return ParameterPlacement(placement, placement, shape)
 
 
-def _check_module(name: str, leaf: str, module: nn.Module, style: Style) -> None:
+def _check_module(name: str, leaf: str, module: nn.Module, style: CutStyle) -> None:
     wanted = nn.Embedding if style.kind == "vocabulary" else nn.Linear
     if not isinstance(module, wanted) and not (wanted is nn.Linear and is_transposed(module)):
         raise PlanError(
@@ -446,7 +452,9 @@ def _check_module(name: str, leaf: str, module: nn.Module, style: Style) -> None
         raise PlanError(f"tensor: {name}: an embedding with max_norm or scale_grad_by_freq cannot be cut")
 
 
-def _blocks(name: str, size: int, parts: tuple[int, ...], ranks: int, replicas: bool) -> tuple[Block, ...]:
+def _blocks(
+    name: str, size: int, parts: tuple[int, ...], ranks: int, replicas: bool
+) -> tuple[ShardBlock, ...]:
     """Return the blocks of a dim of ``size`` that lies in ``parts``, or () for a single block of elements."""
     if not parts:
         if size % ranks:
@@ -474,4 +482,4 @@ def _blocks(name: str, size: int, parts: tuple[int, ...], ranks: int, replicas: 
                 f"{' and '.join(str(n) for n in (number // ranks * ranks, -(-number // ranks) * ranks) if n)}"
             )
     part = size // sum(parts)
-    return tuple(Block(part * number, number) for number in parts)
+    return tuple(ShardBlock(part * number, number) for number in parts)

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from shardwise.base.caches import is_transformers_cache
 from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.comm import duals
-from shardwise.parallel.tensor.region import Region, WithheldValue
-from shardwise.passes.absent import Absent
+from shardwise.parallel.tensor.region import ParallelRegion, WithheldValue
+from shardwise.passes.absent import AbsentTensor
 
 _NODES = 4096
 """Graph nodes that a walk visits; a tensor with a longer graph is compared over the ranks."""
@@ -62,7 +62,7 @@ _ROUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference of two ranks' projections of equal tensors, relative to the norm; 2^-5 for 16 bits."""
 
 
-class _Holding(Enum):
+class _OutputHolding(Enum):
     """State of a tensor on a rank: the part of the whole that the tensor holds."""
 
     WHOLE = "everything"
@@ -72,7 +72,7 @@ class _Holding(Enum):
     UNKNOWN = "unknown"
 
 
-class _Decision(Enum):
+class _OutputDecision(Enum):
     KEEP = "as it is"
     SCALE = "divide the gradient"
     JOIN_TOKENS = "join along the sequence"
@@ -90,14 +90,14 @@ class CutOutputs:
         heads_in_order: True if rank r holds heads [r·H/tp, (r+1)·H/tp).
     """
 
-    def __init__(self, module: nn.Module, name: str, region: Region, heads_in_order: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, region: ParallelRegion, heads_in_order: bool) -> None:
         self._region = region
         self._what = name or type(module).__name__
         self._heads_in_order = heads_in_order
         config = getattr(module, "config", None)
         counts = {getattr(config, key, None) for key in _HEAD_COUNTS}
         self._heads = {count for count in counts if isinstance(count, int)}
-        self._decided: dict[Any, list[_Decision]] = {}
+        self._decided: dict[Any, list[_OutputDecision]] = {}
         self._has_cut_cache: bool | None = None
         """True if cached keys and values are cut; None before the first pass that returns a cache with gradients."""
         module.register_forward_pre_hook(_with_caches, with_kwargs=True)
@@ -124,60 +124,60 @@ class CutOutputs:
         decisions = self._decided.get(kind)
         if decisions is None:
             decisions = self._decide(found)
-            if not any(isinstance(each, Absent) for _, each in found):
+            if not any(isinstance(each, AbsentTensor) for _, each in found):
                 self._decided[kind] = decisions
         for (path, each), decision in zip(found, decisions, strict=True):
-            if decision is not _Decision.KEEP and id(each) not in made:
+            if decision is not _OutputDecision.KEEP and id(each) not in made:
                 made[id(each)] = self._made(path, each, decision)
         return _replaced(output, made) if made else None
 
     def _is_cut_cache(self, cache: Any) -> bool:
         if self._has_cut_cache is None:
-            held = [each for each in _cached(cache) if not isinstance(each, Absent)]
+            held = [each for each in _cached(cache) if not isinstance(each, AbsentTensor)]
             if not held:
                 return False
-            self._has_cut_cache = any(_state_of(each) is not _Holding.WHOLE for each in held)
+            self._has_cut_cache = any(_state_of(each) is not _OutputHolding.WHOLE for each in held)
         return self._has_cut_cache
 
     # Decisions -------------------------------------------------------------------------------------------------
 
-    def _decide(self, found: list[tuple[str, Tensor]]) -> list[_Decision]:
+    def _decide(self, found: list[tuple[str, Tensor]]) -> list[_OutputDecision]:
         decisions = [self._by_graph(path, each) for path, each in found]
         marks = self._differ([each for _, each in found])
         for i, (path, each) in enumerate(found):
             if decisions[i] is None:
-                decisions[i] = self._by_shape(path, each) if marks[i] else _Decision.KEEP
-            elif marks[i] and decisions[i] in (_Decision.KEEP, _Decision.SCALE):
-                decisions[i] = _Decision.WITHHOLD  # made from slices past the cut layers
+                decisions[i] = self._by_shape(path, each) if marks[i] else _OutputDecision.KEEP
+            elif marks[i] and decisions[i] in (_OutputDecision.KEEP, _OutputDecision.SCALE):
+                decisions[i] = _OutputDecision.WITHHOLD  # made from slices past the cut layers
         return [each for each in decisions if each is not None]
 
-    def _by_graph(self, path: str, tensor: Tensor) -> _Decision | None:
+    def _by_graph(self, path: str, tensor: Tensor) -> _OutputDecision | None:
         """Return the decision that follows from the graph, or None if the graph does not determine one."""
-        if isinstance(tensor, Absent):
-            return _Decision.KEEP
+        if isinstance(tensor, AbsentTensor):
+            return _OutputDecision.KEEP
         state = _state_of(tensor)
-        if state is _Holding.UNKNOWN:
+        if state is _OutputHolding.UNKNOWN:
             return None
-        if state is _Holding.WHOLE:
-            return _Decision.KEEP
-        if state is _Holding.ADDENDS:
-            return _Decision.SCALE
-        if state is _Holding.TOKENS and not _is_attention(path):
-            return _Decision.JOIN_TOKENS if self._is_cut_sequence(tensor) else _Decision.WITHHOLD
+        if state is _OutputHolding.WHOLE:
+            return _OutputDecision.KEEP
+        if state is _OutputHolding.ADDENDS:
+            return _OutputDecision.SCALE
+        if state is _OutputHolding.TOKENS and not _is_attention(path):
+            return _OutputDecision.JOIN_TOKENS if self._is_cut_sequence(tensor) else _OutputDecision.WITHHOLD
         is_heads = tensor.dim() == 4 and self._heads_in_order and not _is_cache(path)
-        return _Decision.JOIN_HEADS if is_heads else _Decision.WITHHOLD
+        return _OutputDecision.JOIN_HEADS if is_heads else _OutputDecision.WITHHOLD
 
-    def _by_shape(self, path: str, tensor: Tensor) -> _Decision:
+    def _by_shape(self, path: str, tensor: Tensor) -> _OutputDecision:
         """Return the decision for a tensor without a graph that differs from rank to rank."""
         ranks = self._region.group.size
         if _is_cache(path):
-            return _Decision.KEEP if not torch.is_grad_enabled() else _Decision.WITHHOLD
+            return _OutputDecision.KEEP if not torch.is_grad_enabled() else _OutputDecision.WITHHOLD
         if tensor.dim() == 4 and self._heads_in_order:
             if _is_attention(path) or tensor.shape[1] * ranks in self._heads:
-                return _Decision.JOIN_HEADS
+                return _OutputDecision.JOIN_HEADS
         elif self._region.cut and self._is_cut_sequence(tensor):
-            return _Decision.JOIN_TOKENS
-        return _Decision.WITHHOLD
+            return _OutputDecision.JOIN_TOKENS
+        return _OutputDecision.WITHHOLD
 
     def _is_cut_sequence(self, tensor: Tensor) -> bool:
         tokens = self._region.tokens
@@ -200,13 +200,13 @@ class CutOutputs:
             for far, norm, each in zip(spread, norms, tensors, strict=True)
         ]
 
-    def _made(self, path: str, tensor: Tensor, decision: _Decision) -> Any:
+    def _made(self, path: str, tensor: Tensor, decision: _OutputDecision) -> Any:
         region = self._region
-        if decision is _Decision.SCALE:
+        if decision is _OutputDecision.SCALE:
             return region.inward(tensor, sees_whole=False)
-        if decision is _Decision.JOIN_TOKENS:
+        if decision is _OutputDecision.JOIN_TOKENS:
             return duals.join(tensor, region.group, path)
-        if decision is _Decision.JOIN_HEADS:
+        if decision is _OutputDecision.JOIN_HEADS:
             return duals.join(tensor, region.group, path, dim=1)
         return WithheldValue(
             f"{path or 'the output'} of {self._what}: under tensor parallelism each rank holds a part of it (its "
@@ -292,37 +292,37 @@ def _with_caches(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] |
 # Graphs ------------------------------------------------------------------------------------------------------------
 
 
-def _state_of(tensor: Tensor) -> _Holding:
+def _state_of(tensor: Tensor) -> _OutputHolding:
     """Return what a rank's tensor holds, by the nearest functions of cut layers in its graph."""
     if tensor.grad_fn is None:
-        return _Holding.UNKNOWN
+        return _OutputHolding.UNKNOWN
     waiting: deque[Any] = deque([tensor.grad_fn])
     seen: set[Any] = set()
-    states: set[_Holding] = set()
+    states: set[_OutputHolding] = set()
     while waiting:
         node = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
         if len(seen) > _NODES:
-            return _Holding.UNKNOWN
+            return _OutputHolding.UNKNOWN
         state = _state_after(node)
         if state is not None:
             states.add(state)
         else:
             waiting.extend(parent for parent, _ in node.next_functions)
-    if _Holding.TOKENS in states and _Holding.HEADS in states:
-        return _Holding.HEADS
-    for state in (_Holding.HEADS, _Holding.TOKENS, _Holding.ADDENDS, _Holding.WHOLE):
+    if _OutputHolding.TOKENS in states and _OutputHolding.HEADS in states:
+        return _OutputHolding.HEADS
+    for state in (_OutputHolding.HEADS, _OutputHolding.TOKENS, _OutputHolding.ADDENDS, _OutputHolding.WHOLE):
         if state in states:
             return state
-    return _Holding.UNKNOWN
+    return _OutputHolding.UNKNOWN
 
 
-def _state_after(node: Any) -> _Holding | None:
+def _state_after(node: Any) -> _OutputHolding | None:
     """Return the state that a function of the cut layers gives its output, or None for any other node."""
     gives = getattr(node, "gives", None) or getattr(getattr(type(node), "_forward_cls", None), "gives", None)
-    return _Holding[gives] if gives else None
+    return _OutputHolding[gives] if gives else None
 
 
 # Values ------------------------------------------------------------------------------------------------------------

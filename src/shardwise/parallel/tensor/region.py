@@ -3,8 +3,8 @@
 With sequence parallelism a training pass is cut: between the cut layers each rank holds T/tp tokens. A pass without
 gradients is not cut: it keeps no activations, so a cut would save little, and it may have any length and a cache. Code
 that runs inside a backward pass (a block computed again) belongs to the last pass with gradients, or to the pass that
-its ``Replay`` restores. A layer that is called past the root's forward is refused if gradients are enabled, because its
-output may be cut. Without gradients such a layer works on the whole sequence.
+its ``DrawReplay`` restores. A layer that is called past the root's forward is refused if gradients are enabled, because
+its output may be cut. Without gradients such a layer works on the whole sequence.
 
 [Note: a whole pass of a model that is made to be cut] A training pass stays whole if its tokens do not divide over the
 ranks or if the model reads single positions of the sequence. The gradients of norms and row biases are summed over "tp"
@@ -33,15 +33,15 @@ from shardwise.base.errors import UsageError
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
 from shardwise.passes.absent import place_of_use
-from shardwise.passes.replay import Replay
-from shardwise.tiers.alike import Alike
+from shardwise.passes.replay import DrawReplay
+from shardwise.tiers.alike import AlikeStorages
 
 _TOKENS = ("tokens", "input_ids", "inputs_embeds")
 _LATEST_ONLY = ("cache", "past_key_values", "cache_params", "logits_to_keep")
 """Arguments with which a model reads single positions of the sequence, which a cut sequence may not hold."""
 
 
-class Region:
+class ParallelRegion:
     """State of the running pass of one parallel model, which the model's cut layers read in their forward.
 
     Args:
@@ -52,11 +52,15 @@ class Region:
     """
 
     def __init__(
-        self, group: Group, sequence: bool, replay: Replay | None = None, alike: Alike | None = None
+        self,
+        group: Group,
+        sequence: bool,
+        replay: DrawReplay | None = None,
+        alike: AlikeStorages | None = None,
     ) -> None:
         self.group = group
         self.sequence = sequence
-        self.replay = replay or Replay()
+        self.replay = replay or DrawReplay()
         self.alike = alike
         """Record of the tensors that are equal on all ranks, or None if nothing uses the record."""
         self.model = ""

@@ -21,14 +21,14 @@ from typing import Any
 from torch import nn
 
 from shardwise.parallel.tensor.fused import row_of
-from shardwise.parallel.tensor.layout import Table, is_transposed, parse, style_of
+from shardwise.parallel.tensor.layout import StyleTable, is_transposed, parse, style_of
 
 _LLAMA_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LLAMA_MLP = ("gate_proj", "up_proj", "down_proj")
 _CAUSAL_LOSS = "ForCausalLMLoss"
 
 
-def known_table(model: nn.Module) -> Table | None:
+def known_table(model: nn.Module) -> StyleTable | None:
     """Return the table of a model of a known shape, or of a model with a plan.
 
     Args:
@@ -37,20 +37,26 @@ def known_table(model: nn.Module) -> Table | None:
     Returns:
         The table, or None if nothing is known of the model.
     """
-    readers: tuple[Callable[[nn.Module], Table | None], ...] = (_llama, _gpt2, _bert, _planned, _projections)
+    readers: tuple[Callable[[nn.Module], StyleTable | None], ...] = (
+        _llama,
+        _gpt2,
+        _bert,
+        _planned,
+        _projections,
+    )
     return next((table for reader in readers if (table := reader(model)) is not None), None)
 
 
-def whole_table(model: nn.Module) -> Table:
+def whole_table(model: nn.Module) -> StyleTable:
     """Return a table that keeps everything but the experts whole on every rank, for an otherwise unknown model."""
     note = "attention of this class is not known, so all but the experts is whole on every rank"
-    return Table(_with_rest(model, {}), sequence=False, note=note)
+    return StyleTable(_with_rest(model, {}), sequence=False, note=note)
 
 
 # LLaMA -------------------------------------------------------------------------------------------------------------
 
 
-def _llama(model: nn.Module) -> Table | None:
+def _llama(model: nn.Module) -> StyleTable | None:
     prefix, root = _holder(model, "embed_tokens", "layers", "norm")
     if root is None:
         return None
@@ -66,7 +72,7 @@ def _llama(model: nn.Module) -> Table | None:
         rows["lm_head"] = "head"
     else:
         rows[f"{prefix}norm"] += " leave"
-    return Table(_with_rest(model, rows), causal_loss=head and has_causal_loss(model))
+    return StyleTable(_with_rest(model, rows), causal_loss=head and has_causal_loss(model))
 
 
 def _llama_layer(name: str, layer: nn.Module) -> dict[str, str] | None:
@@ -108,7 +114,7 @@ def _llama_layer(name: str, layer: nn.Module) -> dict[str, str] | None:
 # GPT-2 -------------------------------------------------------------------------------------------------------------
 
 
-def _gpt2(model: nn.Module) -> Table | None:
+def _gpt2(model: nn.Module) -> StyleTable | None:
     prefix, root = _holder(model, "wte", "wpe", "h", "ln_f")
     if root is None:
         return None
@@ -142,13 +148,13 @@ def _gpt2(model: nn.Module) -> Table | None:
     head = is_linear(model, "lm_head")
     if head:
         rows["lm_head"] = "head whole"
-    return Table(_with_rest(model, rows), causal_loss=head and has_causal_loss(model))
+    return StyleTable(_with_rest(model, rows), causal_loss=head and has_causal_loss(model))
 
 
 # BERT --------------------------------------------------------------------------------------------------------------
 
 
-def _bert(model: nn.Module) -> Table | None:
+def _bert(model: nn.Module) -> StyleTable | None:
     prefix, root = _holder(model, "embeddings.word_embeddings", "encoder.layer")
     if root is None:
         return None
@@ -182,13 +188,13 @@ def _bert(model: nn.Module) -> Table | None:
         last = name
     _enter(rows, f"{prefix}encoder.layer.0")
     rows[last] = f"{rows.get(last, '')} leave".strip()
-    return Table(_with_rest(model, rows))
+    return StyleTable(_with_rest(model, rows))
 
 
 # Plans -------------------------------------------------------------------------------------------------------------
 
 
-def _planned(model: nn.Module) -> Table | None:
+def _planned(model: nn.Module) -> StyleTable | None:
     """Return a table from the model's own plan.
 
     Modules are cut if all their layers in the plan are plain column and row layers.
@@ -220,7 +226,7 @@ def _planned(model: nn.Module) -> Table | None:
     if left:
         note += f"; whole on every rank, because their part of it asks for more than columns and rows: {left[0]} ..."
     head = rows.get("lm_head", "") != ""
-    return Table(
+    return StyleTable(
         _with_rest(model, rows), sequence=False, note=note, causal_loss=head and has_causal_loss(model)
     )
 
@@ -278,7 +284,7 @@ _BEHIND = "resid_dropout"
 """Name of a dropout in attention behind its last projection."""
 
 
-def _projections(model: nn.Module) -> Table | None:
+def _projections(model: nn.Module) -> StyleTable | None:
     """Return a table for known classes of attention and for feed-forward pairs; other parts of the model stay whole.
 
     Each projection enters the cut layers separately, because the keys of a decoder come from its encoder.
@@ -299,7 +305,7 @@ def _projections(model: nn.Module) -> Table | None:
             if {child for child, _ in _with_parameters(module)} == {*pair} and _has_linears(module, pair):
                 rows |= {f"{name}.{pair[0]}": "column", f"{name}.{pair[1]}": "row"}
     note = "what lies between the cut layers is not known for this family, so the sequence stays whole there"
-    return Table(_with_rest(model, rows), sequence=False, note=note)
+    return StyleTable(_with_rest(model, rows), sequence=False, note=note)
 
 
 def _known_attention(name: str, module: nn.Module) -> dict[str, str] | None:

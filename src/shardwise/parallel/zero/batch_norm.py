@@ -41,7 +41,7 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-class _Normalize:
+class _NormalizeForward:
     """Replacement of one module's forward, which holds the group so that no attribute is set on the module.
 
     No compiled graph contains the call: a compiler would trace the collectives with tensors that have no
@@ -104,4 +104,4 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> None:
     if not found:
         raise UsageError("batch_norm: synchronized, but the model has no batch norm; leave the key out")
     for module in found:
-        module.forward = _Normalize(module, group)  # type: ignore[method-assign, assignment]
+        module.forward = _NormalizeForward(module, group)  # type: ignore[method-assign, assignment]

@@ -13,11 +13,11 @@ from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.views import ParameterViews
 from shardwise.parallel.zero.weight import Weight
-from shardwise.plan.unit import Bucket, Slot
-from shardwise.precision.policy import Dtypes
+from shardwise.plan.unit import Bucket, ParameterSlot
+from shardwise.precision.policy import BucketDtypes
 from shardwise.tiers.tier import NextWeight, TierState, TierTensor
 
-Fill = Callable[[Slot, int, int, torch.dtype], Tensor]
+Fill = Callable[[ParameterSlot, int, int, torch.dtype], Tensor]
 """Function (slot, first element, end, dtype) that returns these elements of the parameter as a flat tensor."""
 NUMBERS = ("weight", "master")
 """Kinds of state that are the model's own numbers."""
@@ -40,7 +40,7 @@ class BucketState:
     def __init__(
         self,
         layout: Bucket,
-        dtypes: Dtypes,
+        dtypes: BucketDtypes,
         parameters: list[nn.Parameter],
         what: str,
         around: BucketContext,
@@ -139,7 +139,7 @@ class BucketState:
         with self.state.opened(changes, kinds):
             yield
 
-    def fill(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
+    def fill(self, fill: Fill, wanted: Callable[[ParameterSlot], bool] = lambda slot: True) -> None:
         """Set weights from outside; each rank requests only the elements that it owns. Collective.
 
         Args:
@@ -150,7 +150,7 @@ class BucketState:
             self._write(fill, wanted)
             self.settle()
 
-    def write(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
+    def write(self, fill: Fill, wanted: Callable[[ParameterSlot], bool] = lambda slot: True) -> None:
         """Set what this rank updates: the first half of ``fill``.
 
         Args:
@@ -160,7 +160,7 @@ class BucketState:
         with self.opened(changes=True, kinds=NUMBERS):
             self._write(fill, wanted)
 
-    def _write(self, fill: Fill, wanted: Callable[[Slot], bool]) -> None:
+    def _write(self, fill: Fill, wanted: Callable[[ParameterSlot], bool]) -> None:
         weight = self.weight
         target, (index, count) = weight.master, self.owned_range
         if target is None:  # frozen

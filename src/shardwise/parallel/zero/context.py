@@ -14,7 +14,7 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
-from shardwise.tiers.tier import Tiers
+from shardwise.tiers.tier import TierResources
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BucketContext:
     """Memory of the gradient buffers."""
     ledger: Ledger
     device: torch.device
-    tiers: Tiers | None = None
+    tiers: TierResources | None = None
     """The tiers off the device, or None if all state lies on the device."""
 
     @classmethod
@@ -52,7 +52,7 @@ class BucketContext:
         gradient_memory: GradientMemory,
         ledger: Ledger,
         device: torch.device,
-        tiers: Tiers | None = None,
+        tiers: TierResources | None = None,
     ) -> "BucketContext":
         """Make the context of the buckets that ``strategy`` places.
 

@@ -56,12 +56,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.comm.collectives import DONE, Group, PendingCollective
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.parallel.zero.views import ParameterViews
 from shardwise.plan.unit import Bucket
-from shardwise.precision.policy import Dtypes
+from shardwise.precision.policy import BucketDtypes
 from shardwise.tiers.tier import TierState
 
 
@@ -101,7 +101,7 @@ class Gradient:
     def __init__(
         self,
         layout: Bucket,
-        dtypes: Dtypes,
+        dtypes: BucketDtypes,
         views: ParameterViews,
         what: str,
         around: BucketContext,
@@ -132,7 +132,7 @@ class Gradient:
         """Views of the staging memory, or of the buffer, by parameter."""
         self._has_come = [False] * len(views.parameters)
         """For each parameter, whether its gradient lies in the staging memory."""
-        self._reducing: Pending = DONE
+        self._reducing: PendingCollective = DONE
         self._marks = [
             TakenGradient(nothing, slot.name)
             for nothing, slot in zip(views.absent, layout.slots, strict=True)
@@ -285,7 +285,7 @@ class Gradient:
             def come() -> None:
                 arrive()
 
-            self._reducing = Pending(come)
+            self._reducing = PendingCollective(come)
         self._enter(_ACCUMULATING)
         if self._is_staged:
             pool = self._around.gradients
@@ -425,12 +425,12 @@ class Gradient:
         self._staging = self._into = None
         self._has_come = [False] * len(self._has_come)
 
-    def _scatter(self, full: Tensor, owned: Tensor) -> Pending:
+    def _scatter(self, full: Tensor, owned: Tensor) -> PendingCollective:
         if self.dtypes.reduce == full.dtype:
             return self._around.shard.reduce_scatter(owned, full, self.what)
         return self._around.shard.reduce_scatter(owned, full.to(self.dtypes.reduce), self.what)
 
-    def _sum_over(self, group: Group, flat: Tensor) -> Pending:
+    def _sum_over(self, group: Group, flat: Tensor) -> PendingCollective:
         if self.dtypes.reduce == flat.dtype:
             return group.all_reduce(flat, self.what)
         wire = flat.to(self.dtypes.reduce)
@@ -440,4 +440,4 @@ class Gradient:
             pending.wait()
             flat.copy_(wire)
 
-        return Pending(finish)
+        return PendingCollective(finish)

@@ -17,7 +17,7 @@ forward pass did. All ranks must diverge alike: the names of their collectives a
 A Unit's backward window is over when all its gradients have been accumulated. If some gradients never arrive (unused,
 frozen), the window ends when the next Unit of the list opens: autograd runs later calls first, so everything that needs
 the Unit has run. Units whose weights are always in memory open in this way only if their saved activations lie
-elsewhere (RECALL). In a graph that breaks this rule, the version check of [Note: stale memory] or the error about late
+elsewhere (RELOAD). In a graph that breaks this rule, the version check of [Note: stale memory] or the error about late
 gradients below stops the step.
 
 [Note: recomputing]
@@ -61,11 +61,11 @@ from shardwise.base.errors import UsageError
 from shardwise.base.pytree import tensors_in
 from shardwise.comm.duals import apart
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.parallel.zero.marks import Marks
-from shardwise.parallel.zero.order import Order
-from shardwise.parallel.zero.windows import UnitState, UnitWindows, Window
+from shardwise.parallel.zero.marks import GradientSentinels
+from shardwise.parallel.zero.order import UnitOrder
+from shardwise.parallel.zero.windows import UnitState, UnitWindows, WindowState
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.lists import Boundary, is_inside
+from shardwise.plan.lists import UnitBoundary, is_inside
 from shardwise.plan.walker import Walker
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
@@ -73,7 +73,7 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 _HOLDERS = (Tensor, tuple, list, dict)
 
 
-class Pass(Enum):
+class PassKind(Enum):
     """Kind of pass that the stage's module is running."""
 
     NONE = auto()
@@ -86,10 +86,10 @@ class Pass(Enum):
 
 
 _NEXT = {
-    Pass.NONE: {Pass.FORWARD, Pass.BACKWARD, Pass.FOREIGN},
-    Pass.FORWARD: {Pass.NONE, Pass.FOREIGN, Pass.BACKWARD},
-    Pass.BACKWARD: {Pass.NONE},
-    Pass.FOREIGN: {Pass.NONE, Pass.FORWARD, Pass.BACKWARD},
+    PassKind.NONE: {PassKind.FORWARD, PassKind.BACKWARD, PassKind.FOREIGN},
+    PassKind.FORWARD: {PassKind.NONE, PassKind.FOREIGN, PassKind.BACKWARD},
+    PassKind.BACKWARD: {PassKind.NONE},
+    PassKind.FOREIGN: {PassKind.NONE, PassKind.FORWARD, PassKind.BACKWARD},
 }
 
 
@@ -102,17 +102,17 @@ class PassLists(Protocol):
     def forward(self) -> Sequence[Action]:
         """Return the list of a forward pass without a backward pass, in the agreed order."""
 
-    def backward(self, order: Sequence[Boundary], last: bool, first: bool) -> Sequence[Action]:
+    def backward(self, order: Sequence[UnitBoundary], last: bool, first: bool) -> Sequence[Action]:
         """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
 
-    def foreign(self, order: Sequence[Boundary]) -> Sequence[Action]:
+    def foreign(self, order: Sequence[UnitBoundary]) -> Sequence[Action]:
         """Return the list of a backward pass that adds to no gradient."""
 
 
-class _ForwardUnderWay(NamedTuple):
+class _InterruptedForward(NamedTuple):
     """State of a pass that a foreign backward pass interrupts."""
 
-    running: Pass
+    running: PassKind
     calls: list[int]
     """Number of running forward calls of each Unit."""
 
@@ -130,7 +130,7 @@ class ModuleHook(partial[Any]):
         )
 
 
-class _Method(NamedTuple):
+class _WrappedMethod(NamedTuple):
     """A method that was wrapped on its module."""
 
     module: nn.Module
@@ -146,7 +146,7 @@ def unhooked(*args: Any, **kwargs: Any) -> None:
 
 
 @dataclass
-class _Installed:
+class _InstalledHooks:
     """The hooks on modules and parameters that ``remove`` takes away, and the data that these hooks need."""
 
     handles: list[Any] = field(default_factory=list)
@@ -172,7 +172,7 @@ class UnitHooks:
     def __init__(
         self,
         windows: UnitWindows,
-        order: Order,
+        order: UnitOrder,
         lists: PassLists,
         walker: Walker,
         stage: int,
@@ -182,16 +182,16 @@ class UnitHooks:
         self.windows = windows
         self.order = order
         self.lists = lists
-        self.marks = Marks([bucket for state in self.states for bucket in state.buckets])
+        self.marks = GradientSentinels([bucket for state in self.states for bucket in state.buckets])
         self.microbatch = -1
         """The microbatch that runs; in a pipeline other microbatches are in flight at the same time."""
         self._walker = walker
         self._stage = stage
         self._is_driven = is_driven
-        self._pass = Pass.NONE
+        self._pass = PassKind.NONE
         self._is_aside = False
         """True if the forward pass walks a separate list."""
-        self._interrupted: _ForwardUnderWay | None = None
+        self._interrupted: _InterruptedForward | None = None
         self._is_differentiated_twice = False
         """True after a foreign backward pass with a graph. See [Note: second derivatives]."""
         self._root_is_held = False
@@ -201,7 +201,7 @@ class UnitHooks:
         units = {id(state.module) for state in self.states}
         self._inside = [list(_own_modules(state.module, units)) for state in self.states]
         """Modules of each Unit, without the modules of Units inside it."""
-        self._installed = _Installed(
+        self._installed = _InstalledHooks(
             watched=[bucket for state in self.states for bucket in state.buckets] if is_compiled else []
         )
         """Installed hooks, with the trained parameters and the keys of their accumulation hooks."""
@@ -212,7 +212,7 @@ class UnitHooks:
         """True if some weights must be gathered before use."""
         return any(state.has_windows for state in self.states)
 
-    def _enter(self, to: Pass) -> None:
+    def _enter(self, to: PassKind) -> None:
         if to is not self._pass:
             before = self._pass
             assert to in _NEXT[before], f"stage {self._stage}: {before.name} does not become {to.name}"
@@ -227,21 +227,21 @@ class UnitHooks:
             UsageError: If the interrupted pass was ``engine.backward``'s own (Ctrl-C), because some of its
                 gradients may have been accumulated.
         """
-        if self._pass is Pass.BACKWARD:
+        if self._pass is PassKind.BACKWARD:
             raise UsageError(
                 "the last engine.backward(loss) was interrupted before its end, so some of its gradients count and "
                 "some do not; call engine.discard() on all ranks and begin the step again"
             )
-        if self._pass is Pass.FOREIGN:
+        if self._pass is PassKind.FOREIGN:
             assert self._interrupted is not None, "a foreign backward pass interrupts something"
             self._walker.turn_back()
             self._interrupted = None
         if self._is_aside:
             self._walker.turn_back()
             self._is_aside = False
-        if self._pass is not Pass.NONE:
+        if self._pass is not PassKind.NONE:
             self.windows.close_all()
-            self._enter(Pass.NONE)
+            self._enter(PassKind.NONE)
 
     @cached_property
     def states(self) -> list[UnitState]:
@@ -260,7 +260,7 @@ class UnitHooks:
 
     @property
     def _is_backward(self) -> bool:
-        return self._pass is Pass.BACKWARD or self._pass is Pass.FOREIGN
+        return self._pass is PassKind.BACKWARD or self._pass is PassKind.FOREIGN
 
     # Forward ---------------------------------------------------------------------------------------------------
 
@@ -271,21 +271,21 @@ class UnitHooks:
         if self._is_backward and index == 0 and torch._C._current_graph_task_id() < 0:
             self.recover()
         if self._is_backward:
-            if state.has_windows and state.window is not Window.BACKWARD:
+            if state.has_windows and state.window is not WindowState.BACKWARD:
                 self.windows.recompute(state)
             return
         if index == 0:  # [step 1]
             self._begin_forward()
-        if self._pass is Pass.FORWARD:
+        if self._pass is PassKind.FORWARD:
             self.order.saw(True, index)
         is_next = self._walker.run_to(Kind.F, self.windows.first + index)  # [step 2]
-        if not is_next and (self._pass is Pass.FORWARD or torch.is_grad_enabled()):
+        if not is_next and (self._pass is PassKind.FORWARD or torch.is_grad_enabled()):
             self._walker.diverge(f"forward of {state.unit.title} is not next in the list")
         if self.has_windows or self._recalls:
             self.order.has_departed |= not is_next
         if state.has_windows:
             self.windows.need(state, is_listed=is_next)
-            state.enter(Window.FORWARD)
+            state.enter(WindowState.FORWARD)
             state.calls += 1
         else:
             for bucket in state.buckets:
@@ -306,12 +306,12 @@ class UnitHooks:
 
         See [Note: parts of the root].
         """
-        if self._pass is not Pass.NONE or torch.is_grad_enabled() or self._root_is_held:
+        if self._pass is not PassKind.NONE or torch.is_grad_enabled() or self._root_is_held:
             return
         root = self.states[0]
         if not root.calls:
             self.windows.need(root, is_listed=False)
-            root.enter(Window.FORWARD)
+            root.enter(WindowState.FORWARD)
         root.calls += 1
 
     def _after_part(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -320,7 +320,12 @@ class UnitHooks:
         See [Note: parts of the root].
         """
         root = self.states[0]
-        if self._pass is Pass.NONE and not self._root_is_held and not torch.is_grad_enabled() and root.calls:
+        if (
+            self._pass is PassKind.NONE
+            and not self._root_is_held
+            and not torch.is_grad_enabled()
+            and root.calls
+        ):
             root.calls -= 1
             if not root.calls:
                 self.windows.close(root)
@@ -336,18 +341,18 @@ class UnitHooks:
         self.windows.close_all()  # windows that an exception in the last pass left open
         self.windows.begin_pass()
         self.order.begin()
-        self._enter(Pass.FORWARD)
+        self._enter(PassKind.FORWARD)
 
     def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         state = self.states[index]
         if self._root_is_held and index == 0:
             return
         if self._is_backward:
-            if state.window is Window.RECOMPUTING:
+            if state.window is WindowState.RECOMPUTING:
                 self.windows.close(state)
                 self._watch_output(index, output)
             return
-        if self._pass is Pass.FORWARD:
+        if self._pass is PassKind.FORWARD:
             self.order.saw(False, index)
         if state.has_windows:
             state.calls -= 1
@@ -360,7 +365,7 @@ class UnitHooks:
 
     def _end_forward(self, has_backward: bool) -> None:
         self._walker.finish_pass()
-        self._enter(Pass.NONE)
+        self._enter(PassKind.NONE)
         self._watch(True)
         if self._is_aside:
             self._walker.turn_back()
@@ -387,13 +392,13 @@ class UnitHooks:
                     yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
-        state.enter(Window.CLOSED)
+        state.enter(WindowState.CLOSED)
         state.calls = 0
         unit, following = self.windows.first + state.unit.index, self._walker.next_in_pass()
         if following is not None and following[:2] == (Kind.RESHARD, unit):
             self._walker.run_next()
         elif not any(action[:2] == (Kind.RESHARD, unit) for action in self._walker.rest_of_pass()):
-            if self._pass is Pass.FORWARD and not self.order.has_departed and not state.is_kept:
+            if self._pass is PassKind.FORWARD and not self.order.has_departed and not state.is_kept:
                 self._walker.diverge(f"no RESHARD of the list releases the weights of {state.unit.title}")
             self.windows.close(state)
 
@@ -441,7 +446,7 @@ class UnitHooks:
             )
         self.windows.begin_backward(last, self._is_differentiated_twice)
         self._watch(False)
-        self._enter(Pass.BACKWARD)
+        self._enter(PassKind.BACKWARD)
 
     def run_backward(self, run: Callable[[], None]) -> None:
         """Run autograd's part of a backward pass and everything that follows it.
@@ -477,9 +482,9 @@ class UnitHooks:
 
     def _begin_foreign(self) -> None:
         """Begin a backward pass that the engine did not begin. See [Note: foreign backward]."""
-        self._interrupted = _ForwardUnderWay(self._pass, [state.calls for state in self.states])
+        self._interrupted = _InterruptedForward(self._pass, [state.calls for state in self.states])
         self._walker.turn_aside(self.lists.foreign(self.order.of_passes(self.microbatch)))
-        self._enter(Pass.FOREIGN)
+        self._enter(PassKind.FOREIGN)
         if torch.is_grad_enabled() and self.has_windows:
             self._is_differentiated_twice = True
         self.windows.begin_pass()
@@ -491,14 +496,14 @@ class UnitHooks:
         """End a backward pass after autograd has run [step 9]: close every window that is still open."""
         self._walker.finish_pass()
         self._watch(True)
-        is_foreign = self._pass is Pass.FOREIGN
+        is_foreign = self._pass is PassKind.FOREIGN
         if not is_foreign:
             self.windows.check_backward()
             self.windows.end_backward()
             self._is_differentiated_twice = False
         self.windows.close_all()
         if not is_foreign:
-            self._enter(Pass.NONE)
+            self._enter(PassKind.NONE)
             self.order.done(self.microbatch)
             return
         assert self._interrupted is not None, "a foreign backward pass interrupts something"
@@ -506,14 +511,14 @@ class UnitHooks:
         self._interrupted = None
         self._walker.turn_back()
         self._enter(running)
-        if running is not Pass.FORWARD:
+        if running is not PassKind.FORWARD:
             if not self._is_differentiated_twice:
                 self.order.done(self.microbatch)
             return
         for state, under_way in zip(self.states, calls, strict=True):
             if under_way:
                 state.calls = under_way
-                state.enter(Window.FORWARD)
+                state.enter(WindowState.FORWARD)
                 state.gather()
 
     def end_step(self) -> None:
@@ -524,7 +529,7 @@ class UnitHooks:
     def abandon(self) -> None:
         """Reset everything to the state between two steps, after an exception in the middle of a pass."""
         self.marks.drop()
-        self._pass, self._is_aside, self._interrupted = Pass.NONE, False, None
+        self._pass, self._is_aside, self._interrupted = PassKind.NONE, False, None
         self._is_differentiated_twice = False
         self.order.forget()
         self.windows.drop()
@@ -534,7 +539,7 @@ class UnitHooks:
         state = self.states[index]
         if state.is_in_backward:
             return
-        if not state.has_windows:  # only its saved activations are needed (RECALL)
+        if not state.has_windows:  # only its saved activations are needed (RELOAD)
             if self._is_backward:
                 state.has_passed |= self._walker.run_to(Kind.B, self.windows.first + index)
             return
@@ -548,7 +553,7 @@ class UnitHooks:
             self._open_backward(state, is_next)
 
     def _open_backward(self, state: UnitState, is_listed: bool = True) -> None:
-        state.enter(Window.BACKWARD)
+        state.enter(WindowState.BACKWARD)
         self.windows.need(state, is_listed=is_listed)
 
     def passed_by(self, action: Action) -> None:
@@ -576,7 +581,7 @@ class UnitHooks:
     def _accumulate(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
         name = bucket.layout.slots[place].name
-        if self._pass is not Pass.BACKWARD:
+        if self._pass is not PassKind.BACKWARD:
             parameter.grad = None
             raise UsageError(
                 f"backward: the gradient of {name} arrived outside engine.backward(loss), which alone knows when to "
@@ -591,7 +596,7 @@ class UnitHooks:
                 "Reentrant activation checkpointing does that (set use_reentrant=False), and a graph that returns to a "
                 "block after later ones (name one Unit around them in zero.units)"
             )
-        if state.window is Window.DISPLACED:
+        if state.window is WindowState.DISPLACED:
             raise UsageError(
                 f"backward: {name} got a gradient while another Unit, which recomputes, "
                 "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
@@ -652,7 +657,7 @@ class UnitHooks:
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if state.window is Window.FORWARD or (index == 0 and self._pass is Pass.FORWARD):
+            if state.window is WindowState.FORWARD or (index == 0 and self._pass is PassKind.FORWARD):
                 return function(*args, **kwargs)  # called inside the forward, which has gathered the weights
             if index == 0:
                 return self.run_as_forward(function, args, kwargs)
@@ -662,7 +667,7 @@ class UnitHooks:
             return output
 
         setattr(module, method, call)
-        self._installed.handles.append(_Method(module, method))
+        self._installed.handles.append(_WrappedMethod(module, method))
 
     def remove(self) -> None:
         """Remove all hooks and wrapped methods from the model."""

@@ -22,11 +22,11 @@ from dataclasses import replace
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard, Tier
-from shardwise.plan.plan import Buffers
+from shardwise.plan.plan import BucketBuffers
 from shardwise.plan.state_form import StateForm, stored_dtype
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Unit
-from shardwise.precision.policy import Dtypes
+from shardwise.precision.policy import BucketDtypes
 from shardwise.tiers.offload import OffloadPolicy
 
 _WHOLE, _CUT, _ADDEND = Replicate(), Shard(), Partial()
@@ -128,12 +128,12 @@ def strategies_of(
 
 def buffers(
     strategy: Strategy,
-    dtypes: Dtypes,
+    dtypes: BucketDtypes,
     trained: bool,
     moments: Sequence[str],
     form: StateForm = "fp32",
     exact: Collection[str] = (),
-) -> tuple[Buffers, ...]:
+) -> tuple[BucketBuffers, ...]:
     """Return the persistent flat buffers of one bucket.
 
     A master of the compute dtype on the weight's tier is the weight itself (or a view of the weight) and takes
@@ -157,8 +157,8 @@ def buffers(
         placement: tuple[Placement, Placement],
         tier: Tier = "device",
         form: StateForm = "fp32",
-    ) -> Buffers:
-        return Buffers(kind, itemsize, dict(zip(strategy.axes, placement, strict=True)), tier, form)
+    ) -> BucketBuffers:
+        return BucketBuffers(kind, itemsize, dict(zip(strategy.axes, placement, strict=True)), tier, form)
 
     rows = [placed("weight", dtypes.compute.itemsize, strategy.weight, strategy.weight_tier)]
     if trained:

@@ -11,7 +11,7 @@ from shardwise.base.errors import UsageError
 from shardwise.parallel.zero.bucket import BucketState
 
 
-class Marks:
+class GradientSentinels:
     """The sentinels in ``p.grad`` of a stage's buckets, and the check that frozen parameters stay frozen."""
 
     def __init__(self, buckets: Sequence[BucketState]):

@@ -21,7 +21,7 @@ from shardwise.base.names import chosen_by
 from shardwise.plan.unit import Unit
 
 
-class Holding(NamedTuple):
+class NamedParameter(NamedTuple):
     """One parameter: its first name, its other names, and the Parameter object."""
 
     name: str
@@ -72,7 +72,7 @@ def check_callable(model: nn.Module, units: Sequence[str]) -> None:
 
 def held(
     model: nn.Module, units: Sequence[Unit], canonical: Mapping[str, str], what: str
-) -> dict[str, Holding]:
+) -> dict[str, NamedParameter]:
     """Return the parameters of a stage, keyed by their first names in the whole model.
 
     Args:
@@ -87,7 +87,7 @@ def held(
     Raises:
         PlanError: If names, shapes or ``requires_grad`` differ from the Plan's.
     """
-    found: dict[str, Holding] = {}
+    found: dict[str, NamedParameter] = {}
     for holding in holdings(model):
         name = canonical.get(holding.name, holding.name)
         if name in found:
@@ -114,14 +114,14 @@ def held(
     return found
 
 
-def holdings(model: nn.Module) -> list[Holding]:
+def holdings(model: nn.Module) -> list[NamedParameter]:
     """Return every parameter of the model once, with all its names."""
     by_identity: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
-    return [Holding(found[0], tuple(found[1:]), parameters[key]) for key, found in by_identity.items()]
+    return [NamedParameter(found[0], tuple(found[1:]), parameters[key]) for key, found in by_identity.items()]
 
 
 def check_memory(model: nn.Module) -> None:

@@ -10,11 +10,11 @@ backward pass of a microbatch mirrors its forward passes, divergences included.
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from shardwise.plan.lists import Boundary, registration_boundaries, with_absent
+from shardwise.plan.lists import UnitBoundary, registration_boundaries, with_absent
 from shardwise.plan.unit import Unit
 
 
-class Order:
+class UnitOrder:
     """The agreed order of a stage's Units, and the orders of its forward passes.
 
     Args:
@@ -22,15 +22,15 @@ class Order:
     """
 
     def __init__(self, units: Sequence[Unit]):
-        self.agreed: tuple[Boundary, ...] = tuple(registration_boundaries([unit.name for unit in units]))
+        self.agreed: tuple[UnitBoundary, ...] = tuple(registration_boundaries([unit.name for unit in units]))
         """The order that the step's list follows."""
         self.has_departed = False
         """True if the running forward pass departed from the agreed order."""
-        self._running: list[Boundary] = []
+        self._running: list[UnitBoundary] = []
         """The order of the running forward pass, as far as it has come."""
-        self._seen: list[Boundary] = []
+        self._seen: list[UnitBoundary] = []
         """The order of the last completed forward pass."""
-        self._passes: dict[int, list[tuple[Boundary, ...]]] = {}
+        self._passes: dict[int, list[tuple[UnitBoundary, ...]]] = {}
         """The orders of the forward passes that still await their backward pass, by microbatch."""
         self._fetches: Mapping[int, int] = {}
 
@@ -47,7 +47,7 @@ class Order:
             enters: True if the forward began, False if it ended.
             unit: Index of the Unit in the stage.
         """
-        self._running.append(Boundary(enters, unit))
+        self._running.append(UnitBoundary(enters, unit))
 
     @property
     def last_opened(self) -> int:
@@ -68,7 +68,7 @@ class Order:
 
     # Its backward pass -----------------------------------------------------------------------------------------
 
-    def of_passes(self, microbatch: int) -> tuple[Boundary, ...]:
+    def of_passes(self, microbatch: int) -> tuple[UnitBoundary, ...]:
         """Return the order of the microbatch's forward passes, or the agreed order if none is recorded."""
         passes = self._passes.get(microbatch, [])
         return tuple(boundary for boundaries in passes for boundary in boundaries) or self.agreed

@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import DONE, Pending
+from shardwise.comm.collectives import DONE, PendingCollective
 from shardwise.memory.streams import to_computation
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.views import ParameterViews
 from shardwise.passes.absent import give
-from shardwise.plan.unit import Bucket, Slot
-from shardwise.precision.policy import Dtypes
+from shardwise.plan.unit import Bucket, ParameterSlot
+from shardwise.precision.policy import BucketDtypes
 from shardwise.tiers.tier import NextWeight, TierState
 
 
@@ -64,14 +64,14 @@ _NEXT: dict[WeightState, tuple[WeightState, ...]] = {
 }
 
 
-class BroughtShard(NamedTuple):
+class LoadedShard(NamedTuple):
     """A shard in a slot of the device, and the call that waits for its arrival from another tier."""
 
     shard: Tensor
     arrive: Callable[[], object]
 
 
-class Shown(NamedTuple):
+class SummonedView(NamedTuple):
     """The full weight that a summoned parameter shows."""
 
     whole: Tensor
@@ -94,7 +94,7 @@ class Weight:
     def __init__(
         self,
         layout: Bucket,
-        dtypes: Dtypes,
+        dtypes: BucketDtypes,
         views: ParameterViews,
         what: str,
         around: BucketContext,
@@ -133,12 +133,12 @@ class Weight:
         if self.master is not None and state is None and not self.shares_master:
             around.ledger.take("master", what, lambda: 0 if self.master is None else self.master.nbytes)
         self._full: Tensor | None = None if self.has_window else self._shard
-        self._gathering: Pending = DONE
-        self._brought: BroughtShard | None = None
+        self._gathering: PendingCollective = DONE
+        self._brought: LoadedShard | None = None
         """The shard that was brought from its tier and that the next gather sends."""
         self._updating: Future[None] | None = None
         """An update on another tier that has run since the step."""
-        self._shown: dict[int, Shown] = {}
+        self._shown: dict[int, SummonedView] = {}
         """Parameters that show memory outside the engine, by index in the bucket."""
 
     @property
@@ -232,15 +232,15 @@ class Weight:
         """True if the shard has been brought from its tier, or is on its way."""
         return self._brought is not None
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """Begin to bring the shard that ``start_unshard`` sends, after any update that runs on its tier."""
         if self._held is not None and self._brought is None and self.state is _SHARDED:
             self._brought = self._begin_bring(self._held)
 
-    def _begin_bring(self, held: TierState) -> BroughtShard:
+    def _begin_bring(self, held: TierState) -> LoadedShard:
         elements, dtype = self.layout.shard_elements, self.dtypes.compute
         into = self._around.shards.acquire(self.what, elements, dtype, movable=True)
-        return BroughtShard(into, held.bring("weight", into, self._updating))
+        return LoadedShard(into, held.bring("weight", into, self._updating))
 
     def _let_go(self) -> None:
         """Release the slot of a brought shard, after its last use or if nothing will use the shard."""
@@ -263,7 +263,7 @@ class Weight:
         else:
             self._gathering = self._come_from(self._held, self._full)
 
-    def _come_from(self, held: TierState, full: Tensor) -> Pending:
+    def _come_from(self, held: TierState, full: Tensor) -> PendingCollective:
         """Begin to fill ``full`` from the tier that holds the weight.
 
         Ranks that hold pieces bring each its own piece and all-gather the pieces.
@@ -274,7 +274,7 @@ class Weight:
             def finish() -> None:
                 arrive()
 
-            return Pending(finish)
+            return PendingCollective(finish)
         self._brought = self._brought or self._begin_bring(held)
         shard, arrive = self._brought
         arrive()
@@ -449,7 +449,7 @@ class Weight:
             parameter = self.views.parameters[place]
             give([parameter])
             parameter.data = view
-            self._shown[place] = Shown(view, parameter._version)
+            self._shown[place] = SummonedView(view, parameter._version)
 
     def restore(self, places: Collection[int], keep: bool) -> list[str]:
         """End ``summon`` for some parameters.
@@ -498,7 +498,7 @@ class Weight:
             self._shown[place] = self._shown[place]._replace(version=version)
         return edited
 
-    def _take_over(self, slot: Slot, whole: Tensor) -> None:
+    def _take_over(self, slot: ParameterSlot, whole: Tensor) -> None:
         """Copy this rank's part of a parameter's new values into shard and master."""
         kept_apart = [] if self.master is None or self.shares_master else [self.master]
         for held in (self.shard, *kept_apart):
@@ -600,8 +600,8 @@ class Weight:
         """True if an update runs or has ended that the weight has not adopted."""
         return self._next is not None and self._next.update is not None
 
-    def adopt(self) -> None:
-        """Run ADOPT: take over the result of the last update, if updates count one step late."""
+    def swap(self) -> None:
+        """Run SWAP_WEIGHT: take over the result of the last update, if updates count one step late."""
         if self._next is None or self._next.update is None:
             return
         self._next.update.result()
@@ -635,7 +635,7 @@ class Weight:
             self._enter(_GATHERING)
             self.views.expect(self.finish_update)
 
-    def gather_updated(self, beside: bool = False) -> Pending:
+    def gather_updated(self, beside: bool = False) -> PendingCollective:
         """Gather the other ranks' ranges after ``copy_from_master``, if the stored weight is full and the master cut.
 
         Args:
@@ -661,7 +661,7 @@ class Weight:
         self.views.renew(is_shown=self._full is not None)
 
 
-def _overlap(slot: Slot, first: int, last: int) -> tuple[int, int, int]:
+def _overlap(slot: ParameterSlot, first: int, last: int) -> tuple[int, int, int]:
     """Return (start, stop, local): the elements of a parameter in the range [first, last) of its bucket.
 
     ``start`` and ``stop`` count within the parameter, ``local`` within the range. There are no elements if stop

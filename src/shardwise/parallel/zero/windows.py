@@ -1,4 +1,4 @@
-"""The windows of a stage's Units: the effects of BRING, UNSHARD, RESHARD, RECALL and REDUCE on this rank.
+"""The windows of a stage's Units: the effects of LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD and REDUCE on this rank.
 
     CLOSED -> FORWARD -> CLOSED -> BACKWARD -> CLOSED     a Unit in a step
     CLOSED -> RECOMPUTING -> CLOSED                      its forward inside the backward pass
@@ -29,7 +29,7 @@ from functools import cached_property
 from torch import nn
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import Pending
+from shardwise.comm.collectives import PendingCollective
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
 from shardwise.plan.strategy import Strategy
@@ -38,7 +38,7 @@ from shardwise.plan.unit import Unit
 from shardwise.plan.walker import Walker
 
 
-class Window(Enum):
+class WindowState(Enum):
     """Use of a Unit's weights at the moment."""
 
     CLOSED = auto()
@@ -54,11 +54,11 @@ class Window(Enum):
 
 
 _NEXT = {
-    Window.CLOSED: {Window.FORWARD, Window.BACKWARD, Window.RECOMPUTING},
-    Window.FORWARD: {Window.BACKWARD, Window.CLOSED},
-    Window.BACKWARD: {Window.DISPLACED, Window.CLOSED, Window.FORWARD},
-    Window.RECOMPUTING: {Window.BACKWARD, Window.CLOSED},
-    Window.DISPLACED: {Window.BACKWARD, Window.CLOSED},
+    WindowState.CLOSED: {WindowState.FORWARD, WindowState.BACKWARD, WindowState.RECOMPUTING},
+    WindowState.FORWARD: {WindowState.BACKWARD, WindowState.CLOSED},
+    WindowState.BACKWARD: {WindowState.DISPLACED, WindowState.CLOSED, WindowState.FORWARD},
+    WindowState.RECOMPUTING: {WindowState.BACKWARD, WindowState.CLOSED},
+    WindowState.DISPLACED: {WindowState.BACKWARD, WindowState.CLOSED},
 }
 
 
@@ -72,7 +72,7 @@ class UnitState:
     trained_parameters: int
     has_frozen: bool
     strategy: Strategy
-    window: Window = Window.CLOSED
+    window: WindowState = WindowState.CLOSED
     calls: int = 0
     """Number of running calls of the Unit's forward: more than 1 if the forward calls itself."""
     missing: int = 0
@@ -88,7 +88,7 @@ class UnitState:
         """True if the Unit's weights must be gathered before use."""
         return self.strategy.has_windows
 
-    def enter(self, window: Window) -> None:
+    def enter(self, window: WindowState) -> None:
         """Change the window, and check that the change is legal."""
         if window is not self.window:
             before = self.window
@@ -105,7 +105,7 @@ class UnitState:
     @property
     def is_in_backward(self) -> bool:
         """True while the Unit's backward window is open."""
-        return self.window is Window.BACKWARD or self.window is Window.DISPLACED
+        return self.window is WindowState.BACKWARD or self.window is WindowState.DISPLACED
 
     @property
     def is_sharded(self) -> bool:
@@ -154,7 +154,7 @@ class UnitWindows:
         self.on_reduced: Callable[[BucketState, bool], None] = lambda bucket, last: None
         """Callback for a gradient that may leave the device; the flag is True if nothing more is added in this
         step."""
-        self.on_recall: Callable[[str], None] = lambda name: None
+        self.on_reload: Callable[[str], None] = lambda name: None
         """Callback with the name of a Unit whose saved activations lie elsewhere, called ahead of its backward
         pass."""
         self._is_held = False
@@ -165,7 +165,7 @@ class UnitWindows:
         self._overlaps = overlaps
         self._travelling: deque[tuple[UnitState, bool]] = deque()
         """Units whose reduction has begun, oldest first, each with whether the reduction is the step's last one."""
-        self._updates: list[Pending] = []
+        self._updates: list[PendingCollective] = []
         """Gathers of whole weights that the last step has begun."""
         self._holders: dict[Hashable, UnitState] = {
             bucket.what: state for state in self.states for bucket in state.buckets
@@ -183,13 +183,13 @@ class UnitWindows:
     # Actions ---------------------------------------------------------------------------------------------------
 
     @recorded
-    def bring(self, action: Action) -> None:
-        """Run BRING: begin to bring the shard that the next gather sends from its tier."""
+    def load_weight(self, action: Action) -> None:
+        """Run LOAD_WEIGHT: begin to bring the shard that the next gather sends from its tier."""
         state = self.of(action)
         if any(bucket.weight.is_brought for bucket in state.buckets):
             self._walker.diverge(f"{action}: the shard of {state.unit.title} was brought already")
         for bucket in state.buckets:
-            bucket.weight.bring()
+            bucket.weight.load()
 
     @recorded
     def unshard(self, action: Action) -> None:
@@ -216,7 +216,7 @@ class UnitWindows:
         if state.buckets and all(bucket.weight.is_whole_here for bucket in state.buckets):
             self._walker.diverge(f"{action}: the weights of {title} are gathered already")
         elif state.strategy.brings_shard and not all(bucket.weight.is_brought for bucket in state.buckets):
-            self._walker.diverge(f"{action}: no BRING has brought the shard of {title}")
+            self._walker.diverge(f"{action}: no LOAD_WEIGHT has brought the shard of {title}")
 
     def finish_updates(self) -> None:
         """Wait for the gathers of the step's end."""
@@ -233,9 +233,9 @@ class UnitWindows:
         self.close(state)
 
     @recorded
-    def recall(self, action: Action) -> None:
-        """Run RECALL: begin to bring back the activations that the Unit's forward pass has saved elsewhere."""
-        self.on_recall(self.of(action).unit.name)
+    def reload(self, action: Action) -> None:
+        """Run RELOAD: begin to bring back the activations that the Unit's forward pass has saved elsewhere."""
+        self.on_reload(self.of(action).unit.name)
 
     @recorded
     def reduce(self, action: Action) -> None:
@@ -291,12 +291,12 @@ class UnitWindows:
             if holder_name is None:
                 continue
             holder = self._holders[holder_name]
-            if holder.window is Window.FORWARD or (holder.is_in_backward and not recomputes):
+            if holder.window is WindowState.FORWARD or (holder.is_in_backward and not recomputes):
                 break  # acquiring the slot raises the error
             for other in holder.buckets:
                 other.weight.reshard()
             if holder.is_in_backward:
-                holder.enter(Window.DISPLACED)
+                holder.enter(WindowState.DISPLACED)
             else:
                 self._deferred[holder.unit.index] = -1  # a second gather, which belongs to no row
         row = self._deferred.pop(state.unit.index, None)
@@ -323,14 +323,14 @@ class UnitWindows:
     def recompute(self, state: UnitState) -> None:
         """Gather a Unit for a forward pass that runs inside the backward pass."""
         self.need(state, recomputes=True, is_listed=False)
-        state.enter(Window.BACKWARD if state.is_in_backward else Window.RECOMPUTING)
+        state.enter(WindowState.BACKWARD if state.is_in_backward else WindowState.RECOMPUTING)
 
     def close(self, state: UnitState) -> None:
         """End the window of a Unit and release its memory, unless the step's list keeps the weights."""
         if not self._is_held and not state.is_kept:
             for bucket in state.buckets:
                 bucket.weight.reshard()
-        state.enter(Window.CLOSED)
+        state.enter(WindowState.CLOSED)
         state.calls = 0
 
     def close_all(self) -> None:
@@ -357,8 +357,8 @@ class UnitWindows:
         for state in self.states:
             state.missing = state.trained_parameters
             state.is_reduced = state.has_passed = False
-            if state.window is not Window.CLOSED:
-                state.enter(Window.CLOSED)
+            if state.window is not WindowState.CLOSED:
+                state.enter(WindowState.CLOSED)
             for bucket in state.buckets:
                 bucket.gradient.reduces_alone = last and not self.adds_up
         if holds:
