@@ -15,6 +15,7 @@ Cost: one look at each Action and at each tensor.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardwise.base.errors import PlanError
 from shardwise.plan.action import NORM, Action
@@ -80,6 +81,17 @@ def facts_of(ranks: RankClass, registry: Registry, trains: bool = True) -> list[
     return found
 
 
+@dataclass
+class _RunningPass:
+    """The pass of a stage in which the Actions of Units stand."""
+
+    action: Action | None = None
+    is_sent: bool = False
+    """True if the result of the pass has been sent."""
+    is_opened: bool = False
+    """True if the root of the pass's stage has begun, which encloses all other Units."""
+
+
 class _RankList:
     """Check of one list of one class of ranks, Action by Action."""
 
@@ -111,11 +123,7 @@ class _RankList:
             norms=bool(slices.registry.needs("norm")) and not is_skipped,
             matrices=any("matrix" in each for each in needs) and not is_skipped,
         )
-        self._pass: Action | None = None
-        self._is_sent = False
-        """True if the result of the running pass has been sent."""
-        self._is_opened = False
-        """True if the root of the pass's stage has begun, which encloses all other Units."""
+        self._pass = _RunningPass()
         self._open: dict[str, set[int]] = {"brought": set(), "gathered": set()}
         """Units in each state of weights that a row of the table opens and closes."""
         self._travelling: dict[int, list[int]] = {stage: [] for stage in ranks.stages}
@@ -136,9 +144,8 @@ class _RankList:
             if kind is not Kind.ARRIVE:
                 self._check_under_way(action)
             if kind.row.of == "message":
-                self._is_sent |= (
-                    kind is Kind.SEND and self._pass is not None and action[2:4] == self._pass[2:4]
-                )
+                around = self._pass.action
+                self._pass.is_sent |= kind is Kind.SEND and around is not None and action[2:4] == around[2:4]
             elif kind.computes and action.unit < 0:
                 self._begin_pass(action)
             elif kind.computes:
@@ -156,7 +163,7 @@ class _RankList:
         if self._ended:
             self._refuse(action, f"after {self._ended[-1]}")
         self._end_pass()
-        self._pass, self._is_sent, self._is_opened = action, False, False
+        self._pass = _RunningPass(action)
 
     def _end_pass(self) -> None:
         for unit in self._open["brought"]:
@@ -178,15 +185,15 @@ class _RankList:
                 self._refuse(action, f"while {whose} not gathered")
         if kind is Kind.B and self._counts["pass", action._replace(kind=Kind.REDUCE)]:
             self._refuse(action, "after the REDUCE that its gradient belongs to")
-        self._is_opened = True
+        self._pass.is_opened = True
         self._counts["pass", action] += 1
 
     def _is_inside_root(self, action: Action) -> int:
         """Check that ``action`` stands between the beginning of its stage's root and the sending of its result."""
         root = self._ranks.units_of(self._ranks.unit_stages[action.unit])[0].index
-        if self._is_sent:
-            self._refuse(action, f"after the result of {self._pass} was sent")
-        if action.unit != root and not self._is_opened:
+        if self._pass.is_sent:
+            self._refuse(action, f"after the result of {self._pass.action} was sent")
+        if action.unit != root and not self._pass.is_opened:
             around = Action(Kind.B if action.kind is Kind.B else Kind.F, root, action.microbatch)
             self._refuse(action, f"before {around}, inside of which it runs")
         return root
@@ -198,7 +205,7 @@ class _RankList:
         """
         if action.microbatch < 0 and action.kind.row.opens:
             return
-        stage, around = self._ranks.unit_stages[action.unit], self._pass
+        stage, around = self._ranks.unit_stages[action.unit], self._pass.action
         if around is None or (around.stage, around.microbatch) != (stage, action.microbatch):
             self._refuse(action, f"outside a pass of stage {stage} with microbatch {action.microbatch}")
         elif around.kind.name not in wanted:

@@ -8,7 +8,7 @@ Cost: one look at each Action and each bucket.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Action, Kind
@@ -17,8 +17,7 @@ from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.tiers.tier_cost import TierTraffic, unit_traffic
 
 
-@dataclass
-class UnitQuantities:
+class UnitQuantities(NamedTuple):
     """Bytes of one Unit that an Action of each Kind moves."""
 
     weights_read: float = 0.0

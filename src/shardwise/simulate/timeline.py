@@ -21,6 +21,7 @@ Cost: one look at each Action of a list, twice.
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -150,7 +151,11 @@ class _WalkedStep:
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
         self.rows |= self._staging_rows()
-        self._effects: Mapping[str, Callable[[Action], object]] = {
+
+    @cached_property
+    def _effects(self) -> Mapping[str, Callable[[Action], object]]:
+        """Effects on the memory, by their names in the table of Kinds (plan/kinds.py)."""
+        return {
             "forward": self._forward,
             "backward": self._backward,
             "receive": self._receive,
@@ -163,7 +168,6 @@ class _WalkedStep:
             "arrive": self._arrive,
             "drop late gradients": self._drop_late,
         }
-        """Effects on the memory, by their names in the table of Kinds (plan/kinds.py)."""
 
     # Reading the Plan ----------------------------------------------------------------------------------------------
 

@@ -80,12 +80,10 @@ def assemble(
     trained = [TrainedBucket(bucket, optimizer_of(bucket)) for _, bucket in owned]
     _count_state(site.ledger, trained, tables)
     planned = _noted(outline, site, tables)
-    peers = None
-    if planned.plan.registry.needs("matrix"):
-        peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic)
+    needs_peers = planned.plan.registry.needs("matrix")
+    peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic) if needs_peers else None
     orders = {stage.index: stage.hooks.order for stage in stages}
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
-    loss_scale = _loss_scale(settings, outline.described.spec)
     passes = _pass_context(site, outline, stages, vocabulary, walker)
     followers = _followers(site, passes, tables, _unit_squares(site, planned, trained))
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
@@ -99,7 +97,12 @@ def assemble(
         trained=trained,
         shared=shared,
         tables=tables,
-        accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
+        accumulation=Accumulation(
+            settings.batch.accumulation or 1,
+            groups["dp"],
+            _loss_scale(settings, outline.described.spec),
+            world.device,
+        ),
         optimizer_groups=recipe.groups,
         passes=passes,
         folders=folders,

@@ -24,7 +24,7 @@ from shardwise.plan.action import Action, Kind
 from shardwise.plan.walker import Handler
 
 
-class DataPasses:
+class PassHandlers:
     """The handlers of F and B.
 
     Args:
@@ -63,7 +63,12 @@ def handlers_of(
         schedule: the executor of a pipeline's schedule, or None.
     """
     hooks_of = [hooks for hooks in stages for _ in hooks.states]
-    actors = {"passes": DataPasses(hooks_of, schedule), "schedule": schedule, "tables": tables, "end": end}
+    actors = {
+        "passes": PassHandlers(hooks_of, schedule),
+        "schedule": schedule,
+        "tables": tables,
+        "end": end,
+    }
 
     def of_windows(method: str) -> Handler:
         do: Callable[[UnitWindows, Action], None] = getattr(UnitWindows, method)

@@ -191,7 +191,7 @@ def _hooks(
         hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
         for each in module.modules()
     )
-    return UnitHooks(windows, order, lists, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
+    return UnitHooks(windows, lists, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
 
 
 def _compiler(

@@ -38,13 +38,13 @@ class StageLists:
     def __init__(self, planned: PlannedModel, stage: int, order: UnitOrder):
         self._planned = planned
         self._stage = stage
-        self._order = order
+        self.order = order
         self._numbers = [unit.index for unit in planned.plan.own.units_of(stage)]
         self._proved: tuple[StageOrder, list[Action]] | None = None
 
     def in_force(self) -> StageOrder:
         """Return the order that is followed now, with Units by their numbers on the rank."""
-        return StageOrder(self._on_rank(self._order.agreed), self._order.fetches)
+        return StageOrder(self._on_rank(self.order.agreed), self.order.fetches)
 
     def _on_rank(self, order: Sequence[UnitBoundary]) -> tuple[UnitBoundary, ...]:
         return tuple(UnitBoundary(enters, self._numbers[unit]) for enters, unit in order)

@@ -99,6 +99,10 @@ class PassLists(Protocol):
     Units in orders are numbered within the stage, and Units in lists on the rank.
     """
 
+    @property
+    def order(self) -> UnitOrder:
+        """The order of the stage's Units."""
+
     def forward(self) -> Sequence[Action]:
         """Return the list of a forward pass without a backward pass, in the agreed order."""
 
@@ -161,8 +165,7 @@ class UnitHooks:
 
     Args:
         windows: The windows of the stage's Units.
-        order: The order of the stage's Units.
-        lists: Makes the lists of single passes of the stage.
+        lists: Makes the lists of single passes of the stage, and stores the order of its Units.
         walker: The walker of the rank's list.
         stage: Number of the stage.
         is_driven: True if a schedule's loop enters the passes of the stage, False if the hooks do.
@@ -172,7 +175,6 @@ class UnitHooks:
     def __init__(
         self,
         windows: UnitWindows,
-        order: UnitOrder,
         lists: PassLists,
         walker: Walker,
         stage: int,
@@ -180,7 +182,6 @@ class UnitHooks:
         is_compiled: bool = False,
     ):
         self.windows = windows
-        self.order = order
         self.lists = lists
         self.marks = GradientSentinels([bucket for state in self.states for bucket in state.buckets])
         self.microbatch = -1
@@ -206,6 +207,11 @@ class UnitHooks:
         )
         """Installed hooks, with the trained parameters and the keys of their accumulation hooks."""
         self._install()
+
+    @cached_property
+    def order(self) -> UnitOrder:
+        """The order of the stage's Units."""
+        return self.lists.order
 
     @cached_property
     def has_windows(self) -> bool:
