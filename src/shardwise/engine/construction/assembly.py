@@ -69,7 +69,7 @@ def assemble(
         vocabulary: The vocabulary to which the tokens of a batch belong.
         walker: The walker of this rank's list.
     """
-    settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
+    settings, world, mesh = site.settings, site.world, site.mesh
     owned = _trained_buckets(stages)
     slices = TensorSlices(outline.plan.registry, mesh, world.rank)
     shared = SharedGradients(
@@ -97,18 +97,22 @@ def assemble(
         trained=trained,
         shared=shared,
         tables=tables,
-        accumulation=Accumulation(
-            settings.batch.accumulation or 1,
-            groups["dp"],
-            _loss_scale(settings, outline.described.spec),
-            world.device,
-        ),
+        accumulation=_accumulation(site, outline),
         optimizer_groups=recipe.groups,
         passes=passes,
         folders=folders,
         followers=followers,
         stage_peers=peers,
     )
+
+
+def _accumulation(site: RuntimeContext, outline: BuildSpec) -> Accumulation:
+    """Return the microbatches of the running step."""
+    microbatches, scale = (
+        site.settings.batch.accumulation or 1,
+        _loss_scale(site.settings, outline.described.spec),
+    )
+    return Accumulation(microbatches, site.groups["dp"], scale, site.world.device)
 
 
 def _trained_buckets(stages: Sequence[Stage]) -> list[tuple[int, BucketState]]:
