@@ -4,6 +4,7 @@ import builtins
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,9 @@ def copy_indexes(app: Sphinx, failure: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register the functions above."""
+    """Register the functions above, and make Sphinx read all pages again after a change of this folder's code."""
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    app.add_config_value("site_code", zlib.crc32(code), "env")
     app.connect("autodoc-process-docstring", convert_docstring)
     app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-signature", sign)
