@@ -69,7 +69,7 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close Chromium."""
+        """Close the browser, its pipes and its log."""
         try:
             self._session = ""
             self.call("Browser.close")

@@ -4,6 +4,7 @@ import builtins
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import docstrings
 
 import shardwise
 from shardwise.base.policy import Policy
+from shardwise.config import keys
 
 project = "Shardwise"
 author = "The Shardwise contributors"
@@ -68,8 +70,23 @@ html_theme_options = {
 
 
 def convert_docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Replace a docstring by its reStructuredText."""
+    """Replace a docstring by its reStructuredText, and add what a key of the configuration takes."""
     lines[:] = docstrings.convert(lines)
+    if what == "attribute":
+        module, owner, field = name.rsplit(".", 2)
+        lines += of_key(getattr(sys.modules.get(module), owner, None), field)
+
+
+def of_key(owner: Any, field: str) -> list[str]:
+    """Return what a field of a policy takes, its unit and its default, as fields of reStructuredText."""
+    if not (isinstance(owner, type) and issubclass(owner, Policy)):
+        return []
+    key = next((key for key in keys.keys_of(owner) if key.path == field), None)
+    if key is None:
+        return []
+    default = "required" if key.is_required else f"``{key.default}``" if key.default else ""
+    facts = {"Takes": docstrings.escape(key.kind), "Unit": key.unit, "Default": default}
+    return ["", *(f":{fact}: {value}" for fact, value in facts.items() if value), ""]
 
 
 def skip_member(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
@@ -167,10 +184,11 @@ def add_public_names(app: Sphinx, document: nodes.document) -> None:
             domain.note_object(name, signature.parent["objtype"], name, aliased=True, location=signature)
 
 
-def drop_long_values(app: Sphinx, document: nodes.document) -> None:
-    """Remove the values of constants that Python shows by a type or an address in memory."""
+def drop_unreadable(app: Sphinx, document: nodes.document) -> None:
+    """Remove values that Python shows by a type or an address in memory, and types that ``Takes:`` says in words."""
     for node in list(document.findall(addnodes.desc_annotation)):
-        if node.astext().startswith(" = ") and "<" in node.astext():
+        text = node.astext()
+        if (text.startswith(" = ") and "<" in text) or "Annotated[" in text:
             node.parent.remove(node)
 
 
@@ -203,12 +221,14 @@ def copy_indexes(app: Sphinx, failure: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register the functions above."""
+    """Register the functions above, and make Sphinx read all pages again after a change of this folder's code."""
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    app.add_config_value("site_code", zlib.crc32(code), "env")
     app.connect("autodoc-process-docstring", convert_docstring)
     app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-signature", sign)
     app.connect("doctree-read", add_public_names)
-    app.connect("doctree-read", drop_long_values)
+    app.connect("doctree-read", drop_unreadable)
     app.connect("html-collect-pages", correct_sources, priority=100)  # before viewcode writes its pages
     app.connect("build-finished", copy_indexes)
     app.add_post_transform(LinkedNames)

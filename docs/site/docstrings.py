@@ -141,9 +141,13 @@ def _inline(text: str) -> str:
         if CODE.fullmatch(part):
             part = f"``{part.rpartition(':')[2].strip('`~')}``" if not part.startswith("``") else part
         else:
-            part = re.sub(r"([\\*`|_])", r"\\\1", part)
-            part = PAPER.sub(r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", part)
+            part = PAPER.sub(r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", escape(part))
         # An escaped space prints nothing, and separates a literal from a letter next to it.
         is_apart = not made or made.endswith(" ") or part.startswith(" ")
         made += part if is_apart else f"\\ {part}"
     return made
+
+
+def escape(text: str) -> str:
+    """Return text without code in which no character has a meaning in reStructuredText."""
+    return re.sub(r"([\\*`|_])", r"\\\1", text)
