@@ -42,6 +42,8 @@ def test_the_list_of_changes_in_the_design_is_that_of_the_code() -> None:
     written = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     assert written.count(design["BEGIN"]) == written.count(design["END"]) == 1
     assert design["page"](written) == written, "run `make reference` and commit docs/design.md"
+    words = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert design["glossary"](words) == words, "run `make reference` and commit docs/glossary.md"
 
 
 def test_a_reader_finds_ten_answers_in_files_that_exist() -> None:
