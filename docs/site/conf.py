@@ -78,15 +78,16 @@ def convert_docstring(app: Sphinx, what: str, name: str, thing: Any, options: An
 
 
 def of_key(owner: Any, field: str) -> list[str]:
-    """Return what a field of a policy takes, its unit and its default, as fields of reStructuredText."""
+    """Return a sentence that says what a field of a policy takes, its unit and its default."""
     if not (isinstance(owner, type) and issubclass(owner, Policy)):
         return []
     key = next((key for key in keys.keys_of(owner) if key.path == field), None)
     if key is None:
         return []
-    default = "required" if key.is_required else f"``{key.default}``" if key.default else ""
-    facts = {"Takes": docstrings.escape(key.kind), "Unit": key.unit, "Default": default}
-    return ["", *(f":{fact}: {value}" for fact, value in facts.items() if value), ""]
+    facts = [f"Takes: {docstrings.escape(key.kind)}"]
+    facts += [f"unit: {key.unit}"] if key.unit else []
+    facts += ["required"] if key.is_required else [f"default: ``{key.default}``"] if key.default else []
+    return ["", f"{'; '.join(facts)}.", ""]
 
 
 def skip_member(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
@@ -185,7 +186,7 @@ def add_public_names(app: Sphinx, document: nodes.document) -> None:
 
 
 def drop_unreadable(app: Sphinx, document: nodes.document) -> None:
-    """Remove values that Python shows by a type or an address in memory, and types that ``Takes:`` says in words."""
+    """Remove values that Python shows by a type or an address in memory, and types that a key says in words."""
     for node in list(document.findall(addnodes.desc_annotation)):
         text = node.astext()
         if (text.startswith(" = ") and "<" in text) or "Annotated[" in text:
