@@ -4,8 +4,8 @@
 
 ``import deepspeed`` is compat/deepspeed. FILE is a path below ``tests/unit``, or ``FILE::TEST``; left out, the fourteen
 files whose tests pass under DeepSpeed 0.19.8 on a CPU without a compiler. The tests need hjson and pytest-forked beside
-pytest. Their rank processes are forked from pytest's, which imports torch once; nothing else of theirs is changed, and
-nothing of theirs is kept.
+pytest. Their rank processes are forked from pytest's, which imports torch once, and return a failed expectation of
+pytest as an AssertionError; nothing else of theirs is changed, and nothing of theirs is kept.
 """
 
 import argparse
@@ -35,12 +35,29 @@ FILES = (
     "utils/test_groups.py",
     "utils/test_partition_balanced.py",
 )
-_PLUGIN = '''"""Forks the rank processes, whatever start method a test asks for."""
+_PLUGIN = '''"""Forks the rank processes, whatever start method a test asks for, and returns their failed expectations.
+
+A pool's process ends at pytest's Failed, which is no Exception: the pool would wait for its result for ever.
+"""
+
+from multiprocessing import pool
 
 import torch.multiprocessing as mp
+from _pytest.outcomes import Failed
 
 own = mp.set_start_method
 mp.set_start_method = lambda method, force=False: own("fork", force=force)
+starmap = pool.starmapstar
+
+
+def returned(arguments):
+    try:
+        return starmap(arguments)
+    except Failed as failed:
+        raise AssertionError(failed.msg) from None
+
+
+pool.starmapstar = returned
 '''
 
 
