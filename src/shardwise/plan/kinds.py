@@ -32,7 +32,7 @@ device, a disk, a disk with few requests at once (gradients), the link from the 
 
 
 class Times(Enum):
-    """How often a list must have a Kind for one Unit, or for one rank."""
+    """The number of times that a list must have a Kind for one Unit, or for one rank."""
 
     NEVER = "never"
     STEP = "once per step"

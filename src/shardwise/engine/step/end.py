@@ -170,39 +170,9 @@ def exchange(
     Raises:
         CommError: if the ranks did not run the same collectives in the same order.
     """
-    trained, dp = parts.trained, parts.dp
-    finish_reductions(trained)
-    beside = torch.zeros((), dtype=torch.float64)
-    for follower in parts.followers:
-        follower.before_norm()
-        more = follower.squares()
-        beside = beside if more is None else beside + more
-    squares = beside
-    of_buckets: dict[BucketState, Sequence[Tensor]] = {}
-    used: list[Number] = []
-    for bucket, _ in trained:
-        # The squares are unknown if a gradient left the device before it was certain that nothing would be added.
-        is_known = bucket.gradient.has_left and bucket in known
-        of_buckets[bucket] = known[bucket] if is_known else _squares_of(parts, bucket)
-        for part in of_buckets[bucket]:
-            squares = squares + part
-        used += (each if isinstance(each, Tensor) else float(each) for each in bucket.gradient.used)
-    seats = [0.0] * (0 if local.batches is None else dp.size)
-    if seats:
-        seats[dp.index] = float(local.batches or 0)
-    own: dict[str, Sequence[Number] | Tensor] = {
-        "sums": (squares, local.weight, local.loss, local.flags),
-        "order": terms(sum(hooks.order.hash for hooks in parts.hooks), _BITS),
-        "sequence": terms(dp.traffic.sequence, _BITS),
-        "rates": terms(local.rates, _BITS),
-        "guesses": local.guesses,
-        "batches": seats,
-        "used": used,
-    }
-    all_squares = BucketSquares(of_buckets, beside)
-    own |= {each.name: each.numbers(all_squares) for each in parts.followers if each.name}
-    total = summed(dp, own, "the gradient norm", parts.device)
-    model, clock = parts.groups["model"], parts.walker.trace.clock
+    finish_reductions(parts.trained)
+    dp, model, clock = parts.dp, parts.groups["model"], parts.walker.trace.clock
+    total = summed(dp, _own_numbers(parts, local, known), "the gradient norm", parts.device)
     if model.size == 1:
         mark = clock.mark()
         (found,) = read(total)
@@ -226,6 +196,56 @@ def exchange(
     for follower in parts.followers:
         if follower.name:
             follower.settle(found[follower.name], above.get(follower.name))
+    return _totals(found, above, faults, model.size)
+
+
+def _own_numbers(
+    parts: EngineParts, local: LocalTotals, known: Mapping[BucketState, Sequence[Tensor]]
+) -> dict[str, Sequence[Number] | Tensor]:
+    """Return the numbers of this rank that are summed over the data-parallel ranks, by name. See ``exchange``."""
+    dp = parts.dp
+    beside = torch.zeros((), dtype=torch.float64)
+    for follower in parts.followers:
+        follower.before_norm()
+        more = follower.squares()
+        beside = beside if more is None else beside + more
+    squares = beside
+    of_buckets: dict[BucketState, Sequence[Tensor]] = {}
+    used: list[Number] = []
+    for bucket, _ in parts.trained:
+        # The squares are unknown if a gradient left the device before it was certain that nothing would be added.
+        is_known = bucket.gradient.has_left and bucket in known
+        of_buckets[bucket] = known[bucket] if is_known else _squares_of(parts, bucket)
+        for part in of_buckets[bucket]:
+            squares = squares + part
+        used += (each if isinstance(each, Tensor) else float(each) for each in bucket.gradient.used)
+    seats = [0.0] * (0 if local.batches is None else dp.size)
+    if seats:
+        seats[dp.index] = float(local.batches or 0)
+    own: dict[str, Sequence[Number] | Tensor] = {
+        "sums": (squares, local.weight, local.loss, local.flags),
+        "order": terms(sum(hooks.order.hash for hooks in parts.hooks), _BITS),
+        "sequence": terms(dp.traffic.sequence, _BITS),
+        "rates": terms(local.rates, _BITS),
+        "guesses": local.guesses,
+        "batches": seats,
+        "used": used,
+    }
+    all_squares = BucketSquares(of_buckets, beside)
+    return own | {each.name: each.numbers(all_squares) for each in parts.followers if each.name}
+
+
+def _totals(
+    found: Mapping[str, list[float]], above: Mapping[str, list[float]], faults: Sequence[float], sharers: int
+) -> StepTotals:
+    """Return the totals of a step.
+
+    Args:
+        found: Sums over the data-parallel ranks, by name.
+        above: Sums over the ranks that share a model, by name; empty if no ranks share one.
+        faults: For each name of ``_COMPARED``: other than 0 if ranks differ.
+        sharers: Ranks that share a model.
+    """
     squared, weight, loss, flags = above.get("sums", found["sums"])
     totals = StepTotals(
         squares=squared,
@@ -242,8 +262,8 @@ def exchange(
         return totals
     reports, mean_sum, mean_squares, draws = above["losses"]
     return totals._replace(
-        rates_agree=totals.rates_agree and are_equal(model.size, above["rates"]),
-        batches_agree=are_equal(model.size, above["batches"]),
+        rates_agree=totals.rates_agree and are_equal(sharers, above["rates"]),
+        batches_agree=are_equal(sharers, above["batches"]),
         loss_spread=math.sqrt(max(mean_squares / reports - (mean_sum / reports) ** 2, 0.0)),
         draws=draws > 0,
     )
