@@ -20,7 +20,6 @@ from shardwise.data.batched import BatchedDataset
 from shardwise.engine.step.prefetch import keep_for
 from shardwise.observe.lanes_picture import LANES, LaneRecorder
 from shardwise.parallel.embedding.ahead import PreparedFeatures
-from shardwise.plan.action import Kind
 from shardwise.plan.lists import keys_ahead
 from tests.engine.tables_net import FEATURES, ROWS, batch, build, row_of
 
@@ -405,9 +404,9 @@ def test_the_features_stay_readable_and_are_prepared_once() -> None:
 
 def test_the_thread_walks_the_asks_of_the_plan() -> None:
     engine = build(World(0, 1), batch={"accumulation": 2})
-    tables, handlers, ran = engine.tables["tables"], engine._parts.walker.handlers, []
-    ask = handlers[Kind.INPUT_DIST]
-    handlers[Kind.INPUT_DIST] = lambda action: (ran.append(str(action)), ask(action))
+    tables, units, ran = engine.tables["tables"], engine._parts.program.tables, []
+    send = units.input_dist
+    units.input_dist = lambda action: (ran.append(str(action)), send(action))
     wanted = [str(action) for action in keys_ahead(engine.plan.own.actions)]
     (step,) = list(engine.prefetch([[batch(0), batch(1)]], 1))
     assert ran == wanted and len(ran) == 2
