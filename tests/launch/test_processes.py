@@ -81,6 +81,9 @@ def test_a_job_is_found_by_its_word_and_swept_with_groups_of_its_own(started: St
         "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True)"
     )
     parent = started(child)
+    until_s = time.monotonic() + 30
+    while len(of_job(WORD)) < 3 and time.monotonic() < until_s:
+        time.sleep(0.01)  # the child of the parent starts when Python has
     assert len(of_job(WORD)) == 3 and {deaf.pid, parent.pid} < {*of_job(WORD)}
     assert stop([deaf, parent], WORD, grace_s=0.1)
     assert of_job(WORD) == [] and other.poll() is None

@@ -56,7 +56,7 @@ def test_steps_run_in_the_order_of_the_rows(phase: Phase) -> None:
 
 @pytest.mark.parametrize("phase", WALKED, ids=lambda phase: phase.name)
 def test_a_row_without_a_step_and_a_step_without_a_row_are_errors(phase: Phase) -> None:
-    steps: dict[str, apply.ReadStep] = {change.name: nothing for change in CHANGES if change.phase is phase}
+    steps: dict[str, apply.Step] = {change.name: nothing for change in CHANGES if change.phase is phase}
     last = next(reversed(steps))
     with pytest.raises(AssertionError, match=r"rows of compose/apply.py without a step: \['"):
         apply_steps(phase, {name: step for name, step in steps.items() if name != last})
@@ -262,8 +262,8 @@ class Observer:
         self.by_row.setdefault(name, set()).update(differences(self._last, now))
         self._last = now
 
-    def walk(self, phase: Phase, steps: Mapping[str, apply.ReadStep]) -> None:
-        def observed(name: str, step: apply.ReadStep) -> Callable[[], None]:
+    def walk(self, phase: Phase, steps: Mapping[str, apply.Step]) -> None:
+        def observed(name: str, step: apply.Step) -> Callable[[], None]:
             def run() -> None:
                 self.note(OUTSIDE)
                 step()

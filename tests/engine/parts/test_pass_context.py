@@ -26,7 +26,7 @@ def context(tp: int = 2, steps_done: int = 0) -> tuple[PassContext, list[Any]]:
         "dp": SimpleNamespace(size=3, index=1),
         "tp": SimpleNamespace(size=tp),
         "clock": SimpleNamespace(steps_done=steps_done),
-        "loads": SimpleNamespace(microbatch=None),
+        "loads": SimpleNamespace(microbatch=None, layers={"experts": 2}),
         "replay": replay,
     }
     return PassContext(vocabulary=nothing, own_use=nothing, profile=nothing, **parts), places  # type: ignore[arg-type]

@@ -72,11 +72,11 @@ def test_an_order_that_cannot_run_is_named() -> None:
         add_communication({0: [F(0, 0), B(0, 0)], 1: [B(1, 0), F(1, 0)]}, 2)
 
 
-def unit_forward(stage: int, last: bool) -> list[Action]:
+def unit_forward(stage: int, first: bool, last: bool) -> list[Action]:
     return [Action(kind, stage) for kind in (Kind.UNSHARD, Kind.F, Kind.RESHARD)]
 
 
-def unit_backward(stage: int, last: bool) -> list[Action]:
+def unit_backward(stage: int, first: bool, last: bool) -> list[Action]:
     kinds = [Kind.UNSHARD, Kind.B, Kind.RESHARD] + [Kind.REDUCE] * last
     return [Action(kind, stage) for kind in kinds]
 

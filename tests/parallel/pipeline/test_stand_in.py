@@ -286,7 +286,7 @@ def test_later_passes_of_a_kind_are_plain_and_other_shapes_are_watched() -> None
     received = torch.randn(2, 4, WIDTH, dtype=torch.float64)
     for tokens in (TOKENS, TOKENS, TOKENS[:, :3]):
         stage.run(lambda model, tokens=tokens: model(tokens), received[:, : tokens.shape[1]])
-    assert [kind.__name__ for kind in seen] == ["Absent", "Tensor", "Absent"]
+    assert [kind.__name__ for kind in seen] == ["AbsentTensor", "Tensor", "AbsentTensor"]
     assert not stage.module.blocks[2]._forward_hooks and not stage.module.blocks[2]._forward_pre_hooks
 
 
