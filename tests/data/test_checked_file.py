@@ -4,7 +4,7 @@ import errno
 import zlib
 from pathlib import Path
 
-from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
+from shardwise.data.checked_file import PREFIX, CheckedFormat, CheckedWriter, cannot_write
 
 
 def test_checksums_are_those_of_blocks_however_the_bytes_come(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_file_is_there_when_it_is_complete(tmp_path: Path) -> None:
     writer = CheckedWriter(path, 4, start=PREFIX.size + 2)
     writer.write(b"abc")
     assert not path.exists()
-    writer.publish(b"MAGIC", 3, b"{}")
+    writer.publish(CheckedFormat(b"MAGIC", 3, "test file", False), b"{}")
     writer.close()
     content = path.read_bytes()
     assert PREFIX.unpack(content[: PREFIX.size]) == (b"MAGIC\0\0\0", 3, 2, zlib.crc32(b"{}"))

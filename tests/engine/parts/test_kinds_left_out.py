@@ -4,7 +4,7 @@ Each change is made behind the validator's back (tests/plan/test_mutations.py sh
 both ranks. The step must fail, come to other numbers, or report a divergence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.action import Kind
 from tests.engine import tables_net
+from tests.ranks import RankPool
 
 SHORT = {"comm": {"timeout_s": 5.0}, "check_first_step": "off"}
 LAMB = {"optimizer": {"type": "lamb", "lr": 0.01}}
@@ -142,6 +143,14 @@ def silent(world: World, layout: str, folder: str) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[RankPool]:
+    """Two ranks of this module's own: a broken step may leave them with groups that no other test should meet."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_kind_is_left_out_in_silence(ranks: Any, tmp_path: Path, layout: str) -> None:
-    assert ranks(2).run(silent, layout, str(tmp_path)) == [[], []]
+def test_no_kind_is_left_out_in_silence(own_ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    assert own_ranks.run(silent, layout, str(tmp_path)) == [[], []]
