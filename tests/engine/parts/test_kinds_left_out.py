@@ -64,7 +64,9 @@ def gpt() -> torch.nn.Module:
     return Gpt(GptPolicy(layers=3, width=16, heads=2, context=8, vocab=16, dropout=0.0))
 
 
-def run(world: World, layout: str, folder: str, change: Callable[[Any], None] | None = None) -> Outcome:
+def run(job: World, layout: str, folder: str, change: Callable[[Any], None] | None = None) -> Outcome:
+    """Train with groups of the run's own, which a step that breaks on one rank leaves closed."""
+    world = job.among(range(job.size))
     engine = made(world, layout, folder)
     try:
         kinds = list(dict.fromkeys(each.kind for each in engine.plan.own.actions))
@@ -87,6 +89,9 @@ def run(world: World, layout: str, folder: str, change: Callable[[Any], None] | 
     finally:
         with suppress(Exception):
             engine.close()
+        with suppress(Exception):
+            world.close()
+        job.barrier()  # one rank may have waited for the other until the deadline
 
 
 def piece(engine: Any, step: int, number: int) -> Any:
@@ -140,12 +145,13 @@ def silent(world: World, layout: str, folder: str) -> list[str]:
                 continue
             if outcome.digest == right.digest and not outcome.divergences:
                 found.append(f"{kind.name} {change.__name__}")
+    assert run(world, layout, folder) == right, "the runs before this one have not broken the ranks"
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def own_ranks() -> Iterator[RankPool]:
-    """Two ranks of this module's own: a broken step may leave them with groups that no other test should meet."""
+    """Two ranks of one test: a broken step may leave them with threads and groups that no other test should meet."""
     pool = RankPool(2)
     yield pool
     pool.close()
