@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-_PATIENCE_S, _LATE_PATIENCE_S = 240.0, 1200.0
+_PATIENCE_S, _LATE_PATIENCE_S = 120.0, 1200.0
 """For one call; late collectives are for whole files at once, on machines that do other things."""
 PRELOADED = [
     "torch",

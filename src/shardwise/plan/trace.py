@@ -177,9 +177,11 @@ class Trace:
         """Count the bytes that are sent inside the ``with`` block to the row at position ``place``, which is over."""
         self._count()
         before, self._owner = self._owner, place
-        yield
-        self._count()
-        self._owner = before
+        try:
+            yield
+        finally:
+            self._count()
+            self._owner = before
 
     def passed(self, action: Action) -> None:
         """Record a Unit's pass, which the user's model computes; its time is the time until the next Action begins."""

@@ -77,13 +77,14 @@ class StepDiscard:
 
     def __call__(self) -> None:
         """Drop the microbatches of the running step and their gradients. Implements ``Engine.discard``."""
+        # Slices must be given back before the hooks release weights, which changes the same parameters.
+        for follower in self._parts.followers:
+            follower.drop()
         self._parts.passes.replay.scale = 1.0  # a plain backward pass that failed leaves its scale behind
         for hooks in self._parts.hooks:
             hooks.abandon()
         self._parts.program.begin(self._parts.program.microbatches)
         self._end.forget()
-        for follower in self._parts.followers:
-            follower.drop()
         self._parts.accumulation.clear()
         self._weighing.take_guesses()
         self._record.discard()

@@ -1,4 +1,4 @@
-"""The windows of a stage's Units: the effects of LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD and REDUCE on this rank.
+"""The windows of a stage's Units: the effects of LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD, REDUCE, ARRIVE.
 
     CLOSED -> FORWARD -> CLOSED -> BACKWARD -> CLOSED     a Unit in a step
     CLOSED -> RECOMPUTING -> CLOSED                      its forward inside the backward pass
