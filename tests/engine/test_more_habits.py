@@ -714,22 +714,7 @@ def verdict_of(world: Any, name: str) -> tuple[str, str]:
     return ("right" if is_right else "wrong"), f"weights {off:.1e}, losses {losses:.1e}"
 
 
-UNSEEN = {
-    "weights halved through dlpack, bf16": "an alias without a version counter; a sum over the weights before each "
-    "update and after it would find the edit, and take 9 % of an update"
-}
-"""Habits that still give wrong numbers, with what it would take."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.xfail(strict=True, reason=UNSEEN[name])] if name in UNSEEN else []
-        )
-        for name in HABITS
-    ],
-)
+@pytest.mark.parametrize("name", HABITS)
 def test_a_habit_is_right_or_refused(name: str, ranks: Any) -> None:
     verdicts = ranks(2).run(verdict_of, name)
     assert {verdict for verdict, _ in verdicts} <= {"right", "refused"}, verdicts
