@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.base.errors import ConfigError
 from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.action import Kind
 from shardwise.tiers import activations as module
 from shardwise.tiers.activations import ActivationOffload
 from tests.accelerator.crew import Crew
@@ -198,6 +199,41 @@ def test_a_stack_that_runs_again(device_process: RankPool) -> None:
     """The RELOAD of its first run passed the REDUCEs of its last one, whose gradients were to come: refused as late."""
     [[kept, moved]] = device_process.run(both_ways)
     assert kept == moved
+
+
+def told_without(world: Any, places: list[int] | None) -> list[str]:
+    """The divergences of a step in which the list lacks some of its RELOADs; None: no handler does any."""
+    with Bench(), late_copies():
+        engine = shardwise.initialize(
+            test_offload.gpt().double(), config_of(Case(3), Other(), True), world=world
+        )
+        program, walker = engine._parts.program, engine._parts.walker
+        reloads = [each for each in program.step() if each.kind is Kind.RELOAD]
+        assert len(reloads) > 2
+        gone = [reloads[place] for place in places or ()]
+        right = program.step
+        program.step = lambda: tuple(each for each in right() if each not in gone)
+        if places is None:
+            walker.handlers[Kind.RELOAD] = lambda action: None
+        program.begin(program.microbatches)
+        engine.train_step(test_offload.batches(world.rank, 0, 1))
+        told = list(engine.trace.divergences)
+        engine.close()
+        return told
+
+
+def each_left_out(_: Any, places: list[int] | None) -> list[list[str]]:
+    return list(Crew(2, register()).run(told_without, places))
+
+
+@pytest.mark.parametrize(
+    ("places", "told"), [([], 0), ([0], 1), ([1], 1), ([2], 1), ([0, 1, 2], 3), (None, 3)]
+)
+def test_a_reload_that_is_left_out_is_told(
+    device_process: RankPool, places: list[int] | None, told: int
+) -> None:
+    [found] = device_process.run(each_left_out, places)
+    assert [len(each) >= told if told else not each for each in found] == [True, True], found
 
 
 def refused_on(_: Any) -> str:

@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from tests.plan.described import model, plan
 
+from shardwise.compose.spec import BufferSpec
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import Registry, UpdateRule
@@ -32,6 +34,7 @@ def good(name: str) -> Plan:
         ),
         "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
         "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
+        "routers": lambda: plan(Mesh(pp=2, dp_shard=2), 1, spec=with_a_router()),
         "disk": lambda: plan(Mesh(dp_shard=2), 1, on_disk=0.5),
         "leaving": lambda: plan(Mesh(), on_disk=1.0),
         "delayed": lambda: plan(Mesh(dp_shard=2), 1, on_disk=1.0, delayed=True),
@@ -59,6 +62,20 @@ def frozen_block() -> Any:
         for name, each in whole.parameters.items()
     }
     return replace(whole, parameters=frozen)
+
+
+def with_a_router() -> Any:
+    """The bias of a router in the last block, which the second stage holds."""
+    whole, bias = model(), {"blocks.3.router.bias": BufferSpec((4,), torch.float32, True)}
+    assert whole.blocks is not None
+    blocks = whole.blocks._replace(positions={**whole.blocks.positions, **dict.fromkeys(bias, 3)})
+    return replace(
+        whole,
+        buffers={**whole.buffers, **bias},
+        blocks=blocks,
+        shared_buffers=frozenset(bias),
+        load_buffers=frozenset(bias),
+    )
 
 
 def with_tables() -> Any:

@@ -14,7 +14,7 @@ from tests.plan.described import plan
 from tests.plan.planted import MICROBATCHES, QKV, good, registered
 
 from shardwise.base.errors import PlanError
-from shardwise.plan.action import ALL_TO_ALL, NORM, RECV, SEND, SUM, TRUST_RATIO, Action, B, F, Kind
+from shardwise.plan.action import ALL_TO_ALL, BALANCE, NORM, RECV, SEND, SUM, TRUST_RATIO, Action, B, F, Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import TensorInfo, UpdateRule
@@ -186,6 +186,10 @@ PLANTED = [
     ("norms", before("pp 0", unit(Kind.DIRECTION, 1), NORM), r"DIRECTION\(u1\) before NORM"),
     ("norms", before("pp 0", STEP1, TRUST_RATIO), r"STEP\(u1\) before TRUST_RATIO"),
     ("norms", add("pp 0", ALL_TO_ALL), "ALL_TO_ALL though no update here needs it"),
+    ("routers", drop("pp 1", BALANCE), "pp 1 ranks have no BALANCE though buffers of routers follow"),
+    ("routers", double("pp 1", BALANCE), "BALANCE twice"),
+    ("routers", add("pp 0", BALANCE), "BALANCE though no buffer here follows the loads of experts"),
+    ("routers", before("pp 1", BALANCE, NORM), "BALANCE before NORM"),
     ("matrices", drop("all", ALL_TO_ALL), r"STEP\(u0\) before ALL_TO_ALL"),
     ("matrices", add("all", TRUST_RATIO), "TRUST_RATIO though no update here needs it"),
     (

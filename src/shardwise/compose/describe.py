@@ -104,6 +104,11 @@ def describe(model: nn.Module, zero: ZeroPolicy | None = None, stacks: Collectio
             for policy in [layer.router.policy]
         },
         shared_buffers=frozenset(shared_buffers_of(model)),
+        load_buffers=frozenset(
+            name
+            for layer, mixture in layers.items()
+            for name, _ in mixture.router.named_buffers(f"{layer}.router" if layer else "router")
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import ALL_TO_ALL, NORM, SUM, TRUST_RATIO, Action, F, Kind
+from shardwise.plan.action import ALL_TO_ALL, BALANCE, NORM, SUM, TRUST_RATIO, Action, F, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.lists import (
     PrefetchLimits,
@@ -169,7 +169,9 @@ def step_actions(
     # Norms are summed over all ranks of the job, matrices are distributed among the ranks of a stage.
     between = [TRUST_RATIO] * bool(plan.registry.needs("norm"))
     between += [ALL_TO_ALL] * any("matrix" in found for found in needs.values())
-    return (*actions, NORM, *update_actions(trained, strategies, directed, between, loads_ahead), *rows)
+    updates = update_actions(trained, strategies, directed, between, loads_ahead)
+    moves_routers = bool(plan.registry.needs("loads", ranks.stages))
+    return (*actions, NORM, *updates, *rows, *[BALANCE] * moves_routers)
 
 
 def forward_actions_of(

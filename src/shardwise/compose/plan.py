@@ -39,7 +39,7 @@ from shardwise.plan.lists import (
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
 from shardwise.plan.plan import Plan, RankClass, RowExchange, class_of
-from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
+from shardwise.plan.registry import Needs, Registry, TensorInfo, UpdateRule
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from shardwise.plan.validate import validate_plan
@@ -174,7 +174,9 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
         # Statistics follow the batches of their rank, and most other buffers may differ too.
         own: dict[str, Placement] = {} if name in spec.shared_buffers else dict.fromkeys(DENSE, PerRank())
         dtype = policies.precision.buffer_dtype(name, buffer.dtype)
-        registry.add(TensorInfo(name, buffer.shape, dtype, "buffer", own, stages=(stage_of[name],)))
+        needs: Needs = "loads" if name in spec.load_buffers else "elements"
+        stages = (stage_of[name],)
+        registry.add(TensorInfo(name, buffer.shape, dtype, "buffer", own, stages=stages, needs=needs))
     return registry
 
 

@@ -119,6 +119,8 @@ class ModelSpec:
     """Mixtures of experts, by first name."""
     shared_buffers: frozenset[str] = frozenset()
     """Names of buffers that all ranks update in the same way; other buffers may differ."""
+    load_buffers: frozenset[str] = frozenset()
+    """Names of the shared buffers that a step updates by the loads of experts."""
 
     @property
     def experts_of(self) -> dict[str, int]:

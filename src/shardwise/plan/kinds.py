@@ -117,6 +117,8 @@ class RankFacts(NamedTuple):
     """True if the updates of any rank need norms of whole tensors."""
     matrices: bool
     """True if updates of these ranks need whole matrices."""
+    loads: bool = False
+    """True if these ranks hold buffers that a step updates by the loads of experts."""
 
 
 class OrderRule(NamedTuple):
@@ -481,6 +483,20 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "all_to_all"),
+    )
+    BALANCE = Definition(
+        "move the bias of each router by the number of tokens that its experts got in the step",
+        "auxiliary-loss-free balancing",
+        of="rank",
+        uses=(
+            Use(
+                "update",
+                _once("loads"),
+                "though no buffer here follows the loads of experts (registry: needs)",
+                "though buffers of routers follow the loads of experts (registry: needs)",
+            ),
+        ),
+        handler=("experts", "balance"),
     )
     SWAP_WEIGHT = Definition(
         "replace a Unit's weights by the result of the previous step's update (delayed updates)",

@@ -8,7 +8,7 @@ Cost: one entry per tensor, nothing per rank.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from shardwise.plan.placement import FLAT, AxisCut, Placement, Replicate, Shard,
 from shardwise.plan.unit import Unit
 
 TensorKind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
-Needs = Literal["elements", "norm", "matrix"]
+Needs = Literal["elements", "norm", "matrix", "loads"]
 """Inputs of a tensor's update: each element by itself, also the norm of the whole tensor, or the whole matrix."""
 
 
@@ -61,7 +61,7 @@ class TensorInfo:
     stages: tuple[int, ...] = (0,)
     """Pipeline stages that hold the tensor: several if it is tied across stages. The first stage is its owner."""
     needs: Needs = "elements"
-    """Inputs of the update, for a master."""
+    """Inputs of the update, for a master, or for a buffer that a step updates."""
     grows: bool = False
     """True if rows are added with their keys (a dynamic table).
 
@@ -156,9 +156,15 @@ class Registry:
         """Return all tensors of one kind, in order of registration."""
         return [info for info in self if info.kind == kind]
 
-    def needs(self, what: Needs) -> list[TensorInfo]:
-        """Return the masters whose update needs ``what``, in order of registration."""
-        return [info for info in self.of_kind("master") if info.needs == what]
+    def needs(self, what: Needs, stages: Collection[int] | None = None) -> list[TensorInfo]:
+        """Return the tensors whose update needs ``what``, in order of registration.
+
+        Args:
+            what: An input of updates.
+            stages: Only tensors that one of these pipeline stages holds; None: all.
+        """
+        found = [info for info in self._tensors.values() if info.needs == what]
+        return [info for info in found if stages is None or not set(stages).isdisjoint(info.stages)]
 
     def needs_of(self, unit: Unit) -> set[Needs]:
         """Return what the updates of a Unit's parameters need."""

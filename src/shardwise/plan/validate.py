@@ -122,6 +122,7 @@ class _RankList:
             sums=slices.shares_gradients(ranks.stages),
             norms=bool(slices.registry.needs("norm")) and not is_skipped,
             matrices=any("matrix" in each for each in needs) and not is_skipped,
+            loads=bool(slices.registry.needs("loads", ranks.stages)) and not is_skipped,
         )
         self._pass = _RunningPass()
         self._open: dict[str, set[int]] = {"brought": set(), "gathered": set()}

@@ -223,6 +223,8 @@ class _BlockPass:
         self._before: Callable[[], _BlockPass | None]
         self._before = (lambda: before) if holds_before or before is None else ref(before)
         self._is_recalled = False
+        self.is_expected = False
+        """True after RELOAD of this pass, and after the report that it is missing."""
 
     def release(self) -> None:
         """Wait until the saved tensors are down, and drop their device memory."""
@@ -339,6 +341,8 @@ class ActivationOffload:
         self._names: list[str] = []
         self.microbatch: Callable[[], int] = lambda: -1
         """Function that returns the running microbatch, if several are in flight."""
+        self.on_missed: Callable[[str], None] = lambda name: None
+        """Function that is told the name of a block whose tensors are wanted before a RELOAD asked for them."""
         self._calls: dict[tuple[str, int], list[ref[_BlockPass]]] = {}
         """Passes whose backward pass has not been recalled, by block and microbatch."""
         self._call: _BlockPass | None = None
@@ -397,6 +401,7 @@ class ActivationOffload:
         while calls and call is None:
             call = calls.pop()()
         if call is not None:
+            call.is_expected = True
             with torch.no_grad():
                 call.reload()
 
@@ -479,8 +484,12 @@ class ActivationOffload:
         return storage._cdata not in _storages(block)  # gathered for this block
 
     def _unpack(self, saved: _SavedTensor) -> Tensor:
+        call = saved.call
+        if not call.is_expected:
+            call.is_expected = True
+            self.on_missed(self._names[call.place])
         with torch.no_grad():
-            saved.call.open()
+            call.open()
             return saved.tensor()
 
 

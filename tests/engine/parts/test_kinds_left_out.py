@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "muon": {"zero": {"stage": 1}, **MUON},
     "tp": {"mesh": {"tp": 2}},
     "pp": {"mesh": {"pp": 2}, **TWO},
+    "experts": {"mesh": {"ep": 2}},
     "tables": {"zero": {"stage": 1}},
 }
 
@@ -56,12 +57,17 @@ def made(world: World, layout: str, folder: str) -> Any:
         given["offload"] = {**given["offload"], "disk_path": folder}
     if layout == "tables":
         return tables_net.build(world, **given)
-    return shardwise.initialize(gpt(), {"precision": "fp64", **given}, world=world)
+    return shardwise.initialize(gpt(layout == "experts"), {"precision": "fp64", **given}, world=world)
 
 
-def gpt() -> torch.nn.Module:
+def gpt(has_experts: bool) -> torch.nn.Module:
     torch.manual_seed(0)
-    return Gpt(GptPolicy(layers=3, width=16, heads=2, context=8, vocab=16, dropout=0.0))
+    experts = {"count": 4, "router": {"top_k": 2, "balance": "bias"}} if has_experts else None
+    return Gpt(
+        GptPolicy.model_validate(
+            dict(layers=3, width=16, heads=2, context=8, vocab=16, dropout=0.0, experts=experts)
+        )
+    )
 
 
 def run(job: World, layout: str, folder: str, change: Callable[[Any], None] | None = None) -> Outcome:

@@ -111,8 +111,9 @@ def truth() -> list[Step]:
         gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
         loads.count(0, 1.0)
-        loads.end_step(loads.numbers(torch.device("cpu")).tolist())
-        loads.tell_routers()
+        loads.settle(loads.numbers(torch.device("cpu")).tolist())
+        loads.balance()
+        loads.forget()
         state = {name: each.detach().clone() for name, each in net.state_dict().items()}
         steps.append(Step(gradients, state, dict(loads.last)))
     return steps
@@ -217,8 +218,8 @@ def without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def moved_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = ExpertLoads.tell_routers
-    monkeypatch.setattr(ExpertLoads, "tell_routers", lambda self: (inner(self), inner(self)))
+    inner = ExpertLoads.balance
+    monkeypatch.setattr(ExpertLoads, "balance", lambda self: (inner(self), inner(self)))
 
 
 def labels_unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,8 +558,9 @@ def test_what_runs_again_or_weighs_nothing_adds_nothing() -> None:
             loads.sent("moe", 7, 3)
         loads.count(microbatch, weight)
     assert loads.numbers(torch.device("cpu")).tolist() == [6, 2, 6, 2, 4, 14, 6, 1]
-    loads.end_step(loads.numbers(torch.device("cpu")).tolist())
+    loads.settle(loads.numbers(torch.device("cpu")).tolist())
     assert loads.last == {"moe": ExpertTally((6, 2), (6, 2), 4, 14, 6, 0.25)}
+    loads.forget()
     assert not loads.numbers(torch.device("cpu")).any()
 
 

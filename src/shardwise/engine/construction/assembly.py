@@ -19,6 +19,7 @@ from shardwise.engine.construction.stages import modules_of
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.folders import StepFolders
 from shardwise.engine.parts.followers import (
+    EditsFollower,
     LoadsFollower,
     OwnUseFollower,
     ProfileFollower,
@@ -85,7 +86,9 @@ def assemble(
     orders = {stage.index: stage.hooks.order for stage in stages}
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
     passes = _pass_context(site, outline, stages, vocabulary, walker)
-    followers = _followers(site, passes, tables, _unit_squares(site, planned, trained))
+    edits = EditsFollower.watching(bucket for bucket, _ in trained)
+    squares = _unit_squares(site, planned, trained)
+    followers = (*edits, *_followers(site, passes, tables, squares, walker))
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
     return EngineParts(
@@ -162,14 +165,18 @@ def _loss_scale(settings: RunConfig, spec: ModelSpec) -> LossScale | None:
 
 
 def _followers(
-    site: RuntimeContext, passes: PassContext, tables: ModelTables, units: UnitSquares | None
+    site: RuntimeContext,
+    passes: PassContext,
+    tables: ModelTables,
+    units: UnitSquares | None,
+    walker: Walker,
 ) -> tuple[StepFollower, ...]:
     """Return the techniques of the run that take part in every step, alike on all ranks."""
     found: list[StepFollower] = []
     if tables:
         found.append(TablesFollower(tables))
     if passes.loads.layers:
-        found.append(LoadsFollower(passes.loads, site.world.device))
+        found.append(LoadsFollower(passes.loads, site.world.device, walker))
     if units is not None:
         found.append(UnitNormsFollower(units))
     if site.mesh.tp > 1:

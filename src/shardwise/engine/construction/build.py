@@ -266,7 +266,7 @@ def _engine(
         pipeline = PipelineRunner(parts, settings.pipeline, given.loss, peers)
     end = StepEndHandlers(parts)
     schedule = None if pipeline is None else pipeline.schedule
-    walker.handlers.update(handlers_of(parts.hooks, end, parts.program.tables, schedule))
+    walker.handlers.update(handlers_of(parts, end, schedule))
     parts.program.begin(parts.program.microbatches)
     outline.replay.draws.share(groups["tp"], groups["pp"], model, world.device)
     site.traffic.clear()

@@ -7,6 +7,7 @@ The table of Kinds (plan/kinds.py) names the object and the method of each Kind;
     schedule     SEND, RECV                                   parallel/pipeline/executor.py
     windows      LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD, REDUCE, ARRIVE of a Unit     parallel/zero/windows.py
     tables       FETCH, DELIVER                                                     engine/parts/table_units.py
+    experts      BALANCE                                      engine/parts/followers.py
     end          SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT
                                                                                     engine/step/end.py
 
@@ -15,7 +16,7 @@ Each method writes the row of its Action into the trace (``plan.trace.recorded``
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shardwise.engine.parts.table_units import TableUnits
+from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.step.end import StepEndHandlers
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.zero.hooks import UnitHooks
@@ -52,21 +53,21 @@ class PassHandlers:
 
 
 def handlers_of(
-    stages: Sequence[UnitHooks], end: StepEndHandlers, tables: TableUnits, schedule: ScheduleExecutor | None
+    parts: EngineParts, end: StepEndHandlers, schedule: ScheduleExecutor | None
 ) -> Mapping[Kind, Handler]:
     """Return the handler of each Kind.
 
     Args:
-        stages: hooks of this rank's stages; the Units of all stages are numbered consecutively.
+        parts: the parts of the engine; the Units of all stages are numbered consecutively.
         end: the end of a step.
-        tables: the Units of embedding tables.
         schedule: the executor of a pipeline's schedule, or None.
     """
-    hooks_of = [hooks for hooks in stages for _ in hooks.states]
+    hooks_of = [hooks for hooks in parts.hooks for _ in hooks.states]
     actors = {
+        **{each.name: each for each in parts.followers if each.name},
         "passes": PassHandlers(hooks_of, schedule),
         "schedule": schedule,
-        "tables": tables,
+        "tables": parts.program.tables,
         "end": end,
     }
 

@@ -155,6 +155,7 @@ class _StageSteps:
         if self._activations is not None:
             self._activations.microbatch = lambda: made.microbatch
             made.windows.on_reload = self._activations.reload
+            self._activations.on_missed = made.windows.note_missed_reload
 
     def _mark_passes(self) -> None:
         """Begin a new step of CUDA graphs with each pass of the stage."""

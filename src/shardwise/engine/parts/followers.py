@@ -16,7 +16,7 @@ experts, tensor parallelism and monitors the list is empty, and a step passes th
 Cost: one call at each point for each follower.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,9 @@ from shardwise.engine.parts.unit_norms import UnitSquares
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.trace import Trace
+from shardwise.plan.action import Action
+from shardwise.plan.trace import Trace, recorded
+from shardwise.plan.walker import Walker
 
 
 class BucketSquares(NamedTuple):
@@ -139,10 +141,15 @@ class LoadsFollower(StepFollower):
 
     name = "experts"
 
-    def __init__(self, loads: ExpertLoads, device: torch.device):
+    def __init__(self, loads: ExpertLoads, device: torch.device, walker: Walker):
         self._loads = loads
         self._device = device
-        self._sums: Sequence[float] = ()
+        self._walker = walker
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+        return self._walker.trace
 
     def begin_backward(self, microbatch: int, weight: Number) -> None:
         """Count the tokens of the microbatch."""
@@ -153,18 +160,59 @@ class LoadsFollower(StepFollower):
         return self._loads.numbers(self._device)
 
     def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
-        """Keep the counts of all ranks for the end of the step."""
-        self._sums = sums if over_model is None else over_model
+        """Store the counts of all ranks."""
+        self._loads.settle(sums if over_model is None else over_model)
+
+    @recorded
+    def balance(self, action: Action) -> None:
+        """Run BALANCE: let routers move by the loads of the step."""
+        self._loads.balance()
 
     def end_step(self, applied: bool) -> None:
-        """Store the loads of the step; after an update let routers move by them."""
-        self._loads.end_step(self._sums)
-        if applied:
-            self._loads.tell_routers()
+        """Drop this rank's own counts."""
+        self._loads.forget()
 
     def drop(self) -> None:
         """Drop the counts."""
         self._loads.forget()
+
+
+class EditsFollower(StepFollower):
+    """Edits of weights beside their masters that no version counter shows, such as ``torch.from_dlpack(p.detach())``.
+
+    A few elements of each parameter are compared with their masters, and NORM tells the host whether any differs. To
+    compare all elements would take 9 % of an update. An edit that touches none of the compared elements is overwritten.
+    """
+
+    name = "edits"
+    compared = 64
+    """Number of elements of each parameter that are compared."""
+
+    def __init__(self, buckets: Sequence[BucketState]):
+        self._places = {bucket: bucket.weight.evenly_spaced(self.compared) for bucket in buckets}
+
+    @classmethod
+    def watching(cls, buckets: Iterable[BucketState]) -> tuple["EditsFollower", ...]:
+        """Return a follower of the buckets whose masters overwrite edits; nothing if there are none."""
+        found = [bucket for bucket in buckets if bucket.weight.master_overwrites]
+        return (cls(found),) if found else ()
+
+    def numbers(self, squares: BucketSquares) -> Sequence[Number] | Tensor:
+        """Return the number of buckets with edits."""
+        differ = [bucket.weight.differs_at(places) for bucket, places in self._places.items()]
+        found = [each for each in differ if each is not None]
+        return torch.stack(found).sum().view(1) if found else (0.0,)
+
+    def over_model(self, sums: Tensor) -> Sequence[Number]:
+        """Return nothing: each rank takes up its own part."""
+        return ()
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
+        """Copy edited parameters into their masters before the update."""
+        if not sums[0]:
+            return
+        for bucket in self._places:
+            bucket.take_up_edits(range(len(bucket.layout.slots)))
 
 
 class UnitNormsFollower(StepFollower):

@@ -124,35 +124,10 @@ def take_up_edits(parts: EngineParts) -> None:
     Raises:
         TierError, DamagedError: if masters on a disk cannot be read or written.
     """
-    unlike = _edited_through_aliases(parts)
     for bucket, _ in parts.trained:
-        places = sorted({*bucket.weight.edited_places(), *unlike.get(bucket, ())})
-        if not places:
-            continue
-        with bucket.opened(kinds=NUMBERS):
-            differs = bucket.weight.differs_from_master(places)
-        if differs:
-            with bucket.opened(changes=True, kinds=NUMBERS), torch.no_grad():
-                bucket.weight.take_up_edits(places)
-        else:
-            bucket.weight.renew()
-
-
-def _edited_through_aliases(parts: EngineParts) -> dict[BucketState, list[int]]:
-    """Return the indices of parameters that a sample finds edited, by bucket. The device is waited for once."""
-    sampled = [(bucket, bucket.weight.sampled_differences()) for bucket, _ in parts.trained]
-    found = [(bucket, differs) for bucket, differs in sampled if differs is not None]
-    if not found:
-        return {}
-    flags = torch.cat([differs.to(parts.device) for _, differs in found]).tolist()
-    edited: dict[BucketState, list[int]] = {}
-    first = 0
-    for bucket, differs in found:
-        here = flags[first : first + len(differs)]
-        first += len(differs)
-        if any(here):
-            edited[bucket] = [place for place, is_edited in enumerate(here) if is_edited]
-    return edited
+        places = bucket.weight.edited_places()
+        if places:
+            bucket.take_up_edits(places)
 
 
 def gradients(parts: EngineParts, divisor: float) -> dict[str, Tensor]:

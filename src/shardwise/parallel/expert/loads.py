@@ -2,8 +2,8 @@
 
     a forward pass    a layer adds the choices of this rank's tokens    kept by microbatch
     its backward      the microbatch counts, unless its weight is 0
-    NORM              the sums of all ranks, with the norm              ``numbers``, ``end_step``
-    the step          tallies; if it is applied, biases and the loads of routers move, once
+    NORM              the sums of all ranks, with the norm              ``numbers``, ``settle``
+    the step          tallies; BALANCE, in a step that is applied: biases and the loads of routers move, once
 
 Recomputations and passes without gradients add nothing. Passes with gradients that no backward pass follows count with
 the next microbatch.
@@ -167,8 +167,8 @@ class ExpertLoads:
             found.append(found[0].new_zeros(2 * experts + _BESIDE) if mine is None else mine.to(device))
         return torch.cat(found)
 
-    def end_step(self, sums: Sequence[float]) -> None:
-        """Store the loads of the step that ends, from the ``sums`` of all ranks' ``numbers``."""
+    def settle(self, sums: Sequence[float]) -> None:
+        """Store the loads of the step, from the ``sums`` of all ranks' ``numbers``."""
         rest = iter(sums)
         for layer, experts in self.layers.items():
             mine = list(islice(rest, 2 * experts + _BESIDE))
@@ -181,10 +181,9 @@ class ExpertLoads:
                 int(mine[_ROWS_CROSSED]),
                 mine[_ENTROPY] / tokens if tokens else 0.0,
             )
-        self.forget()
 
-    def tell_routers(self) -> None:
-        """Update the bias and loads of each router, once, after the step was applied."""
+    def balance(self) -> None:
+        """Run BALANCE: update the bias and loads of each router, once, in a step that is applied."""
         for layer, router in self.routers.items():
             if router.bias is None and router.loads is None:
                 continue

@@ -139,6 +139,20 @@ class BucketState:
         with self.state.opened(changes, kinds):
             yield
 
+    def take_up_edits(self, places: Collection[int]) -> None:
+        """Copy parameters that were edited in place since the last update into their masters, this rank's part.
+
+        Args:
+            places: Indices of the parameters that may have been edited.
+        """
+        with self.opened(kinds=NUMBERS):
+            differs = self.weight.differs_from_master(places)
+        if differs:
+            with self.opened(changes=True, kinds=NUMBERS), torch.no_grad():
+                self.weight.take_up_edits(places)
+        else:
+            self.weight.renew()
+
     def fill(self, fill: Fill, wanted: Callable[[ParameterSlot], bool] = lambda slot: True) -> None:
         """Set weights from outside; each rank requests only the elements that it owns. Collective.
 

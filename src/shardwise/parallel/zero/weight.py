@@ -64,10 +64,6 @@ _NEXT: dict[WeightState, tuple[WeightState, ...]] = {
 }
 
 
-_SAMPLES = 64
-"""Number of elements of each parameter whose values are compared with the master before an update."""
-
-
 class LoadedShard(NamedTuple):
     """A shard in a slot of the device, and the call that waits for its arrival from another tier."""
 
@@ -144,8 +140,6 @@ class Weight:
         """An update on another tier that has run since the step."""
         self._shown: dict[int, SummonedView] = {}
         """Parameters that show memory outside the engine, by index in the bucket."""
-        self._sampled: Tensor | None = None
-        """Indices of the elements of the master that ``sampled_differences`` compares."""
 
     @property
     def shares_master(self) -> bool:
@@ -552,43 +546,37 @@ class Weight:
         Only edits that the next update would overwrite count: the parameters show the stored weight beside a
         separate master.
         """
-        return self.views.perhaps_edited() if self._may_be_edited() else []
+        return self.views.perhaps_edited() if self.master_overwrites and self.state is _UNSHARDED else []
 
-    def sampled_differences(self) -> Tensor | None:
-        """Return which parameters show other values than their masters, as a vector of bool, from a few elements each.
+    @property
+    def master_overwrites(self) -> bool:
+        """True if the parameters show the stored weight beside a master that overwrites it at each update."""
+        return not (self.shares_master or self.has_window or self._next is not None)
 
-        An edit through ``torch.from_dlpack(p.detach())`` changes no version counter and reads no ``p.data``; only the
-        numbers show it. All numbers would take 9 % of an update to read, so that an edit of few elements is missed.
+    def evenly_spaced(self, count: int) -> Tensor:
+        """Return indices into the part of the weight that this rank updates: a row of ``count`` for each parameter.
+
+        A parameter that has no element on this rank repeats one of another.
+        """
+        cuts = self._around.strategy.cuts_master
+        first, elements = (self._own.start, self.layout.shard_elements) if cuts else (0, self.layout.elements)
+        parts = [_overlap(slot, first, first + elements) for slot in self.layout.slots]
+        rows = [
+            torch.linspace(local, local + max(stop - start, 1) - 1, count, dtype=torch.float64)
+            for start, stop, local in parts
+        ]
+        return torch.stack(rows).round().long().clamp_(0, elements - 1).to(self._shard.device)
+
+    def differs_at(self, places: Tensor) -> Tensor | None:
+        """Return whether the weight differs from the rounded master at any of ``places``, as a tensor on the device.
 
         Returns:
-            None if no edit would be overwritten, or if the masters are on a disk now.
+            None if the parameters show nothing now, or if the master is not in the memory of the device.
         """
-        master, rounded = self.master, self.rounded
-        if master is None or rounded is None or master.numel() == 0 or not self._may_be_edited():
+        master, rounded = self.master, self.rounded if self.state is _UNSHARDED else None
+        if master is None or rounded is None or master.numel() == 0 or master.device != rounded.device:
             return None
-        if self._sampled is None or self._sampled.device != master.device:
-            self._sampled = self._evenly_spaced(master)
-        shown = rounded[self._sampled.to(rounded.device)].to(master.device)
-        return (master[self._sampled].to(shown.dtype) != shown).any(dim=1)
-
-    def _may_be_edited(self) -> bool:
-        """Return True if the parameters show the stored weight beside a master that will overwrite it."""
-        return not (
-            self.shares_master or self.has_window or self._next is not None or self.state is not _UNSHARDED
-        )
-
-    def _evenly_spaced(self, master: Tensor) -> Tensor:
-        """Return indices into this rank's master: a row of elements, evenly spaced, for each parameter.
-
-        A parameter that has no element in the range repeats one of another.
-        """
-        first = 0 if master.numel() == self.layout.elements else self._own.start
-        rows = []
-        for slot in self.layout.slots:
-            start, stop, local = _overlap(slot, first, first + master.numel())
-            places = torch.linspace(local, local + max(stop - start, 1) - 1, _SAMPLES, dtype=torch.float64)
-            rows.append(places.round().long().clamp_(0, master.numel() - 1))
-        return torch.stack(rows).to(master.device)
+        return (master[places].to(rounded.dtype) != rounded[places]).any()
 
     def differs_from_master(self, places: Collection[int]) -> bool:
         """Return True if this rank's part of these parameters is not what its master rounds to."""

@@ -237,6 +237,13 @@ class UnitWindows:
         """Run RELOAD: begin to bring back the activations that the Unit's forward pass has saved elsewhere."""
         self.on_reload(self.of(action).unit.name)
 
+    def note_missed_reload(self, name: str) -> None:
+        """Report that the saved tensors of the Unit ``name`` are wanted although no RELOAD of the list came first."""
+        if not self._is_held:
+            self._walker.diverge(
+                f"the saved tensors of {name} were wanted before a RELOAD of the list asked for them"
+            )
+
     @recorded
     def reduce(self, action: Action) -> None:
         """Run REDUCE: begin to sum the Unit's gradients over the ranks."""
