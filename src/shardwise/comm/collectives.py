@@ -189,17 +189,18 @@ class StepClock:
         finally:
             self._is_alone = False
 
-    def check_together(self, what: str) -> None:
+    def check_together(self, operation: str, what: str) -> None:
         """Check that this rank is not working alone.
 
         Args:
-            what: Name of the operation, for the error.
+            operation: Name of the operation, for the error.
+            what: Name of the tensor, for the error.
 
         Raises:
             UsageError: inside ``alone``.
         """
         if self._is_alone:
-            raise UsageError(f"{what} takes all ranks, but this one works alone here")
+            raise UsageError(f"{operation} of {what} takes all ranks, but this one works alone here")
 
     def step_ended(self) -> None:
         """Record the end of a step."""
@@ -526,7 +527,7 @@ class Group:
         assert self.transport is not None, "a group of one rank has nothing to run"
         elements = full.numel() if elements is None else elements
         self.clock.check_intact()
-        self.clock.check_together(f"{operation} of {what}")
+        self.clock.check_together(operation, what)
         self.traffic.add(operation, purpose, elements, full.itemsize, self.size, what, self.axis)
         self.clock.maybe_delay()
         timeout_s, step = self.clock.timeout_s, self.clock.step

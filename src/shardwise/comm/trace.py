@@ -12,6 +12,7 @@ not detect it. Ranks therefore compare ``sequence``.
 
 import zlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Operation = Literal[
@@ -27,6 +28,12 @@ backward pass together. Messages between stages are for either "activations" or 
 _STATE_AXES = ("dp", "dp_shard", "dp_replicate", "edp", "expert_dp")
 """Names of the groups over which model state moves."""
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
+
+
+@lru_cache(4096)
+def _word(operation: Operation, what: str, size: int) -> bytes:
+    """Return what a collective adds to ``Traffic.sequence``; to write it again would take longer than to hash it."""
+    return f"{operation} {what} {size}".encode()
 
 
 class TrafficCount(NamedTuple):
@@ -73,8 +80,8 @@ class Traffic:
             axis: Axis of the group.
         """
         if axis in _STATE_AXES:
-            size = "" if operation == "all_to_all" else elements  # each rank sends as much as its data needs
-            self.sequence = zlib.crc32(f"{operation} {what} {size}".encode(), self.sequence)
+            size = -1 if operation == "all_to_all" else elements  # each rank sends as much as its data needs
+            self.sequence = zlib.crc32(_word(operation, what, size), self.sequence)
         sent = (
             elements
             if operation in ("send", "all_to_all")

@@ -403,11 +403,15 @@ def withhold(
         classes: Cache of the classes made for this ``told``, so that a release swaps classes and makes none.
     """
     for parameter in parameters:
-        if isinstance(
-            parameter, ExpectedParameter
-        ):  # wait first: else the arrival would find the withheld class, and the parameter would stay expected
-            parameter._arrive()
         own = type(parameter)
+        made = classes.get(own)
+        if made is not None:
+            parameter.__class__ = made
+            continue
+        if isinstance(parameter, ExpectedParameter):
+            # Wait first: else the arrival would find the withheld class, and the parameter would stay expected.
+            parameter._arrive()
+            own = type(parameter)
         if issubclass(own, WithheldParameter):
             continue
         if own not in classes:
@@ -452,11 +456,14 @@ def expect(parameters: Sequence[nn.Parameter], arrive: Callable[[], None], class
         parameter.__class__ = classes[own]
 
 
+_MARKED = (WithheldParameter, ExpectedParameter)
+
+
 def give(parameters: Sequence[nn.Parameter]) -> None:
     """End ``withhold`` and ``expect`` for these parameters."""
     for parameter in parameters:
         own: Any = type(parameter)
-        if issubclass(own, WithheldParameter | ExpectedParameter):
+        if own is not nn.Parameter and issubclass(own, _MARKED):
             parameter.__class__ = own.__mro__[2]
 
 

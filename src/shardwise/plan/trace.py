@@ -150,8 +150,10 @@ class Trace:
         """Continue the trace after another list ran in between, whose bytes its own trace has counted."""
         self._counted = 0 if self.sent is None else self.sent.bytes
 
-    def _append(self, action: Action) -> int:
-        self._count()
+    def start(self, action: Action) -> int:
+        """Record that ``action`` begins, and return its position for ``stop``."""
+        if self.sent is not None and self.sent.bytes != self._counted:
+            self._count()
         place = len(self.actions)
         self.actions.append(action)
         now = self.clock.mark()
@@ -162,14 +164,11 @@ class Trace:
         self._owner = place
         return place
 
-    def start(self, action: Action) -> int:
-        """Record that ``action`` begins, and return its position for ``stop``."""
-        return self._append(action)
-
     def stop(self, place: int) -> None:
         """Record that the Action at position ``place`` is over."""
         self.stops[place] = self.clock.mark()
-        self._count()
+        if self.sent is not None and self.sent.bytes != self._counted:
+            self._count()
         self._owner = self._outer[place]
 
     @contextmanager
@@ -185,13 +184,11 @@ class Trace:
 
     def passed(self, action: Action) -> None:
         """Record a Unit's pass, which the user's model computes; its time is the time until the next Action begins."""
-        self._owner = self._append(action)
+        self.start(action)
 
     def passed_at(self, place: int) -> None:
         """Record that the pass at position ``place``, which ``passed`` began, is over."""
-        self.stops[place] = self.clock.mark()
-        self._count()
-        self._owner = self._outer[place]
+        self.stop(place)
 
     def diverge(self, text: str) -> None:
         """Record a departure from the list, described by ``text``."""

@@ -86,9 +86,7 @@ def assemble(
     orders = {stage.index: stage.hooks.order for stage in stages}
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
     passes = _pass_context(site, outline, stages, vocabulary, walker)
-    edits = EditsFollower.watching(bucket for bucket, _ in trained)
-    squares = _unit_squares(site, planned, trained)
-    followers = (*edits, *_followers(site, passes, tables, squares, walker))
+    followers = _followers(site, passes, tables, planned, trained, walker)
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
     return EngineParts(
@@ -168,11 +166,13 @@ def _followers(
     site: RuntimeContext,
     passes: PassContext,
     tables: ModelTables,
-    units: UnitSquares | None,
+    planned: PlannedModel,
+    trained: Sequence[TrainedBucket],
     walker: Walker,
 ) -> tuple[StepFollower, ...]:
-    """Return the techniques of the run that take part in every step, alike on all ranks."""
-    found: list[StepFollower] = []
+    """Return the techniques of the run that take part in every step. Collective."""
+    units = _unit_squares(site, planned, trained)
+    found: list[StepFollower] = [*EditsFollower.watching(bucket for bucket, _ in trained)]
     if tables:
         found.append(TablesFollower(tables))
     if passes.loads.layers:

@@ -393,8 +393,10 @@ class UnitHooks:
         See [Note: side losses].
         """
         for module in self._inside[index]:
-            for name, value in vars(module).items():
-                if name not in _MODULE_STATE and isinstance(value, _HOLDERS):
+            held = vars(module)
+            for name in held.keys() - _MODULE_STATE:
+                value = held[name]
+                if isinstance(value, _HOLDERS):
                     yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:

@@ -253,15 +253,16 @@ class Weight:
         """Begin to gather a sharded weight into its slot; do nothing in any other state."""
         if self.state is not _SHARDED:
             return
-        if self._held is None:
+        held, around = self._held, self._around
+        if held is None:
             self.finish_update()
-        self._full = self._around.weights.acquire(self.what, self.layout.elements, self.dtypes.compute)
+        self._full = around.weights.acquire(self.what, self.layout.elements, self.dtypes.compute)
         # Enter the state before the collective, which may fail: else ``reshard`` would not release the slot.
         self._enter(_GATHERING)
-        if self._held is None:
-            self._gathering = self._around.shard.all_gather(self._full, self._shard, self.what)
+        if held is None:
+            self._gathering = around.shard.all_gather(self._full, self._shard, self.what)
         else:
-            self._gathering = self._come_from(self._held, self._full)
+            self._gathering = self._come_from(held, self._full)
 
     def _come_from(self, held: TierState, full: Tensor) -> PendingCollective:
         """Begin to fill ``full`` from the tier that holds the weight.

@@ -88,6 +88,11 @@ class UnitState:
         """True if the Unit's weights must be gathered before use."""
         return self.strategy.has_windows
 
+    @cached_property
+    def brings_shard(self) -> bool:
+        """True if the rank's shard comes from another tier before it is gathered."""
+        return self.strategy.brings_shard
+
     def enter(self, window: WindowState) -> None:
         """Change the window, and check that the change is legal."""
         if window is not self.window:
@@ -199,24 +204,27 @@ class UnitWindows:
             trained = [bucket for bucket in state.buckets if bucket.layout.key.trained]
             self._updates += [bucket.weight.gather_updated(self._overlaps) for bucket in trained]
             return
-        self._check_gather(action, state)
-        if any(bucket.weight.in_the_way is not None for bucket in state.buckets):
-            # [Note: deferred gathers]; the bytes are counted to this row when the gather runs
-            self._deferred[state.unit.index] = len(self.trace.actions) - 1
-            return
+        if not self._is_held:
+            self._check_gather(action, state)
+        for bucket in state.buckets:
+            if bucket.weight.in_the_way is not None:
+                # [Note: deferred gathers]; the bytes are counted to this row when the gather runs
+                self._deferred[state.unit.index] = len(self.trace.actions) - 1
+                return
         state.is_kept = self._keeps and not self._walker.is_aside
         for bucket in state.buckets:
             bucket.weight.start_unshard()
 
     def _check_gather(self, action: Action, state: UnitState) -> None:
         """Record a divergence if the gather finds another state than the list's Actions before it leave."""
-        if self._is_held:
-            return
-        title = state.unit.title
-        if state.buckets and all(bucket.weight.is_whole_here for bucket in state.buckets):
-            self._walker.diverge(f"{action}: the weights of {title} are gathered already")
-        elif state.strategy.brings_shard and not all(bucket.weight.is_brought for bucket in state.buckets):
-            self._walker.diverge(f"{action}: no LOAD_WEIGHT has brought the shard of {title}")
+        whole = 0
+        for bucket in state.buckets:
+            whole += bucket.weight.is_whole_here
+            if state.brings_shard and not bucket.weight.is_brought:
+                self._walker.diverge(f"{action}: no LOAD_WEIGHT has brought the shard of {state.unit.title}")
+                return
+        if whole and whole == len(state.buckets):
+            self._walker.diverge(f"{action}: the weights of {state.unit.title} are gathered already")
 
     def finish_updates(self) -> None:
         """Wait for the gathers of the step's end."""
@@ -262,13 +270,12 @@ class UnitWindows:
     def arrive(self, action: Action) -> None:
         """Run ARRIVE: wait for the sum of a Unit's gradients; a gradient for another tier leaves the device."""
         state = self.of(action)
-        place = next((i for i, (each, _) in enumerate(self._travelling) if each is state), None)
-        if place is None:
-            self._walker.diverge(f"{action}: no reduction of {state.unit.title} is under way")
-            return
-        found = self._travelling[place]
-        del self._travelling[place]
-        self._let_arrive(*found)
+        for place, (each, is_last) in enumerate(self._travelling):
+            if each is state:
+                del self._travelling[place]
+                self._let_arrive(state, is_last)
+                return
+        self._walker.diverge(f"{action}: no reduction of {state.unit.title} is under way")
 
     def _arrive_unlisted(self) -> None:
         """Wait for the oldest reduction, because no Action of the list does."""
