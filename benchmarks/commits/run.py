@@ -25,7 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-NAMES = ["zero0", "zero1", "zero2", "zero3", "tp2", "pp2", "tables", "hooks"]
+NAMES = ["zero0", "zero1", "zero2", "zero3", "tp2", "pp2", "ep2", "tables", "hooks"]
 sys.path.append(str(HERE.parent / "data_parallel"))
 
 from machine import describe  # noqa: E402

@@ -2,6 +2,7 @@
 
     zero0 ... zero3   a GPT of 6 blocks, width 384, context 256, 2 sequences a rank, fp32, at that stage
     tp2               the same with matrices cut in two, 4 sequences
+    ep2               the same with four experts in every second block, cut in two
     pp2               the same on two stages, 1f1b, four microbatches of one sequence
     tables            a DLRM with 26 tables of 100,000 rows and width 16, 2,048 samples a rank
 
@@ -26,9 +27,10 @@ FEATURES, DENSE, SAMPLES, ROWS = 26, 13, 2048, 100_000
 OPTIMIZER = {"type": "adamw", "lr": 1e-3}
 
 
-def gpt() -> torch.nn.Module:
+def gpt(**other: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    return Gpt(GptPolicy(layers=6, width=384, heads=6, context=CONTEXT, vocab=VOCABULARY))
+    sizes = {"layers": 6, "width": 384, "heads": 6, "context": CONTEXT, "vocab": VOCABULARY}
+    return Gpt(GptPolicy.model_validate(sizes | other))
 
 
 def text(seed: int, rows: int) -> dict[str, torch.Tensor]:
@@ -41,16 +43,21 @@ def step_of(name: str, world: Any) -> Callable[[], Any]:
     """A step, ready to be called."""
     if name == "tables":
         return dlrm_step(world)
+    model: dict[str, Any] = {}
     if name == "pp2":
         config = {"mesh": {"pp": 2}, "batch": {"accumulation": 4}, "optimizer": OPTIMIZER}
         batches = [text(i, 1) for i in range(4)]
     elif name == "tp2":
         config = {"mesh": {"tp": 2}, "optimizer": OPTIMIZER}
         batches = [text(0, 4)]
+    elif name == "ep2":
+        config = {"mesh": {"ep": 2}, "optimizer": OPTIMIZER}
+        batches = [text(world.rank, 2)]
+        model = {"experts": {"count": 4, "every": 2}}
     else:
         config = {"zero": {"stage": int(name[-1])}, "optimizer": OPTIMIZER}
         batches = [text(world.rank, 2)]
-    engine = shardwise.initialize(gpt(), config, world=world)
+    engine = shardwise.initialize(gpt(**model), config, world=world)
     return lambda: engine.train_step(batches)
 
 
