@@ -45,7 +45,7 @@ from shardwise.comm.links import WorldLinks
 from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
-from shardwise.comm.rendezvous.device import choose_device
+from shardwise.comm.rendezvous.device import choose_device, identity_of
 from shardwise.comm.rendezvous.hosts import levels_of, numbered
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
@@ -494,7 +494,7 @@ def _meet(
         base = _connect(seat, timeout_s)
     # torchrun's agent serves one store for all restarts of its ranks.
     base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
-    me = handshake.identity("" if device.type == "cpu" else str(device))
+    me = handshake.identity(identity_of(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
     secret = os.environ.get("SHARDWISE_SECRET")
     folder = handshake.private_folder(_private_candidates()) if one_host and not secret else None
     met = handshake.meet(base, seat.rank, seat.world_size, me, secret, folder, timeout_s)

@@ -2,6 +2,10 @@
 
 "auto" checks the device for what every step needs: sums in fp64 (the norm and the loss), and a backend of torch that
 exchanges its tensors. Apple's MPS has neither, so a laptop computes on its CPU.
+
+A rank that sees several devices takes the one at its place among the ranks of its host. A rank that sees a single device
+takes that one, because ``srun --gpus-per-task=1``, Ray and containers show each rank another device, which is number 0
+for all of them. So ranks compare their devices by ``identity_of``, which names the hardware, when they meet.
 """
 
 import torch
@@ -41,7 +45,10 @@ def choose_device(wanted: str, seat: JobSeat, visible: str | None) -> tuple[torc
             f"comm.device: {wanted!r} is asked for, and torch finds {here} here; use auto or cpu"
         )
     place = seat.local_rank if device.index is None else device.index
-    if seat.local_size > count or place >= count:
+    sees_its_own = count == 1 and "," not in (visible or "")
+    if sees_its_own and device.index is None:
+        place = 0
+    if (seat.local_size > count and not sees_its_own) or place >= count:
         limit = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
         if "MIG-" in (visible or ""):  # parts of devices, whose names do not contain their order
             limit += " (of the parts of a device that MIG makes, CUDA shows a process one)"
@@ -56,6 +63,23 @@ def choose_device(wanted: str, seat: JobSeat, visible: str | None) -> tuple[torc
     device = torch.device(device.type, place)
     torch.accelerator.set_device_index(device.index)
     return device, dist.get_default_backend_for_device(device)
+
+
+def identity_of(device: torch.device, visible: str | None) -> str:
+    """Return a text that only the same hardware has: "cuda:GPU-5d5ba0d6-...", or "" for the CPU, which ranks may share.
+
+    Args:
+        device: The device of this rank.
+        visible: Value of ``CUDA_VISIBLE_DEVICES``.
+    """
+    if device.type == "cpu":
+        return ""
+    if visible and visible.startswith("MIG-") and "," not in visible:
+        return f"{device.type}:{visible}"  # the properties of a part may be those of the whole device
+    module = torch.get_device_module(device)
+    read = getattr(module, "get_device_properties", None)
+    uuid = None if read is None else getattr(read(device.index), "uuid", None)
+    return str(device) if uuid is None else f"{device.type}:GPU-{uuid}"
 
 
 def _accelerator(seat: JobSeat) -> torch.device | None:

@@ -48,7 +48,7 @@ class RankIdentity(NamedTuple):
     """Kernel, process ids and network: ranks with all of these in common are on one host."""
     pid: int
     device: str
-    """Device of the rank; "" on the CPU, which ranks may share."""
+    """Text that only the rank's device has (``device.identity_of``); "" on the CPU, which ranks may share."""
 
 
 class HandshakeResult(NamedTuple):
@@ -285,7 +285,8 @@ def _shared_devices(who: Sequence[RankIdentity]) -> str:
                 return (
                     f"{number} on one host took {counted(len(devices), 'device')}: {device} is that of "
                     f"{named_ranks(ranks)}. A number in comm.device gives one device to every rank: leave it out "
-                    f"({device.partition(':')[0]}, auto). Where there is none, LOCAL_RANK is the same or missing: "
-                    "start the ranks with shardwise launch, torchrun or srun, set LOCAL_RANK, or comm.device: cpu"
+                    f"({device.partition(':')[0]}, auto). Where there is none, LOCAL_RANK is the same or missing, or "
+                    "CUDA_VISIBLE_DEVICES shows these ranks one device: start a rank per device with shardwise launch, "
+                    "torchrun or srun, set LOCAL_RANK, or comm.device: cpu"
                 )
     return ""
