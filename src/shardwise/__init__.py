@@ -12,6 +12,8 @@ Names are imported on first use. ``import shardwise`` is therefore quick, prints
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import shardwise.comm.rendezvous.environment as _environment  # noqa: F401 - NCCL reads what it sets
+
 if (
     TYPE_CHECKING
 ):  # for editors and type checkers; at run time __getattr__ imports a name when it is first used

@@ -1,15 +1,18 @@
 """Messages between ranks: any shape and dtype, in order, named; both wires alike."""
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.base.errors import CommError, DeadlineError, UsageError
 from shardwise.comm.collectives import StepClock
-from shardwise.comm.peers import RING, PointToPoint
+from shardwise.comm.peers import RING, PointToPoint, TorchWire
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.shared_ring import CollectiveCall
 from shardwise.comm.trace import Traffic, TrafficCount
 from shardwise.comm.world import World
 from shardwise.plan.mesh import Mesh
@@ -74,6 +77,36 @@ def test_messages_arrive_in_order_with_every_shape_and_dtype(ranks: Any, size: i
         assert counts["send", "activations"].bytes == sum(t.nbytes for t in sent)
         assert counts["send", "gradients"] == TrafficCount(1, 10 * 1 + 30 * rank, 8 * (10 + 30 * rank))
         assert sequence == 0, "sends are not what all ranks do alike"
+
+
+def woken(world: World, backend: str) -> tuple[bool, str]:
+    """(whether rank 0's wait for a header ended soon after the wire was given up, the error)"""
+    group = dist.new_group([0, 1], backend=backend)
+    wire = TorchWire(1 - world.rank, group, group)
+    told = ""
+    if world.rank == 0:
+        threading.Timer(0.5, wire.give_up).start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            wire.receive(CollectiveCall("receive", "a header", 60.0), lambda header: [], lambda: False)
+        told = str(caught.value)
+        is_soon = time.monotonic() - began < 30
+    else:
+        is_soon = True
+    world.barrier()
+    dist.destroy_process_group(group)
+    return is_soon, told
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_a_wait_for_a_header_ends_with_the_verdict(backend: str) -> None:
+    """A group of a device calls its backends "cpu:gloo,cuda:nccl", and its waits went on for comm.timeout_s."""
+    pool = RankPool(2)
+    try:
+        [(is_soon, told), _] = pool.run(woken, backend)
+    finally:
+        pool.close()
+    assert is_soon and told
 
 
 def both_at_once(world: World, transport: str, rounds: int) -> bool:

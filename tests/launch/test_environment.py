@@ -51,3 +51,19 @@ def test_threads_are_shared_out_unless_set(
 def test_communicators_start_in_the_order_of_the_calls(given: dict[str, str], found: str) -> None:
     """NCCL reads it when the first communicator is made, so it stands there before a rank starts."""
     assert of_rank(JOB, 0, None, given)["NCCL_LAUNCH_ORDER_IMPLICIT"] == found
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_segments_of_a_device_grow_unless_the_user_sets_the_allocator(
+    given: dict[str, str], found: str | None
+) -> None:
+    made = of_rank(JOB, 0, None, given)
+    assert made.get("PYTORCH_ALLOC_CONF") == found
+    assert made.get("PYTORCH_CUDA_ALLOC_CONF") == given.get("PYTORCH_CUDA_ALLOC_CONF")

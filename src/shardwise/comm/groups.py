@@ -38,8 +38,20 @@ def backends(device: torch.device, backend: str) -> str:
 
 def backend_of_default(device: torch.device) -> str:
     """Return the backend of torch's default group for ``device``, or else the backend that torch would choose."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
-    return dict(pairs).get(device.type) or dist.get_default_backend_for_device(device)
+    return backend_for(device.type) or dist.get_default_backend_for_device(device)
+
+
+def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str:
+    """Return the backend of a group for tensors on a type of device; "" if the group has none.
+
+    ``dist.get_backend`` answers "cpu:gloo,cuda:nccl" for a group with a backend for each type of device.
+
+    Args:
+        device_type: Type of the device, such as "cpu".
+        group: The group; None: torch's default group.
+    """
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+    return dict(pairs).get(device_type, "")
 
 
 def is_bound() -> bool:

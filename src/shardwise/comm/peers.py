@@ -36,6 +36,7 @@ from shardwise.comm.agreed import MessageHeaders
 from shardwise.comm.collectives import DONE, Group, PendingCollective
 from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import Communicator
+from shardwise.comm.groups import backend_for
 from shardwise.comm.shared_ring import CollectiveCall, GroupRings, RingLayout
 from shardwise.comm.trace import Purpose
 
@@ -488,7 +489,9 @@ class TorchWire:
         if self._is_closed:
             return
         group = self._inward or dist.group.WORLD
-        if dist.get_backend(group) == "gloo":
+        if (
+            backend_for("cpu", group) == "gloo"
+        ):  # a header is a tensor of the host, also beside a device's backend
             nothing = dist.irecv(torch.zeros(1), src=self._rank, group=group, tag=_TAG + 1)
             assert nothing is not None, "both ends are in the group"
             nothing.wait(timedelta(milliseconds=1))

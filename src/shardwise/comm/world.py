@@ -46,6 +46,7 @@ from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
 from shardwise.comm.rendezvous.device import choose_device, identity_of
+from shardwise.comm.rendezvous.environment import prepare_for_groups
 from shardwise.comm.rendezvous.hosts import levels_of, numbered
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
@@ -478,15 +479,7 @@ def _meet(
     """
     adopts = dist.is_initialized()
     one_host = seat.local_size == seat.world_size
-    if one_host:
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        if backend == "nccl":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if backend == "nccl":
-        # Several communicators run at once. With this variable their kernels start in the order of the calls, which is
-        # the same on all ranks; in another order they could wait for one another.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    prepare_for_groups(one_host, backend, seat.world_size, adopts)
     base = store
     if base is None and adopts:
         base = dist.distributed_c10d._get_default_store()
@@ -508,10 +501,6 @@ def _meet(
         )
     watch = Watchdog(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
     if not adopts:
-        if backend == "nccl":
-            # The watch ends a communicator that fails and reports where; torch's own thread would end the process
-            # first.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             backends(device, backend),
             # On an accelerator torch's own threads read the store, which must not need the interpreter to answer.

@@ -33,6 +33,8 @@ SECRET = "SHARDWISE_SECRET"
 _CORES = "SHARDWISE_CORES"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables that set torch's allocator of devices, which reads them at its first allocation."""
 _OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _CORES})
 
 
@@ -123,6 +125,9 @@ def of_rank(
         ours[_CORES] = ",".join(map(str, job.cores[place]))
     # Otherwise every rank would start a thread per core, and N ranks N times as many as there are cores.
     defaults = {"OMP_NUM_THREADS": str(threads), "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} | interfaces
+    if kept.keys().isdisjoint(_ALLOCATOR):
+        # Otherwise the pieces of a CUDA device that blocks of unlike sizes leave behind are lost until the run ends.
+        defaults |= {_ALLOCATOR[0]: "expandable_segments:True"}
     return defaults | kept | {name: str(value) for name, value in ours.items()}
 
 

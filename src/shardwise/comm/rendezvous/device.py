@@ -3,7 +3,7 @@
 "auto" checks the device for what every step needs: sums in fp64 (the norm and the loss), and a backend of torch that
 exchanges its tensors. Apple's MPS has neither, so a laptop computes on its CPU.
 
-A rank that sees several devices takes the one at its place among the ranks of its host. A rank that sees a single device
+A rank that sees several devices takes the one at its place among the ranks of its host. A rank that sees one device
 takes that one, because ``srun --gpus-per-task=1``, Ray and containers show each rank another device, which is number 0
 for all of them. So ranks compare their devices by ``identity_of``, which names the hardware, when they meet.
 """
