@@ -129,15 +129,13 @@ class _GatedExperts(torch.autograd.Function):
         ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...], keeps: bool
     ) -> Tensor:
         out, kept = rows.new_empty(rows.shape[0], down.shape[1]), []
-        for group, part in enumerate(rows.split(counts)):
-            both = torch.mm(part, gate_up[group].T)
-            hidden = both.new_empty(both.shape[0], both.shape[1] // 2)
-            for place in stretches(both):
-                gate, up = both[place].chunk(2, -1)
-                torch.ops.aten.silu.out(gate, out=hidden[place])
-                hidden[place].mul_(up)
-            torch.mm(hidden, down[group].T, out=out.split(counts)[group])
+        # Each tensor is cut once for all groups: with many groups, the cuts would take longer than the products.
+        cuts = (rows.split(counts), out.split(counts), gate_up.mT.unbind(), down.mT.unbind())
+        for part, result, first, second in zip(*cuts, strict=True):
+            both = torch.mm(part, first)
             kept.append(both if keeps else part)
+            if len(part):
+                torch.mm(_gated(both), second, out=result)
         ctx.save_for_backward(rows, gate_up, down, *kept)
         ctx.counts = counts
         return out
@@ -150,19 +148,41 @@ class _GatedExperts(torch.autograd.Function):
             torch.empty_like(tensor) if needed else None
             for tensor, needed in zip((rows, gate_up, down), ctx.needs_input_grad, strict=False)
         )
-        parts = zip(rows.split(ctx.counts), grad.split(ctx.counts), kept, strict=True)
-        for group, (part, own, both) in enumerate(parts):
-            d_hidden = torch.mm(own, down[group])
+        cuts = (rows.split(ctx.counts), grad.split(ctx.counts), kept, gate_up.unbind(), down.unbind())
+        into_first = _cut(d_gate_up, len(kept))
+        into_second = _cut(d_down, len(kept))
+        into_rows = [None] * len(kept) if d_rows is None else d_rows.split(ctx.counts)
+        results = (into_first, into_second, into_rows)
+        for part, own, both, first, second, d_first, d_second, d_part in zip(*cuts, *results, strict=True):
+            d_hidden = torch.mm(own, second)
             hidden, d_both = torch.empty_like(d_hidden), torch.empty_like(both)
             for place in stretches(both):
                 _silu_backward(both[place], d_hidden[place], hidden[place], d_both[place])
-            if d_down is not None:
-                torch.mm(own.T, hidden, out=d_down[group])
-            if d_gate_up is not None:
-                torch.mm(d_both.T, part, out=d_gate_up[group])
-            if d_rows is not None:
-                torch.mm(d_both, gate_up[group], out=d_rows.split(ctx.counts)[group])
+            if d_second is not None:
+                torch.mm(own.T, hidden, out=d_second)
+            if d_first is not None:
+                torch.mm(d_both.T, part, out=d_first)
+            if d_part is not None:
+                torch.mm(d_both, first, out=d_part)
         return d_rows, d_gate_up, d_down, None, None
+
+
+def _cut(stacked: Tensor | None, groups: int) -> Sequence[Tensor | None]:
+    """Return the matrix of each group, or None for each group if there are none."""
+    return [None] * groups if stacked is None else stacked.unbind()
+
+
+def _gated(both: Tensor) -> Tensor:
+    """Return silu(gate) · up of the columns of gate, then up."""
+    gates, ups = both.chunk(2, -1)
+    hidden = torch.empty_like(gates, memory_format=torch.contiguous_format)
+    places = list(stretches(both))
+    if len(places) == 1:
+        return torch.ops.aten.silu.out(gates, out=hidden).mul_(ups)  # type: ignore[no-any-return]
+    for place in places:
+        torch.ops.aten.silu.out(gates[place], out=hidden[place])
+        hidden[place].mul_(ups[place])
+    return hidden
 
 
 def _silu_backward(both: Tensor, d_hidden: Tensor, hidden: Tensor, d_both: Tensor) -> None:
