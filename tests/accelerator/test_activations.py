@@ -236,6 +236,30 @@ def test_a_reload_that_is_left_out_is_told(
     assert [len(each) >= told if told else not each for each in found] == [True, True], found
 
 
+def told_of_blocks_inside_units(world: Any) -> list[str]:
+    """The divergences of steps in which the Units are parts of the blocks whose tensors move."""
+    with Bench(), late_copies() as made:
+        config = config_of(Case(3), Other(), True)
+        config["zero"] = {**config["zero"], "units": ["blocks.*.attention"]}
+        engine = shardwise.initialize(test_offload.gpt().double(), config, world=world)
+        told = []
+        for step in range(3):
+            engine.train_step(test_offload.batches(world.rank, step, 1))
+            told += engine.trace.divergences
+        assert any(each.bytes.up > 0 for each in made)
+        engine.close()
+        return told
+
+
+def blocks_inside_units(_: Any) -> list[list[str]]:
+    return list(Crew(2, register()).run(told_of_blocks_inside_units))
+
+
+def test_a_block_that_is_no_unit_has_no_reload(device_process: RankPool) -> None:
+    [found] = device_process.run(blocks_inside_units)
+    assert found == [[], []]
+
+
 def refused_on(_: Any) -> str:
     config = {"offload": {"activations": "host"}}
     with pytest.raises(ConfigError) as caught:

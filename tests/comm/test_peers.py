@@ -79,23 +79,19 @@ def test_messages_arrive_in_order_with_every_shape_and_dtype(ranks: Any, size: i
         assert sequence == 0, "sends are not what all ranks do alike"
 
 
-def woken(world: World, backend: str) -> tuple[bool, str]:
-    """(whether rank 0's wait for a header ended soon after the wire was given up, the error)"""
+def woken(world: World, backend: str) -> str:
+    """The error of rank 0's wait for a header after the wire was given up; without it the ranks' patience ends."""
     group = dist.new_group([0, 1], backend=backend)
     wire = TorchWire(1 - world.rank, group, group)
     told = ""
     if world.rank == 0:
         threading.Timer(0.5, wire.give_up).start()
-        began = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
-            wire.receive(CollectiveCall("receive", "a header", 60.0), lambda header: [], lambda: False)
+            wire.receive(CollectiveCall("receive", "a header", 600.0), lambda header: [], lambda: False)
         told = str(caught.value)
-        is_soon = time.monotonic() - began < 30
-    else:
-        is_soon = True
     world.barrier()
     dist.destroy_process_group(group)
-    return is_soon, told
+    return told
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
@@ -103,10 +99,10 @@ def test_a_wait_for_a_header_ends_with_the_verdict(backend: str) -> None:
     """A group of a device calls its backends "cpu:gloo,cuda:nccl", and its waits went on for comm.timeout_s."""
     pool = RankPool(2)
     try:
-        [(is_soon, told), _] = pool.run(woken, backend)
+        told, _ = pool.run(woken, backend)
     finally:
         pool.close()
-    assert is_soon and told
+    assert told
 
 
 def both_at_once(world: World, transport: str, rounds: int) -> bool:

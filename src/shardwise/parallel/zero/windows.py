@@ -246,8 +246,14 @@ class UnitWindows:
         self.on_reload(self.of(action).unit.name)
 
     def note_missed_reload(self, name: str) -> None:
-        """Report that the saved tensors of the Unit ``name`` are wanted although no RELOAD of the list came first."""
-        if not self._is_held:
+        """Report that the saved tensors of a block are wanted although no RELOAD of the list came first.
+
+        A block that is no Unit of its own (``zero.units``) has no RELOAD: its tensors come when they are wanted.
+        """
+        is_listed = any(
+            state.unit.name == name and state.strategy.saved_tier != "device" for state in self.states
+        )
+        if is_listed and not self._is_held:
             self._walker.diverge(
                 f"the saved tensors of {name} were wanted before a RELOAD of the list asked for them"
             )
