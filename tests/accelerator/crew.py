@@ -4,6 +4,8 @@
     message      a queue for each ordered pair of ranks
     texts        a dict that all share
 
+A collective and a message run on a stream of their own: what they write is late, until who asked for them waits.
+
 One rank runs at a time and hands the baton on where it waits for others: threads share torch's generator of random
 numbers, and what one of them seeds no other may draw from. A backward pass runs in its rank's own thread, for on a
 device autograd has one thread for all.
@@ -14,7 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.world import World
-from tests.accelerator.pretend import Bench, is_on_device
+from tests.accelerator.pretend import Bench, is_on_device, on_host
+from tests.accelerator.timelines import WHERE, run_all
 
 _PATIENCE_S = 60.0
 
@@ -51,6 +54,7 @@ class Crew:
         failures: list[BaseException] = []
 
         def rank_main(rank: int) -> None:
+            WHERE.rank = rank
             world = World(rank, self.size, rank, self.size, "crew", self.device, board=_CrewBoard(self, rank))
             world.links = _CrewLinks(self, rank)  # type: ignore[assignment]
             world._threads["keys"] = _CrewThread(self, rank)
@@ -137,49 +141,84 @@ class CrewTransport:
         self._index = index
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
-        with _collective("all_gather", output, shard):
-            found = self._swap(f"all_gather {what}", shard)
-            for part, given in zip(output.detach().view(self._size, -1), found, strict=True):
-                part.copy_(given)
-        return DONE
+        found = self._swap("all_gather", what, shard, output)
+        return self._deliver("all_gather", (shard,), output, torch.cat([each.view(-1) for each in found]))
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
     ) -> PendingCollective:
-        with _collective("reduce_scatter", shard_out, full):
-            found = self._swap(f"reduce_scatter {what}", full)
-            total = _sum([each.view(self._size, -1)[self._index] for each in found], shard_out.dtype)
-            if accumulate:
-                shard_out.add_(total)
-            else:
-                shard_out.copy_(total)
-        return DONE
+        found = self._swap("reduce_scatter", what, full, shard_out)
+        total = _sum([each.view(self._size, -1)[self._index] for each in found], shard_out.dtype)
+        return self._deliver("reduce_scatter", (full,), shard_out, total, accumulate)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
-        with _collective("all_reduce", tensor):
-            tensor.detach().copy_(_sum(self._swap(f"all_reduce {what}", tensor), tensor.dtype))
-        return DONE
+        found = self._swap("all_reduce", what, tensor)
+        return self._deliver("all_reduce", (tensor,), tensor, _sum(found, tensor.dtype))
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
-        with _collective("broadcast", tensor):
-            tensor.detach().copy_(self._swap(f"broadcast {what}", tensor)[root])
-        return DONE
+        found = self._swap("broadcast", what, tensor)
+        return self._deliver("broadcast", (tensor,), tensor, found[root])
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
     ) -> PendingCollective:
-        with _collective("all_to_all", output, sent):
-            found = self._swap(f"all_to_all {what}", sent)
-            parts = [each.split(list(row))[self._index] for each, row in zip(found, counts, strict=True)]
-            output.detach().copy_(torch.cat(parts))
-        return DONE
+        found = self._swap("all_to_all", what, sent, output)
+        parts = [each.split(list(row))[self._index] for each, row in zip(found, counts, strict=True)]
+        return self._deliver("all_to_all", (sent,), output, torch.cat(parts))
 
     def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         self._meeting.swap(self._index, f"barrier {what}", None)
         return DONE
 
-    def _swap(self, what: str, tensor: Tensor) -> list[Tensor]:
-        return self._meeting.swap(self._index, what, tensor.detach().clone())
+    def _swap(self, name: str, what: str, sent: Tensor, output: Tensor | None = None) -> list[Tensor]:
+        """What all members bring, on the host; counted as one operation, on tensors of the host as a sync."""
+        bench = Bench.current
+        if bench is not None:
+            sides = {is_on_device(tensor) for tensor in (sent, output) if tensor is not None}
+            if len(sides) == 2:
+                bench.misplaced.append(f"{name}: tensors on both sides")
+            if True in sides:
+                bench.operation(name)
+            else:
+                bench.sync(f"{name} of the host")
+            run_all(bench.line.mark())
+        return self._meeting.swap(self._index, f"{name} {what}", _bytes_of(sent).clone())
+
+    def _deliver(
+        self, name: str, sent: Sequence[Tensor], output: Tensor, result: Tensor, adds: bool = False
+    ) -> PendingCollective:
+        return deliver((id(self._meeting), "communicator"), name, sent, output, result, adds)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return on_host(tensor.detach()) if is_on_device(tensor) else tensor.detach()
+
+
+def deliver(
+    key: Any, name: str, sent: Sequence[Tensor], output: Tensor, result: Tensor, adds: bool = False
+) -> PendingCollective:
+    """Write what has come for ``output``: late, on the stream ``key``, if it lies on the device."""
+    target = _bytes_of(output).view(-1)
+
+    def write() -> None:
+        if adds:
+            target.add_(result.view(-1))
+        else:
+            target.copy_(result.view(-1))
+
+    bench = Bench.current
+    if bench is None or not is_on_device(output):
+        with torch.no_grad():
+            write()
+        return DONE
+    rank, line = bench.rank, bench.rank.line(key[0], key[1])
+    line.learn(bench.line.mark())
+    known = line.launch()
+    rank.use(line, bench.uses(sent, [output]), name, known)
+    rank.copy(line, known, write, None if adds else target)
+    known = dict(known)
+    torch._C._autograd._unsafe_set_version_counter((output,), (output._version + 1,))
+    return PendingCollective(lambda: bench.line.learn(known))
 
 
 def _sum(addends: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -189,24 +228,6 @@ def _sum(addends: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     for each in addends[1:]:
         total += each
     return total.to(dtype)
-
-
-@contextmanager
-def _collective(name: str, *tensors: Tensor) -> Iterator[None]:
-    """Counted as one operation, whatever it takes here; on tensors of the host as a sync."""
-    bench = Bench.current
-    if bench is None:
-        yield
-        return
-    sides = {is_on_device(tensor) for tensor in tensors}
-    if len(sides) == 2:
-        bench.misplaced.append(f"{name}: tensors on both sides")
-    if True in sides:
-        bench.operation(name)
-    else:
-        bench.sync(f"{name} of the host")
-    with bench.paused(), torch.no_grad():
-        yield
 
 
 class _CrewBoard(MessageBoard):
@@ -271,10 +292,11 @@ class _CrewWire:
 
     def send(self, header: bytes, tensors: Sequence[Tensor], call: Any) -> PendingCollective:
         bench = Bench.current
-        for _ in tensors if bench is not None else ():
-            bench.operation("send")  # type: ignore[union-attr]
-        with bench.paused() if bench is not None else nullcontext():
-            self._out.put((header, [each.detach().clone() for each in tensors]))
+        if bench is not None:
+            for _ in tensors:
+                bench.operation("send")
+            run_all(bench.line.mark())
+        self._out.put((header, [_bytes_of(each).clone() for each in tensors]))
         return DONE
 
     def receive(self, call: Any, allocate: Any, meanwhile: Any) -> PendingCollective:
@@ -283,13 +305,12 @@ class _CrewWire:
         assert found is not None, "another rank failed"
         header, sent = found
         tensors: list[Tensor] = list(allocate(header))
-        bench = Bench.current
+        pending = []
         for target, given in zip(tensors, sent, strict=True):
-            if bench is not None:
-                bench.operation("receive")
-            with bench.paused() if bench is not None else nullcontext():
-                target.copy_(given)
-        return DONE
+            if Bench.current is not None:
+                Bench.current.operation("receive")
+            pending.append(deliver((id(self._in), "messages"), "receive", (), target, given))
+        return PendingCollective(lambda: [each.wait() for each in pending] and None)
 
     def advance(self) -> bool:
         return False

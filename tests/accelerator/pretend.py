@@ -15,14 +15,19 @@ autograd's asked):
     operations  all that would launch a kernel: no views, no allocations
     misplaced   operations over tensors on both sides, but for numbers of dim 0; refused as CUDA refuses them
 
-It checks placement and counts; it cannot show what streams do, nor times.
+    races       uses of the same bytes by two streams, or a stream and the host, that no event orders (timelines.py)
+
+What streams other than the computation's copy comes as late as it may, and there are NaNs until then. Memory is that of
+a caching allocator. Times it cannot show.
 """
 
+import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -35,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import shardwise
+from tests.accelerator.timelines import WHERE, Block, Line, RankTimelines, Tenant, Timelines, run_all
 
 NAME = "pretend"
 IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
@@ -75,6 +81,7 @@ def register() -> torch.device:
         torch.Stream, torch.Event = _Stream, _Event  # type: ignore[misc, assignment]
         torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
         threading.Thread.run = _run_in_mode  # type: ignore[method-assign]
+        threading.Thread.start = _start_in_rank  # type: ignore[method-assign]
     return torch.device(NAME, 0)
 
 
@@ -88,6 +95,8 @@ def on_device(host: Tensor) -> Tensor:
         there.data_ptr(), torch.device(NAME, 0), there.nbytes()
     )
     storage.host = there  # kept as long as torch keeps the storage
+    if Bench.current is not None:
+        Bench.current.give_memory(storage)
     return _described(host.dtype, storage, host)
 
 
@@ -123,9 +132,12 @@ class Bench(TorchDispatchMode):
     """See the module's docstring. ``with Bench() as bench:`` around all that uses the device."""
 
     current: "Bench | None" = None
+    _entered: list["Bench"] = []  # noqa: RUF012 - of the process
+    """Benches that are in use, of several ranks too, which share their timelines."""
 
-    def __init__(self) -> None:
+    def __init__(self, hurry: int | None = None) -> None:
         super().__init__()
+        self.timelines = Timelines(hurry)
         self.syncs: Counter[Sync] = Counter()
         self.operations: Counter[str] = Counter()
         self.misplaced: list[str] = []
@@ -133,6 +145,9 @@ class Bench(TorchDispatchMode):
         self._is_paused = threading.local()
 
     def __enter__(self) -> Any:
+        if Bench._entered:
+            self.timelines = Bench._entered[-1].timelines
+        Bench._entered.append(self)
         Bench.current = self
         self._data.__enter__()
         return super().__enter__()
@@ -140,7 +155,8 @@ class Bench(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._data.__exit__(*error)
-        Bench.current = None
+        Bench._entered.remove(self)
+        Bench.current = Bench._entered[-1] if Bench._entered else None
 
     def clear(self) -> None:
         """Count from nothing."""
@@ -158,14 +174,51 @@ class Bench(TorchDispatchMode):
             self._is_paused.flag = before
 
     def sync(self, what: str) -> None:
-        """Count one."""
-        if not getattr(self._is_paused, "flag", False):
+        """Count one; the host has waited for the running stream."""
+        if not self.is_paused:
             self.syncs[what, place()] += 1
             _Event.waited = _Event.recorded
+            self._is_paused.has_waited = True
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what this thread does is the bench's own."""
+        return getattr(self._is_paused, "flag", False)
+
+    @property
+    def races(self) -> list[str]:
+        """Pairs of uses that no event orders, of all ranks."""
+        return self.timelines.races
+
+    @property
+    def rank(self) -> RankTimelines:
+        """The timelines of the running thread's rank."""
+        return self.timelines.of(WHERE.rank)
+
+    @property
+    def line(self) -> Line:
+        """The running thread's stream."""
+        return self.rank.line(WHERE.streams[-1].stream_id if WHERE.streams else 0)
+
+    def give_memory(self, storage: Any) -> None:
+        """Let the allocator serve a new storage."""
+        if not self.is_paused:
+            storage.tenant = self.rank.take(storage.nbytes(), self.line)
+
+    def uses_of(self, func: Any, args: Any, kwargs: Any) -> list[tuple[Tensor, Block, bool]]:
+        """(tensor, its block, whether it is written), of an operation's arguments; of the host the pinned ones."""
+        found: dict[int, tuple[Tensor, Block, bool]] = {}
+        for place, (name, writes) in enumerate(_arguments(func)):
+            value = args[place] if place < len(args) else kwargs.get(name)
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                block = _block_of(each)
+                if block is not None:
+                    found[id(each)] = each, block, writes or (id(each) in found and found[id(each)][2])
+        return list(found.values())
 
     def operation(self, name: str) -> None:
         """Count one."""
-        if not getattr(self._is_paused, "flag", False):
+        if not self.is_paused:
             self.operations[name] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,13 +233,14 @@ class Bench(TorchDispatchMode):
         if name in ("pin_memory", "_pin_memory", "is_pinned"):
             return _pinned(name, args[0])
         if not device and not goes_there:
-            return _without_pins(func, args, kwargs)
+            return self._on_host(func, name, args, kwargs)
         if name in _DESCRIBES:
             return _describe(name, func, args, kwargs)
+        self._is_paused.has_waited = False
         if name in ("_to_copy", "copy_", "_copy_from", "copy"):
             self._count_copy(name, args, kwargs)
         elif name == "record_stream":
-            return None
+            return _record_stream(*args)
         else:
             self._check_places(func, name, leaves, device)
             self._count_sync(func, name, args, kwargs)
@@ -201,10 +255,11 @@ class Bench(TorchDispatchMode):
         to_host = name == "_to_copy" and wanted is not None and not goes_there
         if name == "_to_copy":
             inner_kwargs.pop("non_blocking", None)
-        result = func(*inner_args, **inner_kwargs)
+        result = self._run(func, name, (args, kwargs), (inner_args, inner_kwargs))
         if to_host or name in _READS:
             if to_host and kwargs.get("non_blocking"):
                 result.untyped_storage().pinned = True  # as torch makes it
+                self._wrote(name, [result])
             return result
         if name == "_to_copy" and result.untyped_storage().data_ptr() in {
             each.untyped_storage().data_ptr() for each in (*hosts.values(), *args) if isinstance(each, Tensor)
@@ -215,6 +270,8 @@ class Bench(TorchDispatchMode):
         if name == "copy_" and not is_on_device(args[0]):
             return args[0]
 
+        made: list[Tensor] = []
+
         def back(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
@@ -223,9 +280,58 @@ class Bench(TorchDispatchMode):
             source = storages.get(value.untyped_storage()._cdata)
             if source is not None:
                 return _described(value.dtype, source.untyped_storage(), value)
-            return on_device(value)
+            made.append(on_device(value))
+            return made[-1]
 
-        return tree_map(back, result)
+        answer = tree_map(back, result)
+        if made and name not in _ALLOCATES:
+            self._wrote(name, made)
+        return answer
+
+    def uses(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> list[tuple[Tensor, Block, bool]]:
+        """(tensor, its block, whether it is written) of what is read and what is written."""
+        both = [(each, False) for each in read] + [(each, True) for each in written]
+        found = [(each, _block_of(each), writes) for each, writes in both]
+        return [(each, block, writes) for each, block, writes in found if block is not None]
+
+    def _run(self, func: Any, name: str, outer: Any, inner: Any) -> Any:
+        """Run an operation on host views of its tensors, on the running stream."""
+        if self.is_paused:
+            return func(*inner[0], **inner[1])
+        waited = self._is_paused.has_waited
+        line, is_copy = self.line, name in ("copy_", "_to_copy")
+        if func.is_view or name in _ALLOCATES or name == "detach":
+            return func(*inner[0], **inner[1])
+        known = line.launch()
+        uses = self.uses_of(func, *outer)
+        self.rank.use(line, uses, f"{name} of {place()}" if line is not self.rank.default else name, known)
+        if waited:
+            run_all(known)
+            result = func(*inner[0], **inner[1])
+            self.rank.host_knows(known)
+            return result
+        if is_copy and line is not self.rank.default:
+            source = inner[0][0] if name == "_to_copy" else inner[0][1]
+            target = (
+                torch.empty_like(source, dtype=inner[1].get("dtype")) if name == "_to_copy" else inner[0][0]
+            )
+            self.rank.copy(line, known, lambda: target.copy_(source), target)
+            return target
+        run_all(known)
+        return func(*inner[0], **inner[1])
+
+    def _wrote(self, name: str, made: list[Tensor]) -> None:
+        """Note that an operation has written its results."""
+        if self.is_paused:
+            return
+        self.rank.use(self.line, self.uses([], made), name, self.line.mark())
+
+    def _on_host(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation of the host, which may use memory that the device copies from or to."""
+        if not self.is_paused and not func.is_view and name != "detach":
+            for tensor, block, writes in self.uses_of(func, args, kwargs):
+                self.rank.host_use(tensor, block, writes, f"{name} of {place()}")
+        return _without_pins(func, args, kwargs)
 
     def _check_places(self, func: Any, name: str, leaves: list[Any], device: list[Tensor]) -> None:
         if not device:
@@ -307,6 +413,32 @@ def _function_of(code: CodeType) -> str:
     parts = code.co_qualname.replace("<lambda>", "").replace("<listcomp>", "").replace("<genexpr>", "")
     names = [part for part in parts.replace("<locals>", "").split(".") if part]
     return names[-1]
+
+
+@cache
+def _arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+    """(name, whether the operation writes it) of each argument."""
+    return tuple(
+        (each.name, each.alias_info is not None and each.alias_info.is_write)
+        for each in func._schema.arguments
+    )
+
+
+def _block_of(value: Any) -> Block | None:
+    """Memory of a tensor of the device, or of pinned memory of the host."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    if is_on_device(value):
+        tenant: Tenant | None = getattr(value.untyped_storage(), "tenant", None)
+        return None if tenant is None else tenant.block
+    if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cpu":
+        return None
+    storage: Any = value.untyped_storage()
+    if not getattr(storage, "pinned", False):
+        return None
+    if not hasattr(storage, "block"):
+        storage.block = Block(storage.nbytes(), None)
+    return storage.block  # type: ignore[no-any-return]
 
 
 class _Data(TorchFunctionMode):
@@ -421,40 +553,68 @@ class _Backend(backend_registration._DummyBackendModule if IS_POSSIBLE else obje
 def _synchronize(*_: Any) -> None:
     if Bench.current is not None:
         Bench.current.sync("synchronize")
+        Bench.current.rank.synchronize()
 
 
 class _Stream:
-    """Work is done when it is asked for, so a stream has nothing to order."""
+    """A stream: one timeline of each rank that uses it."""
 
-    def __init__(self, device: Any = None, **_: Any) -> None:
+    _made = itertools.count(1)
+
+    def __init__(self, device: Any = None, number: int | None = None, **_: Any) -> None:
         self.device = torch.device(NAME, 0)
-        self.stream_id = 0
+        self.stream_id = next(_Stream._made) if number is None else number
+
+    @property
+    def line(self) -> Line | None:
+        return None if Bench.current is None else Bench.current.rank.line(self.stream_id)
 
     def synchronize(self) -> None:
-        _synchronize()
+        if Bench.current is not None and self.line is not None:
+            Bench.current.sync("synchronize")
+            Bench.current.rank.host_knows(self.line.mark())
 
     def query(self) -> bool:
         return True
 
     def wait_stream(self, stream: Any) -> None:
-        pass
+        if stream.line is not None:
+            self._wait(stream.line.mark())
 
     def wait_event(self, event: Any) -> None:
-        pass
+        self._wait(event.known)
+
+    def _wait(self, known: dict[Line, int]) -> None:
+        if self.line is not None:
+            self.line.learn(known)
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        event = event or _Event()
+        event.record(self)
+        return event
 
     def __enter__(self) -> "_Stream":
+        WHERE.streams = (*WHERE.streams, self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        pass
+        WHERE.streams = WHERE.streams[:-1]
+
+
+def _current_stream(device: Any = None) -> _Stream:
+    return WHERE.streams[-1] if WHERE.streams else _Stream(number=0)
+
+
+def _set_stream(stream: _Stream) -> None:
+    WHERE.streams = (*WHERE.streams[:-1], stream)
 
 
 def _record_stream(tensor: Tensor, stream: _Stream) -> None:
     if not is_on_device(tensor):
         raise NotImplementedError("record_stream: a tensor on the host belongs to no stream")
+    block = _block_of(tensor)
+    if block is not None and stream.line is not None:
+        block.users.add(stream.line)
 
 
 class _Event:
@@ -470,20 +630,28 @@ class _Event:
         self.device = torch.device(NAME, 0)
         self._has_time = enable_timing
         self._at_s = 0
+        self.known: dict[Line, int] = {}
 
     def record(self, stream: Any = None) -> None:
         if self._has_time:
             _Event.recorded += 1
             self._at_s = _Event.recorded
+        line = (stream or _current_stream()).line
+        self.known = {} if line is None else line.mark()
 
     def wait(self, stream: Any = None) -> None:
-        pass
+        (stream or _current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        return self._at_s <= _Event.waited
+        bench = Bench.current
+        if self._has_time or bench is None:
+            return self._at_s <= _Event.waited
+        return all(bench.rank.host.get(line, 0) >= count for line, count in self.known.items())
 
     def synchronize(self) -> None:
-        _synchronize()
+        if Bench.current is not None:
+            Bench.current.sync("synchronize")
+            Bench.current.rank.host_knows(self.known)
         _Event.waited = _Event.recorded
 
     def elapsed_time(self, other: Any) -> float:
@@ -494,25 +662,38 @@ class _Event:
 
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "synchronize": _synchronize,
-    "current_stream": lambda device=None: _Stream(),
-    "set_stream": lambda stream: None,
+    "current_stream": _current_stream,
+    "set_stream": _set_stream,
     "device_count": lambda: 1,
     "set_device_index": lambda index: None,
     "current_device_index": lambda: 0,
     "get_memory_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
-    "memory_stats": lambda device=None: {},
-    "max_memory_allocated": lambda device=None: 0,
-    "memory_allocated": lambda device=None: 0,
-    "memory_reserved": lambda device=None: 0,
-    "max_memory_reserved": lambda device=None: 0,
-    "reset_peak_memory_stats": lambda device=None: None,
+    "memory_stats": lambda device=None: _memory(),
+    "max_memory_allocated": lambda device=None: _memory().get("allocated_bytes.all.peak", 0),
+    "memory_allocated": lambda device=None: _memory().get("allocated_bytes.all.current", 0),
+    "memory_reserved": lambda device=None: _memory().get("reserved_bytes.all.current", 0),
+    "max_memory_reserved": lambda device=None: _memory().get("reserved_bytes.all.peak", 0),
+    "reset_peak_memory_stats": lambda device=None: (
+        None if Bench.current is None else Bench.current.rank.reset_peaks()
+    ),
     "empty_cache": lambda: None,
 }
-_thread_run = threading.Thread.run
+_thread_run, _thread_start = threading.Thread.run, threading.Thread.start
+
+
+def _memory() -> dict[str, int]:
+    return {} if Bench.current is None else Bench.current.rank.memory_stats()
+
+
+def _start_in_rank(thread: threading.Thread) -> None:
+    """A thread belongs to the rank of the thread that starts it."""
+    thread.rank = WHERE.rank  # type: ignore[attr-defined]
+    _thread_start(thread)
 
 
 def _run_in_mode(thread: threading.Thread) -> None:
     """Modes belong to a thread; a device does not."""
+    WHERE.rank = getattr(thread, "rank", 0)
     if Bench.current is None:
         _thread_run(thread)
         return

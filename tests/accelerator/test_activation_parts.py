@@ -90,7 +90,8 @@ def trained(world: Any, way: Way, moves: bool) -> Gradients:
     for step in range(2):
         engine.train_step(batches(way, step, engine.dp_index))
     recalled = sum(action.kind is Kind.RELOAD for action in engine.trace.actions)
-    assert recalled == moves * way.microbatches * LAYERS // way.pp
+    keeps_last = engine.plan.mesh.index("pp", world.rank) == way.pp - 1
+    assert recalled == moves * way.microbatches * (LAYERS // way.pp - keeps_last)
     assert not conformance.departures
     engine.close()
     return found
@@ -142,7 +143,7 @@ def outcome_of(_: Any, way: Way) -> Outcome:
     opened, late = _BlockPass.open, []
 
     def seen(self: _BlockPass) -> None:
-        late.extend([self] * (not self._is_recalled))
+        late.extend([self] * (bool(self.moved) and not self._is_recalled))
         opened(self)
 
     with ExitStack() as stack:
@@ -204,6 +205,7 @@ def swapped_on(_: Any) -> float:
     def swaps(self: Group, output: Tensor, shard: Tensor, what: str, *rest: Any, **given: Any) -> Any:
         pending = all_gather(self, output, shard, what, *rest, **given)
         if "has saved" in what:
+            pending.wait()
             output.copy_(output.view(2, -1).flip(0).flatten())
         return pending
 

@@ -99,12 +99,33 @@ def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
     assert not strategies[0].brings_shard and not replace(ZERO1[0], tier="disk").brings_shard
 
 
+def test_saved_tensors_leave_behind_the_next_unit_that_runs() -> None:
+    """Those of a pass's last Unit leave in the next pass; a Unit around others does not count as the next one."""
+    saving = [replace(each, saved_tier="host") for each in ZERO1]
+    strategies = [ZERO1[0], *saving[1:3], ZERO1[3]]
+    assert text(forward_actions(opens(1, 2, 3), strategies)) == (
+        "F(u0) F(u1) F(u2) OFFLOAD(u1) F(u3) OFFLOAD(u2)"
+    )
+    assert text(forward_actions(opens(1, 2), strategies)) == "F(u0) F(u1) F(u2) OFFLOAD(u1)"
+    assert text(forward_actions(opens(1, 2), strategies, first=False)) == (
+        "F(u0) F(u1) OFFLOAD(u2) F(u2) OFFLOAD(u1)"
+    )
+    assert text(forward_actions(opens(1, 2), strategies, saves=False)) == "F(u0) F(u1) F(u2)"
+    cut = [ZERO3[0], *(replace(each, saved_tier="host") for each in ZERO3[1:])]
+    assert text(forward_actions(opens(1, 2), cut)) == (
+        "UNSHARD(u0) F(u0) UNSHARD(u1) F(u1) RESHARD(u1) UNSHARD(u2) F(u2) RESHARD(u2) OFFLOAD(u1) RESHARD(u0)"
+    )
+
+
 def test_what_was_saved_elsewhere_comes_one_such_unit_ahead() -> None:
-    """Once for each time that the Unit ran; the first of all with the next one."""
+    """Once for each time that the Unit ran; the first of all behind the Unit before it."""
     saving = [replace(each, saved_tier="host") for each in ZERO1]
     strategies = [ZERO1[0], *saving[1:3], ZERO1[3], *saving[4:]]
     assert text(backward_actions(opens(1, 2, 3, 4), strategies, [True] * 5, last=False)) == (
         "B(u0) RELOAD(u4) RELOAD(u2) B(u4) B(u3) RELOAD(u1) B(u2) B(u1)"
+    )
+    assert text(backward_actions(opens(1, 2, 3), strategies, [True] * 5, last=False)) == (
+        "B(u0) RELOAD(u2) B(u3) RELOAD(u1) B(u2) B(u1)"
     )
     assert text(backward_actions(opens(1, 2, 1), strategies, [True] * 5, last=False)) == (
         "B(u0) RELOAD(u1) RELOAD(u2) B(u1) RELOAD(u1) B(u2) B(u1)"

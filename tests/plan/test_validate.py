@@ -247,6 +247,14 @@ PLANTED = [
         lambda rows: rows["all"].insert(1, unit(Kind.LOAD_WEIGHT, 1, 0)),
         r"LOAD_WEIGHT\(u1,0\) of a Unit whose shard lies on the device",
     ),
+    ("saved", drop("pp 0", unit(Kind.OFFLOAD, 1, 0)), r"no OFFLOAD\(u1\) before the end of F\(0,0\)"),
+    ("saved", drop("pp 0", unit(Kind.OFFLOAD, 2, 1)), r"F\(u2,1\) before OFFLOAD\(u2\), while what 2 Units"),
+    ("saved", double("pp 0", unit(Kind.OFFLOAD, 1, 0)), r"OFFLOAD\(u1,0\) though nothing that Unit 1 has saved"),
+    (
+        "saved",
+        before("pp 0", unit(Kind.OFFLOAD, 1, 0), unit(Kind.F, 1, 0)),
+        r"OFFLOAD\(u1,0\) though nothing that Unit 1 has saved is on the device",
+    ),
     ("saved", drop("pp 0", unit(Kind.RELOAD, 1, 1)), "0 RELOAD and 1 B of Unit 1 in microbatch 1"),
     ("saved", double("pp 0", unit(Kind.RELOAD, 1, 1)), r"RELOAD\(u1,1\) more often than F\(u1,1\)"),
     (

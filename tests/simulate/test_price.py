@@ -153,7 +153,9 @@ def test_parts_along_tp_come_by_the_link_and_from_other_ranks() -> None:
     batch = {name: each.repeat(4, 1) for name, each in tokens().items()}
     known = read(gpt, given, 2, torch.device("cuda"), batch)
     half = 16 * 64 * 64 * 4 / 2  # of the input of each block but the last
-    assert priced(known, link_bytes_s=1e8).waits == pytest.approx(5 * half / 1e8, rel=0.01)
+    assert priced(known, link_bytes_s=1e8).waits == pytest.approx(5 * 2 * half / 1e8, rel=0.01), (
+        "down and back"
+    )
     assert known.passed is not None
     silent = known.passed[0]._replace(
         shares={key: share._replace(sent_bytes=0) for key, share in known.passed[0].shares.items()}

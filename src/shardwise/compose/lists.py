@@ -71,8 +71,8 @@ class UnitLists:
         self._prefetch = PrefetchLimits(limit, [unit.weight_bytes for unit in ranks.units])
         self._cached = lru_cache(_KEPT)(self._make)
 
-    def forward(self, order: StageOrder, is_first: bool = False) -> list[Action]:
-        """Return the Units' Actions of a forward pass.
+    def forward(self, order: StageOrder, is_first: bool) -> list[Action]:
+        """Return the Units' Actions of a forward pass of a step.
 
         Args:
             order: Order of the Units.
@@ -80,6 +80,14 @@ class UnitLists:
         """
         what = "first forward" if is_first else "forward"
         return self._cached(tuple(order.boundaries), tuple(order.fetches.items()), what)
+
+    def forward_alone(self, order: StageOrder) -> list[Action]:
+        """Return the Units' Actions of a forward pass without a backward pass, which saves nothing.
+
+        Args:
+            order: Order of the Units.
+        """
+        return self._cached(tuple(order.boundaries), tuple(order.fetches.items()), "lone forward")
 
     def backward(self, boundaries: Sequence[UnitBoundary], is_last: bool, is_first: bool) -> list[Action]:
         """Return the Units' Actions of a backward pass.
@@ -105,9 +113,11 @@ class UnitLists:
     ) -> list[Action]:
         strategies, trained, prefetch = self._ranks.strategies, self._ranks.trained, self._prefetch
         if what.endswith("forward"):
-            if what.startswith("first"):
+            first, saves = what.startswith("first"), not what.startswith("lone")
+            if first:
                 prefetch = prefetch.behind_updates(boundaries, strategies, trained)
-            return with_fetches(forward_actions(boundaries, strategies, prefetch), dict(fetches))
+            made = forward_actions(boundaries, strategies, prefetch, saves, first)
+            return with_fetches(made, dict(fetches))
         if what == "foreign":
             trained = (False,) * len(trained)
         return backward_actions(
@@ -126,6 +136,22 @@ def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lis
     if ranks == 1:
         return schedule("1f1b", 1, microbatches)
     return add_communication(schedule(policy.schedule, ranks, microbatches, policy.virtual_stages), ranks)
+
+
+def turning_stages(row: Sequence[Action]) -> frozenset[int]:
+    """Return the stages of which every forward pass is followed at once by its own backward pass.
+
+    Args:
+        row: F, B, SEND and RECV of one class of ranks (``schedule_lists``).
+    """
+    passes = [action for action in row if action.kind.computes]
+    stages = {action.stage for action in passes}
+    others = {
+        action.stage
+        for action, behind in zip(passes, [*passes[1:], None], strict=True)
+        if action.kind is Kind.F and behind != action._replace(kind=Kind.B)
+    }
+    return frozenset(stages - others)
 
 
 def forward_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
@@ -193,7 +219,7 @@ def forward_actions_of(
     row = forward_lists(plan.mesh.pp, batches, pipeline)[place]
     lists = UnitLists(ranks, zero)
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
-    made = add_sharding({0: row}, lambda stage, *_: lists.forward(known[stage]), lambda *_: [])[0]
+    made = add_sharding({0: row}, lambda stage, *_: lists.forward_alone(known[stage]), lambda *_: [])[0]
     validate_forward(plan, made, batches)
     return made
 
@@ -210,7 +236,7 @@ def pass_actions(plan: Plan, lists: UnitLists, stage: int, order: StageOrder) ->
     Raises:
         PlanError: if the list is not valid.
     """
-    made = lists.forward(order)
+    made = lists.forward_alone(order)
     inside = [each._replace(microbatch=0) for each in made]
     validate_forward(plan, [F(stage, 0), *inside], 1, stage)
     return made

@@ -25,7 +25,14 @@ import torch
 from shardwise.base.errors import PlanError
 from shardwise.base.names import matching
 from shardwise.base.words import counted
-from shardwise.compose.lists import Orders, UnitLists, forward_actions_of, schedule_lists, step_actions
+from shardwise.compose.lists import (
+    Orders,
+    UnitLists,
+    forward_actions_of,
+    schedule_lists,
+    step_actions,
+    turning_stages,
+)
 from shardwise.compose.spec import ModelSpec, ParameterSpec
 from shardwise.optim.average import EMA
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
@@ -124,10 +131,11 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
     stage_of = spec.stages(starts)
     registry = _registry(spec, stage_of, mesh, policies)
     classes = {}
+    rows = schedule_lists(mesh.pp, policies.microbatches, policies.pipeline)
     for place in range(mesh.pp):
         own = tuple(range(place, len(starts) + 1, mesh.pp))
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
-            spec, stage_of, own, registry, mesh, policies
+            spec, stage_of, own, registry, mesh, policies, turning_stages(rows[place])
         )
     exchanges = exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks)
     plan = Plan(mesh, registry, classes, rank, _notes(spec, mesh, policies), exchanges, policies.tokens)
@@ -227,8 +235,9 @@ def _class(
     registry: Registry,
     mesh: Mesh,
     policies: PlanPolicies,
+    turning: frozenset[int],
 ) -> RankClass:
-    """Return the class of ranks that hold ``stages``, without Actions."""
+    """Return the class of ranks that hold ``stages``, without Actions; ``turning`` as in ``RankClass``."""
     slices = TensorSlices(registry, mesh, 0)
     units: list[Unit] = []
     unit_stages: list[int] = []
@@ -252,7 +261,8 @@ def _class(
             unit_stages.append(stage_of[name])
     # A gradient may leave the device only if no sum over ranks of the model follows its reduction.
     leaves = not slices.shares_gradients(stages)
-    strategies = layout.strategies_of(policies.zero, mesh, units, policies.offload, leaves, policies.blocks)
+    moving = _moving_activations(units, unit_stages, policies.blocks, turning)
+    strategies = layout.strategies_of(policies.zero, mesh, units, policies.offload, leaves, moving)
     buffers = {}
     for (unit, place), dtypes in held.items():
         key = units[unit].buckets[place].key
@@ -269,7 +279,20 @@ def _class(
         tuple(strategies),
         buffers,
         0 if under_way == "auto" else int(under_way),
+        turning_stages=turning,
     )
+
+
+def _moving_activations(
+    units: Sequence[Unit], unit_stages: Sequence[int], blocks: Collection[str], turning: Collection[int]
+) -> set[int]:
+    """Return the Units whose saved activations may move: blocks, but for the last one of a stage in ``turning``."""
+    moving: set[int] = set()
+    for stage in set(unit_stages):
+        here = [unit for unit, at in zip(units, unit_stages, strict=True) if at == stage]
+        saving = [unit.index for unit in here if unit.name in blocks]
+        moving.update(saving[:-1] if stage in turning else saving)
+    return moving
 
 
 def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes:

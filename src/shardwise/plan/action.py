@@ -1,8 +1,8 @@
 """Action: one operation of a rank in a training step.
 
 What each Kind of operation does, where it may stand and what it costs is one row of the table in ``kinds.py``:
-F, B, I, W, SEND, RECV, LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD, REDUCE, ARRIVE, INPUT_DIST, FETCH, DELIVER, SUM, NORM,
-DIRECTION, TRUST_RATIO, ALL_TO_ALL, BALANCE, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT.
+F, B, I, W, SEND, RECV, LOAD_WEIGHT, UNSHARD, RESHARD, OFFLOAD, RELOAD, REDUCE, ARRIVE, INPUT_DIST, FETCH, DELIVER,
+SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, BALANCE, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT.
 
 A step is a list of Actions. Under a schedule a loop walks the list. In a user's own loop the user's Python decides the
 order of Units, and the module hooks follow the same list with a cursor.

@@ -41,6 +41,9 @@ class Times(Enum):
     PASS = "as often as the Unit's forward pass"
     AT_MOST_REDUCED = "at most once for each reduction of the Unit's gradient"
     WINDOW = "once for each window of the Unit's weights"
+    SAVED = (
+        "once for each forward pass of the Unit; the last of a pass may wait for the next pass, or come never"
+    )
 
 
 class UnitFacts(NamedTuple):
@@ -218,6 +221,10 @@ def _recalls(facts: UnitFacts) -> Times:
     return Times.PASS if facts.recalls else Times.NEVER
 
 
+def _offloads(facts: UnitFacts) -> Times:
+    return Times.SAVED if facts.recalls else Times.NEVER
+
+
 _WHOLE = "of a Unit whose weights every rank keeps whole"
 _IN_MEMORY = "of a Unit whose state stays in memory"
 
@@ -256,6 +263,7 @@ class Kind(AnyKind):
         handler=("passes", "forward"),
         holds=("updated", "gathered"),
         moves=(Move("down", "saved"),),
+        gives="saved",
         memory=("forward",),
     )
     B = Definition(
@@ -328,6 +336,16 @@ class Kind(AnyKind):
         handler=("windows", "reshard"),
         closes="gathered",
         memory=("free gathered",),
+    )
+    OFFLOAD = Definition(
+        "wait until host memory has a copy of what a Unit's forward saved, and release the device memory",
+        "activation offload, swap out",
+        uses=(
+            Use("pass", _offloads, "of a Unit whose forward saves everything on the device", inside=("F",)),
+        ),
+        handler=("windows", "offload"),
+        holds=("saved",),
+        memory=("offload",),
     )
     RELOAD = Definition(
         "bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it",

@@ -12,11 +12,12 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
 so gathers come in the reverse order of closing and reductions in the reverse order of opening. The order is the same on
 every rank, whatever order the gradients arrive in. Gathers go ahead of their use in this order, limited by bytes
 (``PrefetchLimits``); if a shard lies on another tier, LOAD_WEIGHT(u) goes as far ahead of its gather. Tensors that a
-Unit's forward saved on another tier are brought back one such Unit ahead of its backward: RELOAD(u3) RELOAD(u2) B(u3)
-... RELOAD(u1) B(u2) ... B(u1). The sums of gradients travel beside the computation: ARRIVE(u) waits for the oldest as
-soon as more than a given number are under way, and NORM waits for the rest. Vectors of embedding tables are fetched
-where the model calls the tables: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their
-own: INPUT_DIST(t) (``keys_ahead``).
+Unit's forward saves on another tier leave the device while the next Unit computes: F(u1) F(u2) OFFLOAD(u1) F(u3)
+OFFLOAD(u2). They are brought back one such Unit ahead of the Unit's backward: RELOAD(u2) B(u3) RELOAD(u1) B(u2) ...
+B(u1). The sums of gradients travel beside the computation: ARRIVE(u) waits for the oldest as soon as more than a given
+number are under way, and NORM waits for the rest. Vectors of embedding tables are fetched where the model calls the
+tables: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: INPUT_DIST(t)
+(``keys_ahead``).
 
 [Note: gathers behind updates]
 If STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) the gather would delay F(u-1)
@@ -92,23 +93,61 @@ class UnitBoundary(NamedTuple):
 
 
 def forward_actions(
-    boundaries: Sequence[UnitBoundary], strategies: Sequence[Strategy], prefetch: PrefetchLimits = NO_PREFETCH
+    boundaries: Sequence[UnitBoundary],
+    strategies: Sequence[Strategy],
+    prefetch: PrefetchLimits = NO_PREFETCH,
+    saves: bool = True,
+    first: bool = True,
 ) -> list[Action]:
     """Return the Actions of the forward pass of one microbatch.
+
+    What a Unit has saved on another tier leaves the device behind the next Unit that the pass enters and leaves, so
+    that the copy has the time of that Unit. What the last such Unit of a pass has saved leaves in the next pass.
 
     Args:
         boundaries: Order in which the pass enters and leaves the Units.
         strategies: Strategy of each Unit.
         prefetch: How far gathers go ahead of their use.
+        saves: False for a pass that saves nothing, because no backward pass follows.
+        first: True for the stage's first forward pass of a step, before which nothing was saved.
     """
+    offloaded = _offloads(boundaries, strategies, first) if saves else {}
     actions: list[Action] = []
-    for (enters, unit), is_outermost in zip(boundaries, _outermost(boundaries), strict=True):
+    for i, ((enters, unit), is_outermost) in enumerate(zip(boundaries, _outermost(boundaries), strict=True)):
         moves = strategies[unit].has_windows and is_outermost
         if enters:
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
         elif moves:
             actions.append(Action(Kind.RESHARD, unit))
+        actions += [Action(Kind.OFFLOAD, each) for each in offloaded.get(i, ())]
     return _moved_ahead(_without_pauses(actions), strategies, prefetch)
+
+
+def _offloads(
+    boundaries: Sequence[UnitBoundary], strategies: Sequence[Strategy], first: bool
+) -> dict[int, list[int]]:
+    """Return the Units whose saved tensors leave the device behind a boundary, by position of the boundary.
+
+    Args:
+        boundaries: Order in which a forward pass enters and leaves the Units.
+        strategies: Strategy of each Unit.
+        first: True if no pass of the step has come before; else the pass before was in the same order.
+    """
+    found: dict[int, list[int]] = {}
+    waiting: list[tuple[int, int]] = []
+    """Units that a pass has left, with the position behind which another must be entered."""
+    for _ in range(1 if first else 2):
+        waiting = [(-1, unit) for _, unit in waiting]
+        entered: dict[int, int] = {}
+        for i, (enters, unit) in enumerate(boundaries):
+            if enters:
+                entered[unit] = i
+                continue
+            found[i] = [each for place, each in waiting if entered[unit] > place]
+            waiting = [(place, each) for place, each in waiting if entered[unit] <= place]
+            if strategies[unit].saved_tier != "device":
+                waiting.append((i, unit))
+    return found
 
 
 def backward_actions(
@@ -172,7 +211,11 @@ def _with_arrivals(actions: Sequence[Action], travelling: deque[int], under_way:
 
 
 def _recalls(mirror: Sequence[UnitBoundary], strategies: Sequence[Strategy]) -> dict[int, list[int]]:
-    """Return the Units whose saved tensors are recalled before a boundary, by position of the boundary."""
+    """Return the Units whose saved tensors are recalled before a boundary, by position of the boundary.
+
+    Each is recalled before the Unit that saves on another tier and opens before it; the first of all before the Unit
+    that opens and closes directly before it.
+    """
     opened = [
         (i, boundary.unit)
         for i, boundary in enumerate(mirror)
@@ -181,6 +224,8 @@ def _recalls(mirror: Sequence[UnitBoundary], strategies: Sequence[Strategy]) -> 
     found = {place: [following] for (place, _), (_, following) in pairwise(opened)}
     if opened:
         place, unit = opened[0]
+        if place and not mirror[place - 1].enters:
+            place = max(i for i in range(place) if mirror[i] == UnitBoundary(True, mirror[place - 1].unit))
         found[place] = [unit, *found.get(place, ())]
     return found
 

@@ -80,6 +80,9 @@ class RankClass:
     """Units of a stage whose reductions may run while a pass goes on."""
     actions: tuple[Action, ...] = ()
     """Actions of one optimizer step."""
+    turning_stages: frozenset[int] = frozenset()
+    """Stages of which every forward pass is followed at once by its own backward pass. What their last block saves
+    stays on the device."""
 
     @property
     def skipped(self) -> tuple[Action, ...]:

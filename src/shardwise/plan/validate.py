@@ -129,6 +129,8 @@ class _RankList:
         """Units in each state of weights that a row of the table opens and closes."""
         self._travelling: dict[int, list[int]] = {stage: [] for stage in ranks.stages}
         """Units whose reductions are under way, by stage, the oldest first."""
+        self._saved: dict[int, list[int]] = {stage: [] for stage in ranks.stages}
+        """Units whose saved tensors leave for another tier and are still on the device, by stage, the oldest first."""
         self._counts: Counter[tuple[str, Action]] = Counter()
         """Actions so far, by phase."""
         self._ended: list[Action] = []
@@ -167,6 +169,11 @@ class _RankList:
         self._pass = _RunningPass(action)
 
     def _end_pass(self) -> None:
+        stage = -1 if self._pass.action is None else self._pass.action.stage
+        saved = self._saved.get(stage, [])
+        if len(saved) > (stage not in self._ranks.turning_stages):
+            why = f"before the end of {self._pass.action}: what the Unit has saved stays on the device"
+            self._refuse(f"no OFFLOAD(u{saved[0]})", why)
         for unit in self._open["brought"]:
             self._refuse(
                 f"LOAD_WEIGHT(u{unit})", f"without UNSHARD(u{unit}) behind it in its pass, which sends it"
@@ -186,6 +193,14 @@ class _RankList:
                 self._refuse(action, f"while {whose} not gathered")
         if kind is Kind.B and self._counts["pass", action._replace(kind=Kind.REDUCE)]:
             self._refuse(action, "after the REDUCE that its gradient belongs to")
+        if kind is Kind.F and self._units[unit].recalls and self._trains:
+            saved = self._saved[self._ranks.unit_stages[unit]]
+            if len(saved) > 1:
+                left = f"OFFLOAD(u{saved[0]})"
+                self._refuse(
+                    action, f"before {left}, while what {len(saved)} Units have saved is on the device"
+                )
+            saved.append(unit)
         self._pass.is_opened = True
         self._counts["pass", action] += 1
 
@@ -256,6 +271,8 @@ class _RankList:
             self._is_ahead(action)
         if times is Times.AT_MOST_REDUCED:
             self._is_under_way(action)
+        if times is Times.SAVED:
+            self._is_saved(action)
         if use.phase == "pass":
             self._move(action, facts)
         else:
@@ -292,6 +309,13 @@ class _RankList:
         if action.unit not in units:
             self._refuse(action, f"though no reduction of Unit {action.unit} is under way")
         units.remove(action.unit)
+
+    def _is_saved(self, action: Action) -> None:
+        """Check an Action that releases what a Unit has saved: it must still be on the device."""
+        saved = self._saved[self._ranks.unit_stages[action.unit]]
+        if action.unit not in saved:
+            self._refuse(action, f"though nothing that Unit {action.unit} has saved is on the device")
+        saved.remove(action.unit)
 
     def _is_ordered(self, action: Action, use: Use) -> None:
         """Check that the Kinds that the row names stand on the right side of ``action``."""

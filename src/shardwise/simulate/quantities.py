@@ -67,9 +67,6 @@ class Quantities:
         self.ranks = plan.classes[class_of(plan.mesh, rank)]
         self.strategies = self.ranks.strategies
         self._tp = plan.mesh.tp
-        saving = [unit for unit, each in enumerate(self.strategies) if each.saved_tier != "device"]
-        self._kept = saving[-1] if saving and plan.mesh.pp == 1 else -1
-        """Unit whose saved tensors stay on the device, because its backward comes at once; -1: none."""
         self._passed = passed
         self.over_replicas = sum(
             unit_bytes(unit, strategy, plan.mesh).replicas
@@ -120,7 +117,7 @@ class Quantities:
 
     def _saved(self, unit: int) -> tuple[int, int]:
         """Return the bytes that a Unit's forward saves elsewhere: on this rank's host, and on those of others."""
-        if unit == self._kept or self.strategies[unit].saved_tier == "device":
+        if self.strategies[unit].saved_tier == "device":
             return 0, 0
         name, passed = self.ranks.units[unit].name, self._passed[self.ranks.unit_stages[unit]]
         alike = passed.alike_bytes.get(name, 0)

@@ -76,7 +76,6 @@ def step_memory(
     passed: Mapping[int, MeasuredPass],
     device_type: str,
     rank: int = 0,
-    moved: Collection[str] = (),
     process_bytes: int = 0,
 ) -> StepMemory:
     """Return the memory of a step on ``rank``.
@@ -87,10 +86,9 @@ def step_memory(
         passed: Measured pass of one microbatch, by stage.
         device_type: Type of the device, such as ``cpu``.
         rank: The rank.
-        moved: Blocks whose activations go to the host.
         process_bytes: Bytes in the device's memory besides the engine.
     """
-    held = _WalkedStep(plan, policies, passed, rank, moved, _near(device_type))
+    held = _WalkedStep(plan, policies, passed, rank, _near(device_type))
     held.rows["process"] = process_bytes
     ranks = plan.classes[class_of(plan.mesh, rank)]
     for _ in range(2):  # the first step fills the slots
@@ -118,7 +116,6 @@ class _WalkedStep:
         policies: PlanPolicies,
         passed: Mapping[int, MeasuredPass],
         rank: int,
-        moved: Collection[str],
         near: Collection[Tier],
     ):
         self.ranks: RankClass = plan.classes[class_of(plan.mesh, rank)]
@@ -147,7 +144,9 @@ class _WalkedStep:
         self._limit = policies.offload.leaving
         self._leaving: deque[int] = deque()
         alike = {unit: size for each in passed.values() for unit, size in each.alike_bytes.items()}
-        self.blocks = _KeptBlocks(set(moved), alike, plan.mesh.tp)
+        units = zip(self.ranks.units, self._strategies, strict=True)
+        moving = {unit.name for unit, strategy in units if strategy.saved_tier != "device"}
+        self.blocks = _KeptBlocks(moving, alike, plan.mesh.tp)
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
         self.rows |= self._staging_rows()
@@ -162,6 +161,7 @@ class _WalkedStep:
             "take brought": self._bring,
             "take gathered": self._unshard,
             "free gathered": lambda action: self._release("gathered", action.unit),
+            "offload": self._offload,
             "recall": lambda action: self.blocks.reload(
                 self.ranks.units[action.unit].name, action.microbatch
             ),
@@ -274,6 +274,9 @@ class _WalkedStep:
         if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
             self.peak = moment
         self.blocks.behind(kind, name, action.microbatch, share.net_bytes)
+
+    def _offload(self, action: Action) -> None:
+        self.blocks.offload(self.ranks.units[action.unit].name)
         self.most_on_host = max(self.most_on_host, self.blocks.on_host)
 
     def _arrive(self, action: Action) -> None:
@@ -347,6 +350,11 @@ class _KeptBlocks:
         """Bytes on the device, including a part that is brought back ahead."""
         return self._rest + sum(self._here.values()) + self._coming
 
+    def offload(self, unit: str) -> None:
+        """Release the device memory of what a Unit has saved."""
+        for key in [each for each in self._here if each[0] == unit]:
+            self._there[key] = self._here.pop(key)
+
     def reload(self, unit: str, microbatch: int) -> None:
         """Bring back what a Unit has saved, and a part of what the block before it has saved."""
         key = unit, microbatch
@@ -363,7 +371,5 @@ class _KeptBlocks:
             self._rest += net_bytes
         elif kind is Kind.F:
             self._here[key] = net_bytes
-            for other in [each for each in self._here if each != key]:
-                self._there[other] = self._here.pop(other)
         else:
             self._rest += net_bytes + self._here.pop(key, 0)

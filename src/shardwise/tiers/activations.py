@@ -6,9 +6,11 @@ Tensors that autograd saves inside a block's forward begin to go down as they ar
     down         b0 .....  b1 .....
     copies                                      b1 ..   b0 ..
 
-The end of b1's forward waits until b0's saved tensors are down, and releases their device memory: a device holds two
-blocks' activations, however far the host has run ahead. So the last block's activations are still on the device when
-the backward pass begins. If no other pass may come between (no pipeline), they do not go down at all.
+OFFLOAD(b0) of the Plan's list, behind b1's forward, waits until b0's saved tensors are down and releases their device
+memory: a device holds two blocks' activations, however far the host has run ahead. So the last block's activations are
+still on the device when the backward pass begins. If no other pass comes between (``RankClass.turning_stages``), they
+do not go down at all. A block that is no Unit of its own (``zero.units``) has no OFFLOAD: the end of the next block's
+forward does the same.
 
 The unit of a move is a storage, once for each version of it, however many tensors of it are saved and in however many
 blocks of a pass. These stay on the device: memory that parameters and buffers show (their version counters are checked
@@ -42,7 +44,7 @@ microseconds a saved tensor; pinned memory, in whole powers of two.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any, Protocol
@@ -226,6 +228,11 @@ class _BlockPass:
         self.is_expected = False
         """True after RELOAD of this pass, and after the report that it is missing."""
 
+    @property
+    def is_wanted(self) -> bool:
+        """True if autograd holds any of the saved tensors that move."""
+        return any(each() is not None for each in self.moved)
+
     def release(self) -> None:
         """Wait until the saved tensors are down, and drop their device memory."""
         self.is_down()
@@ -341,12 +348,18 @@ class ActivationOffload:
         self._names: list[str] = []
         self.microbatch: Callable[[], int] = lambda: -1
         """Function that returns the running microbatch, if several are in flight."""
-        self.on_missed: Callable[[str], None] = lambda name: None
-        """Function that is told the name of a block whose tensors are wanted before a RELOAD asked for them."""
+        self.listed: Collection[str] = ()
+        """Names of the blocks that have OFFLOAD and RELOAD in the Plan's list."""
+        self.on_missed_offload: Callable[[str], None] = lambda name: None
+        """Function that is told the name of a listed block whose tensors were left on the device by the list."""
+        self.on_missed_reload: Callable[[str], None] = lambda name: None
+        """Function that is told the name of a listed block whose tensors are wanted before its RELOAD."""
         self._calls: dict[tuple[str, int], list[ref[_BlockPass]]] = {}
         """Passes whose backward pass has not been recalled, by block and microbatch."""
         self._call: _BlockPass | None = None
-        """The last pass of a block, whose saved tensors are going down."""
+        """The last pass of a block."""
+        self._leaving: list[_BlockPass] = []
+        """Passes whose saved tensors are going down and still have device memory, the oldest first."""
         self._shown: set[int] = set()
         """Storages of the stage's parameters and buffers at the beginning of the pass."""
 
@@ -386,6 +399,8 @@ class ActivationOffload:
 
     def _begin(self, place: int) -> _BlockPass:
         before = self._call
+        for call in [each for each in self._leaving if each is not before and self._is_listed(each)]:
+            self._let_go(call, self.on_missed_offload)
         if before is None or before.place >= place:  # another pass
             before, self._shown = None, _storages(self._module)
         call = _BlockPass(place, before, {} if before is None else before.known, self._alike is not None)
@@ -393,6 +408,21 @@ class ActivationOffload:
         calls[:] = [each for each in calls if each() is not None]
         calls.append(ref(call))
         return call
+
+    def offload(self, name: str) -> None:
+        """Run OFFLOAD of a block: wait until its saved tensors are down, and release their device memory."""
+        for call in [each for each in self._leaving if self._names[each.place] == name]:
+            self._let_go(call)
+
+    def _let_go(self, call: _BlockPass, report: Callable[[str], None] | None = None) -> None:
+        """Release the device memory of a pass, and report its block if any of its tensors is still wanted."""
+        self._leaving.remove(call)
+        if report is not None and call.is_wanted:
+            report(self._names[call.place])
+        call.release()
+
+    def _is_listed(self, call: _BlockPass) -> bool:
+        return self._names[call.place] in self.listed
 
     def reload(self, name: str) -> None:
         """Run RELOAD of a block ahead of its backward pass, for its last pass that is still alive."""
@@ -402,6 +432,11 @@ class ActivationOffload:
             call = calls.pop()()
         if call is not None:
             call.is_expected = True
+            if call in self._leaving:
+                self._leaving.remove(call)
+                call.is_down()  # else the backward pass could free memory that the copy still reads
+                if call is not self._call and self._is_listed(call):
+                    self.on_missed_offload(name)
             with torch.no_grad():
                 call.reload()
 
@@ -438,8 +473,9 @@ class ActivationOffload:
 
     def _end(self, call: _BlockPass) -> None:
         call.is_down = down_by_now(self._device)
-        if self._call is not None:
-            self._call.release()
+        for before in [each for each in self._leaving if not self._is_listed(each)]:
+            self._let_go(before)
+        self._leaving.append(call)
         self._call = call
         self.bytes.count()
 
@@ -487,7 +523,8 @@ class ActivationOffload:
         call = saved.call
         if not call.is_expected:
             call.is_expected = True
-            self.on_missed(self._names[call.place])
+            if self._is_listed(call):
+                self.on_missed_reload(self._names[call.place])
         with torch.no_grad():
             call.open()
             return saved.tensor()

@@ -5,7 +5,7 @@ The table of Kinds (plan/kinds.py) names the object and the method of each Kind;
     passes       F and B: of a stage by the schedule's executor, or by the user's own Python; of a Unit that no hook
                  reported, so that the walker went past it
     schedule     SEND, RECV                                   parallel/pipeline/executor.py
-    windows      LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD, REDUCE, ARRIVE of a Unit     parallel/zero/windows.py
+    windows      LOAD_WEIGHT, UNSHARD, RESHARD, OFFLOAD, RELOAD, REDUCE, ARRIVE of a Unit     parallel/zero/windows.py
     tables       FETCH, DELIVER                                                     engine/parts/table_units.py
     experts      BALANCE                                      engine/parts/followers.py
     end          SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT

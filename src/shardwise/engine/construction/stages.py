@@ -144,7 +144,8 @@ class _StageSteps:
         site, outline = self._site, self._outline
         if not outline.to_offload:
             return
-        activations = ActivationOffload(self._module, site.world.device, site.mesh.pp == 1, outline.alike)
+        keeps_last = self._index in outline.plan.own.turning_stages
+        activations = ActivationOffload(self._module, site.world.device, keeps_last, outline.alike)
         site.ledger.take("activations", f"stage {self._index}", lambda: activations.bytes.most)
         offload_blocks(self._module, outline.to_offload, activations)
         self._activations = activations
@@ -154,8 +155,12 @@ class _StageSteps:
         self.hooks = made
         if self._activations is not None:
             self._activations.microbatch = lambda: made.microbatch
-            made.windows.on_reload = self._activations.reload
-            self._activations.on_missed = made.windows.note_missed_reload
+            self._activations.listed = {
+                state.unit.name for state in self.states if state.strategy.saved_tier != "device"
+            }
+            made.windows.activations = self._activations
+            self._activations.on_missed_offload = made.windows.note_missed_offload
+            self._activations.on_missed_reload = made.windows.note_missed_reload
 
     def _mark_passes(self) -> None:
         """Begin a new step of CUDA graphs with each pass of the stage."""

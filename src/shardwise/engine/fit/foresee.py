@@ -175,9 +175,8 @@ class JobFacts(NamedTuple):
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
         if not self.passed:
             return MemoryEstimate(plan)
-        moved = check_blocks(self.blocks, offload)
         steps = (
-            step_memory(plan, policies, self.passed, self.device.type, rank, moved, self.process_bytes)
+            step_memory(plan, policies, self.passed, self.device.type, rank, self.process_bytes)
             for rank in plan.mesh.ranks("pp", 0)
         )
         return MemoryEstimate(

@@ -87,7 +87,7 @@ def strategies_of(
     units: Sequence[Unit],
     offload: OffloadPolicy | None = None,
     gradients_leave: bool = False,
-    blocks: Collection[str] = (),
+    saving: Collection[int] = (),
 ) -> list[Strategy]:
     """Return the strategy of each Unit.
 
@@ -98,7 +98,7 @@ def strategies_of(
         offload: The tiers of the state; None keeps all state on the device.
         gradients_leave: True if nothing is added to a gradient after its sum over the data-parallel ranks, so
             that the gradient may leave the device.
-        blocks: Names of the Units whose forward pass may save activations on another tier.
+        saving: Numbers of the Units whose forward pass may save activations on another tier.
 
     Returns:
         One strategy per Unit, in the order of ``units``.
@@ -120,7 +120,7 @@ def strategies_of(
                 is_delayed=offload.step == "delayed" and any(bucket.key.trained for bucket in unit.buckets),
                 waits_at_end=offload.step == "at_end" and offload.optimizer != "device",
             )
-        if unit.name in blocks:
+        if unit.index in saving:
             strategy = replace(strategy, saved_tier=offload.activations)
         found.append(strategy)
     return found

@@ -1,4 +1,4 @@
-"""The windows of a stage's Units: the effects of LOAD_WEIGHT, UNSHARD, RESHARD, RELOAD, REDUCE, ARRIVE.
+"""The windows of a stage's Units: the effects of LOAD_WEIGHT, UNSHARD, RESHARD, OFFLOAD, RELOAD, REDUCE, ARRIVE.
 
     CLOSED -> FORWARD -> CLOSED -> BACKWARD -> CLOSED     a Unit in a step
     CLOSED -> RECOMPUTING -> CLOSED                      its forward inside the backward pass
@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from typing import Protocol
 
 from torch import nn
 
@@ -128,6 +129,16 @@ class UnitState:
         return self.missing == 0 and self.trained_parameters > 0 and not self.has_frozen
 
 
+class MovedActivations(Protocol):
+    """Activations that wait on another tier from a Unit's forward pass to its backward pass."""
+
+    def offload(self, name: str) -> None:
+        """Release the device memory of what the forward pass of the Unit ``name`` has saved."""
+
+    def reload(self, name: str) -> None:
+        """Begin to bring back what the forward pass of the Unit ``name`` has saved."""
+
+
 class UnitWindows:
     """The windows of a stage's Units, and the handlers that open and close them.
 
@@ -159,9 +170,8 @@ class UnitWindows:
         self.on_reduced: Callable[[BucketState, bool], None] = lambda bucket, last: None
         """Callback for a gradient that may leave the device; the flag is True if nothing more is added in this
         step."""
-        self.on_reload: Callable[[str], None] = lambda name: None
-        """Callback with the name of a Unit whose saved activations lie elsewhere, called ahead of its backward
-        pass."""
+        self.activations: MovedActivations | None = None
+        """What the Units' forward passes save on another tier."""
         self._is_held = False
         """True while all Units stay gathered for one backward pass. [Note: second derivatives]"""
         self._deferred: dict[int, int] = {}
@@ -241,19 +251,24 @@ class UnitWindows:
         self.close(state)
 
     @recorded
+    def offload(self, action: Action) -> None:
+        """Run OFFLOAD: release the device memory of the activations that the Unit's forward pass has saved."""
+        if self.activations is not None:
+            self.activations.offload(self.of(action).unit.name)
+
+    @recorded
     def reload(self, action: Action) -> None:
         """Run RELOAD: begin to bring back the activations that the Unit's forward pass has saved elsewhere."""
-        self.on_reload(self.of(action).unit.name)
+        if self.activations is not None:
+            self.activations.reload(self.of(action).unit.name)
+
+    def note_missed_offload(self, name: str) -> None:
+        """Report that the saved tensors of a block stayed on the device because no OFFLOAD of the list came."""
+        self._walker.diverge(f"no OFFLOAD of the list has released the saved tensors of {name}")
 
     def note_missed_reload(self, name: str) -> None:
-        """Report that the saved tensors of a block are wanted although no RELOAD of the list came first.
-
-        A block that is no Unit of its own (``zero.units``) has no RELOAD: its tensors come when they are wanted.
-        """
-        is_listed = any(
-            state.unit.name == name and state.strategy.saved_tier != "device" for state in self.states
-        )
-        if is_listed and not self._is_held:
+        """Report that the saved tensors of a block are wanted although no RELOAD of the list came first."""
+        if not self._is_held:
             self._walker.diverge(
                 f"the saved tensors of {name} were wanted before a RELOAD of the list asked for them"
             )
