@@ -216,9 +216,15 @@ def deliver(
     known = line.launch()
     rank.use(line, bench.uses(sent, [output]), name, known)
     rank.copy(line, known, write, None if adds else target)
-    known = dict(known)
+    known, held = dict(known), (*sent, output)
     torch._C._autograd._unsafe_set_version_counter((output,), (output._version + 1,))
-    return PendingCollective(lambda: bench.line.learn(known))
+
+    def finish() -> None:
+        nonlocal held
+        bench.line.learn(known)
+        held = ()  # torch keeps an operation's tensors until it is waited for
+
+    return PendingCollective(finish)
 
 
 def _sum(addends: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

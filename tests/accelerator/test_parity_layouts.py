@@ -1,4 +1,4 @@
-"""The layouts of the parity suites on the pretended device: equal to one process in fp64, no tensor misplaced."""
+"""Layouts of the parity suites on the pretended device: equal to one process in fp64, nothing misplaced, no race."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ def run_suite(_world: Any, name: str, only: str | None) -> list[str]:
                 wrong += [f"{layout}: off by {error}"] * (error > (2e-6 if "fp32" in str(layout) else 1e-10))
             except Exception as problem:
                 wrong.append(f"{layout}: {type(problem).__name__}: {problem}")
-            wrong += [f"{layout}: {line}" for line in bench.misplaced]
+            wrong += [f"{layout}: {line}" for line in (*bench.misplaced, *bench.races)]
     return wrong if done else [f"{name}: no layout {only}"]
 
 

@@ -16,6 +16,10 @@ The host runs ahead of the device, so a copy is in flight while the device compu
 soon as the host drops the tensor. A reader on another stream must therefore record the use (``keep_for``); else the
 memory may be overwritten before it is read.
 
+The recorded memory comes back late: a host has to see that the other stream is past the point at which the tensor was
+dropped, and a host that runs a whole pass ahead sees that late. So a copy to the device, or to the host, of memory that
+is dropped often records nothing. The computation waits for the copy before the caller drops the memory.
+
 On a CPU work is done when its call returns: no stream is needed, and nothing runs beside the computation.
 """
 
@@ -93,6 +97,8 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
 def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
     """Begin to copy pinned host memory into memory of the device, beside the computation.
 
+    The caller keeps ``into`` until the computation has waited. See [Note: memory of two streams].
+
     Args:
         source: The pinned memory.
         into: The memory of the device.
@@ -106,7 +112,8 @@ def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
 def to_be_filled(into: Tensor) -> Callable[[Tensor], Callable[[], object]]:
     """Return a function that begins to copy pinned host memory into ``into``, from any thread.
 
-    The copy starts after all work that is on the current stream now, which may still read ``into``.
+    The copy starts after all work that is on the current stream now, which may still read ``into``. The caller keeps
+    ``into`` until the computation has waited. See [Note: memory of two streams].
 
     Args:
         into: The memory of the device.
@@ -140,7 +147,6 @@ def _copy_behind(free: torch.Event, source: Tensor, into: Tensor) -> torch.Event
         into.copy_(source, non_blocking=True)
         arrived = torch.Event(into.device)
         arrived.record(stream)
-    keep_for(stream, (into,))
     return arrived
 
 

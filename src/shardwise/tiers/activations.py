@@ -105,12 +105,21 @@ class MovedBytes:
         """Most bytes that were held when a block's forward pass ended."""
         self.gone: deque[int] = deque()
         """Bytes that are no longer held. Any thread may drop the last use, and a sum would need a lock."""
+        self.unused: deque[tuple[Callable[[], object], Tensor]] = deque()
+        """Device memory into which a copy was begun that nothing has waited for, with the function that waits."""
 
     def count(self) -> None:
         """Update ``held`` and ``most`` at the end of a block's forward pass."""
+        self.drop_unused()
         while self.gone:
             self.held -= self.gone.popleft()
         self.most = max(self.most, self.held)
+
+    def drop_unused(self) -> None:
+        """Let the computation wait for copies that nobody used, and drop their memory."""
+        while self.unused:
+            arrive, _ = self.unused.popleft()
+            arrive()
 
 
 class _MovedStorage:
@@ -193,10 +202,14 @@ class _MovedStorage:
         assert self._here is not None, "just fetched"
         if self._arrive is not None:
             self._arrive()
+            self._arrive = None
         return self._here
 
     def __del__(self) -> None:
         self._bytes.gone.append(self._held)
+        memory = self._here if self._part is None else self._part
+        if self._arrive is not None and memory is not None:
+            self._bytes.unused.append((self._arrive, memory))
 
 
 class _BlockPass:
