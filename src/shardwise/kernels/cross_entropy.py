@@ -9,13 +9,15 @@ time as stay in the cache. Without any target the loss is 0 with a gradient of 0
 
 A row's numbers and the gradient that follows from them are separate functions, because a vocabulary that is cut needs
 them by parts (parallel/tensor/loss.py). On a device with Triton each is one kernel: exponentials and sums in fp32, over
-blocks of a row in their order, and one rounding of the gradient. There a target outside the vocabulary makes the loss
-NaN; the plain form raises.
+blocks of a row in their order, and one rounding of the gradient. On any device a target outside the vocabulary makes
+the loss and its row's gradient NaN, and the step reports it. On a CPU it raises: an assertion inside a kernel would end
+the device's context of the process, and torch would report it in a later, unrelated operation.
 
 Cost:  one exponential a logit in each direction, as usual.
 Shapes: N rows, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -99,10 +101,26 @@ def plain_row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
     for rows in row_chunks(logits):
         chunk = logits[rows].to(wide)
         numbers[0, rows], _ = chunk.max(-1)
-        numbers[2, rows] = chunk.gather(1, columns[rows])[:, 0]
+        numbers[2, rows] = _at_columns(chunk, columns[rows])
         # Not in place: ``chunk`` is a view of the logits if these are wide already.
         numbers[1, rows] = (chunk - numbers[0, rows, None]).exp_().sum(-1)
     return numbers
+
+
+def _at_columns(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the number at a column of each row: [N, V], [N, 1] -> [N]. On a device it is NaN for a column outside."""
+    if rows.device.type == "cpu":
+        return rows.gather(1, columns)[:, 0]
+    outside = (columns < 0) | (columns >= rows.shape[1])
+    return rows.gather(1, columns.masked_fill(outside, 0)).masked_fill_(outside, math.nan)[:, 0]
+
+
+def _add_at_columns(rows: Tensor, columns: Tensor, addends: Tensor) -> Tensor:
+    """Add a number at a column of each row, in place. On a device a column outside gives NaN to its row."""
+    if rows.device.type == "cpu":
+        return rows.scatter_add_(1, columns, addends)
+    outside = (columns < 0) | (columns >= rows.shape[1])
+    return rows.scatter_add_(1, columns.masked_fill(outside, 0), addends.masked_fill(outside, math.nan))
 
 
 @device_operation(
@@ -143,7 +161,7 @@ def plain_row_gradient(
     d_logits = torch.empty_like(logits)
     for rows in row_chunks(logits):
         d_rows = torch.sub(logits[rows], lse[rows, None]).exp_().mul_(of_all[rows])
-        d_logits[rows] = d_rows.scatter_add_(1, columns[rows], of_target[rows])
+        d_logits[rows] = _add_at_columns(d_rows, columns[rows], of_target[rows])
     return d_logits
 
 
@@ -166,7 +184,7 @@ class _CrossEntropy(torch.autograd.Function):
             losses, saved = torch.empty_like(share), []
             for rows in row_chunks(logits):
                 log_softmax = logits[rows].log_softmax(-1, dtype=share.dtype)
-                losses[rows] = log_softmax.gather(1, columns[rows])[:, 0]
+                losses[rows] = _at_columns(log_softmax, columns[rows])
         ctx.save_for_backward(logits, columns, share, *saved)
         ctx.counted_labels = counts.sum()  # type: ignore[attr-defined]  # the engine weighs the mean by this number
         return -torch.dot(losses.masked_fill_(~counts, 0), share)
@@ -181,5 +199,5 @@ class _CrossEntropy(torch.autograd.Function):
         d_logits = torch.empty_like(logits)
         for rows in row_chunks(logits):
             d_rows = logits[rows].softmax(-1, dtype=share.dtype).mul_(scale[rows])
-            d_logits[rows] = d_rows.scatter_add_(1, columns[rows], -scale[rows])
+            d_logits[rows] = _add_at_columns(d_rows, columns[rows], -scale[rows])
         return d_logits, None

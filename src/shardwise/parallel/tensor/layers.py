@@ -16,6 +16,7 @@ Shapes: B batch, T sequence, D inputs, F outputs, V vocabulary, tp ranks; weight
 """
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -213,13 +214,21 @@ def own_rows(tokens: Tensor, weight: Tensor, rows: slice, vocabulary: int, paddi
         padding_idx: Index in ``weight`` of the row without gradient, or None.
 
     Returns:
-        One vector per token.
+        One vector per token. On a device the vector of a token outside the vocabulary is NaN, which the step reports.
+
+    Raises:
+        IndexError: If a token on a CPU is outside the vocabulary.
     """
     foreign = (tokens < rows.start) | (tokens >= rows.stop)
     # A token outside the vocabulary must fail as it does uncut, and on every rank.
     unknown = (tokens < 0) | (tokens >= vocabulary)
-    local = (tokens - rows.start).masked_fill_(foreign, 0).masked_fill_(unknown, -1)
-    return F.embedding(local, weight, padding_idx).masked_fill(foreign[..., None], 0)
+    local = (tokens - rows.start).masked_fill_(foreign, 0)
+    if tokens.device.type == "cpu":
+        local.masked_fill_(unknown, -1)
+        return F.embedding(local, weight, padding_idx).masked_fill(foreign[..., None], 0)
+    # An assertion inside a kernel would end the device's context, and torch would report it somewhere else.
+    found = F.embedding(local, weight, padding_idx).masked_fill(foreign[..., None], 0)
+    return found.masked_fill(unknown[..., None], math.nan)
 
 
 class OwnLookup(TorchFunctionMode):
