@@ -249,7 +249,11 @@ PLANTED = [
     ),
     ("saved", drop("pp 0", unit(Kind.OFFLOAD, 1, 0)), r"no OFFLOAD\(u1\) before the end of F\(0,0\)"),
     ("saved", drop("pp 0", unit(Kind.OFFLOAD, 2, 1)), r"F\(u2,1\) before OFFLOAD\(u2\), while what 2 Units"),
-    ("saved", double("pp 0", unit(Kind.OFFLOAD, 1, 0)), r"OFFLOAD\(u1,0\) though nothing that Unit 1 has saved"),
+    (
+        "saved",
+        double("pp 0", unit(Kind.OFFLOAD, 1, 0)),
+        r"OFFLOAD\(u1,0\) though nothing that Unit 1 has saved",
+    ),
     (
         "saved",
         before("pp 0", unit(Kind.OFFLOAD, 1, 0), unit(Kind.F, 1, 0)),

@@ -87,9 +87,10 @@ def of_job(word: str) -> list[int]:
 
 
 def sweep(word: str) -> None:
-    """Send SIGKILL to every remaining process of the job until none is left."""
+    """Send SIGKILL to every remaining process of the job until none is left, or for ``_GONE_S`` seconds."""
     mark = f"{JOB}={word}".encode()
-    for _ in range(10):  # a process that forks meanwhile is caught in the next round
+    until_s = time.monotonic() + _GONE_S
+    while True:  # a process that forks meanwhile is caught in the next round
         pids = of_job(word)
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -101,7 +102,8 @@ def sweep(word: str) -> None:
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
                 finally:
                     os.close(handle)
-        if not pids:
+        # A killed process is there until it runs once more, which takes long on a host with many busy processes.
+        if not pids or time.monotonic() > until_s:
             return
         time.sleep(POLL_S)
 
