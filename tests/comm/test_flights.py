@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import CommError, DeadlineError
-from shardwise.comm import watch
+from shardwise.comm import flights, watch
 from shardwise.comm.collectives import Group, StepClock, TorchTransport
 from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.rendezvous.store import SealedStore
@@ -193,3 +193,42 @@ def test_a_slice_that_ends_just_before_its_work_is_no_deadline(error: str) -> No
             transport._wait([work], 30.0, torch.ones(1))
     else:
         transport._wait([work], 30.0, torch.ones(1))
+
+
+class Stuck(Communicator):
+    """Its abort ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    def abort(self) -> None:
+        super().abort()
+        self.may_end.wait(10)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_whose_abort_hangs_says_why_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ends: bool
+) -> None:
+    """The caller goes on at once in any case."""
+    left: list[int] = []
+    monkeypatch.setattr(flights, "_ABORT_S", 5.0 if ends else 0.05)
+    monkeypatch.setattr(flights.os, "_exit", left.append)
+    made, all_flights = Stuck(), flights.InFlightCollectives()
+    communicator = flights.Communicator(made)  # type: ignore[arg-type]
+    all_flights.add(
+        flights.InFlightCollective(("what",), 1.0, (1.0, True, 1.0), CommError, [Work()], communicator)  # type: ignore[arg-type]
+    )
+    all_flights.end("rank 3 hangs")
+    assert all_flights.oldest() is None
+    until(lambda: made.aborts)
+    if ends:
+        made.may_end.set()
+    guards = [each for each in threading.enumerate() if each.name == "shardwise-abort-guard"]
+    for guard in guards:
+        guard.join(5)
+        assert not guard.is_alive()
+    made.may_end.set()
+    assert left == ([] if ends else [1])
+    assert ("rank 3 hangs" in capsys.readouterr().err) is not ends

@@ -1,5 +1,6 @@
 """Triton's forms of the kernels, where Triton is installed: equal to the plain forms, and they compile."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import shardwise
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -49,3 +52,32 @@ def test_the_package_is_imported_without_triton() -> None:
     """It takes half a second, and a CPU has no use for it."""
     run_code = "import sys, shardwise, shardwise.kernels.dropout; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", run_code], check=True)
+
+
+def _not_specialized(kernel: ast.FunctionDef) -> tuple[bool, set[str]]:
+    """(whether it is a kernel that is launched, the arguments that its decorator does not specialize)."""
+    for decorator in kernel.decorator_list:
+        text = ast.unparse(decorator)
+        if text.startswith("triton.jit"):
+            return any(isinstance(each, ast.Call) for each in ast.walk(kernel)), {
+                each.value for each in ast.walk(decorator) if isinstance(each, ast.Constant)
+            }
+    return False, set()
+
+
+def test_kernels_are_not_compiled_again_for_another_number_of_rows() -> None:
+    """Numbers of rows change from batch to batch: choice.py, [Note: compiled once]."""
+    counts, seen = {"rows", "count", "given", "places"}, set()
+    for path in (Path(shardwise.__file__).parent / "kernels" / "fused").glob("*.py"):
+        for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(kernel, ast.FunctionDef):
+                continue
+            is_kernel, named = _not_specialized(kernel)
+            pointers = (
+                {"rows"} if kernel.name == "_update" else {"places"} if kernel.name == "_merge" else set()
+            )
+            given = {each.arg for each in kernel.args.args} & counts - pointers
+            if is_kernel and given:
+                assert given <= named, f"{path.name}: {kernel.name} specializes {given - named}"
+                seen.add(kernel.name)
+    assert len(seen) == 8, seen

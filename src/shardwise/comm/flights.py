@@ -10,12 +10,21 @@ watch's thread (watch.py) checks each second:
 A device runs its work in order, and the host may be a whole step ahead of it: a flight's time begins when it started
 or when the flight before it ended, whichever is later.
 
+[Note: an abort that hangs]
+If a collective fails or is late, all communicators are aborted, so that a host that waits for the device goes on and
+raises the error. NCCL's abort waits for its kernels and for its network threads, and may itself hang. A thread of its
+own therefore aborts them. If it has not ended after ``_ABORT_S`` seconds, the process prints the error and ends: a rank
+that neither goes on nor ends would keep its device and, in a job, its whole node.
+
 Cost: an event per collective; none of this on the CPU.
 """
 
+import os
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +33,9 @@ import torch.distributed as dist
 
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.memory.streams import passed
+
+_ABORT_S = 30.0
+"""Seconds that aborting all communicators may take. See [Note: an abort that hangs]."""
 
 
 class Communicator:
@@ -155,12 +167,41 @@ class InFlightCollectives:
             return first[0].explain(DeadlineError("the device has not come past it"))
         return None
 
-    def end(self) -> None:
-        """End all flights, without waiting; their results are undefined."""
+    def end(self, why: str) -> None:
+        """End all flights, without waiting; their results are undefined. See [Note: an abort that hangs].
+
+        Args:
+            why: The error, which the process prints if it has to end.
+        """
         communicators = {flight.communicator for flight in self._flights.copy()}
         self._flights.clear()
-        for each in communicators:
-            try:
-                each.abort()
-            except RuntimeError:
-                continue  # a backend without abort; its wait ends with the process
+        if not communicators:
+            return
+        ended = threading.Event()
+        for name, job in (
+            ("abort", lambda: _abort(communicators, ended)),
+            ("abort-guard", lambda: _guard(ended, why)),
+        ):
+            threading.Thread(target=job, name=f"shardwise-{name}", daemon=True).start()
+
+
+def _abort(communicators: Iterable[Communicator], ended: threading.Event) -> None:
+    """Abort communicators one after another, then set ``ended``."""
+    for each in communicators:
+        try:
+            each.abort()
+        except RuntimeError:
+            continue  # a backend without abort; its wait ends with the process
+    ended.set()
+
+
+def _guard(ended: threading.Event, why: str) -> None:
+    """Print ``why`` and end the process if ``ended`` is not set in time."""
+    if ended.wait(_ABORT_S):
+        return
+    sys.stderr.write(
+        f"shardwise: {why}\nshardwise: the communicators could not be ended within {_ABORT_S:.0f} s, so this process "
+        "ends now\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)

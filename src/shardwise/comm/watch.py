@@ -549,7 +549,7 @@ class Watchdog:
     def _fail(self, error: CommError) -> None:
         """End the communicators, so that a host that waits for the device goes on and raises ``error``."""
         self._failure = error
-        self.flights.end()
+        self.flights.end(str(error))
 
     def _wake(self) -> None:
         """Wake threads that wait inside torch and on the device, which do not check the verdict."""

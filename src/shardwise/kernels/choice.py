@@ -9,6 +9,11 @@ one launch on a device (``fused/``). This file alone decides which form runs:
     a compiler traces    the plain form, which the compiler fuses; only dropout stays one operation
 
 Without any name in ``DEVICES`` the plain form runs everywhere, which shows whether a kernel is at fault.
+
+[Note: compiled once]
+Triton compiles a kernel again for each integer argument that is 1, or newly divisible by 16. Numbers of rows change
+from batch to batch, and a compilation takes 0.3 to 2 s in which all other ranks wait. So the kernels name their numbers
+of rows in ``do_not_specialize``.
 """
 
 import importlib.util

@@ -50,7 +50,7 @@ def gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_ta
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _row_numbers(logits, columns, out, rows, width, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(columns + row)

@@ -82,7 +82,7 @@ def _philox(c0, c1, c2, c3, k0):
     return c0, c1, c2, c3
 
 
-@triton.jit(do_not_specialize=["start", "sample", "key", "call", "step", "threshold"])
+@triton.jit(do_not_specialize=["rows", "start", "sample", "key", "call", "step", "threshold"])
 def _dropped(
     x,
     out,

@@ -67,7 +67,7 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block, rows, max(4, min(16, block * rows // 512))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _normed(x, weight, out, r, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def _normed(x, weight, out, r, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.c
     tl.store(out + at, (held * root[:, None] * w[None, :]).to(out.dtype.element_ty), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradients(grad, x, weight, r, d_x, parts, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     w = tl.load(weight + column, column < width, other=0.0).to(tl.float32)

@@ -33,7 +33,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "places"])
 def _turned(
     x,
     cos,

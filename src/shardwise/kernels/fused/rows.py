@@ -138,7 +138,7 @@ def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[str, tuple[
     return "ftrl", (lr, 0.0, optimizer.l1, optimizer.l2, optimizer.beta)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "given"])
 def _pool(
     source,
     index,
@@ -183,7 +183,7 @@ def _pool(
         tl.store(found + bag * width + column, place, here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _merge(
     grad,
     order,
@@ -248,7 +248,10 @@ def _ftrl(at, width, here, w, g, none, lr, l1, l2, beta):
 
 
 @triton.jit(
-    do_not_specialize=["scale", "number0", "number1", "number2", "number3", "number4", "number5", "number6"]
+    do_not_specialize=[
+        *("scale", "number0", "number1", "number2", "number3", "number4", "number5", "number6"),
+        "count",
+    ]
 )
 def _update(
     slab,
