@@ -158,6 +158,27 @@ def _rows() -> dict[str, Row]:
             {**_zero(0, "bf16"), "mesh": {"pp": 2}, "recompute": "full"},
             is_crew=True,
         ),
+        "router noise, kernels, ep 2, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=4, router=RouterPolicy(noise="jitter"))),
+            tokens,
+            2,
+            {**_zero(2, "bf16"), "mesh": {"ep": 2}},
+            True,
+        ),
+        "masters in host memory, zero 2, bf16, dp 4": Row(
+            gpt(), tokens, 4, {**_zero(2, "bf16"), "offload": {"optimizer": "host"}}
+        ),
+        "weights in host memory, zero 3, bf16, dp 4": Row(
+            gpt(), tokens, 4, {**zero3, "offload": {"optimizer": "host", "parameters": "host"}}
+        ),
+        "activations in host memory, zero 3, bf16, dp 4": Row(
+            gpt(), tokens, 4, {**zero3, "offload": {"activations": "host"}}
+        ),
+        "tiles, zero 3, bf16, dp 4": Row(gpt(), tokens, 4, {**zero3, "tiles": {"mlp": 4, "logits": 4}}),
+        "lamb, zero 3, bf16, dp 4": Row(gpt(), tokens, 4, {**zero3, "optimizer": {"type": "lamb"}}),
+        "hsdp 2 x 2, tp 2, bf16": Row(
+            gpt(), tokens, 8, {**zero3, "mesh": {"tp": 2, "dp": {"replicate": 2, "shard": 2}}}
+        ),
         "static tables, dp 2": Row(lambda: _Tables(("a", "b", "d")), _clicks("abd"), 2, _zero(0, "fp32")),
         "dynamic tables, dp 2": Row(
             lambda: _Tables(("grows", "rare")), _clicks(("grows", "rare")), 2, _zero(0, "fp32")

@@ -126,7 +126,7 @@ def test_every_use_is_ordered(device_process: RankPool, name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SCENES)
 def test_twenty_orders_have_the_same_bits(device_process: RankPool, name: str) -> None:
-    assert device_process.run(plain, name, 20) == [[[], True]]
+    assert device_process.run(plain, name, 20, timeout_s=900.0) == [[[], True]]
 
 
 # Planted mistakes ---------------------------------------------------------------------------------------------------

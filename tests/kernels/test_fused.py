@@ -80,4 +80,4 @@ def test_kernels_are_not_compiled_again_for_another_number_of_rows() -> None:
             if is_kernel and given:
                 assert given <= named, f"{path.name}: {kernel.name} specializes {given - named}"
                 seen.add(kernel.name)
-    assert len(seen) == 8, seen
+    assert len(seen) == 9, seen

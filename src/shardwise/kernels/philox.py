@@ -170,7 +170,13 @@ def words_on(
     return found.view(count, -1)[:, start - first * _WORDS : stop - first * _WORDS]
 
 
-def words_at(blocks: Tensor, key: int | Tensor, substream: Substream = (0, 0, 0), count: int = 1) -> Tensor:
+def words_at(
+    blocks: Tensor,
+    key: int | Tensor,
+    substream: Substream = (0, 0, 0),
+    count: int = 1,
+    names: Tensor | None = None,
+) -> Tensor:
     """Return words 4 b to 4 b + 3 of the stream for each b of ``blocks``, on their device: int64 [count, blocks, 4].
 
     Args:
@@ -178,9 +184,11 @@ def words_at(blocks: Tensor, key: int | Tensor, substream: Substream = (0, 0, 0)
         key: key of the stream, or a key for each block as signed numbers, int64 [blocks].
         substream: first substream.
         count: number of substreams, whose second words count up from that of ``substream``.
+        names: second word of the substream of each block instead, int64 [blocks]; ``count`` is then 1.
     """
     one, two, three = (signed(word) for word in substream)
-    names = torch.arange(two, two + count, device=blocks.device)[:, None]
+    if names is None:
+        names = torch.arange(two, two + count, device=blocks.device)[:, None]
     c: list[Any] = [blocks[None] + 1, one, names, three]
     k: list[Any] = [signed(key) if isinstance(key, int) else key, 0]
     for _ in range(_ROUNDS):

@@ -26,6 +26,7 @@ from shardwise.kernels.rotary import angles, rotate
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_rules import Adagrad, Adam, Ftrl, Momentum, RowwiseAdagrad, Sgd
+from shardwise.kernels.uniform import uniform_rows
 
 
 def dropout(dtype: torch.dtype) -> None:
@@ -84,7 +85,11 @@ def tables(dtype: torch.dtype) -> None:
     update(Ftrl(), torch.zeros(4, 15), index[:2], torch.zeros(2, 5), lr=0.1, step=1)
 
 
-CALLS: list[Callable[[torch.dtype], None]] = [dropout, norm, rotary, gate, loss, adam, tables]
+def uniform(dtype: torch.dtype) -> None:
+    uniform_rows(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 5, 1 << 63, 1, 2)
+
+
+CALLS: list[Callable[[torch.dtype], None]] = [dropout, norm, rotary, gate, loss, adam, tables, uniform]
 
 
 def compile_all(target: GPUTarget) -> dict[str, int]:

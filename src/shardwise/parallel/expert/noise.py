@@ -4,7 +4,7 @@
 
 Without an engine, which provides step and sample, torch's generator draws the numbers.
 
-Cost:   one word of 8 bytes an element, drawn on the CPU.
+Cost:   one word of 8 bytes an element; on a device one launch and no wait of the host (kernels/uniform.py).
 Shapes: n tokens of this rank at positions b·T + t, W numbers of a token.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.philox import key_of, uniform_of
+from shardwise.kernels.uniform import uniform_rows
 from shardwise.parallel.expert.surroundings import ExpertContext, RoutedTokens
 
 _JITTER = 0.01
@@ -39,6 +40,10 @@ def uniform(surroundings: ExpertContext, tokens: RoutedTokens, width: int) -> Te
         return torch.empty(len(place), width, dtype=torch.float64, device=device)
     at, stream = replay.place, f"router:{surroundings.name}"
     key, call = key_of(surroundings.seed, stream), replay.next_call(stream)
+    if device.type != "cpu":
+        sequence = tokens.sequence
+        starts = (place - sequence * tokens.length) * width
+        return uniform_rows(starts, at.first_sample + sequence, width, key, call, at.step)
     out = torch.empty(len(place), width, dtype=torch.float64)
     start, ends = 0, torch.bincount(tokens.sequence, minlength=tokens.sequences).cumsum(0).tolist()
     positions = (place - tokens.sequence * tokens.length).tolist()
@@ -52,4 +57,4 @@ def uniform(surroundings: ExpertContext, tokens: RoutedTokens, width: int) -> Te
             substream = (call, at.first_sample + b, at.step)
             out[start:stop] = uniform_of(key, first * width, last * width, [substream]).view(-1, width)
         start = stop
-    return out.to(device)
+    return out
