@@ -15,7 +15,7 @@ cut flat, bucket by bucket (parallel/zero/context.py), after all slices.
     Replicate              all ranks                  none: it is equal already
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import product
 
 from torch import Tensor
@@ -84,8 +84,12 @@ class TensorSlices:
                 counts[axis] = held
         return self.mesh.neighbours(self.rank, counts) if counts else ()
 
-    def groups_of_addends(self) -> list[tuple[int, ...]]:
-        """Return every group of ranks that sum gradients of a trained parameter, in the same order on every rank."""
+    def groups_of_addends(self, among: Iterable[int] | None = None) -> list[tuple[int, ...]]:
+        """Return every group of ranks that sum gradients of a trained parameter, in the same order on every rank.
+
+        Args:
+            among: Ranks whose groups are returned; None: all ranks of the mesh.
+        """
         counts: set[tuple[tuple[str, int], ...]] = set()
         ties: set[tuple[int, ...]] = set()
         for gradient in self.registry.of_kind("gradient"):
@@ -95,7 +99,7 @@ class TensorSlices:
             axes = self.mesh.model_axes(info.axes)
             choices = [self._counts(info, axis) for axis in axes]
             counts |= {tuple(zip(axes, chosen, strict=True)) for chosen in product(*choices)}
-        every = range(self.mesh.world_size)
+        every = range(self.mesh.world_size) if among is None else tuple(among)
         found = {self.mesh.neighbours(rank, dict(chosen)) for chosen in counts for rank in every}
         found |= {self.mesh.stage_ranks(rank, stages) for stages in ties for rank in every}
         return sorted(ranks for ranks in found if len(ranks) > 1)

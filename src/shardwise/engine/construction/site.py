@@ -19,8 +19,10 @@ from shardwise.tiers.tier import TierResources, threads_beside
 
 _log = logging.getLogger(__name__)
 
-_AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
-_EXPERT_AXES = ("expert_dp", "edp", "ep", "etp")
+GROUP_AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
+"""Axes along which every engine makes its process groups."""
+EXPERT_GROUP_AXES = ("expert_dp", "edp", "ep", "etp")
+"""Axes along which an engine with expert state makes further process groups."""
 
 
 def site_of(world: World, config: RunConfig) -> RuntimeContext:
@@ -34,7 +36,7 @@ def site_of(world: World, config: RunConfig) -> RuntimeContext:
     if config.translated and world.rank == 0:
         _log.info("config: %s", config.translated)
     clock, traffic = world.clock(settings.comm), Traffic()
-    groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
+    groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in GROUP_AXES}
     ledger = Ledger()
     ledger.take("rings", "transports", lambda: world.ring_bytes)
     return RuntimeContext(world, settings, mesh, groups, clock, traffic, ledger)
@@ -88,12 +90,16 @@ def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
     }
 
 
+def has_expert_state(plan: Plan) -> bool:
+    """Return True if a Unit of the Plan lies on the axes of experts."""
+    return any(unit.axes != DENSE for each in plan.classes.values() for unit in each.units)
+
+
 def with_groups_of_experts(site: RuntimeContext, plan: Plan) -> RuntimeContext:
     """Return the site with the process groups of expert state; unchanged if no Unit has its own axes."""
-    units = (unit for each in plan.classes.values() for unit in each.units)
-    if all(unit.axes == DENSE for unit in units):
+    if not has_expert_state(plan):
         return site
     world, settings, mesh, groups, clock, traffic, *_ = site
-    made = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _EXPERT_AXES}
+    made = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in EXPERT_GROUP_AXES}
     levels = world.levels(mesh.groups("ep"), "ep", settings.comm, clock, traffic)
     return site._replace(groups={**groups, **made}, levels=levels)

@@ -27,6 +27,7 @@ from shardwise.base.rates import RankRates
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate, process_bytes, read
+from shardwise.engine.fit.outside import HOLES_ROW, OUTSIDE_ROW
 from shardwise.engine.parts.inputs import Loss
 from shardwise.observe.flops import flops_text
 from shardwise.plan.action import Kind
@@ -58,6 +59,8 @@ _ROWS = {
     "staging": "gradients before they are reduced",
     "loaded": "state on its way from and to a disk",
     "leaving": "gradients on their way to a disk",
+    OUTSIDE_ROW: "outside torch: context, cuBLAS, NCCL (estimate)",
+    HOLES_ROW: "between the blocks of torch's allocator (estimate)",
 }
 """Explanations of rows whose names do not explain them."""
 
@@ -104,7 +107,10 @@ class FitReport(NamedTuple):
         spent = ", ".join(f"{part} {each_s:.2g}" for part, each_s in self.seconds._asdict().items() if each_s)
         said = [f"a step needs {_needs(self.outlook)} on {where}"]
         rows = sorted(step.peak.rows.items(), key=lambda row: -row[1])
-        said += [f"  {row:<12} {bytes_text(size):>10}  {_ROWS.get(row, '')}".rstrip() for row, size in rows]
+        wide = len(OUTSIDE_ROW) if OUTSIDE_ROW in step.peak.rows else 12
+        said += [
+            f"  {row:<{wide}} {bytes_text(size):>10}  {_ROWS.get(row, '')}".rstrip() for row, size in rows
+        ]
         action = step.peak.action
         if action is not None:
             way = "forward" if action.kind is Kind.F else "backward"
@@ -131,6 +137,9 @@ class FitReport(NamedTuple):
                 said.append(
                     f"  (the process alone, torch and this program, takes {bytes_text(process)} of them)"
                 )
+            outside = step.peak.rows.get(OUTSIDE_ROW, 0)
+            if outside > self.memory["device"]:
+                said.append(f"  (the driver and the communicators alone take {bytes_text(outside)} of them)")
         return said
 
     def _rates_text(self) -> str:

@@ -6,7 +6,8 @@ and shapes take memory, whatever the size of the job.
 
 The Plan gives the bytes of model state (weights, gradients, masters, moments, padding included). With an example batch
 the cut model runs one pass on shapes, with all changes to its modules (tiles, recomputation, casts). Walking the Plan's
-list with the tensors of that pass gives the peak of a step, by row (simulate/).
+list with the tensors of that pass gives the peak of a step, by row (simulate/). On a device, the driver, communicators
+and the allocator's holes are added to the peak (outside.py).
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -39,6 +40,7 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.construction.outline import cut_policies_of, policies_of
 from shardwise.engine.construction.recipe import recipe_of
+from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
 from shardwise.engine.parts.tables import ModelTables, check_mesh, chosen_for, register_tables, tables_of
@@ -175,8 +177,9 @@ class JobFacts(NamedTuple):
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
         if not self.passed:
             return MemoryEstimate(plan)
+        on = self.device.type
         steps = (
-            step_memory(plan, policies, self.passed, self.device.type, rank, self.process_bytes)
+            with_outside(step_memory(plan, policies, self.passed, on, rank, self.process_bytes), plan, on)
             for rank in plan.mesh.ranks("pp", 0)
         )
         return MemoryEstimate(

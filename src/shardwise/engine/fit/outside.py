@@ -1,0 +1,111 @@
+"""Outside: the memory of a device that a step takes beside the tensors of its rows.
+
+    driver and communicators    driver + cuBLAS workspaces + (communicators of the rank) · (bytes of a communicator)
+    holes                       a twentieth of the other rows on the device, for the allocator's rounding and gaps
+
+The communicators are those of the groups that an engine of the Plan makes, counted as a device's backend makes them:
+
+    collectives    one for all ranks in common, and one for each distinct group along an axis with more than one rank
+                   (engine/construction/site.py); one for each group that sums shared gradients, for the matrices of
+                   Muon, and for keys of tables, which travel beside the main thread
+    messages       one for each neighbour in a pipeline and each direction, because sends and receives of one NCCL
+                   communicator would wait for one another (comm/links.py)
+
+The bytes are estimates for CUDA and not yet measured on a device. Other accelerators are counted with the same bytes.
+CPU ranks have neither row. Two things are not counted: the groups by host of the experts' exchange, because a mesh does
+not contain hosts, and groups that the program makes itself. A group that a job never uses takes no memory, because NCCL
+connects a group at its first collective; the count includes such groups.
+
+Cost: the ranks of each axis, and one look at each message of the rank's list.
+"""
+
+from collections.abc import Mapping
+
+from shardwise.engine.construction.site import EXPERT_GROUP_AXES, GROUP_AXES, has_expert_state
+from shardwise.plan.plan import Plan, bytes_by_tier, class_of
+from shardwise.plan.slices import TensorSlices
+from shardwise.simulate.timeline import StepMemory
+
+OUTSIDE_ROW = "driver and communicators"
+"""Name of the row for the bytes that torch's allocator does not hold."""
+HOLES_ROW = "holes"
+"""Name of the row for the bytes that torch's allocator holds without tensors in them."""
+
+DRIVER_BYTES = 512 << 20
+"""Bytes of the driver's context with its loaded kernels; an estimate, not yet measured on a device."""
+CUBLAS_WORKSPACE_BYTES = 32 << 20
+"""Bytes of the workspace of one cuBLAS handle on one stream; an estimate, not yet measured on a device."""
+CUBLAS_WORKSPACES = 2
+"""Number of cuBLAS workspaces: the main thread and the thread of autograd have a handle each, on one stream."""
+COMMUNICATOR_BYTES = 200 << 20
+"""Bytes of one NCCL communicator; an estimate, not yet measured on a device: 100 to 300 MB are usual."""
+HOLES_PER_BYTE = 0.05
+"""Bytes of holes for each byte of the other rows on the device; an estimate, not yet measured on a device."""
+
+
+def with_outside(step: StepMemory, plan: Plan, device_type: str) -> StepMemory:
+    """Return the memory of a step with the rows of what lies outside its tensors; unchanged on a CPU.
+
+    Args:
+        step: Memory of a step on one rank.
+        plan: The Plan.
+        device_type: Type of the device, such as ``cuda``.
+    """
+    if device_type == "cpu":
+        return step
+    held = bytes_by_tier(step.peak.rows)["device"]
+    beside = {
+        OUTSIDE_ROW: outside_bytes(device_type, communicators(plan, step.rank)),
+        HOLES_ROW: int(HOLES_PER_BYTE * held),
+    }
+    tiers = {**step.bytes_by_tier, "device": step.bytes_by_tier["device"] + sum(beside.values())}
+    return step._replace(
+        peak=step.peak._replace(rows={**step.peak.rows, **beside}),
+        bytes_by_tier=tiers,
+    )
+
+
+def outside_bytes(device_type: str, communicators: int) -> int:
+    """Return the bytes of a device's memory that torch's allocator does not hold; 0 on a CPU.
+
+    Args:
+        device_type: Type of the device, such as ``cuda``.
+        communicators: Number of communicators of the rank.
+    """
+    if device_type == "cpu":
+        return 0
+    return DRIVER_BYTES + CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + communicators * COMMUNICATOR_BYTES
+
+
+def communicators(plan: Plan, rank: int) -> int:
+    """Return the number of communicators that an engine of the Plan makes on ``rank`` if its ranks have devices."""
+    return sum(communicators_by_use(plan, rank).values())
+
+
+def communicators_by_use(plan: Plan, rank: int) -> Mapping[str, int]:
+    """Return the number of communicators of ``rank``, for collectives, for keys of tables and for messages."""
+    mesh, registry = plan.mesh, plan.registry
+    axes = [*GROUP_AXES]
+    if has_expert_state(plan):
+        axes += EXPERT_GROUP_AXES
+    if registry.needs("matrix"):
+        axes.append("stage")
+    groups = {mesh.ranks(axis, rank) for axis in axes if mesh.size(axis) > 1}
+    groups.update(
+        ranks for ranks in TensorSlices(registry, mesh, rank).groups_of_addends([rank]) if rank in ranks
+    )
+    return {
+        "collectives": len(groups),
+        "keys": int(mesh.size("dp") > 1 and bool(registry.of_kind("table"))),
+        "messages": len(_ways(plan, rank)),
+    }
+
+
+def _ways(plan: Plan, rank: int) -> set[tuple[int, str]]:
+    """Return the ways of the rank's messages: the index of the other rank on "pp", and the Kind of the message."""
+    actions = plan.classes[class_of(plan.mesh, rank)].actions
+    return {
+        (action.other % plan.mesh.pp, action.kind.name)
+        for action in actions
+        if action.kind.row.of == "message"
+    }
