@@ -51,8 +51,16 @@ class Runs:
         path.write_text(yaml.safe_dump(content | changes))
         return path
 
-    def train(self, *overrides: str, resume: str = "auto", profile_steps: int = 0, **changes: Any) -> int:
-        return train(CommandRequest(str(self.config(**changes)), overrides, resume, profile_steps))
+    def train(
+        self,
+        *overrides: str,
+        resume: str = "auto",
+        profile_steps: int = 0,
+        memory_snapshot: str | None = None,
+        **changes: Any,
+    ) -> int:
+        path = str(self.config(**changes))
+        return train(CommandRequest(path, overrides, resume, profile_steps, memory_snapshot=memory_snapshot))
 
     def rows(self, name: str = "run") -> list[StepRecord]:
         return metrics.read(self.folder / name / "metrics.csv")
@@ -87,6 +95,34 @@ def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.Captur
     assert out.rstrip().endswith(f"run folder: {run}")
     sample = (run / "sample.txt").read_text()
     assert sample and printable(sample) in out
+
+
+def test_a_profile_names_the_actions_and_changes_no_number(runs: Runs) -> None:
+    few = {"train": {"steps": 4, "sample_tokens": 0}, "zero": {"stage": 3}, "module_profile": {"step": 3}}
+    assert runs.train(f"output_dir={runs.folder / 'plain'}", **few) == 0
+    assert runs.train(profile_steps=1, **few) == 0
+    assert [(row.loss, row.grad_norm) for row in runs.rows()] == [
+        (row.loss, row.grad_norm) for row in runs.rows("plain")
+    ]
+    trace = json.loads((runs.folder / "run" / "profile" / "rank_00000.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"]}
+    for name in (
+        "F(0,0)",
+        "B(0,1)",
+        "F(u2,1) Unit 2 'blocks.0'",
+        "REDUCE(u2,1) Unit 2 'blocks.0'",
+        "STEP(u2) Unit 2 'blocks.0'",
+        "NORM",
+    ):
+        assert name in names, name
+
+
+def test_a_memory_snapshot_is_refused_on_a_processor_before_anything_is_made(runs: Runs) -> None:
+    with pytest.raises(
+        UsageError, match=r"--memory-snapshot memory.pickle .* computes on 'cpu'; leave it out"
+    ):
+        runs.train(memory_snapshot="memory.pickle", comm={"device": "cpu"})
+    assert not (runs.folder / "run").exists()
 
 
 def test_a_run_writes_the_gradient_norm_of_every_unit(runs: Runs) -> None:

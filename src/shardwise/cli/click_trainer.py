@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
+from shardwise.cli.profile import NO_PROFILE, ProfileRequest
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.trainer import ConversionProgress, OpenedData, Throughput, Trainer
 from shardwise.comm.world import World
@@ -44,9 +45,13 @@ class ClickTrainer(Trainer):
     higher_is_better = True
 
     def __init__(
-        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+        self,
+        world: World,
+        resolved: ResolvedConfig,
+        folder: RunFolder,
+        profile: ProfileRequest = NO_PROFILE,
     ) -> None:
-        super().__init__(world, resolved, folder, profile_steps)
+        super().__init__(world, resolved, folder, profile)
         self.score: ClickScore | None = None
         self.tally = self._earlier = RowTally(0)
         """Rows of all tables at the last evaluation, and before this process."""

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from shardwise.base.errors import UsageError
 from shardwise.base.target import load_target
 from shardwise.cli.click_trainer import logits_in
+from shardwise.cli.profile import NO_PROFILE, ProfileRequest
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.trainer import OpenedData, Throughput, Trainer
 from shardwise.comm.world import World
@@ -54,9 +55,13 @@ class ImageTrainer(Trainer):
     higher_is_better = True
 
     def __init__(
-        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+        self,
+        world: World,
+        resolved: ResolvedConfig,
+        folder: RunFolder,
+        profile: ProfileRequest = NO_PROFILE,
     ) -> None:
-        super().__init__(world, resolved, folder, profile_steps)
+        super().__init__(world, resolved, folder, profile)
         wanted = self.config.train.metrics
         self._metrics: Metrics | None = None if wanted is None else load_target("train.metrics", wanted)
         self.score: dict[str, float] = {}

@@ -11,6 +11,7 @@ from rich.console import Console
 from shardwise.cli.click_trainer import ClickTrainer
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import ImageTrainer
+from shardwise.cli.profile import ProfileRequest, check_snapshot
 from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder, without_start
 from shardwise.cli.stop import StopFlag
@@ -42,6 +43,7 @@ def train(request: CommandRequest) -> int:
     """Train as one rank and return the exit code."""
     config = request.load()
     world = join(timeout_s=config.comm.join_timeout_s, device=config.comm.device)
+    check_snapshot(request.memory_snapshot, world.device.type)
     folder = RunFolder(Path(config.output_dir))
     console = lasting_console(quiet=world.rank != 0)
     start = folder.start_from(request.resume)
@@ -58,7 +60,7 @@ def train(request: CommandRequest) -> int:
             for choice in resolved.choices:
                 log.info("%s", choice)
         trainer: Trainer = _TRAINERS[type(resolved.config.data)](
-            world, resolved, folder, request.profile_steps
+            world, resolved, folder, ProfileRequest(request.profile_steps, request.memory_snapshot)
         )
         log.info("%s", trainer.description())
         if start is not None:

@@ -18,6 +18,8 @@ class CommandRequest:
     resume: str = "auto"
     profile_steps: int = 0
     ranks: int | None = None
+    memory_snapshot: str | None = None
+    """File from whose name those of the ranks' memory snapshots are made."""
 
     def to_json(self) -> str:
         """Return the request as JSON, for the ranks' command line."""

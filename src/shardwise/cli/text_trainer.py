@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.words import printable
+from shardwise.cli.profile import NO_PROFILE, ProfileRequest
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.trainer import ConversionProgress, OpenedData, Trainer
 from shardwise.comm.world import World
@@ -46,9 +47,13 @@ class TextTrainer(Trainer):
     record_kind = StepRecord
 
     def __init__(
-        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+        self,
+        world: World,
+        resolved: ResolvedConfig,
+        folder: RunFolder,
+        profile: ProfileRequest = NO_PROFILE,
     ) -> None:
-        super().__init__(world, resolved, folder, profile_steps)
+        super().__init__(world, resolved, folder, profile)
         self.flops = 0.0
         self.val_loss: float | None = None
         self.peaks = self._peaks()

@@ -27,6 +27,14 @@ _Resume = Annotated[
     ),
 ]
 _Profile = Annotated[int, typer.Option(min=0, help="Trace this many steps of every rank.")]
+_MemorySnapshot = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="On a CUDA device: record every allocation of the steps of --profile, or else of the first three steps, "
+        "into one file per rank, as FILE_rank_00000.pickle. pytorch.org/memory_viz draws it.",
+    ),
+]
 _Check = Annotated[
     bool,
     typer.Option(
@@ -52,6 +60,7 @@ def command(
     overrides: _Overrides = None,
     resume: _Resume = "auto",
     profile: _Profile = 0,
+    memory_snapshot: _MemorySnapshot = None,
     check: _Check = False,
     memory: _Memory = None,
     as_json: _AsJson = False,
@@ -60,7 +69,7 @@ def command(
     from shardwise.cli.rank import train
     from shardwise.cli.request import CommandRequest
 
-    request = CommandRequest(config, tuple(overrides or ()), resume, profile, ranks)
+    request = CommandRequest(config, tuple(overrides or ()), resume, profile, ranks, memory_snapshot)
     if (as_json or memory) and not check:
         from shardwise.base.errors import UsageError
 
@@ -70,6 +79,12 @@ def command(
             else "train: --memory goes with --check, which starts nothing"
         )
     if check:
+        if memory_snapshot is not None:
+            from shardwise.base.errors import UsageError
+
+            raise UsageError(
+                "train: --memory-snapshot records steps, and --check starts nothing; leave one out"
+            )
         from shardwise.cli import check as checks
 
         found = checks.check(request, None if memory is None else checks.memory_of(memory))
@@ -87,6 +102,10 @@ def command(
     # Checked by this process as well as in the ranks, so that a fault is reported once, before anything has started.
     check_ranks(ranks)
     wanted = request.load()
+    if memory_snapshot is not None:
+        from shardwise.cli.profile import check_snapshot, device_type_of
+
+        check_snapshot(memory_snapshot, device_type_of(wanted.comm.device))
     resolve(wanted, ranks, "cpu")
     folder = RunFolder(Path(wanted.output_dir))
     folder.start_from(resume)

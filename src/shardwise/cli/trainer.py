@@ -24,7 +24,7 @@ import shardwise
 from shardwise.base.errors import DataError, MismatchError, UsageError
 from shardwise.base.words import bytes_text
 from shardwise.cli.evaluations import RunEvaluations
-from shardwise.cli.profile import StepProfile
+from shardwise.cli.profile import NO_PROFILE, ProfileRequest, step_windows
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.run_saves import RunSaves
 from shardwise.comm.collectives import Group
@@ -148,7 +148,7 @@ class Trainer(ABC):
         world: The ranks.
         resolved: The resolved configuration.
         folder: The run folder.
-        profile_steps: Number of steps to trace.
+        profile: What to trace of the first steps.
     """
 
     record_kind: ClassVar[type[Record]]
@@ -157,10 +157,14 @@ class Trainer(ABC):
     """True if a larger value is better for ``early_stop``."""
 
     def __init__(
-        self, world: World, resolved: ResolvedConfig, folder: RunFolder, profile_steps: int = 0
+        self,
+        world: World,
+        resolved: ResolvedConfig,
+        folder: RunFolder,
+        profile: ProfileRequest = NO_PROFILE,
     ) -> None:
         self.world, self.folder = world, folder
-        self.profile_steps = profile_steps
+        self.profile = profile
         self.mesh = resolved.mesh
         opened = self.open_data(resolved.config)
         self.config, self.validation = opened.config, opened.validation
@@ -349,23 +353,25 @@ class Trainer(ABC):
 
     def run(self, sink: Sink) -> bool:
         """Run all remaining steps, and return False if a signal ended them early."""
-        trace = self.folder.profile / f"rank_{self.world.rank:05d}.json"
-        profile = StepProfile(trace, self.profile_steps, self.world.device)
-        with contextlib.closing(self.steps()) as steps:
-            try:
-                while not self.is_done:
-                    profile.before_step()
-                    record = self.step(steps)
-                    profile.after_step()
-                    sink.write(record)
-                    if self.engine.stop_requested:
-                        self.save()
-                        return False
-                    every = self.config.checkpoint.every
-                    if (every is not None and record.step % every == 0) or self._is_best:
-                        self.save()
-            finally:
-                profile.close()
+        windows = step_windows(
+            self.profile, self.folder.profile, self.world.rank, self.world.device, self.engine.action_ranges
+        )
+        with contextlib.closing(self.steps()) as steps, contextlib.ExitStack() as closing:
+            for window in windows:
+                closing.callback(window.close)
+            while not self.is_done:
+                for window in windows:
+                    window.before_step()
+                record = self.step(steps)
+                for window in windows:
+                    window.after_step()
+                sink.write(record)
+                if self.engine.stop_requested:
+                    self.save()
+                    return False
+                every = self.config.checkpoint.every
+                if (every is not None and record.step % every == 0) or self._is_best:
+                    self.save()
         self.save()
         return True
 

@@ -1,6 +1,7 @@
 """The state of an engine as a user may read it and, for tensors, write it.
 
     plan, trace, timeline            the Actions to run, the Actions that ran, and their times
+    action_ranges                    the names of the Actions in a profile
     lr, loss_scale                   numbers of the next step
     state_bytes, held_bytes          memory on this rank
     gradients, full_tensor           whole tensors on every rank, and their pieces (``local_tensor``)
@@ -30,6 +31,7 @@ from shardwise.engine.state.together import named, together, within
 from shardwise.engine.step.check import FirstStepCheck
 from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.engine.step.record import StepInputs
+from shardwise.observe import action_ranges
 from shardwise.observe.module_profile import ModuleTree
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import RowTally
@@ -147,6 +149,20 @@ class StateAccess:
     def trace(self) -> Trace:
         """The Actions that this rank ran in its last step, and their departures from the Plan."""
         return self._parts.walker.last
+
+    def action_ranges(self) -> AbstractContextManager[None]:
+        """Return a context that names the Actions of this rank's steps in a running ``torch.profiler.profile``.
+
+        Inside the ``with`` block every Action runs in a ``record_function`` range, and on a CUDA device in an NVTX
+        range too, such as ``UNSHARD(u3,0) Unit 3 'blocks.2'``. The block begins and ends between two steps. Results
+        are bitwise equal to those without ranges.
+
+        Example:
+            with torch.profiler.profile() as profile, engine.action_ranges():
+                engine.train_step(batches)
+        """
+        parts = self._parts
+        return action_ranges.action_ranges(parts.walker, parts.program.plan.own.units, parts.device)
 
     @property
     def module_costs(self) -> ModuleTree | None:
