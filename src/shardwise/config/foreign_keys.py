@@ -72,6 +72,8 @@ FOREIGN_KEYS = {
     "bf16": "precision: bf16",
     "fp16": "precision: fp16",
     "seed": "train.seed",
+    "full_determinism": "deterministic",
+    "deterministic_mode": "deterministic",
     "device": "comm.device",
     "dp": "mesh.dp",
     "tp": "mesh.tp",

@@ -162,6 +162,10 @@ class RunConfig(Policy):
     check_first_step: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"
     """The check of the first step of a model that is cut along "tp", "pp", "ep" or "etp" against the uncut model,
     before any weight changes: ``auto`` runs the check if the uncut model fits into memory."""
+    deterministic: bool = False
+    """True to compute the same bits in every run on the same ranks: torch uses kernels that sum in a fixed order while
+    the engine is open, and an operation without such a kernel is an error. On a CPU most kernels sum in a fixed order
+    anyway; on a device the key costs time."""
     comm: CommPolicy = Field(default_factory=CommPolicy)
     """The connection of the ranks, their data exchange, and their timeouts."""
     train: TrainPolicy = Field(default_factory=TrainPolicy)

@@ -75,6 +75,7 @@ UNLIKE: list[tuple[str, Any, Any]] = [
     ("compile.backend", "inductor", "eager"),
     ("batch_norm", "per_rank", "synchronized"),
     ("check_first_step", "auto", "off"),
+    ("deterministic", False, True),
     ("comm.transport", "auto", "torch"),
     ("comm.timeout_s", "auto", 30),
     ("train.steps", 1, 2),

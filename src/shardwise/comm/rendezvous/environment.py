@@ -4,6 +4,7 @@
                                              interfaces that NCCL is told to use
     NCCL_LAUNCH_ORDER_IMPLICIT               kernels of several communicators start in the order of the calls
     TORCH_NCCL_ASYNC_ERROR_HANDLING          torch's own thread leaves a failed communicator to the watch
+    CUBLAS_WORKSPACE_CONFIG                  cuBLAS sums in a fixed order; only for ``deterministic: true``
     RLIMIT_NOFILE                            a group of gloo opens a socket to each of its ranks
 
 A value that is set already stays. NCCL reads a variable when it makes its first communicator, so ``import shardwise``
@@ -17,6 +18,10 @@ import sys
 from collections.abc import MutableMapping, Sequence
 
 _log = logging.getLogger(__name__)
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable that sets the number and the sizes of cuBLAS's workspaces, which decide the order of its sums."""
+FIXED_WORKSPACE = ":4096:8"
+"""Workspaces with which cuBLAS computes the same bits in every run."""
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _MANY_RANKS = 64
 """Number of ranks from which on the usual limit of 1,024 descriptors may be too low for the sockets of all groups."""
@@ -71,6 +76,15 @@ def prepare_for_groups(
             )
     if size >= _MANY_RANKS:
         raise_descriptor_limit()
+
+
+def set_cublas_workspace(env: MutableMapping[str, str] = os.environ) -> str:
+    """Set ``CUBLAS_WORKSPACE_CONFIG`` for sums in a fixed order, unless it is set, and return its value.
+
+    Args:
+        env: Environment of this process. cuBLAS reads it when it is first used.
+    """
+    return env.setdefault(CUBLAS_WORKSPACE, FIXED_WORKSPACE)
 
 
 def interfaces_of(pattern: str, present: Sequence[str]) -> list[str]:

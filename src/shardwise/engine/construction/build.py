@@ -47,6 +47,7 @@ from shardwise.engine.construction.stages import make_stage, move_buffers
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.model.held import take_back
 from shardwise.engine.model.original import OriginalAttributes
+from shardwise.engine.parts.deterministic import DeterministicMode, prepare_cublas
 from shardwise.engine.parts.inputs import Loss, call_model
 from shardwise.engine.parts.named import check_named
 from shardwise.engine.parts.out_of_memory import told_in_initialize
@@ -149,7 +150,7 @@ def _built(
     made. Otherwise they would stay as long as the program holds the error, whose traceback refers to them.
     """
     _check_settings_agree(world, policies, given)
-    site = _site(model, world, policies)
+    site = _deterministic(_site(model, world, policies), refused)
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if given.loss is None and settings.loss is not None:
         given = given._replace(loss=load_target("loss.target", settings.loss.target))
@@ -220,6 +221,20 @@ def _site(model: nn.Module, world: World, policies: RunConfig) -> RuntimeContext
     check_named(model, site.settings)
     precision, notes = resolved(site.settings.precision, model)
     return site._replace(settings=site.settings.model_copy(update={"precision": precision}), notes=notes)
+
+
+def _deterministic(site: RuntimeContext, refused: ExitStack) -> RuntimeContext:
+    """Return the site with torch's deterministic switches on, if the configuration has the key.
+
+    Raises:
+        ConfigError: if cuBLAS cannot compute deterministically in this process any more.
+    """
+    if not site.settings.deterministic:
+        return site
+    mode = DeterministicMode()
+    refused.callback(mode.end)
+    prepare_cublas(site.world.device)
+    return site._replace(deterministic=mode)
 
 
 def _agreed_outline(

@@ -20,6 +20,7 @@ import torch
 from shardwise.base.errors import OutOfMemoryError
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig
+from shardwise.engine.parts.deterministic import note_the_key
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.memory.ledger import Ledger, Lifetime, Row
 from shardwise.observe.memory import available_bytes, resident_bytes
@@ -62,7 +63,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def tells_out_of_memory(method: _Method) -> _Method:
-    """Decorate a method of an engine that computes: raise OutOfMemoryError in place of an allocator's error."""
+    """Decorate a method of an engine that computes: raise OutOfMemoryError in place of an allocator's error.
+
+    An error about an operation without a deterministic implementation gets a note that names the key.
+    """
 
     @functools.wraps(method)
     def call(engine: HasParts, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +74,7 @@ def tells_out_of_memory(method: _Method) -> _Method:
             return method(engine, *args, **kwargs)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
+                note_the_key(error)
                 raise
             raise in_a_step(engine._parts, error) from None
 

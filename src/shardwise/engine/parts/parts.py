@@ -14,6 +14,7 @@ from shardwise.compose.module_steps import RunStage
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.accumulation import Accumulation
+from shardwise.engine.parts.deterministic import DeterministicMode
 from shardwise.engine.parts.folders import StepFolders
 from shardwise.engine.parts.followers import StepFollower
 from shardwise.engine.parts.pass_context import PassContext
@@ -54,6 +55,8 @@ class RuntimeContext(NamedTuple):
     """Notes that the printed Plan shows."""
     tiers: TierResources | None = None
     """Host memory and disks on which state lies off the device; None if all state lies on the device."""
+    deterministic: DeterministicMode | None = None
+    """The hold on torch's switches; None without ``deterministic: true``."""
 
 
 @dataclass
