@@ -87,6 +87,7 @@ NOT_A_USERS_MODULE = {
     "launch/terminal.py": "the terminal",
     "optim/flat.py": "the masters of an optimizer",
     "optim/flat_state.py": "the masters of an optimizer",
+    "observe/action_ranges.py": "the walker",
     "optim/groups.py": "the user's optimizer",
     "parallel/expert/experts.py": "a module of the package, when it is made",
     "parallel/expert/router.py": "a module of the package, when it is made",
