@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import NonFiniteError
 from shardwise.comm import duals, exchange
 from shardwise.comm.peers import PointToPoint
 from shardwise.engine.fit.foresee import foresee
@@ -211,7 +212,7 @@ MISTAKES = {
     ),
     "an update is not waited for": Mistake("masters", Weight.finish_update, "self._updating.result()"),
     "a gather of updated weights is not waited for": Mistake(
-        "stage 1", Weight.finish_update, "self.finish_unshard()"
+        "stage 1", Weight.finish_unshard, "self._gathering.wait()"
     ),
     "a sum's slot is used again too early": Mistake("stage 2", Gradient.arrive, "self._reducing.wait()"),
     "a sum is read before it is there": Mistake("stage 0", Gradient.settle, "self._reducing.wait()"),
@@ -269,7 +270,7 @@ def seen(_: Any, name: str) -> list[str]:
     try:
         with planted(mistake):
             races, results = told(SCENES[mistake.scene])
-    except Exception as error:
+    except (NonFiniteError, IndexError) as error:  # of NaNs, and of keys that are still to come
         return [f"{type(error).__name__}: {str(error)[:200]}"]
     return [*races, *["other numbers"] * (results != wanted)]
 

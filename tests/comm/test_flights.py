@@ -232,3 +232,14 @@ def test_a_process_whose_abort_hangs_says_why_and_ends(
     made.may_end.set()
     assert left == ([] if ends else [1])
     assert ("rank 3 hangs" in capsys.readouterr().err) is not ends
+
+
+def test_an_abort_that_fails_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(flights, "_ABORT_S", 0.2)
+    monkeypatch.setattr(flights.os, "_exit", left.append)
+    ended = threading.Event()
+    with pytest.raises(AttributeError):
+        flights._abort([object()], ended)  # type: ignore[list-item]
+    flights._guard(ended, "why")
+    assert not left

@@ -19,6 +19,7 @@ that neither goes on nor ends would keep its device and, in a job, its whole nod
 Cost: an event per collective; none of this on the CPU.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -187,12 +188,12 @@ class InFlightCollectives:
 
 def _abort(communicators: Iterable[Communicator], ended: threading.Event) -> None:
     """Abort communicators one after another, then set ``ended``."""
-    for each in communicators:
-        try:
-            each.abort()
-        except RuntimeError:
-            continue  # a backend without abort; its wait ends with the process
-    ended.set()
+    try:
+        for each in communicators:
+            with contextlib.suppress(RuntimeError):  # a backend without abort; its wait ends with the process
+                each.abort()
+    finally:
+        ended.set()  # else the guard would end a process whose abort has failed and does not hang
 
 
 def _guard(ended: threading.Event, why: str) -> None:

@@ -228,7 +228,7 @@ def own_rows(tokens: Tensor, weight: Tensor, rows: slice, vocabulary: int, paddi
         return F.embedding(local, weight, padding_idx).masked_fill(foreign[..., None], 0)
     # An assertion inside a kernel would end the device's context, and torch would report it somewhere else.
     found = F.embedding(local, weight, padding_idx).masked_fill(foreign[..., None], 0)
-    return found.masked_fill(unknown[..., None], math.nan)
+    return found.masked_fill_(unknown[..., None], math.nan)
 
 
 class OwnLookup(TorchFunctionMode):
