@@ -17,7 +17,7 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import NonFiniteError
-from shardwise.comm import duals, exchange
+from shardwise.comm import duals, exchange, two_levels
 from shardwise.comm.peers import PointToPoint
 from shardwise.engine.fit.foresee import foresee
 from shardwise.engine.step.end import StepEndHandlers
@@ -45,6 +45,8 @@ class Scene(NamedTuple):
     """None: tables whose keys go ahead."""
     offload: dict[str, Any] = {}  # noqa: RUF012 - never changed
     more: dict[str, Any] = {}  # noqa: RUF012
+    hosts: int = 1
+    """Hosts on which the ranks pretend to lie."""
 
 
 HOST = {"optimizer": "host"}
@@ -55,6 +57,7 @@ SCENES = {
     "stage 1": Scene(2, Case(1, accumulation=2, prefetch=1 << 20)),
     "stage 1, at once": Scene(2, Case(1)),
     "stage 0": Scene(2, Case(accumulation=2)),
+    "two hosts": Scene(4, Case(3, accumulation=2, prefetch=1 << 20), hosts=2),
     "bf16": Scene(2, Case(2, precision="bf16", accumulation=2)),
     "pipeline": Scene(2, Case(pp=2, accumulation=3)),
     "tensor": Scene(2, Case(tp=2)),
@@ -78,6 +81,7 @@ def train(world: Any, scene: Scene) -> list[Any]:
     if scene.case is None:
         return list(test_tables.ahead(world, 2))
     config = scene.case.config(None) | {"offload": scene.offload} | scene.more
+    world.hosts = tuple(rank * scene.hosts // world.size for rank in range(world.size))
     engine = shardwise.initialize(test_offload.gpt(), config, world=world)
     data, found = engine._parts.dp.index, []
     for step in range(3):
@@ -213,6 +217,18 @@ MISTAKES = {
     "an update is not waited for": Mistake("masters", Weight.finish_update, "self._updating.result()"),
     "a gather of updated weights is not waited for": Mistake(
         "stage 1", Weight.finish_unshard, "self._gathering.wait()"
+    ),
+    "a sum of a host is not waited for": Mistake(
+        "two hosts", two_levels._exchanged, "purpose).wait()", "purpose)"
+    ),
+    "a sum over hosts is not waited for": Mistake(
+        "two hosts",
+        streams.run_beside,
+        f"return lambda: {_HERE.format('stream')}.wait_event(arrived)",
+        "return lambda: None",
+    ),
+    "a sum over hosts begins before its gradients": Mistake(
+        "two hosts", streams.run_beside, f"stream.wait_stream({_HERE.format('stream')})"
     ),
     "a sum's slot is used again too early": Mistake("stage 2", Gradient.arrive, "self._reducing.wait()"),
     "a sum is read before it is there": Mistake("stage 0", Gradient.settle, "self._reducing.wait()"),

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise.comm.collectives import _sum_in_order
+from shardwise.comm.collectives import sum_in_order
 from tests.accelerator import pretend
 from tests.comm.late import Held, poison
 
@@ -421,7 +421,7 @@ class StrictGroup(dist.ProcessGroup):
         if self.size() == 1:
             total.copy_(rows[0])
         else:
-            _sum_in_order(rows, total)
+            sum_in_order(rows, total)
 
 
 def register(base: dist.Store, kind: str = "cpu") -> None:

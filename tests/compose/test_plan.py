@@ -12,13 +12,16 @@ from tests.plan.described import plan as described_plan
 from torch import nn
 
 from shardwise.base.errors import PlanError
+from shardwise.base.words import bytes_text
 from shardwise.compose.describe import describe
 from shardwise.compose.lists import StageOrder, registered
 from shardwise.compose.plan import PlannedModel, PlanPolicies, make_plan
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.exchange import GradientExchange
 from shardwise.plan.lists import UnitBoundary
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.plan import Plan
@@ -240,3 +243,22 @@ def test_a_collection_that_two_stages_use() -> None:
     spec = described(tables={"blocks.0.items": ("blocks.0.items", "blocks.3.items")})
     with pytest.raises(PlanError, match=r"'blocks\.0\.items' is used by blocks of several pipeline stages"):
         described_plan(Mesh(pp=2), spec=spec)
+
+
+def test_what_leaves_a_host_is_printed_with_the_plan() -> None:
+    spec = described(2)
+    exchanges = {"dp_shard": GradientExchange("auto", 4, 2)}
+    policies = PlanPolicies(
+        ZeroPolicy(stage=2), PipelinePolicy(), PrecisionPolicy(), lambda name: 0, exchanges=exchanges
+    )
+    plan = make_plan(spec, Mesh(dp_shard=4), policies)
+    units = plan.own.units
+    sent = sum(unit_bytes(unit, plan.own.strategies[unit.index], plan.mesh).crossing for unit in units)
+    assert sent == sum(bucket.elements for unit in units for bucket in unit.buckets) // 2 * 4
+    (note,) = plan.notes[1:]
+    assert note == (
+        f"zero.exchange: two_level sums gradients along 'dp_shard' over 2 hosts; {bytes_text(sent)} leave a host for "
+        "each sum of all Units"
+    )
+    one = make_plan(spec, Mesh(dp_shard=4), policies._replace(exchanges={}))
+    assert len(one.notes) == 1

@@ -47,12 +47,16 @@ class Case(NamedTuple):
     reduce: str = "auto"
     ahead: int = 0
     """Units whose gradients still travel; the place in PREFETCH_BYTES of what is gathered ahead."""
+    hosts: int = 1
+    """Hosts on which the ranks pretend to lie."""
+    exchange: str = "auto"
 
     def __str__(self) -> str:
         more = [f"replicate{self.replicate}"] * (self.replicate > 1) + [self.transport] * (
             self.transport != "auto"
         )
         more += [self.reduce] * (self.reduce != "auto") + [f"ahead{self.ahead}"] * (self.ahead > 0)
+        more += [f"hosts{self.hosts}"] * (self.hosts > 1) + [self.exchange] * (self.exchange != "auto")
         return "-".join([f"zero{self.stage}", f"x{self.accumulation}", self.optimizer, self.precision, *more])
 
 
@@ -96,6 +100,13 @@ def cases(size: int, every: bool = False) -> list[Case]:
         table += [Case(3, 1, 3, "adamw", "fp64", "torch", ahead=ahead) for ahead in (1, 2)]
         table += [Case(2, size // 2 if size > 2 else 1, 3, "adamw", "fp64", "torch", ahead=1)]
         table += [Case(1, 1, 1, "adamw", "fp64", ahead=1)]
+    if size == 4:
+        table += [
+            Case(stage, 1, accumulation, "adamw", "fp64", hosts=2)
+            for stage, accumulation in ((1, 1), (2, 3), (3, 3))
+        ]
+        table += [Case(3, 1, 3, "adamw", "fp64", "torch", ahead=1, hosts=2)]
+        table += [Case(2, 1, 3, "adamw", "fp64", hosts=2, exchange=way) for way in ("sum", "all_to_all")]
     return sorted(table, key=lambda case: case.transport)
 
 
@@ -136,26 +147,35 @@ def truth(optimizer: str, precision: str) -> list[Truth]:
     return train(model, torch_optimizer(optimizer, model), steps, loss_of, CLIP)
 
 
+def engine_of(world: Any, case: Case) -> Any:
+    hosts = tuple(rank * case.hosts // world.size for rank in range(world.size))
+    with patch.object(world, "hosts", hosts):
+        engine = shardwise.initialize(
+            seeded(Language, dtype=DTYPES[case.precision]),
+            {
+                "zero": {
+                    "stage": case.stage,
+                    "reduce": case.reduce,
+                    "prefetch_bytes": PREFETCH_BYTES[case.ahead],
+                    "reductions_under_way": case.ahead,
+                    "exchange": case.exchange,
+                },
+                "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
+                "batch": {"accumulation": case.accumulation},
+                "optimizer": OPTIMIZERS[case.optimizer],
+                "max_grad_norm": CLIP,
+                "comm": {"transport": case.transport, "timeout_s": 20.0},
+            },
+            world=world,
+        )
+    has_levels = engine._parts.groups["dp_shard"].levels is not None
+    assert has_levels == (case.hosts > 1 and case.exchange == "auto")
+    return engine
+
+
 def measure(world: Any, case: Case) -> Figures:
     """Train three steps on this rank's pieces and compare."""
-    model = seeded(Language, dtype=DTYPES[case.precision])
-    engine = shardwise.initialize(
-        model,
-        {
-            "zero": {
-                "stage": case.stage,
-                "reduce": case.reduce,
-                "prefetch_bytes": PREFETCH_BYTES[case.ahead],
-                "reductions_under_way": case.ahead,
-            },
-            "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
-            "batch": {"accumulation": case.accumulation},
-            "optimizer": OPTIMIZERS[case.optimizer],
-            "max_grad_norm": CLIP,
-            "comm": {"transport": case.transport, "timeout_s": 20.0},
-        },
-        world=world,
-    )
+    engine = engine_of(world, case)
     figures, conformance = Figures(0.0, 0.0, 0.0, 0.0, 0.0), Conformance(engine)
     share = SEQUENCES // (world.size * case.accumulation)
     for step, wanted in enumerate(truth(case.optimizer, case.precision)):

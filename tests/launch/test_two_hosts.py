@@ -1,5 +1,6 @@
 """Two hosts of two ranks, as two network namespaces of this one: ``make soak``, as root on Linux."""
 
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,42 @@ for _ in range(3):
     engine.print("loss", repr(engine.step().loss))
 for tally in engine.expert_tallies().values():
     engine.print("rows", tally.rows_sent, tally.rows_crossed)
+engine.close()
+"""
+_COUNTED = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shardwise
+
+exchange, stage, reduce = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+config = {
+    "precision": {"compute": "bf16", "reduce": reduce},
+    "zero": {"stage": stage, "exchange": exchange},
+    "optimizer": {"lr": 0.0001},
+}
+engine = shardwise.initialize(model, config, loss=lambda model, batch: model(batch).float().square().mean())
+(counter,) = Path("/sys/class/net").glob("cable*/statistics/tx_bytes")
+batch = torch.randn(4, 256, generator=torch.Generator().manual_seed(engine.dp_index))
+
+
+def step() -> float:
+    engine.backward(engine(batch))
+    return engine.step().loss
+
+
+step()
+engine.world.barrier()
+before = int(counter.read_text())
+losses = [step() for _ in range(4)]
+engine.world.barrier()
+engine.print(json.dumps({"sent": (int(counter.read_text()) - before) / 4, "losses": losses}))
 engine.close()
 """
 _ADDRESS = "10.213.7.{}"
@@ -100,17 +137,13 @@ def _losses(text: str) -> list[float]:
     return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("training", [_TRAIN, _EXPERTS], ids=["dense", "experts"])
-def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, training: str) -> None:
-    """Experts in two levels: of all 80 tokens, each with experts everywhere, a row crosses once."""
-    script = tmp_path / "train.py"
-    script.write_text(training)
-    launch = [sys.executable, "-m", "shardwise", "launch"]
+def _run(hosts: list[str], script: Path, *words: str) -> list[str]:
+    """What two ranks on each host printed, by host."""
+    launch = [sys.executable, "-m", "shardwise", "launch", "-n", "2", "--num_nodes", "2"]
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, *launch, "-n", "2", "--num_nodes", "2", "--node_rank", str(number)]
-            + ["--master_addr", _ADDRESS.format(1), str(script)],
+            ["ip", "netns", "exec", name, *launch, "--node_rank", str(number)]
+            + ["--master_addr", _ADDRESS.format(1), str(script), *words],
             env=os.environ | {"SHARDWISE_SECRET": "of both hosts"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -118,14 +151,46 @@ def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, training: str)
         )
         for number, name in enumerate(hosts)
     ]
-    said = [process.communicate(timeout=60)[0] for process in started]
+    said = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
+    return said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("training", [_TRAIN, _EXPERTS], ids=["dense", "experts"])
+def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, training: str) -> None:
+    """Experts in two levels: of all 80 tokens, each with experts everywhere, a row crosses once."""
+    script = tmp_path / "train.py"
+    script.write_text(training)
+    said = _run(hosts, script)
     for number, text in enumerate(said):
         assert f"interface cable{number + 1}" in text
         assert f"ranks {2 * number} to {2 * number + 1} of 4" in text
-    one = subprocess.run([*launch, "-n", "4", str(script)], capture_output=True, text=True, timeout=60)
+    alone = [sys.executable, "-m", "shardwise", "launch", "-n", "4", str(script)]
+    one = subprocess.run(alone, capture_output=True, text=True, timeout=60)
     assert len(_losses(one.stdout)) == 3, one.stderr
     assert _losses(said[0]) == pytest.approx(_losses(one.stdout), rel=1e-12)
     assert [line for line in said[0].splitlines() if line.startswith("rows ")] == (
         ["rows 240 80"] * 2 if training is _EXPERTS else []
     )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("reduce", "most"), [("bf16", 0.55), ("fp32", 0.75)])
+def test_two_levels_send_fewer_bytes(
+    hosts: list[str], tmp_path: Path, stage: int, reduce: str, most: float
+) -> None:
+    """Bytes on the cable in a step, as the kernel counts them, beside those of exchanges in one level.
+
+    Sums of a host in 32 bits take as many bytes as the gradients of its two ranks in 16; only gathers then send less.
+    """
+    script = tmp_path / "count.py"
+    script.write_text(_COUNTED)
+    found = {}
+    for exchange in ("all_to_all", "auto"):
+        text = _run(hosts, script, exchange, str(stage), reduce)[0]
+        found[exchange] = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    print(f"stage {stage}, reduce {reduce}: {found}")
+    assert found["auto"]["sent"] <= most * found["all_to_all"]["sent"], found
+    assert found["auto"]["losses"] == pytest.approx(found["all_to_all"]["losses"], rel=1e-2)

@@ -40,8 +40,10 @@ from shardwise.comm.flights import Communicator, InFlightCollective
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
 from shardwise.comm.watch import WaitLimits, Watchdog, advice
+from shardwise.plan.exchange import GradientExchange, Widths
 
-_PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20
+"""Bytes of a piece of a reduction that gloo exchanges at once."""
 _SLICE_S = 0.25
 """Interval in seconds at which a thread that waits inside torch checks whether it waits in vain."""
 _STEPS = 32
@@ -359,6 +361,29 @@ class StepClock:
             time.sleep(self._random.uniform(0, self._delay_s))
 
 
+class Levels(Protocol):
+    """The two levels of a group whose ranks lie on several hosts (comm/two_levels.py)."""
+
+    gathers: bool
+    """True if gathers go in two levels too."""
+
+    def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Purpose) -> PendingCollective:
+        """Gather the ranks' shards into ``output``."""
+        ...
+
+    def reduce_scatter(
+        self,
+        shard_out: Tensor,
+        full: Tensor,
+        what: str,
+        purpose: Purpose,
+        accumulate: bool,
+        between: torch.dtype,
+    ) -> PendingCollective:
+        """Write this rank's part of the sum of ``full`` into ``shard_out``."""
+        ...
+
+
 @dataclass
 class Group:
     """The ranks along one axis, and this rank's index among them."""
@@ -374,6 +399,8 @@ class Group:
     """Ranks in the numbering of the whole job, for errors; empty: as ``ranks``."""
     hosts: tuple[int, ...] = ()
     """Number of each rank's host; empty: all ranks are on one host."""
+    levels: "Levels | None" = None
+    """The groups across hosts and within this host, for exchanges in two levels; None: none are made."""
 
     @classmethod
     def alone(cls, axis: str) -> "Group":
@@ -400,6 +427,8 @@ class Group:
             if not _is_there(output, shard):
                 output.copy_(shard)
             return DONE
+        if self.levels is not None and self.levels.gathers:
+            return self.levels.all_gather(output, shard, what, purpose)
         return self._run(
             "all_gather", purpose, output, what, lambda t, s: t.all_gather(output, shard, s, what)
         )
@@ -411,6 +440,8 @@ class Group:
         what: str,
         purpose: Purpose = "gradients",
         accumulate: bool = False,
+        exchange: GradientExchange | None = None,
+        between: torch.dtype | None = None,
     ) -> PendingCollective:
         """Write this rank's part of the sum of ``full`` over the ranks into ``shard_out``.
 
@@ -423,6 +454,8 @@ class Group:
             what: Name of the tensor in errors.
             purpose: Kind of traffic.
             accumulate: Add to ``shard_out`` instead of overwriting it.
+            exchange: The way of the sum; None: in one step, in the dtype of ``full``.
+            between: Dtype in which sums of hosts travel in two levels, if it is wider than ``full``'s.
         """
         if self.transport is None:
             if accumulate:
@@ -430,6 +463,13 @@ class Group:
             elif not _is_there(shard_out, full):
                 shard_out.copy_(full)
             return DONE
+        wide = between if between is not None and between.itemsize > full.itemsize else full.dtype
+        way = exchange and exchange.way(Widths(full.itemsize, wide.itemsize, shard_out.itemsize))
+        if way == "two_level":
+            assert self.levels is not None, "the groups of both levels are made with the engine"
+            return self.levels.reduce_scatter(shard_out, full, what, purpose, accumulate, wide)
+        if way == "sum":
+            full = full.to(shard_out.dtype)
         return self._run(
             "reduce_scatter",
             purpose,
@@ -724,7 +764,7 @@ class TorchTransport:
         """Run all-to-alls in bounded pieces, then sum in rank order, so that every transport returns the same bits."""
         ranks = len(self._ranks)
         parts = full.view(ranks, -1)
-        piece = max(_PIECE_BYTES // (ranks * full.itemsize), 1)
+        piece = max(PIECE_BYTES // (ranks * full.itemsize), 1)
         for start in range(0, parts.shape[1], piece):
             sent = parts[:, start : start + piece]
             received = sent.new_empty(sent.shape)
@@ -732,9 +772,9 @@ class TorchTransport:
             self._wait([work], timeout_s, sent)
             total = shard_out[start : start + piece]
             if accumulate:
-                total.add_(_sum_in_order(received, torch.empty_like(total)) if ranks > 1 else received[0])
+                total.add_(sum_in_order(received, torch.empty_like(total)) if ranks > 1 else received[0])
             else:
-                _sum_in_order(received, total)
+                sum_in_order(received, total)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Sum ``tensor`` over the ranks in place."""
@@ -821,7 +861,7 @@ def _is_there(a: Tensor, b: Tensor) -> bool:
     return is_one and a.storage_offset() == b.storage_offset()
 
 
-def _sum_in_order(rows: Tensor, total: Tensor) -> Tensor:
+def sum_in_order(rows: Tensor, total: Tensor) -> Tensor:
     """Write row 0 + row 1 + ... into ``total``; 16-bit sums are computed in fp32 and rounded once."""
     wide = torch.promote_types(total.dtype, torch.float32) if total.is_floating_point() else total.dtype
     summed = total if wide == total.dtype else torch.empty_like(total, dtype=wide)

@@ -25,7 +25,10 @@ A collective between cut layers is for "activations" in both directions, because
 backward pass together. Messages between stages are for either "activations" or "gradients".
 """
 
-_STATE_AXES = ("dp", "dp_shard", "dp_replicate", "edp", "expert_dp")
+LEVELS = ("across hosts", "within a host")
+"""Names of the two levels of an axis whose ranks lie on several hosts."""
+_FLAT_AXES = ("dp", "dp_shard", "dp_replicate", "edp", "expert_dp")
+_STATE_AXES = frozenset((*_FLAT_AXES, *(f"{axis} {level}" for axis in _FLAT_AXES for level in LEVELS)))
 """Names of the groups over which model state moves."""
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.base.errors import CommError, UsageError
+from shardwise.base.errors import CommError, ConfigError, UsageError
+from shardwise.base.words import counted
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group, StepClock, TorchTransport
 from shardwise.comm.groups import (
@@ -52,8 +53,10 @@ from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
 from shardwise.comm.rendezvous.store import SealedStore, root_of, say_farewell
 from shardwise.comm.shared_memory import SharedMemoryTransport
-from shardwise.comm.trace import Traffic
+from shardwise.comm.trace import LEVELS, Traffic
+from shardwise.comm.two_levels import TwoLevels
 from shardwise.comm.watch import Watchdog
+from shardwise.plan.exchange import Asked, GradientExchange
 from shardwise.plan.mesh import Mesh
 
 _log = logging.getLogger(__name__)
@@ -250,10 +253,51 @@ class World:
         """
         parts = [levels_of(ranks, [self.hosts[rank] for rank in ranks]) for ranks in kin]
         found: list[Group] = []
-        for level, name in enumerate((f"{axis} across hosts", f"{axis} within a host")):
+        for level, name in enumerate(LEVELS):
             every = [ranks for each in parts if each is not None for ranks in each[level]]
-            found += self.groups_among(every, name, policy, clock, traffic).values()
+            found += self.groups_among(every, f"{axis} {name}", policy, clock, traffic).values()
         return tuple(found)
+
+    def two_levels(
+        self, mesh: Mesh, axis: str, policy: CommPolicy, clock: StepClock, traffic: Traffic
+    ) -> TwoLevels:
+        """Return the two levels of the ranks along ``axis``, which lie evenly on several hosts.
+
+        Args:
+            mesh: The mesh.
+            axis: Axis.
+            policy: Keys under ``comm:``.
+            clock: Clock of the engine.
+            traffic: Counter of what is sent.
+        """
+        across, within = self.levels(mesh.groups(axis), axis, policy, clock, traffic)
+        return TwoLevels(across, within, self.backend == "gloo", self.device)
+
+    def exchange(self, mesh: Mesh, axis: str, asked: Asked) -> GradientExchange:
+        """Return how gradients are summed over the ranks along ``axis``, the same on every rank.
+
+        Args:
+            mesh: The mesh.
+            axis: Axis.
+            asked: Value of ``zero.exchange``.
+
+        Raises:
+            ConfigError: if ``two_level`` is asked for and the ranks do not lie evenly on their hosts.
+        """
+        kin = mesh.groups(axis)
+        lying = [[self.hosts[rank] for rank in ranks] for ranks in kin]
+        hosts = max(len({*each}) for each in lying)
+        is_even = hosts > 1 and all(
+            levels_of(ranks, each) is not None for ranks, each in zip(kin, lying, strict=True)
+        )
+        if asked == "two_level" and hosts > 1 and not is_even:
+            raise ConfigError(
+                f"zero.exchange: two_level needs equally many ranks of {axis!r} on each host, more than one and "
+                f"neighbours on the axis; here the {counted(mesh.size(axis), 'rank')} of such a group lie on the hosts "
+                f"{', '.join(map(str, lying[0]))}; use auto"
+            )
+        is_native = self.backend not in ("gloo", "fake")
+        return GradientExchange(asked, mesh.size(axis), hosts, is_even, is_native)
 
     def thread(self, lane: str) -> JobThread:
         """Return the thread of a lane, which all engines share because they share the lane's transports."""

@@ -15,16 +15,18 @@ has shown the model's own (``with_orders``); tables are fetched behind the F of 
 Cost: one look at each tensor of the model and at each Action of each class; nothing per rank.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.base.names import matching
-from shardwise.base.words import counted
+from shardwise.base.words import bytes_text, counted
 from shardwise.compose.lists import (
     Orders,
     UnitLists,
@@ -38,11 +40,11 @@ from shardwise.optim.average import EMA
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero import layout
+from shardwise.parallel.zero.cost import widths_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action
-from shardwise.plan.lists import (
-    is_inside,
-)
+from shardwise.plan.exchange import GradientExchange
+from shardwise.plan.lists import is_inside
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
 from shardwise.plan.plan import Plan, RankClass, RowExchange, class_of
@@ -73,6 +75,8 @@ class PlanPolicies(NamedTuple):
     offload: OffloadPolicy = OffloadPolicy()
     blocks: Collection[str] = ()
     """Names of the blocks whose saved tensors may move."""
+    exchanges: Mapping[str, GradientExchange] = MappingProxyType({})
+    """The ways to sum gradients over the ranks of an axis, by axis; an axis that is left out lies on one host."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
             spec, stage_of, own, registry, mesh, policies, turning_stages(rows[place])
         )
     exchanges = exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks)
-    plan = Plan(mesh, registry, classes, rank, _notes(spec, mesh, policies), exchanges, policies.tokens)
+    notes = (*_notes(spec, mesh, policies), *_notes_of_hosts(classes.values()))
+    plan = Plan(mesh, registry, classes, rank, notes, exchanges, policies.tokens)
     return with_orders(plan, policies)
 
 
@@ -262,7 +267,9 @@ def _class(
     # A gradient may leave the device only if no sum over ranks of the model follows its reduction.
     leaves = not slices.shares_gradients(stages)
     moving = _moving_activations(units, unit_stages, policies.blocks, turning)
-    strategies = layout.strategies_of(policies.zero, mesh, units, policies.offload, leaves, moving)
+    strategies = layout.strategies_of(
+        policies.zero, mesh, units, policies.offload, leaves, moving, policies.exchanges
+    )
     buffers = {}
     for (unit, place), dtypes in held.items():
         key = units[unit].buckets[place].key
@@ -352,7 +359,7 @@ def _grouped(
         own = policies.precision.dtypes(name, entry.dtype)
         tie = name if entry.trained and len(registry.get("parameter", name).stages) > 1 else ""
         group = policies.group_of(name) if entry.trained else 0
-        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, spec.state_axes(name))
+        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, spec.state_axes(name), own.grad)
         groups.setdefault(key, []).append(name)
         dtypes[key] = own
     return [(key, dtypes[key], members) for key, members in groups.items()]
@@ -397,6 +404,24 @@ def exchanges_of(
         sent = row_bytes(width, top_k, itemsize)
         found.append(RowExchange(name, experts, top_k, rows, sent, crossing, capacity is not None))
     return tuple(found)
+
+
+def _notes_of_hosts(classes: Iterable[RankClass]) -> Iterator[str]:
+    """Yield what ranks send to other hosts to sum gradients, by the way in which they do it."""
+    crossing: Counter[tuple[str, str, int]] = Counter()
+    for each in classes:
+        for unit, strategy in zip(each.units, each.strategies, strict=True):
+            exchange = strategy.exchange
+            for bucket in unit.buckets if strategy.cuts_master and exchange.hosts > 1 else ():
+                if bucket.key.trained:
+                    widths = widths_of(bucket.key, strategy)
+                    key = (strategy.axes[1], exchange.way(widths), exchange.hosts)
+                    crossing[key] += exchange.crossing_bytes(bucket.elements, widths)
+    for (axis, way, hosts), nbytes in crossing.items():
+        yield (
+            f"zero.exchange: {way} sums gradients along {axis!r} over {hosts} hosts; {bytes_text(nbytes)} leave a host "
+            "for each sum of all Units"
+        )
 
 
 def _notes(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[str, ...]:

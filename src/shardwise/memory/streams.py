@@ -56,6 +56,26 @@ def beside(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.Stream(device)
 
 
+def run_beside(stream: torch.Stream, work: Callable[[], object]) -> Callable[[], object]:
+    """Run ``work`` on ``stream``, after all work that is on the current stream now.
+
+    The caller keeps what ``work`` reads until the computation has waited. See [Note: memory of two streams].
+
+    Args:
+        stream: The stream.
+        work: The function.
+
+    Returns:
+        A function that makes later work on the current stream wait for ``work``.
+    """
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    with stream:
+        work()
+        arrived = torch.Event(stream.device)
+        arrived.record(stream)
+    return lambda: torch.accelerator.current_stream(stream.device).wait_event(arrived)
+
+
 @cache
 def _copies(device: torch.device) -> torch.Stream:
     """Return the stream for all copies from the host, one for all engines."""

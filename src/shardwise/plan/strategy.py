@@ -16,6 +16,7 @@ Paper: Rajbhandari et al. 2020, arXiv:1910.02054.
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwise.plan.exchange import GradientExchange
 from shardwise.plan.mesh import DENSE, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
 
@@ -43,6 +44,8 @@ class Strategy:
     """True if the gradient moves to its tier after every microbatch though no axis cuts it: one rank has the sum."""
     saved_tier: Tier = "device"
     """Tier on which tensors that the forward saves wait for the backward."""
+    exchange: GradientExchange = GradientExchange()
+    """The way in which the ranks of the inner axis sum the gradient if each keeps a range of the sum."""
     axes: StateAxes = DENSE
     """The two axes, whose ranks together sum the gradient. Units may have different axes (experts, for example)."""
 

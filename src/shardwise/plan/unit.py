@@ -65,6 +65,8 @@ class BucketKey(NamedTuple):
     """Mesh axes over which the state is copied and cut. All buckets of a Unit have the same, because a Unit is reduced
     at one time.
     """
+    grad_dtype: torch.dtype | None = None
+    """Dtype in which gradients are added up; None: derived from the compute dtype."""
 
 
 @dataclass(frozen=True)

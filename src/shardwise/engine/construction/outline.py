@@ -73,6 +73,7 @@ def outline_of(
     units = [unit for unit in described.spec.units if unit not in described.stacks]
     blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
     policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates, blocks)
+    policies = policies._replace(exchanges=site.exchanges)
     planned = PlannedModel(
         described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank)
     )

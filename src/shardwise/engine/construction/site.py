@@ -11,7 +11,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.parts.parts import RuntimeContext
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.ledger import Ledger
-from shardwise.plan.mesh import DENSE
+from shardwise.plan.mesh import DENSE, EXPERT
 from shardwise.plan.plan import Plan
 from shardwise.tiers.offload import OffloadPolicy
 from shardwise.tiers.scratch import DiskScratch
@@ -39,7 +39,18 @@ def site_of(world: World, config: RunConfig) -> RuntimeContext:
     groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in GROUP_AXES}
     ledger = Ledger()
     ledger.take("rings", "transports", lambda: world.ring_bytes)
-    return RuntimeContext(world, settings, mesh, groups, clock, traffic, ledger)
+    exchanges = {axis: world.exchange(mesh, axis, settings.zero.exchange) for axis in (DENSE[1], EXPERT[1])}
+    site = RuntimeContext(world, settings, mesh, groups, clock, traffic, ledger, exchanges=exchanges)
+    _give_levels(site, DENSE[1])
+    return site
+
+
+def _give_levels(site: RuntimeContext, axis: str) -> None:
+    """Make the groups of both levels along ``axis`` if its ranks may exchange model state in two levels."""
+    zero, exchange = site.settings.zero, site.exchanges[axis]
+    if zero.stage and exchange.has_levels and exchange.asked in ("auto", "two_level"):
+        group = site.groups[axis]
+        group.levels = site.world.two_levels(site.mesh, axis, site.settings.comm, site.clock, site.traffic)
 
 
 def with_tiers(site: RuntimeContext, plan: Plan) -> RuntimeContext:
@@ -102,4 +113,6 @@ def with_groups_of_experts(site: RuntimeContext, plan: Plan) -> RuntimeContext:
     world, settings, mesh, groups, clock, traffic, *_ = site
     made = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in EXPERT_GROUP_AXES}
     levels = world.levels(mesh.groups("ep"), "ep", settings.comm, clock, traffic)
-    return site._replace(groups={**groups, **made}, levels=levels)
+    site = site._replace(groups={**groups, **made}, levels=levels)
+    _give_levels(site, EXPERT[1])
+    return site

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.hooks import UnitHooks
+from shardwise.plan.exchange import GradientExchange
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.slices import TensorSlices
@@ -55,6 +57,8 @@ class RuntimeContext(NamedTuple):
     """Notes that the printed Plan shows."""
     tiers: TierResources | None = None
     """Host memory and disks on which state lies off the device; None if all state lies on the device."""
+    exchanges: Mapping[str, GradientExchange] = MappingProxyType({})
+    """The ways to sum gradients over the ranks of the axes along which state is cut."""
     deterministic: DeterministicMode | None = None
     """The hold on torch's switches; None without ``deterministic: true``."""
 

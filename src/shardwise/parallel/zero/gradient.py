@@ -353,9 +353,7 @@ class Gradient:
         strategy, around, full = self._around.strategy, self._around, self._staging
         self._reducing.wait()  # the buffer may still be filled from its tier, and the reduction adds to it
         if strategy.cuts_grad:
-            self._reducing = around.shard.reduce_scatter(
-                self.buffer, full, self.what, accumulate=self._holds_earlier
-            )
+            self._reducing = self._reduce_scatter(self.buffer, full, self._holds_earlier)
             self._holds_earlier = True
         elif full is self.buffer:
             owned = self.owned
@@ -364,7 +362,7 @@ class Gradient:
             )
         else:
             owned = self.buffer[around.own_range(self.layout)]
-            self._reducing = around.shard.reduce_scatter(owned, full, self.what)
+            self._reducing = self._reduce_scatter(owned, full)
         self._close()
         self._enter(_REDUCED)
 
@@ -426,9 +424,18 @@ class Gradient:
         self._has_come = [False] * len(self._has_come)
 
     def _scatter(self, full: Tensor, owned: Tensor) -> PendingCollective:
-        if self.dtypes.reduce == full.dtype:
-            return self._around.shard.reduce_scatter(owned, full, self.what)
-        return self._around.shard.reduce_scatter(owned, full.to(self.dtypes.reduce), self.what)
+        return self._reduce_scatter(owned, full.to(self.dtypes.reduce))
+
+    def _reduce_scatter(self, into: Tensor, full: Tensor, accumulate: bool = False) -> PendingCollective:
+        strategy, shard = self._around.strategy, self._around.shard
+        return shard.reduce_scatter(
+            into,
+            full,
+            self.what,
+            accumulate=accumulate,
+            exchange=strategy.exchange,
+            between=self.dtypes.reduce,
+        )
 
     def _sum_over(self, group: Group, flat: Tensor) -> PendingCollective:
         if self.dtypes.reduce == flat.dtype:

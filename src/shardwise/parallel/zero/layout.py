@@ -16,10 +16,11 @@ Papers: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Zhao et al. 2023, arXi
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.exchange import GradientExchange
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard, Tier
 from shardwise.plan.plan import BucketBuffers
@@ -37,6 +38,7 @@ def strategy_of(
     mesh: Mesh,
     axes: StateAxes = DENSE,
     windows: bool = False,
+    exchange: GradientExchange | None = None,
 ) -> Strategy:
     """Return the row of the table for state on ``axes``.
 
@@ -48,6 +50,7 @@ def strategy_of(
         axes: The outer and the inner data-parallel axis of the state.
         windows: True gives weights that are not cut windows too: their parameters show memory only during the
             window, as cut weights do. Used for rows of stage 0 only.
+        exchange: The way to sum gradients over the inner axis; None: its ranks lie on one host.
 
     Returns:
         The placements of weight, gradient and master.
@@ -59,6 +62,7 @@ def strategy_of(
         weight=(_WHOLE, _CUT if policy.stage == 3 else _WHOLE),
         grad=(_ADDEND, _CUT if reduces_each else _ADDEND),
         master=(_WHOLE, _CUT),
+        exchange=exchange or GradientExchange(policy.exchange, mesh.size(axes[1])),
         axes=axes,
     )
 
@@ -88,6 +92,7 @@ def strategies_of(
     offload: OffloadPolicy | None = None,
     gradients_leave: bool = False,
     saving: Collection[int] = (),
+    exchanges: Mapping[str, GradientExchange] | None = None,
 ) -> list[Strategy]:
     """Return the strategy of each Unit.
 
@@ -99,6 +104,8 @@ def strategies_of(
         gradients_leave: True if nothing is added to a gradient after its sum over the data-parallel ranks, so
             that the gradient may leave the device.
         saving: Numbers of the Units whose forward pass may save activations on another tier.
+        exchanges: The ways to sum gradients over the ranks of an axis, by axis; an axis that is left out lies on
+            one host.
 
     Returns:
         One strategy per Unit, in the order of ``units``.
@@ -106,7 +113,7 @@ def strategies_of(
     offload = offload or OffloadPolicy()
     found = []
     for unit, is_moved in zip(units, moved(offload, units), strict=True):
-        strategy = strategy_of(policy, mesh, unit.axes)
+        strategy = strategy_of(policy, mesh, unit.axes, exchange=(exchanges or {}).get(unit.axes[1]))
         if is_moved:
             is_what_is_updated = strategy.cuts_grad or not strategy.cuts_master
             leaves = gradients_leave and is_what_is_updated

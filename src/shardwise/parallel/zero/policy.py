@@ -42,6 +42,12 @@ class ZeroPolicy(Policy):
     """Time at which gradients are reduced under accumulation: every microbatch (gradients stay cut in between,
     less memory) or once per step (less traffic). ``auto`` is microbatch at stages 2 and 3 and if a step has a
     single microbatch."""
+    exchange: Literal["auto", "sum", "all_to_all", "two_level"] = "auto"
+    """The way in which ranks that each keep one range of a gradient sum it, at stages 1 to 3. ``sum`` casts to the
+    dtype of the sum and calls the backend's own reduce-scatter; ``all_to_all`` sends ranges in the gradient's dtype and
+    adds them where they arrive; ``two_level`` does so inside each host first and then across hosts, in the dtype
+    ``precision.reduce``. ``auto`` takes, where the ranks lie on several hosts, the way with the fewest bytes on the
+    link of a host, and inside one host ``all_to_all`` for gradients narrower than their sum."""
     reuse_buffers: bool = True
     """True lets gathered Units of equal size take turns in a few buffers; false gives each Unit its own buffer."""
     debug: bool = Field(default=False)
