@@ -92,6 +92,20 @@ class GradientExchange(NamedTuple):
         """Return the bytes that leave one host when the ranks sum a bucket of ``elements``."""
         return round(self._crossing(elements, self.way(widths), widths)) if self.hosts > 1 else 0
 
+    def held_bytes(self, elements: int, widths: Widths) -> int:
+        """Return the bytes that one rank holds beside the gradient on a device, from the start of a sum to its wait.
+
+        Args:
+            elements: Elements of the bucket.
+            widths: Widths of the gradient.
+        """
+        way, shard = self.way(widths), elements // self.ranks
+        if way == "two_level":
+            return 2 * elements * widths.wire + self.hosts * shard * (widths.total + 2 * widths.between)
+        if way == "all_to_all":
+            return elements * widths.wire
+        return elements * widths.total if widths.wire < widths.total else shard * widths.total
+
     @property
     def has_levels(self) -> bool:
         """True if the ranks can sum in two levels."""

@@ -373,6 +373,7 @@ class Kind(AnyKind):
         handler=("windows", "reduce"),
         moves=(Move("exchange", "reduced"),),
         gives="reduced",
+        memory=("reduce",),
     )
     ARRIVE = Definition(
         "wait for the sum of a Unit's gradients; a gradient that is updated on another tier leaves for it",

@@ -5,6 +5,7 @@
     brought                      shards from another tier, from LOAD_WEIGHT to the end of their gather
     gradients                    from a Unit's first B to the step's end; gradients for a tier leave at ARRIVE
     loaded                       blocks that state passes through on its way from and to a disk, the most at once
+    reducing                     on devices, what exchanges of gradients receive into, from REDUCE to ARRIVE
     leaving                      gradients that a disk has not stored yet, the most at once
     kept                         what F leaves for B, of all microbatches in flight     (passes.py)
     received                     in a pipeline, the results of RECV, until their backward pass is over
@@ -29,6 +30,7 @@ import torch
 from shardwise.compose.plan import PlanPolicies
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.slots import SlotPool
+from shardwise.parallel.zero.cost import widths_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import BucketBuffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
@@ -139,6 +141,8 @@ class _WalkedStep:
             "staging": SlotPool(_META, 0),
         }
         self._gradients: dict[tuple[int, int], int] = {}
+        self._reducing: dict[int, int] = {}
+        """Bytes of running sums beside the gradients, by Unit."""
         self._late: dict[tuple[int, int], int] = {}
         """Bytes of gradients of the step before, whose updates run beside this step."""
         self._limit = policies.offload.leaving
@@ -165,6 +169,7 @@ class _WalkedStep:
             "recall": lambda action: self.blocks.reload(
                 self.ranks.units[action.unit].name, action.microbatch
             ),
+            "reduce": self._reduce,
             "arrive": self._arrive,
             "drop late gradients": self._drop_late,
         }
@@ -209,6 +214,7 @@ class _WalkedStep:
             if action.unit < 0 or not self.ranks.units[action.unit].has_rows:
                 for effect in action.kind.row.memory:
                     self._effects[effect](action)
+        self._reducing.clear()
         for unit, place in list(self._gradients):
             strategy = self._strategies[unit]
             if strategy.is_delayed and "host" in self._near:
@@ -264,6 +270,7 @@ class _WalkedStep:
         here = self.blocks.here
         held = self.rows | {
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
+            "reducing": sum(self._reducing.values()),
             "leaving": sum(self._leaving),
             **{row: pool.bytes for row, pool in self._slots.items()},
             "kept": passed.batch_bytes + here,
@@ -279,8 +286,18 @@ class _WalkedStep:
         self.blocks.offload(self.ranks.units[action.unit].name)
         self.most_on_host = max(self.most_on_host, self.blocks.on_host)
 
+    def _reduce(self, action: Action) -> None:
+        strategy = self._strategies[action.unit]
+        if strategy.cuts_master and "host" not in self._near:
+            self._reducing[action.unit] = sum(
+                strategy.exchange.held_bytes(bucket.elements, widths_of(bucket.key, strategy))
+                for _, bucket, rows in self._buckets(action.unit)
+                if "grad" in rows
+            )
+
     def _arrive(self, action: Action) -> None:
         unit, strategy = action.unit, self._strategies[action.unit]
+        self._reducing.pop(unit, None)
         for place, bucket, rows in self._buckets(unit):
             if "grad" not in rows:
                 continue

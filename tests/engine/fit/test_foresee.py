@@ -1,5 +1,6 @@
 """What a step takes, foreseen from shapes, is what it takes when it runs."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -135,3 +136,23 @@ def test_the_peak_of_experts_on_several_ranks_is_foreseen(ranks: Any, given: dic
     assert step is not None
     for most in ranks(2).run(most_held, {"experts": EXPERTS}, given):
         assert 0.93 * passing(step) <= most <= 1.05 * passing(step)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sums_receive_into_memory_on_a_device(precision: str) -> None:
+    """At the peak one Unit's sum is under way behind the backward pass; CPU ranks add where the gradients lie."""
+    given = {"precision": precision, "zero": {"stage": 2}}
+    few = {name: ids[:, :4] for name, ids in tokens(1).items()}  # so that gradients make the peak
+    there, here = (
+        foresee(gpt, given, ranks=2, device=torch.device(name), example=few).step for name in ("cuda", "cpu")
+    )
+    assert there is not None and here is not None and "reducing" not in here.peak.rows
+    plan = foresee(gpt, given, ranks=2, device=torch.device("cuda")).plan
+    held = [
+        sum(
+            bucket.elements * 2 if precision == "bf16" else bucket.shard_elements * 4
+            for bucket in unit.buckets
+        )
+        for unit in plan.units
+    ]
+    assert there.peak.rows["reducing"] in {*held, *(a + b for a, b in pairwise(held))}
