@@ -48,12 +48,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         [B, H, T, K], whose transpose [B, T, H, K] is contiguous on the CPU.
     """
     queries, keys = q.shape[2], k.shape[2]
-    if queries == keys <= _BLOCKED_UP_TO.get(q.dtype, 0) and q.device.type == "cpu":
+    if queries == keys <= _BLOCKED_UP_TO.get(q.dtype, 0) and q.device.type == "cpu" and _chooses_freely():
         return _BlockedAttention.apply(q, k, v).transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if queries == 1 or queries == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, enable_gqa=shared)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(q, k), enable_gqa=shared)
+
+
+def _chooses_freely() -> bool:
+    """Return True unless ``attention.backend`` or ``sdpa_kernel`` leaves torch less than its two kernels on the CPU."""
+    return torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
