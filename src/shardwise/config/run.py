@@ -43,7 +43,13 @@ from shardwise.plan.mesh import MeshPolicy
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
 
-ONE_WORD = {"precision": "compute", "compile": "scope", "attention": "backend", "recompute": "scope", "init_from": "path"}
+ONE_WORD = {
+    "precision": "compute",
+    "compile": "scope",
+    "attention": "backend",
+    "recompute": "scope",
+    "init_from": "path",
+}
 """The key that a single word sets, for policies that accept a single word."""
 
 
@@ -97,9 +103,11 @@ AttentionKernel = Literal["flash", "flash3", "cudnn", "efficient", "math"]
 class AttentionPolicy(Policy):
     """Keys under ``attention:``; one word (``attention: cudnn``) sets ``backend``."""
 
-    backend: Literal["auto", "torch"] | AttentionKernel | Annotated[list[AttentionKernel], Field(min_length=1)] = "auto"
+    backend: (
+        Literal["auto", "torch"] | AttentionKernel | Annotated[list[AttentionKernel], Field(min_length=1)]
+    ) = "auto"
     """The kernels from which torch chooses for ``scaled_dot_product_attention`` while the engine is open. ``auto``:
-    cuDNN first on NVIDIA devices of compute capability 9.0 and newer, unless ``deterministic`` is true; elsewhere
+    cuDNN first on NVIDIA devices of compute capability 9.x and 10.x, unless ``deterministic`` is true; elsewhere
     torch's choice. ``torch``: torch's choice. A name, or a list of names in their order: these kernels alone. A kernel
     that the device does not have is refused."""
 

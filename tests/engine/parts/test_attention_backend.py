@@ -19,9 +19,9 @@ from shardwise.engine.parts import attention_backend
 from shardwise.engine.parts.attention_backend import AttentionHold, DeviceKernels, chosen_kernels
 from shardwise.models import Gpt, GptPolicy
 
-H100 = DeviceKernels("cuda", (9, 0), has_flash=True, has_cudnn=True)
+H100 = DeviceKernels("cuda", (9, 0), has_flash=True, cudnn_version=92000)
 A100 = H100._replace(capability=(8, 0))
-V100 = DeviceKernels("cuda", (7, 0), has_cudnn=True)
+V100 = DeviceKernels("cuda", (7, 0), cudnn_version=92000)
 MI300 = DeviceKernels("cuda", has_flash=True)
 CPU = DeviceKernels("cpu", has_flash=True)
 XPU = DeviceKernels("xpu")
@@ -49,7 +49,8 @@ def world() -> World:
 def test_auto_puts_cudnn_first_where_it_is_written_for_the_device() -> None:
     assert chosen_kernels("auto", H100, False) == ("cudnn", "flash", "efficient", "math")
     assert chosen_kernels("auto", H100._replace(capability=(10, 0)), False)[0] == "cudnn"
-    for device in (A100, V100, MI300, CPU, XPU, H100._replace(has_cudnn=False)):
+    consumer, old = H100._replace(capability=(12, 0)), H100._replace(cudnn_version=91000)
+    for device in (A100, V100, MI300, CPU, XPU, consumer, old, H100._replace(cudnn_version=0)):
         assert chosen_kernels("auto", device, False) == (), "torch's choice"
     assert chosen_kernels("auto", H100, True) == (), "torch takes flash, which has a fixed order then"
     assert chosen_kernels("torch", H100, False) == ()
@@ -70,7 +71,11 @@ def test_names_are_taken_in_their_order() -> None:
         ("flash", V100, "it has efficient, math"),
         ("cudnn", MI300, r"\(cuda\).*it has flash, efficient, math"),
         ("flash", XPU, "it has math. Choose"),
-        ("flash3", H100, "the package flash_attn_interface is not installed; it has flash, cudnn, efficient, math"),
+        (
+            "flash3",
+            H100,
+            "the package flash_attn_interface is not installed; it has flash, cudnn, efficient, math",
+        ),
         ("flash3", A100._replace(has_flash3=True), r"8.0\) does not have that kernel; it has"),
         (["flash", "cudnn"], CPU, "attention.backend: cudnn"),
     ],
@@ -135,7 +140,12 @@ def test_a_foreign_model_runs_the_named_kernel_in_both_passes(world: World, reco
     batch, losses = torch.randn(2, 5, 4), []
     torch.manual_seed(0)
     weights = Attends().state_dict()
-    for backend, expected in (("auto", "flash"), ("flash", "flash"), ("math", ""), (["math", "flash"], "flash")):
+    for backend, expected in (
+        ("auto", "flash"),
+        ("flash", "flash"),
+        ("math", ""),
+        (["math", "flash"], "flash"),
+    ):
         model = Attends()
         model.load_state_dict(weights)
         loss, names = train(world, model, batch, attention=backend, recompute=recompute)
@@ -151,7 +161,9 @@ def test_our_models_leave_their_own_blocks_for_a_named_kernel(world: World) -> N
     for backend in ("auto", "flash", "math"):
         torch.manual_seed(0)
         model = Gpt(GptPolicy(layers=1, width=16, heads=2, hidden=32, context=8, vocab=31))
-        loss, names = train(world, model, (batch, batch), attention={"backend": backend}, check_first_step="off")
+        loss, names = train(
+            world, model, (batch, batch), attention={"backend": backend}, check_first_step="off"
+        )
         losses.append(loss)
         assert any("flash_attention_for_cpu" in name for name in names) == (backend == "flash")
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
@@ -224,7 +236,10 @@ def test_a_call_that_no_named_kernel_serves_names_the_key(world: World) -> None:
             return F.scaled_dot_product_attention(heads, heads, heads, mask).mean()
 
     engine = shardwise.initialize(Masked(), {"attention": "flash"}, world=world)
-    with pytest.raises(RuntimeError, match="No available kernel") as caught, pytest.warns(UserWarning, match="Flash"):
+    with (
+        pytest.raises(RuntimeError, match="No available kernel") as caught,
+        pytest.warns(UserWarning, match="Flash"),
+    ):
         engine.train_step([torch.ones(2, 5, 4)])
     assert any("attention.backend leaves torch only" in note for note in caught.value.__notes__)
     engine.close()

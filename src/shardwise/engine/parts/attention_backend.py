@@ -1,10 +1,10 @@
 """Attention backends: the kernels from which torch chooses for ``scaled_dot_product_attention`` while an engine is open.
 
-    auto       NVIDIA, compute capability 9.0 or newer, with cuDNN, not deterministic:  cuDNN, then torch's order
-               every other device, and deterministic: true:                             torch's choice, unchanged
+    auto       NVIDIA, compute capability 9.x or 10.x, cuDNN 9.15.1 or newer:   cudnn, flash, efficient, math
+               every other device, and deterministic: true:                    torch's choice, unchanged
     torch      torch's choice, unchanged
-    names      the named kernels alone, a call that none of them serves is torch's error; on an NVIDIA device in the
-               given order, on a CPU flash before math
+    names      the named kernels alone: on an NVIDIA device in the given order, on a CPU flash before math; a call that
+               none of them serves is torch's error
 
     flash      fused, 16 bits on a device                   deterministic if torch's switch is on
     flash3     flash attention 3, of the package flash_attn_interface, for compute capability 9.x; the same
@@ -12,10 +12,12 @@
     efficient  fused, also in fp32                          deterministic if torch's switch is on
     math       plain products; keeps the T x T scores       deterministic
 
-torch's default order is flash, efficient, math, overrideable, cuDNN. ``auto`` puts cuDNN first where its kernel is written
-for the device's matrix units, and flash 2 is not; this repository has not measured either on a device. torch keeps the choice for the whole process, so it holds for every model of the
-process between ``initialize`` and ``close``: for recomputed blocks in a backward pass and for evaluation too. A
-``with torch.nn.attention.sdpa_kernel(...)`` of the model itself still wins inside. Open engines must agree.
+torch 2.13 has the order of ``auto`` by itself on these devices; earlier releases have flash, efficient, math, cuDNN
+everywhere. This repository has not measured any of the kernels on a device.
+
+torch keeps the choice for the whole process, so it holds for every model of the process between ``initialize`` and
+``close``: for recomputed blocks in a backward pass and for evaluation too. A ``with torch.nn.attention.sdpa_kernel(...)``
+inside the model still wins. Open engines must agree.
 """
 
 import importlib.util
@@ -40,6 +42,8 @@ _KERNELS = {
 }
 _AUTO = ("cudnn", "flash", "efficient", "math")
 """The order of ``auto`` on devices on which cuDNN comes first."""
+_CUDNN_FIRST = 91501
+"""cuDNN's version from which its kernel comes first; torch 2.13 prefers it from the same version on."""
 _UNSERVED = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 """Beginnings of torch's errors about a call that no enabled kernel serves."""
 
@@ -52,7 +56,8 @@ class DeviceKernels(NamedTuple):
     """NVIDIA's compute capability; (0, 0) for every other device."""
     has_flash: bool = False
     """True if torch was built with flash attention for the device."""
-    has_cudnn: bool = False
+    cudnn_version: int = 0
+    """cuDNN's version, as torch reports it: 91501 is 9.15.1; 0 without cuDNN."""
     has_flash3: bool = False
     """True if the package of flash attention 3 is installed."""
 
@@ -66,7 +71,7 @@ class DeviceKernels(NamedTuple):
             device.type,
             torch.cuda.get_device_capability(device) if is_nvidia else (0, 0),
             torch.backends.cuda.is_flash_attention_available(),
-            is_nvidia and torch.backends.cudnn.is_available(),
+            (torch.backends.cudnn.version() or 0) if is_nvidia and torch.backends.cudnn.is_available() else 0,
             is_nvidia and importlib.util.find_spec(_FLASH3_MODULE) is not None,
         )
 
@@ -80,10 +85,12 @@ class DeviceKernels(NamedTuple):
             return self.type == "cuda"
         if name == "flash3":
             return self.has_flash3 and self.capability[0] == 9
-        return self.has_cudnn and self.capability >= (8, 0)
+        return self.cudnn_version >= 90000 and self.capability >= (8, 0)
 
 
-def chosen_kernels(backend: str | Sequence[str], device: DeviceKernels, deterministic: bool) -> tuple[str, ...]:
+def chosen_kernels(
+    backend: str | Sequence[str], device: DeviceKernels, deterministic: bool
+) -> tuple[str, ...]:
     """Return the names of the kernels to choose from, in order; none if torch's choice stays as it is.
 
     Args:
@@ -97,12 +104,17 @@ def chosen_kernels(backend: str | Sequence[str], device: DeviceKernels, determin
     if backend == "torch":
         return ()
     if backend == "auto":
-        return _AUTO if device.capability >= (9, 0) and device.has("cudnn") and not deterministic else ()
+        is_preferred = device.capability[0] in (9, 10) and device.cudnn_version >= _CUDNN_FIRST
+        return _AUTO if is_preferred and not deterministic else ()
     names = (backend,) if isinstance(backend, str) else tuple(backend)
     for name in names:
         if not device.has(name):
             there = ", ".join(each for each in _KERNELS if device.has(each))
-            why = f"; the package {_FLASH3_MODULE} is not installed" if name == "flash3" and not device.has_flash3 else ""
+            why = (
+                f"; the package {_FLASH3_MODULE} is not installed"
+                if name == "flash3" and not device.has_flash3
+                else ""
+            )
             raise ConfigError(
                 f"attention.backend: {name}, but this device ({_described(device)}) does not have that kernel{why}; "
                 f"it has {there}. Choose one of them, or auto"

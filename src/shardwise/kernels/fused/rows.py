@@ -13,9 +13,9 @@ chunks of L places, and the sum of a row with more than L places has two levels:
     partial[2·chunk]           places of the row at the chunk's first place
     partial[2·chunk + 1]       places of the row at the chunk's last place, if that row begins inside the chunk
 
-A row with more than L places crosses the end of a chunk, so a chunk has at most two of its pieces: the end of one row
-and the beginning of another. The grid and the memory of the pieces follow from the number of places, which the host has:
-no host waits. The order of the sum follows from the indexes alone, so every run has the same bits; for the rows that
+A row with more than L places crosses the end of a chunk, so a chunk has at most two pieces: the end of one row and the
+beginning of another. The grid and the memory of the pieces follow from the number of places, which the host has: no
+host waits. The order of the sum follows from the indexes alone, so every run has the same bits; for the rows that
 are cut they differ from those of the CPU by rounding.
 
 Narrow rows share a program, because a row of 16 columns would leave 7 of 8 threads without work. Indexes outside a
@@ -227,7 +227,7 @@ def _pool(
     begin, end = tl.load(offsets + bag, is_bag, other=0), tl.load(offsets + bag + 1, is_bag, other=0)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     place = tl.full([ROWS, BLOCK], -1, tl.int64)
-    for k in range(0, tl.max(end - begin, 0)):
+    for k in range(tl.max(end - begin, 0)):
         i = begin + k
         is_place = i < end
         is_given = is_place & (i >= 0) & (i < given)
@@ -275,7 +275,7 @@ def _sum_of_places(
     BLOCK: tl.constexpr,
 ):
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for k in range(0, tl.max(end - begin, 0)):
+    for k in range(tl.max(end - begin, 0)):
         is_place = begin + k < end
         i = tl.load(order + begin + k, is_place, other=0)
         bag = tl.load(bags + i, is_place, other=-1) if BAGS else i
@@ -333,7 +333,8 @@ def _merge_pieces(
     begin = tl.maximum(start, first)
     end = tl.where(is_long, tl.minimum(stop, last), begin)
     total = _sum_of_places(
-        grad, order, bags, offsets, weights, origins, begin, end, column, count, width, BAGS, KIND, WEIGHTED, ROWS, BLOCK
+        grad, order, bags, offsets, weights, origins, begin, end, column, count, width,
+        BAGS, KIND, WEIGHTED, ROWS, BLOCK
     )  # fmt: skip
     tl.store(partial + piece[:, None] * width + column, total, is_long[:, None] & (column < width))
 
@@ -368,13 +369,14 @@ def _merge(
     is_long = stop - start > length
     end = tl.where(is_long, start, stop)
     total = _sum_of_places(
-        grad, order, bags, offsets, weights, origins, start, end, column, count, width, BAGS, KIND, WEIGHTED, ROWS, BLOCK
+        grad, order, bags, offsets, weights, origins, start, end, column, count, width,
+        BAGS, KIND, WEIGHTED, ROWS, BLOCK
     )  # fmt: skip
     if PIECES:
         chunk = start // length
         pieces = tl.where(is_long, (stop - 1) // length - chunk + 1, 0)
         is_inside = start % length != 0  # the row begins inside its first chunk
-        for k in range(0, tl.max(pieces, 0)):
+        for k in range(tl.max(pieces, 0)):
             slot = 2 * (chunk + k) + tl.where(is_inside & (k == 0), 1, 0)
             read = here & (k < pieces)[:, None]
             total += tl.load(partial + slot[:, None] * width + column, read, other=0.0)

@@ -12,9 +12,9 @@ the loop. A rank that owns rows merges the others' gradients in the order of the
 one place (``offsets`` left out).
 
 On a device with Triton ``pool`` is one kernel, and ``merge`` is a sort and one or two kernels. Sums run in the same
-order there, in fp32, so fp32 has the same bits. A row of a merge with more than 256 places is the exception: it is added
-up in pieces, in an order that is the same in every run (fused/rows.py). Indexes outside a table pool to NaN and are left
-out of a merge, and the host does not wait for a check.
+order there, in fp32, so fp32 has the same bits. A row of a merge with more than 256 places is the exception: it is
+added up in pieces, in an order that is the same in every run (fused/rows.py). Indexes outside a table pool to NaN and
+are left out of a merge, and the host does not wait for a check.
 
 The gradient of a batch never exists once per id: ``merge`` reads dy [B, D] and writes [U, D], U <= N distinct rows.
 
