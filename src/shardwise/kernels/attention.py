@@ -14,9 +14,9 @@ Short sequences keep P for the backward pass; longer ones compute it again, at o
 
 On a device torch's kernels for 16 bits and on the CPU its flash kernel take grouped heads as they are. In fp32 a device
 has the memory-efficient kernel alone, which takes grouped heads only in some releases and not on AMD; torch would fall
-back to plain products, and keep T x S scores of every head. There the keys and values are repeated for each head, unless
-the copies would be larger than the scores. Measured on the CPU, forward and backward, B = 1, H = 8, N = 2, T = S = 4096,
-K = 64, fp32: 1,618 MB with plain products, 89 MB with repeated keys and values, 57 MB with grouped ones.
+back to plain products, and keep T x S scores of every head. There the keys and values are repeated for each head,
+unless the copies would be larger than the scores. Measured on the CPU, forward and backward, B = 1, H = 8, N = 2,
+T = S = 4096, K = 64, fp32: 1,618 MB with plain products, 89 MB with repeated keys and values, 57 MB with grouped ones.
 
 Cost:  B·H·T²/2 elements kept if T <= ``_KEEP_UP_TO``, else only Q, K, V.
 Shapes: B batch, H heads, N key and value heads, G = H/N, T queries, S keys, K head size.
@@ -66,7 +66,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _repeats_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if repeated keys and values keep torch from its plain products, in less memory than the scores take."""
+    """Return True if repeated keys and values keep torch from plain products, and take less memory than scores."""
     if q.device.type != "cuda" or q.dtype != torch.float32 or 2 * q.shape[3] >= q.shape[2]:
         return False
     return not _takes_groups(q, k, v)

@@ -1,4 +1,4 @@
-"""Attention backends: the kernels from which torch chooses for ``scaled_dot_product_attention`` while an engine is open.
+"""Attention backends: the kernels that torch has for ``scaled_dot_product_attention`` while an engine is open.
 
     auto       NVIDIA, compute capability 9.x or 10.x, cuDNN 9.15.1 or newer:   cudnn, flash, efficient, math
                every other device, and deterministic: true:                    torch's choice, unchanged
@@ -16,8 +16,8 @@ torch 2.13 has the order of ``auto`` by itself on these devices; earlier release
 everywhere. This repository has not measured any of the kernels on a device.
 
 torch keeps the choice for the whole process, so it holds for every model of the process between ``initialize`` and
-``close``: for recomputed blocks in a backward pass and for evaluation too. A ``with torch.nn.attention.sdpa_kernel(...)``
-inside the model still wins. Open engines must agree.
+``close``: for recomputed blocks in a backward pass and for evaluation too. A model's own ``with sdpa_kernel(...)``
+still wins inside. Open engines must agree.
 """
 
 import importlib.util
