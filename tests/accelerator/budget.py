@@ -107,7 +107,8 @@ class _Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"conv": nn.Conv2d(3, 3, 3, padding=1), "norm": nn.BatchNorm2d(3)}) for _ in range(LAYERS)
+            nn.ModuleDict({"conv": nn.Conv2d(3, 3, 3, padding=1), "norm": nn.BatchNorm2d(3)})
+            for _ in range(LAYERS)
         )
         self.head = nn.Linear(3, 5)
 

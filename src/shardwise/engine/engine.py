@@ -89,7 +89,7 @@ class Engine(StateAccess):
             parts, end, pipeline, self._forward, record, self.weighing, self._discard, self._step_ended
         )
         self._loaders = EngineLoaders(
-            parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"]
+            parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"], parts.device
         )
         self._saves = StepSaves(parts, self._loaders)
 

@@ -57,7 +57,14 @@ def _elemt(
 
 
 def _reduce(
-    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, of_x: bool, of_w: bool, of_b: bool
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    of_x: bool,
+    of_w: bool,
+    of_b: bool,
 ) -> tuple[Tensor, ...]:
     _check(x, weight)
     sum_dy, sum_dy_x = _rows(dy).sum(0), (_rows(dy) * (_rows(x) - mean)).sum(0)

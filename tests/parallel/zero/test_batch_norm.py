@@ -110,7 +110,9 @@ def test_the_kernels_of_a_device_equal_one_process(ranks: Any, stage: int) -> No
     ranks(2).run(fused, stage)
 
 
-def by_both_forms(world: Any, sizes: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> list[list[Tensor]]:
+def by_both_forms(
+    world: Any, sizes: tuple[int, ...], dtype: torch.dtype, channels_last: bool
+) -> list[list[Tensor]]:
     """Return (output, gradients, running averages) by the plain form and by the kernels."""
     group = group_of(world, "auto")
     found = []
@@ -122,13 +124,17 @@ def by_both_forms(world: Any, sizes: tuple[int, ...], dtype: torch.dtype, channe
                 norm.bias.copy_(torch.tensor([0.1, 0.2, -0.3]))
             synchronize_batch_norm(norm, group)
             start = sum(sizes[: world.rank])
-            every = torch.randn(sum(sizes), 3, 2, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            every = torch.randn(
+                sum(sizes), 3, 2, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+            )
             x = (every * 3 + 1)[start : start + sizes[world.rank]].to(dtype)
             if channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
             x.requires_grad_()
             y = norm(x)
-            (y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)).sum().backward()
+            (
+                y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+            ).sum().backward()
             gradients = [x.grad, norm.weight.grad, norm.bias.grad]
             assert all(each is not None for each in gradients)
             assert y.dtype == x.dtype
@@ -147,7 +153,9 @@ def by_both_forms(world: Any, sizes: tuple[int, ...], dtype: torch.dtype, channe
         ((3, 2), torch.bfloat16, False, 2e-2),
     ],
 )
-def test_both_forms_agree(ranks: Any, sizes: Any, dtype: torch.dtype, channels_last: bool, limit: float) -> None:
+def test_both_forms_agree(
+    ranks: Any, sizes: Any, dtype: torch.dtype, channels_last: bool, limit: float
+) -> None:
     """A rank without samples takes part, and its gradients are 0."""
     for plain, kernels in ranks(2).run(by_both_forms, sizes, dtype, channels_last):
         for a, b in zip(plain, kernels, strict=True):

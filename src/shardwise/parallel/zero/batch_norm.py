@@ -65,7 +65,13 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, running: Any, group: Group
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        running: Any,
+        group: Group,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, wide = _dense(x), torch.promote_types(x.dtype, torch.float32)
         channels, samples = x.shape[1], x.numel() // max(x.shape[1], 1)
