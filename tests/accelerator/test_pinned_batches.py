@@ -1,4 +1,4 @@
-"""Batches that a loader's threads pin: no copy on the thread that launches, and no page that is used again too early."""
+"""Batches that a loader's threads pin: no copy by the launching thread, and no page that is used again too early."""
 
 import threading
 from typing import Any

@@ -11,8 +11,8 @@ ranks, with any micro batch, and after a change of the global batch.
 Text, and a ``PlacedDataset`` without workers, is read ahead by one thread, one step deep. A user's dataset is read by
 its worker processes, or not ahead at all: it may draw random numbers or hold files that a second thread would disturb.
 A ``BatchedDataset`` is read by ``workers`` threads, ``steps_ahead`` steps before they are requested. With ``epochs``
-it ends: ranks that have run out of samples get empty batches (batched.py). For a device these threads copy the batches to
-pinned memory too, so that the thread that launches a step does not (memory/pinned.py).
+it ends: ranks that have run out of samples get empty batches (batched.py). For a device these threads copy the batches
+to pinned memory too, so that the thread that launches a step does not (memory/pinned.py).
 """
 
 from collections import deque

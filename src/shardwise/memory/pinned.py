@@ -6,9 +6,9 @@ A copy then takes about twice as long and the caller waits for it, so that nothi
 logged once.
 
 Threads of our loaders pin the batches that they read (``pin_batch``), so that the thread that launches does not copy
-them. A device reads such a tensor after the call that took it has returned. Nobody may write into the tensor until then,
-and its memory must not be used again before. torch's allocator of pinned memory holds a block back until the copies
-from it are over. A tensor that was written since it was pinned, or memory that another loader pinned, is copied.
+them. A device reads such a tensor after the call that took it has returned. Nobody may write into the tensor until
+then, and its memory must not be used again before. torch's allocator of pinned memory holds a block back until the
+copies from it are over. A tensor that was written since it was pinned, or memory that another loader pinned, is copied.
 
 Cost: a page-locked allocation takes milliseconds, and torch keeps it, rounded up to a power of two, for the next one.
 """

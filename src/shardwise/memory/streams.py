@@ -72,8 +72,8 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
     """Copy a tensor to a device. From host memory the copy runs beside the computation, and no host waits for it.
 
     The source of the copy is pinned memory of our own, so the caller may write into ``tensor`` as soon as this
-    function returns. A tensor that a loader's thread pinned (``pin_batch``) is read later, by the device; the caller may
-    drop it, but must not write into it.
+    function returns. A tensor that a loader's thread pinned (``pin_batch``) is read later, by the device; the caller
+    may drop it, but must not write into it.
 
     Args:
         tensor: The tensor, pinned or not.

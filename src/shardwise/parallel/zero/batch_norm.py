@@ -3,8 +3,8 @@
     n = Σ n_r      mean = Σ Σx / n      var = Σ Σ(x - mean)² / n       sums over ranks r
 
 With statistics of one rank's samples (the default) the numbers depend on the number of ranks, as in DDP. Synchronized
-statistics are computed over the whole global batch. torch's SyncBatchNorm does the same, but only on GPUs, and stops the
-host once for each layer.
+statistics are computed over the whole global batch. torch's SyncBatchNorm does the same, but only on GPUs, and stops
+the host once for each layer.
 
 On a CUDA device a layer is three kernels of torch forward and two backward, those of SyncBatchNorm:
 
@@ -32,7 +32,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
-
 
 FUSED = frozenset({"cuda"})
 """Device types for which torch has the kernels of synchronized batch norm."""
