@@ -1,9 +1,10 @@
 """Compiles the fused kernels of a model's layers and of its optimizer while the engine is built.
 
-Triton compiles a kernel when it is first launched, in 0.3 to 2 s, for each combination of dtypes, widths and strides. In
-the first step the kernels of a model would be compiled one after another, and a rank that finishes late would hold up
-all others at the next collective. So every layer that calls a kernel of ours calls it once here, on a few rows of zeros
-with the width and the dtype of its activations. A kernel that this file does not know is compiled in the first step.
+Triton compiles a kernel when it is first launched, in 0.3 to 2 s, for each combination of dtypes, widths and strides.
+In the first step the kernels of a model would be compiled one after another, and a rank that finishes late would hold
+up all others at the next collective. So each kernel is launched once here for every layer that uses it, on a few rows
+of zeros with the width and the dtype of the layer's activations. A kernel that this file does not know is compiled in
+the first step.
 
     RmsNorm                      rms_normed, rms_norm_gradients
     Attention with rotations     turned, of queries and of keys, both ways
