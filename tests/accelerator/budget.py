@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.world import World
 from shardwise.kernels import choice
+from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.models import Gpt, GptPolicy
 from shardwise.models.gpt import GptExperts
 from shardwise.parallel.expert.policy import RouterPolicy
@@ -28,6 +30,7 @@ from tests.accelerator.crew import Crew
 from tests.accelerator.mirror import mirror_world
 from tests.accelerator.pretend import Bench, Sync, register
 from tests.engine import tables_net
+from tests.parallel.zero.cuda_batch_norm import on_the_cpu
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
 BEGIN, END = "<!-- budgets: begin -->\n", "<!-- budgets: end -->\n"
@@ -96,6 +99,29 @@ class _Tables(nn.Module):
         found = self.tables(sparse)
         logits = self.out(torch.cat([found[name] for name in self.names], 1))[:, 0]
         return nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+
+class _Images(nn.Module):
+    """Two blocks of a convolution and a batch norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"conv": nn.Conv2d(3, 3, 3, padding=1), "norm": nn.BatchNorm2d(3)})
+            for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block["norm"](block["conv"](x)))
+        return cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+def images(step: int) -> tuple[Tensor, Tensor]:
+    """A microbatch: four images and their labels."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 3, 6, 6, generator=generator), torch.randint(0, 5, (4,), generator=generator)
 
 
 def _zero(stage: int, precision: str, **more: Any) -> dict[str, Any]:
@@ -179,6 +205,12 @@ def _rows() -> dict[str, Row]:
         "hsdp 2 x 2, tp 2, bf16": Row(
             gpt(), tokens, 8, {**zero3, "mesh": {"tp": 2, "dp": {"replicate": 2, "shard": 2}}}
         ),
+        "images, synchronized norm, bf16, dp 4": Row(
+            _Images, images, 4, {**_zero(0, "bf16"), "batch_norm": "synchronized"}
+        ),
+        "images, synchronized norm, kernels, bf16, dp 4": Row(
+            _Images, images, 4, {**_zero(0, "bf16"), "batch_norm": "synchronized"}, True
+        ),
         "static tables, dp 2": Row(lambda: _Tables(("a", "b", "d")), _clicks("abd"), 2, _zero(0, "fp32")),
         "dynamic tables, dp 2": Row(
             lambda: _Tables(("grows", "rare")), _clicks(("grows", "rare")), 2, _zero(0, "fp32")
@@ -193,7 +225,8 @@ ROWS = _rows()
 def measure(name: str) -> tuple[Budget, list[str]]:
     """Budget of the row's third step, and what was misplaced in any."""
     row, device = ROWS[name], register()
-    with Bench() as bench, pytest.MonkeyPatch.context() as patch:
+    norms = on_the_cpu(device.type) if row.has_kernels else nullcontext()
+    with Bench() as bench, pytest.MonkeyPatch.context() as patch, norms:
         patch.setattr(choice, "DEVICES", frozenset({device.type} if row.has_kernels else ()))
         config = {
             "batch": {"accumulation": MICROBATCHES},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.kernels.cross_entropy import cross_entropy, row_gradient, row_numbers
+from shardwise.kernels.cross_entropy import IGNORE, cross_entropy, log_probs, row_gradient, row_numbers
 from shardwise.parallel.tensor.layers import own_rows
 from tests.accelerator.pretend import Bench, on_host, register
 from tests.ranks import RankPool
@@ -36,6 +36,22 @@ def losses(targets: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def log_probs_and_gradient(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of targets, and the gradient of the logits."""
+    logits = torch.zeros(len(targets), VOCABULARY, device=targets.device).requires_grad_()
+    found = log_probs(logits, targets)
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    return found.detach(), logits.grad
+
+
+def log_probs_on_the_device(_: Any) -> list[list[Any]]:
+    device = register()
+    with Bench():
+        targets = torch.tensor([1, VOCABULARY, IGNORE, -1], device=device)
+        return [on_host(each).tolist() for each in log_probs_and_gradient(targets)]
+
+
 def on_the_device(_: Any) -> list[list[Any]]:
     device = register()
     with Bench():
@@ -58,6 +74,15 @@ def test_a_device_gives_nan(device_process: RankPool) -> None:
     assert torch.tensor(numbers)[2].isnan().tolist() == outside
 
 
+def test_log_probabilities_on_a_device_are_nan(device_process: RankPool) -> None:
+    [(found, gradient)] = device_process.run(log_probs_on_the_device)
+    expected, of_logits = log_probs_and_gradient(torch.tensor([1, IGNORE, IGNORE, IGNORE]))
+    assert torch.tensor(found).isnan().tolist() == [False, True, False, True]
+    assert torch.tensor(gradient).isnan().all(1).tolist() == [False, True, False, True]
+    assert found[0] == expected[0] and found[2] == 0, "a target that does not count is 0, as on a CPU"
+    assert torch.equal(torch.tensor(gradient)[[0, 2]], of_logits[[0, 2]])
+
+
 @pytest.mark.parametrize("token", [VOCABULARY, -1])
 def test_a_cpu_raises(token: int) -> None:
     tokens = torch.tensor([1, token])
@@ -65,3 +90,5 @@ def test_a_cpu_raises(token: int) -> None:
         looked_up(tokens, slice(0, 3))
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         losses(tokens)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        log_probs_and_gradient(tokens)

@@ -1,5 +1,7 @@
 """Blocked causal attention against the formula, in values and in gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,3 +102,45 @@ def test_strided_inputs() -> None:
     q, k, v = inputs(65)
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     assert worst(gradients(causal_attention, *strided), gradients(plain_attention, q, k, v)) < 1e-13
+
+
+class Elsewhere:
+    """The inputs of ``_repeats_keys`` as a device would have them."""
+
+    def __init__(self, t: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype, self.shape = torch.device("cuda"), dtype, (1, 8, t, size)
+
+
+def test_keys_are_repeated_where_torch_would_keep_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    q: Any = Elsewhere(4096, 64)
+    takes = [False]
+    monkeypatch.setattr(attention, "_takes_groups", lambda *_: takes[0])
+    assert attention._repeats_keys(q, q, q)
+    assert not attention._repeats_keys(Elsewhere(4096, 64, torch.bfloat16), q, q), (
+        "flash takes groups in 16 bits"
+    )
+    assert not attention._repeats_keys(Elsewhere(128, 64), q, q), "the copies are as large as the scores"
+    assert not attention._repeats_keys(torch.randn(1, 8, 4096, 64), q, q), (
+        "the CPU's flash kernel takes groups"
+    )
+    takes[0] = True
+    assert not attention._repeats_keys(q, q, q)
+
+
+@pytest.mark.parametrize("keys", [None, 1100])
+def test_repeated_keys_give_the_gradients_of_the_shared_ones(
+    keys: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(1090, keys=keys)
+    with_groups = gradients(causal_attention, q, k, v)
+    monkeypatch.setattr(attention, "_repeats_keys", lambda *_: True)
+    assert worst(gradients(causal_attention, q, k, v), with_groups) < 1e-13
+
+
+def test_the_cpu_takes_groups_without_a_copy_and_without_scores() -> None:
+    """The CPU's flash kernel saves the grouped keys; repeated keys would be four times as large."""
+    sizes: list[int] = []
+    q, k, v = inputs(1090, heads=4, kv_heads=1, dtype=torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+        causal_attention(q, k, v)
+    assert max(sizes) == q.numel() and sum(sizes) <= 2 * (q.numel() + k.numel() + v.numel())

@@ -67,17 +67,15 @@ def _not_specialized(kernel: ast.FunctionDef) -> tuple[bool, set[str]]:
 
 def test_kernels_are_not_compiled_again_for_another_number_of_rows() -> None:
     """Numbers of rows change from batch to batch: choice.py, [Note: compiled once]."""
-    counts, seen = {"rows", "count", "given", "places"}, set()
+    counts, seen = {"rows", "count", "given", "places", "length"}, set()
     for path in (Path(shardwise.__file__).parent / "kernels" / "fused").glob("*.py"):
         for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(kernel, ast.FunctionDef):
                 continue
             is_kernel, named = _not_specialized(kernel)
-            pointers = (
-                {"rows"} if kernel.name == "_update" else {"places"} if kernel.name == "_merge" else set()
-            )
+            pointers = {"rows"} if kernel.name == "_update" else set()
             given = {each.arg for each in kernel.args.args} & counts - pointers
             if is_kernel and given:
                 assert given <= named, f"{path.name}: {kernel.name} specializes {given - named}"
                 seen.add(kernel.name)
-    assert len(seen) == 9, seen
+    assert len(seen) == 10, seen

@@ -186,6 +186,7 @@ class Trainer(ABC):
             workers=data.workers,
             epochs=self.epochs,
             watch=self.watch,
+            device=world.device,
         )
         self.waited_s = 0.0
         """Seconds of waits for data, in all steps."""

@@ -74,6 +74,7 @@ FOREIGN_KEYS = {
     "seed": "train.seed",
     "full_determinism": "deterministic",
     "deterministic_mode": "deterministic",
+    "attention_backend": "attention.backend",
     "device": "comm.device",
     "dp": "mesh.dp",
     "tp": "mesh.tp",

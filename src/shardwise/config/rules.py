@@ -124,6 +124,14 @@ RULES = (
         ),
     ),
     ConfigRule(
+        "deterministic attention",
+        lambda c: not c.deterministic or "cudnn" not in c.attention.backend,
+        lambda c: (
+            "attention.backend: cudnn has no fixed order of its sums, and torch does not use it with deterministic: "
+            "true; set attention.backend: flash, efficient, math or auto, or leave deterministic out"
+        ),
+    ),
+    ConfigRule(
         "clicks",
         lambda c: isinstance(c.data, ClickPolicy) or not reads_clicks(c.model),
         lambda c: "data: a click-through model reads clicks; remove kind and target, or set kind: clicks",

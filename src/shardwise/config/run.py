@@ -43,7 +43,13 @@ from shardwise.plan.mesh import MeshPolicy
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
 
-ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "init_from": "path"}
+ONE_WORD = {
+    "precision": "compute",
+    "compile": "scope",
+    "attention": "backend",
+    "recompute": "scope",
+    "init_from": "path",
+}
 """The key that a single word sets, for policies that accept a single word."""
 
 
@@ -89,6 +95,26 @@ class CompilePolicy(Policy):
     @classmethod
     def _one_word(cls, given: Any) -> Any:
         return {"scope": given} if isinstance(given, str) else given
+
+
+AttentionKernel = Literal["flash", "flash3", "cudnn", "efficient", "math"]
+
+
+class AttentionPolicy(Policy):
+    """Keys under ``attention:``; one word (``attention: cudnn``) sets ``backend``."""
+
+    backend: (
+        Literal["auto", "torch"] | AttentionKernel | Annotated[list[AttentionKernel], Field(min_length=1)]
+    ) = "auto"
+    """The kernels from which torch chooses for ``scaled_dot_product_attention`` while the engine is open. ``auto``:
+    cuDNN first on NVIDIA devices of compute capability 9.x and 10.x, unless ``deterministic`` is true; elsewhere
+    torch's choice. ``torch``: torch's choice. A name, or a list of names in their order: these kernels alone. A kernel
+    that the device does not have is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, given: Any) -> Any:
+        return {"backend": given} if isinstance(given, str | list) else given
 
 
 class InitFromPolicy(Policy):
@@ -157,6 +183,8 @@ class RunConfig(Policy):
     """An exponential moving average of the weights, kept and saved beside the optimizer's moments."""
     compile: CompilePolicy = Field(default_factory=CompilePolicy)
     """torch.compile of the model's blocks."""
+    attention: AttentionPolicy = Field(default_factory=AttentionPolicy)
+    """The kernels of torch that compute attention."""
     batch_norm: Literal["per_rank", "synchronized"] = "per_rank"
     """The samples of batch statistics: each rank's own, or those of all ranks together."""
     check_first_step: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"

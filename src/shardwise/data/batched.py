@@ -20,12 +20,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from shardwise.base.errors import DataError
 from shardwise.data.feed import Cursor, StepMicrobatches
 from shardwise.data.sampler import BatchShare, Sampler
+from shardwise.memory.pinned import pin_batch
 
 STEPS_AHEAD = 2
+CPU = torch.device("cpu")
 
 Watch = Callable[[int, float, float], None]
 """Callback of a reader thread after a read: position of the step, start and end by ``time.perf_counter``."""
@@ -59,6 +62,7 @@ class BatchedFeed:
         threads: number of reader threads.
         steps_ahead: steps that are read before they are requested.
         watch: called by the threads after each read.
+        device: the device to which batches go; the threads copy them to pinned memory unless it is a CPU.
 
     Raises:
         DataError: if the dataset is smaller than a global batch and has more than one epoch.
@@ -75,7 +79,9 @@ class BatchedFeed:
         threads: int = 1,
         steps_ahead: int = STEPS_AHEAD,
         watch: Watch | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         self._data, self._threads, self._ahead, self._is_once = data, threads, steps_ahead, epochs == 1
         self.deal(share)
         self._watch = watch
@@ -117,7 +123,7 @@ class BatchedFeed:
         if self.end is not None:
             start, stop = min(start, self.end), min(stop, self.end)
         began = time.perf_counter()
-        batch = self._data.batch(self._sampler.at(start, stop))
+        batch = pin_batch(self._data.batch(self._sampler.at(start, stop)), self._device)
         if self._watch is not None:
             self._watch(position, began, time.perf_counter())
         return batch

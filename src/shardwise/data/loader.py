@@ -11,7 +11,8 @@ ranks, with any micro batch, and after a change of the global batch.
 Text, and a ``PlacedDataset`` without workers, is read ahead by one thread, one step deep. A user's dataset is read by
 its worker processes, or not ahead at all: it may draw random numbers or hold files that a second thread would disturb.
 A ``BatchedDataset`` is read by ``workers`` threads, ``steps_ahead`` steps before they are requested. With ``epochs``
-it ends: ranks that have run out of samples get empty batches (batched.py).
+it ends: ranks that have run out of samples get empty batches (batched.py). For a device these threads copy the batches
+to pinned memory too, so that the thread that launches a step does not (memory/pinned.py).
 """
 
 from collections import deque
@@ -20,11 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.adopt import Collate, MapStyleData, adopt
-from shardwise.data.batched import STEPS_AHEAD, BatchedDataset, BatchedFeed, Watch
+from shardwise.data.batched import CPU, STEPS_AHEAD, BatchedDataset, BatchedFeed, Watch
 from shardwise.data.feed import Feed, MapFeed, StepMicrobatches, StreamFeed
 from shardwise.data.sampler import BatchShare
+from shardwise.memory.pinned import pin_batch
 
 _STEPS_AHEAD = 1
 
@@ -64,6 +68,8 @@ class Loader:
         epochs: number of epochs after which a ``BatchedDataset`` ends; None is without end.
         steps_ahead: steps that the threads of a ``BatchedDataset`` read ahead.
         watch: called by the threads of a ``BatchedDataset`` after each read.
+        device: the device to which batches go. Unless it is a CPU, threads that read ahead copy the batches to pinned
+            memory, which the device reads after the engine's call has returned: do not write into such a batch then.
 
     Raises:
         ConfigError: if batch sizes do not fit, or if ``epochs`` is given for another kind of dataset.
@@ -85,7 +91,9 @@ class Loader:
         epochs: int | None = None,
         steps_ahead: int = STEPS_AHEAD,
         watch: Watch | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         self.share = BatchShare(global_batch, micro_batch, dp_index, dp_size)
         self._feed: Feed
         self._reads_ahead = False
@@ -103,6 +111,7 @@ class Loader:
                 threads=threads,
                 steps_ahead=steps_ahead,
                 watch=watch,
+                device=device,
             )
             self._end = self._feed.end
         elif epochs is not None:
@@ -188,7 +197,7 @@ class Loader:
         """
         if self._open is None:
             steps = self._feed.steps(self.place.cursor)
-            self._open = _ReadAhead(steps) if self._reads_ahead else steps
+            self._open = _ReadAhead(steps, self._device) if self._reads_ahead else steps
         try:
             return next(self._open)
         except BaseException:
@@ -283,10 +292,14 @@ class _ReadAhead:
     not do. [Note: finalizers] An object that is dropped unclosed ends with its pool, whose thread then ends by itself.
     """
 
-    def __init__(self, steps: Iterator[StepMicrobatches]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Iterator[StepMicrobatches], device: torch.device) -> None:
+        self._steps, self._device = steps, device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise-data")
-        self._waiting = deque(self._pool.submit(next, steps) for _ in range(_STEPS_AHEAD))
+        self._waiting = deque(self._pool.submit(self._read) for _ in range(_STEPS_AHEAD))
+
+    def _read(self) -> StepMicrobatches:
+        step = next(self._steps)
+        return step._replace(batches=pin_batch(step.batches, self._device))
 
     def __iter__(self) -> Iterator[StepMicrobatches]:
         return self
@@ -294,7 +307,7 @@ class _ReadAhead:
     def __next__(self) -> StepMicrobatches:
         try:
             current = self._waiting.popleft().result()
-            self._waiting.append(self._pool.submit(next, self._steps))
+            self._waiting.append(self._pool.submit(self._read))
         except BaseException:
             self.close()
             raise

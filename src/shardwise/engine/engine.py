@@ -89,7 +89,7 @@ class Engine(StateAccess):
             parts, end, pipeline, self._forward, record, self.weighing, self._discard, self._step_ended
         )
         self._loaders = EngineLoaders(
-            parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"]
+            parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"], parts.device
         )
         self._saves = StepSaves(parts, self._loaders)
 
@@ -699,7 +699,8 @@ class Engine(StateAccess):
         Batches that loaders have read ahead are dropped and their threads end; a loop over a loader can continue, and
         starts the threads again.
 
-        With ``deterministic: true``, torch's switches become what they were, unless another engine needs them.
+        torch's switches for ``deterministic: true`` and ``attention.backend`` become what they were, unless another
+        engine needs them.
 
         Args:
             whole: False leaves the weights as they are, for a model that is not used any more.
@@ -721,6 +722,8 @@ class Engine(StateAccess):
                 self._parts.site.tiers.close()
             if self._parts.site.deterministic is not None:
                 self._parts.site.deterministic.end()
+            if self._parts.site.attention is not None:
+                self._parts.site.attention.end()
         if is_calm:  # after an error a reader thread may hang on what failed, and close() would wait for it
             self._loaders.close()
         if self.world.ends_with_engine:

@@ -47,11 +47,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     """Return log softmax(logits)[target], 0 for ``IGNORE``: [..., V], [...] -> [...].
 
-    The result is fp32 (fp64 for fp64 logits).
+    The result is fp32 (fp64 for fp64 logits). On a device a target outside the vocabulary gives NaN, to its row's
+    gradient too.
     """
     rows = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
-    losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=IGNORE, reduction="none")
-    return -losses.view(targets.shape)
+    inside, factors = _on_device_inside(targets.reshape(-1), rows)
+    losses = F.cross_entropy(rows, inside, ignore_index=IGNORE, reduction="none")
+    return -(losses if factors is None else losses * factors).view(targets.shape)
 
 
 def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -59,6 +61,18 @@ def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     wide = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
     total = F.cross_entropy(wide, targets.reshape(-1), ignore_index=IGNORE, reduction="sum")
     return total / (targets != IGNORE).sum().clamp_min(1)
+
+
+def _on_device_inside(targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the targets [N] with 0 for targets outside of rows [N, V], and factors that are NaN at these targets.
+
+    The factors are None on a CPU, where torch raises an error that names the target.
+    """
+    if rows.device.type == "cpu":
+        return targets, None
+    outside = ((targets < 0) | (targets >= rows.shape[1])) & (targets != IGNORE)
+    factors = torch.ones_like(targets, dtype=rows.dtype).masked_fill_(outside, math.nan)
+    return targets.masked_fill(outside, 0), factors
 
 
 def _wide(logits: Tensor) -> torch.dtype:

@@ -29,7 +29,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shardwise.memory.pinned import pinned_copy, pinned_empty
+from shardwise.memory.pinned import is_pinned_batch, pinned_copy, pinned_empty
 
 
 def passed(device: torch.device) -> Callable[[], bool] | None:
@@ -92,7 +92,8 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
     """Copy a tensor to a device. From host memory the copy runs beside the computation, and no host waits for it.
 
     The source of the copy is pinned memory of our own, so the caller may write into ``tensor`` as soon as this
-    function returns.
+    function returns. A tensor that a loader's thread pinned (``pin_batch``) is read later, by the device; the caller
+    may drop it, but must not write into it.
 
     Args:
         tensor: The tensor, pinned or not.
@@ -105,7 +106,7 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
     if device.type == "cpu" or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_sparse:
         return tensor.to(device)
     with torch.no_grad():
-        pinned = tensor if is_ours else pinned_copy(tensor)
+        pinned = tensor if is_ours or is_pinned_batch(tensor) else pinned_copy(tensor)
         stream, here = _copies(device), torch.accelerator.current_stream(device)
         with stream:
             there = pinned.to(device, non_blocking=True)

@@ -196,6 +196,28 @@ class FlatOptimizer:
         decoupled = isinstance(self._optimizer, optim.AdamW) or bool(group.get("decoupled_weight_decay"))
         return AdamRule(lr, beta1, beta2, eps, weight_decay, decoupled)
 
+    def compile_kernel(self, grads: Iterable[torch.dtype], weight: torch.dtype) -> int:
+        """Launch the kernel of a step on zeros, so that Triton compiles it; return the number of launches.
+
+        Args:
+            grads: dtypes that the gradient may have.
+            weight: dtype of the weight into which a step rounds.
+        """
+        master = self.state.master
+        is_adam = type(self._optimizer) in (optim.Adam, optim.AdamW) and self.state.coded is None
+        if not is_adam or master.dtype != torch.float32 or not fused(master):
+            return 0
+        decoupled = isinstance(self._optimizer, optim.AdamW) or bool(
+            self.options.get("decoupled_weight_decay")
+        )
+        rule, launches = AdamRule(0.0, 0.9, 0.9, 1e-8, 0.0, decoupled), 0
+        for grad in grads:
+            w, m, v = master.new_zeros(3, 16)
+            cast = w.to(weight) if weight != master.dtype else None
+            adam_step(rule, w, w.to(grad), m, v, master.new_zeros(()), 1.0, cast)
+            launches += 1
+        return launches
+
     def _step_adam(
         self,
         rule: AdamRule,

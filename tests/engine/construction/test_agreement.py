@@ -73,6 +73,7 @@ UNLIKE: list[tuple[str, Any, Any]] = [
     ("ema", None, {"decay": 0.9}),
     ("compile.scope", "none", "blocks"),
     ("compile.backend", "inductor", "eager"),
+    ("attention.backend", "auto", "math"),
     ("batch_norm", "per_rank", "synchronized"),
     ("check_first_step", "auto", "off"),
     ("deterministic", False, True),

@@ -72,6 +72,7 @@ def tables(dtype: torch.dtype) -> None:
         places = pool(source, index, offsets, kind, weights).places
         merge(source[:1], index, offsets, 4, kind, weights, places)
     merge(source, index[:4], None, 4)
+    merge(source.expand(300, 4, 5)[:, 0], torch.zeros(300, dtype=torch.int64), None, 4)
     for rule in (
         Sgd(),
         Momentum(),

@@ -1,5 +1,7 @@
 """Rows of tables, pooled, merged and stepped in one launch: the bits of the plain form on the CPU."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +20,7 @@ from shardwise.kernels.tables.row_rules import (
     Sgd,
 )
 
-from .cases import DEVICE, DRAWN
+from .cases import DEVICE, DRAWN, INTERPRETED
 
 KINDS: list[tuple[Pooling, bool]] = [("sum", False), ("mean", False), ("max", False), ("sum", True)]
 OPTIMIZERS: list[RowOptimizer] = [
@@ -61,6 +63,105 @@ def test_pool_and_merge(lengths: list[int], width: int, kind: tuple[Pooling, boo
     merged = merge(grad, index, offsets, rows, pooling, weights, found.places, out)
     g, i, o, w, p = on_host(grad, index, offsets, weights, found.places)
     assert torch.equal(merged.cpu(), plain_merge(g, i, o, rows, pooling, w, p))
+
+
+def indexes_with_long_rows(lengths: list[int]) -> Tensor:
+    """Places of rows, mixed: row r has ``lengths[r]`` places."""
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return index[torch.randperm(len(index))]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[30, 1, 2], [8, 8, 9, 7], [3, 20, 0, 9, 8], [0, 0, 41], [17], [1] * 20, [9, 9, 9, 9], [5, 27, 5, 0]],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_long_rows_are_merged_in_pieces(
+    lengths: list[int], kind: tuple[Pooling, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Integers are exact in every order, so each place must be added once; then the rounding of floats."""
+    from shardwise.kernels.fused import rows as kernels
+
+    monkeypatch.setattr(kernels, "_SHORTEST_PIECE", 8)
+    pooling, weighted = kind
+    index = indexes_with_long_rows(lengths).to(DEVICE)
+    rows, places, width = len(lengths), len(index), 5
+    ends = torch.arange(0, places + 1, 1 if places % 2 else 2, device=DEVICE)  # bags of one place, or of two
+    pool_kind = "sum" if pooling == "mean" else pooling
+    found = pool(torch.randn(rows, width, device=DEVICE), index, ends, pool_kind)
+    for grad, weights, is_exact in (
+        (torch.randint(-9, 9, (len(ends) - 1, width)) * 2.0, torch.randint(-3, 3, (places,)) * 1.0, True),
+        (torch.randn(len(ends) - 1, width), torch.randn(places), False),
+    ):
+        given = (grad.to(DEVICE), index, ends)
+        weight = weights.to(DEVICE) if weighted else None
+        merged = merge(*given, rows, pooling, weight, found.places)
+        g, i, o, w, p = on_host(*given, weight, found.places)
+        expected = plain_merge(g, i, o, rows, pooling, w, p)
+        assert torch.allclose(merged.cpu(), expected, rtol=0, atol=0 if is_exact else 1e-5)
+        assert torch.equal(merged, merge(*given, rows, pooling, weight, found.places)), (
+            "other bits in another run"
+        )
+        short = torch.tensor(lengths) <= 8
+        assert torch.equal(merged.cpu()[short], expected[short]), "rows that are not cut have the CPU's bits"
+
+
+def test_pieces_beside_indexes_outside_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.kernels.fused import rows as kernels
+
+    monkeypatch.setattr(kernels, "_SHORTEST_PIECE", 4)
+    index = torch.tensor([-1] * 9 + [0] * 3 + [1] * 10 + [2] * 11, device=DEVICE)
+    merged = merge(torch.ones(33, 2, device=DEVICE), index, None, 2)
+    assert merged.tolist() == [[3, 3], [10, 10]]
+
+
+def test_no_program_issues_a_long_chain_of_loads() -> None:
+    from shardwise.kernels.fused import rows as kernels
+
+    assert kernels.longest_chain(65_536) <= 1024, "65,536 samples on 3 rows, or on one"
+    assert kernels.longest_chain(1 << 20) <= 3 * 1024, "it grows with the root of the number of places"
+    for places in (1, 2, 3, 255, 256, 257, 3 * 256**2 - 1, 3 * 512**2, 1 << 24):
+        length = kernels.piece_length(places)
+        assert length >= 256 and length & (length - 1) == 0
+        assert (
+            length == 256
+            or length**2 * kernels._LOADS_A_PLACE <= places < 4 * length**2 * kernels._LOADS_A_PLACE
+        )
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts the loads of a program")
+def test_counted_loads_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load of a program counts, also those that no other load waits for, in a batch on 3 rows."""
+    from triton.runtime import interpreter
+
+    from shardwise.kernels.fused import rows as kernels
+
+    loads: Counter[tuple[int, ...]] = Counter()
+    launches: list[int] = []
+    builder = interpreter.interpreter_builder
+    load, set_program = builder.create_masked_load, builder.set_grid_idx
+
+    def count(*args: object) -> object:
+        loads[len(launches), *builder.grid_idx] += 1
+        return load(*args)
+
+    def program(*index: int) -> None:
+        if not any(index):
+            launches.append(1)
+        set_program(*index)
+
+    monkeypatch.setattr(builder, "create_masked_load", count)
+    monkeypatch.setattr(builder, "set_grid_idx", program)
+    monkeypatch.setattr(kernels, "_SHORTEST_PIECE", 16)
+    monkeypatch.setattr(kernels, "_MOST_ROWS", 1)
+    ends = torch.arange(0, 601, 2)
+    index = torch.arange(600) % 3
+    merged = merge(torch.ones(300, 4), index, ends, 3)
+    assert merged.tolist() == [[200.0] * 4] * 3
+    assert len(launches) == 2
+    assert 16 * 3 <= max(loads.values()) <= kernels.longest_chain(600) + 2, loads.most_common(3)
+    assert kernels.longest_chain(600) < 200, "one program for a row of 200 places would issue 600 loads"
 
 
 def test_one_place_a_bag_and_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Batch norm: per rank by default, or of the joint batch, exactly as one process has it."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.base.errors import UsageError
+from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
+from tests.comm.test_collectives import group_of
 from tests.engine.nets import seeded
 from tests.engine.plain import train, worst
+from tests.parallel.zero.cuda_batch_norm import on_the_cpu
 
 LIMIT = 1e-10
 SIZES = (5, 2)
@@ -93,6 +97,70 @@ def synchronized(world: Any, stage: int, compile: str = "none") -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_synchronized_equals_one_process(ranks: Any, stage: int) -> None:
     ranks(2).run(synchronized, stage)
+
+
+def fused(world: Any, stage: int) -> None:
+    with on_the_cpu():
+        synchronized(world, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_kernels_of_a_device_equal_one_process(ranks: Any, stage: int) -> None:
+    """torch has the kernels for CUDA; here they are formulas in fp64."""
+    ranks(2).run(fused, stage)
+
+
+def by_both_forms(
+    world: Any, sizes: tuple[int, ...], dtype: torch.dtype, channels_last: bool
+) -> list[list[Tensor]]:
+    """Return (output, gradients, running averages) by the plain form and by the kernels."""
+    group = group_of(world, "auto")
+    found = []
+    for form in (nullcontext(), on_the_cpu()):
+        with form:
+            norm = nn.BatchNorm2d(3).to(dtype if dtype == torch.float64 else torch.float32)
+            with torch.no_grad():
+                norm.weight.copy_(torch.tensor([0.5, -2.0, 1.5]))
+                norm.bias.copy_(torch.tensor([0.1, 0.2, -0.3]))
+            synchronize_batch_norm(norm, group)
+            start = sum(sizes[: world.rank])
+            every = torch.randn(
+                sum(sizes), 3, 2, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+            )
+            x = (every * 3 + 1)[start : start + sizes[world.rank]].to(dtype)
+            if channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+            x.requires_grad_()
+            y = norm(x)
+            (
+                y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+            ).sum().backward()
+            gradients = [x.grad, norm.weight.grad, norm.bias.grad]
+            assert all(each is not None for each in gradients)
+            assert y.dtype == x.dtype
+            found.append([y.detach(), *gradients, norm.running_mean, norm.running_var])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "channels_last", "limit"),
+    [
+        ((3, 2), torch.float64, False, 1e-12),
+        ((3, 2), torch.float64, True, 1e-12),
+        ((0, 3), torch.float64, False, 1e-12),
+        ((3, 0), torch.float64, False, 1e-12),
+        ((3, 2), torch.float32, False, 1e-5),
+        ((3, 2), torch.bfloat16, False, 2e-2),
+    ],
+)
+def test_both_forms_agree(
+    ranks: Any, sizes: Any, dtype: torch.dtype, channels_last: bool, limit: float
+) -> None:
+    """A rank without samples takes part, and its gradients are 0."""
+    for plain, kernels in ranks(2).run(by_both_forms, sizes, dtype, channels_last):
+        for a, b in zip(plain, kernels, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert torch.allclose(a.double(), b.double(), rtol=limit, atol=limit), (a, b)
 
 
 def compiled(world: Any) -> None:

@@ -16,6 +16,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.construction.outline import BuildSpec
 from shardwise.engine.construction.recipe import OptimizerRecipe
 from shardwise.engine.construction.stages import modules_of
+from shardwise.engine.construction.warm_up import compile_kernels
 from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.folders import StepFolders
 from shardwise.engine.parts.followers import (
@@ -87,6 +88,7 @@ def assemble(
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
     passes = _pass_context(site, outline, stages, vocabulary, walker)
     followers = _followers(site, passes, tables, planned, trained, walker)
+    _compile_kernels(site, stages, trained)
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
     return EngineParts(
@@ -105,6 +107,18 @@ def assemble(
         followers=followers,
         stage_peers=peers,
     )
+
+
+def _compile_kernels(site: RuntimeContext, stages: Sequence[Stage], trained: Sequence[TrainedBucket]) -> None:
+    """Compile the fused kernels of this rank's stages, so that no rank waits for another in the first step."""
+    settings = site.settings
+    # Compiled blocks run the plain forms, which the compiler fuses.
+    modules = [stage.module for stage in stages] if settings.compile.scope == "none" else []
+    found = {parameter.dtype for module in modules for parameter in module.parameters()}
+    dtypes = found if settings.precision.compute_dtype is None else {settings.precision.compute_dtype}
+    if settings.precision.operations is not None:
+        dtypes = {*dtypes, torch.float32}
+    compile_kernels(modules, trained, dtypes, site.world.device)
 
 
 def _accumulation(site: RuntimeContext, outline: BuildSpec) -> Accumulation:

@@ -47,6 +47,7 @@ from shardwise.engine.construction.stages import make_stage, move_buffers
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.model.held import take_back
 from shardwise.engine.model.original import OriginalAttributes
+from shardwise.engine.parts.attention_backend import AttentionHold, DeviceKernels, chosen_kernels
 from shardwise.engine.parts.deterministic import DeterministicMode, prepare_cublas
 from shardwise.engine.parts.inputs import Loss, call_model
 from shardwise.engine.parts.named import check_named
@@ -150,7 +151,7 @@ def _built(
     made. Otherwise they would stay as long as the program holds the error, whose traceback refers to them.
     """
     _check_settings_agree(world, policies, given)
-    site = _deterministic(_site(model, world, policies), refused)
+    site = _attention(_deterministic(_site(model, world, policies), refused), refused)
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if given.loss is None and settings.loss is not None:
         given = given._replace(loss=load_target("loss.target", settings.loss.target))
@@ -235,6 +236,22 @@ def _deterministic(site: RuntimeContext, refused: ExitStack) -> RuntimeContext:
     refused.callback(mode.end)
     prepare_cublas(site.world.device)
     return site._replace(deterministic=mode)
+
+
+def _attention(site: RuntimeContext, refused: ExitStack) -> RuntimeContext:
+    """Return the site with the attention kernels that the configuration asks for.
+
+    Raises:
+        ConfigError: if the device does not have a kernel, or another open engine holds another choice.
+    """
+    settings = site.settings
+    device = DeviceKernels.of(site.world.device)
+    names = chosen_kernels(settings.attention.backend, device, settings.deterministic)
+    if not names:
+        return site
+    hold = AttentionHold(names)
+    refused.callback(hold.end)
+    return site._replace(attention=hold)
 
 
 def _agreed_outline(

@@ -20,6 +20,7 @@ import torch
 from shardwise.base.errors import OutOfMemoryError
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig
+from shardwise.engine.parts.attention_backend import note_the_backend
 from shardwise.engine.parts.deterministic import note_the_key
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.memory.ledger import Ledger, Lifetime, Row
@@ -65,7 +66,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def tells_out_of_memory(method: _Method) -> _Method:
     """Decorate a method of an engine that computes: raise OutOfMemoryError in place of an allocator's error.
 
-    An error about an operation without a deterministic implementation gets a note that names the key.
+    An error about an operation without a deterministic implementation, or about attention that no enabled kernel
+    serves, gets a note that names the key.
     """
 
     @functools.wraps(method)
@@ -75,6 +77,7 @@ def tells_out_of_memory(method: _Method) -> _Method:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 note_the_key(error)
+                note_the_backend(error)
                 raise
             raise in_a_step(engine._parts, error) from None
 

@@ -15,6 +15,7 @@ from shardwise.compose.module_steps import RunStage
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.accumulation import Accumulation
+from shardwise.engine.parts.attention_backend import AttentionHold
 from shardwise.engine.parts.deterministic import DeterministicMode
 from shardwise.engine.parts.folders import StepFolders
 from shardwise.engine.parts.followers import StepFollower
@@ -61,6 +62,8 @@ class RuntimeContext(NamedTuple):
     """The ways to sum gradients over the ranks of the axes along which state is cut."""
     deterministic: DeterministicMode | None = None
     """The hold on torch's switches; None without ``deterministic: true``."""
+    attention: AttentionHold | None = None
+    """The hold on torch's attention kernels; None if torch's own choice stays."""
 
 
 @dataclass

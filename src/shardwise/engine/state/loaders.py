@@ -6,11 +6,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.comm.collectives import Group
 from shardwise.comm.watch import END_OF_PASS
 from shardwise.config.run import RunConfig
 from shardwise.data.adopt import Collate
+from shardwise.data.batched import CPU
 from shardwise.data.evaluation import WeightedBatch, evaluation_batches
 from shardwise.data.loader import Loader, LoaderPosition
 from shardwise.data.passes import DataPasses
@@ -26,10 +29,19 @@ class EngineLoaders:
         dp: the ranks that get different samples.
         microbatches: number of microbatches of a step.
         world: all ranks; None: those of ``dp``.
+        device: the device of this rank, for which the loaders' threads pin batches.
     """
 
-    def __init__(self, config: RunConfig, dp: Group, microbatches: int, world: Group | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        dp: Group,
+        microbatches: int,
+        world: Group | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         self._config = config
+        self._device = device
         self._world = world or dp
         self._dp = dp
         self._microbatches = microbatches
@@ -75,6 +87,7 @@ class EngineLoaders:
             collate_fn=collate_fn,
             workers=workers,
             epochs=epochs,
+            device=self._device,
         )
         place = len(self._made)
         self._made.append((weakref.ref(made), made.place))

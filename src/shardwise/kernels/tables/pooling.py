@@ -11,9 +11,10 @@ An empty bag is zero. Sums run in the order of the places, so a merged gradient 
 the loop. A rank that owns rows merges the others' gradients in the order of their ranks by the same call, with bags of
 one place (``offsets`` left out).
 
-On a device with Triton each is one kernel, after a sort for ``merge``: sums run in the same order there, in fp32, so
-fp32 has the same bits; indexes outside a table pool to NaN and are left out of a merge, and the host does not wait for
-a check.
+On a device with Triton ``pool`` is one kernel, and ``merge`` is a sort and one or two kernels. Sums run in the same
+order there, in fp32, so fp32 has the same bits. A row of a merge with more than 256 places is the exception: it is
+added up in pieces, in an order that is the same in every run (fused/rows.py). Indexes outside a table pool to NaN and
+are left out of a merge, and the host does not wait for a check.
 
 The gradient of a batch never exists once per id: ``merge`` reads dy [B, D] and writes [U, D], U <= N distinct rows.
 

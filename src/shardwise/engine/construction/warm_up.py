@@ -1,0 +1,137 @@
+"""Compiles the fused kernels of a model's layers and of its optimizer while the engine is built.
+
+Triton compiles a kernel when it is first launched, in 0.3 to 2 s, for each combination of dtypes, widths and strides.
+In the first step the kernels of a model would be compiled one after another, and a rank that finishes late would hold
+up all others at the next collective. So each kernel is launched once here for every layer that uses it, on a few rows
+of zeros with the width and the dtype of the layer's activations. A kernel that this file does not know is compiled in
+the first step.
+
+    RmsNorm                      rms_normed, rms_norm_gradients
+    Attention with rotations     turned, of queries and of keys, both ways
+    SwiGlu, shared experts       gated, gated_gradient
+    Head, cut or not             row_numbers, row_gradient
+    KeyedDropout                 dropped
+    Adam, AdamW                  adam_step
+
+No weight, gradient or random number is touched, no rank waits for another, and nothing is done on a device that the
+kernels do not serve (``kernels/choice.py``), or inside compiled blocks, which do not launch the kernels.
+
+Cost: the compilations; the results stay in Triton's cache on the disk for later runs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from shardwise.kernels import choice
+from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.kernels.dropout import MaskKey, keyed_dropout
+from shardwise.kernels.gated import gated
+from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.rotary import angles, rotate
+from shardwise.models.dropout import KeyedDropout
+from shardwise.models.layers import Attention, Head, RmsNorm
+from shardwise.optim.flat import FlatOptimizer
+from shardwise.parallel.tensor.layers import VocabularyHead
+from shardwise.parallel.zero.bucket import BucketState
+
+Call = Callable[[torch.device], object]
+_ROWS = 16
+"""Number of rows of each call. Kernels are not compiled again for another number of rows."""
+
+
+def compile_kernels(
+    modules: Iterable[nn.Module],
+    trained: Iterable[tuple[BucketState, FlatOptimizer]],
+    dtypes: Iterable[torch.dtype],
+    device: torch.device,
+) -> int:
+    """Launch once each kernel that the modules and the optimizers will launch, and return the number of launches.
+
+    Args:
+        modules: the modules of this rank's stages.
+        trained: the trained buckets, each with its optimizer.
+        dtypes: dtypes of the activations.
+        device: the device of this rank.
+    """
+    if device.type not in choice.DEVICES:
+        return 0
+    calls = {key: call for dtype in dtypes for module in modules for key, call in _calls_of(module, dtype)}
+    for call in calls.values():
+        call(device)
+    return len(calls) + sum(
+        optimizer.compile_kernel({bucket.dtypes.grad, bucket.dtypes.reduce}, bucket.dtypes.compute)
+        for bucket, optimizer in trained
+        if bucket.state is None
+    )
+
+
+def _calls_of(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[tuple[object, ...], Call]]:
+    """Yield what each layer launches, with a key that is equal for equal launches."""
+    has_rotations = any(isinstance(each, RmsNorm) for each in root.modules())  # the LLaMA family
+    for module in root.modules():
+        if isinstance(module, RmsNorm):
+            yield ("norm", dtype, module.weight.dtype, *module.weight.shape), _norm(module, dtype)
+        elif isinstance(module, Attention) and has_rotations:
+            yield ("rotary", dtype, module.head_size, module.head_counts), _rotations(module, dtype)
+        elif isinstance(module, Head | VocabularyHead):
+            yield ("loss", dtype, len(module.weight)), _loss(len(module.weight), dtype)
+        elif isinstance(module, KeyedDropout):
+            yield ("dropout", dtype, module.p), _dropout(module.p, dtype)
+        gate_up = getattr(getattr(module, "gate_up", None), "weight", None)
+        if isinstance(gate_up, nn.Parameter) and gate_up.dim() == 2:
+            yield ("gated", dtype, len(gate_up)), _gated(len(gate_up), dtype)
+
+
+def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+
+
+def _norm(module: RmsNorm, dtype: torch.dtype) -> Call:
+    width, kind, eps = module.weight.shape[0], module.weight.dtype, module.eps or 0.0
+
+    def call(device: torch.device) -> None:
+        x = _zeros(_ROWS, width, dtype=dtype, device=device)
+        weight = _zeros(width, dtype=kind, device=device)
+        rms_norm(x, weight, eps).backward(torch.zeros_like(x))
+
+    return call
+
+
+def _rotations(module: Attention, dtype: torch.dtype) -> Call:
+    counts, size = module.head_counts, module.head_size
+
+    def call(device: torch.device) -> None:
+        at = angles(0, _ROWS, size, 1e4, device)
+        heads = _zeros(1, _ROWS, sum(counts), size, dtype=dtype, device=device).transpose(1, 2)
+        for part in heads.split(counts, 1)[:2]:
+            turned = rotate(part, at)
+            for grad in (torch.zeros_like(turned), torch.zeros_like(turned.transpose(1, 2)).transpose(1, 2)):
+                turned.backward(grad, retain_graph=True)
+
+    return call
+
+
+def _gated(width: int, dtype: torch.dtype) -> Call:
+    def call(device: torch.device) -> None:
+        y = gated(_zeros(_ROWS, width, dtype=dtype, device=device))
+        y.backward(torch.zeros_like(y))
+
+    return call
+
+
+def _loss(vocabulary: int, dtype: torch.dtype) -> Call:
+    def call(device: torch.device) -> None:
+        logits = _zeros(_ROWS, vocabulary, dtype=dtype, device=device)
+        cross_entropy(logits, torch.zeros(_ROWS, dtype=torch.int64, device=device)).backward()
+
+    return call
+
+
+def _dropout(p: float, dtype: torch.dtype) -> Call:
+    def call(device: torch.device) -> None:
+        y = keyed_dropout(_zeros(1, _ROWS, 64, dtype=dtype, device=device), p, MaskKey(0, 0, 0, 1, 0))
+        y.backward(torch.zeros_like(y))
+
+    return call
