@@ -106,7 +106,9 @@ def test_a_late_collective_is_exposed_on_its_axis(device_process: RankPool, axis
     (on_time, _), (late, calls) = found["none"], found[axis]
     assert late.keys() == on_time.keys() and calls > 2
     assert all(seconds < _LATE_S for seconds in on_time.values())
-    assert on_time[axis] == pytest.approx(calls), "each collective is waited for once, and its start is no wait"
+    assert on_time[axis] == pytest.approx(calls), (
+        "each collective is waited for once, and its start is no wait"
+    )
     assert late[axis] == pytest.approx(calls * (1 + _LATE_S))
     others = set(late) - {axis}
     assert {each: late[each] for each in others} == pytest.approx({each: on_time[each] for each in others})
@@ -117,7 +119,9 @@ def behind_the_norm(_world: Any) -> list[dict[str, float]]:
     device, found = register(), []
     with Bench() as bench:
         engine = _engine(
-            mirror_world(2, device), {"optimizer": {"type": "muon", "lr": 0.01}, "zero": {"stage": 1}}, budget.gpt()
+            mirror_world(2, device),
+            {"optimizer": {"type": "muon", "lr": 0.01}, "zero": {"stage": 1}},
+            budget.gpt(),
         )
         engine.measure_waits()
         for number in range(2):

@@ -156,7 +156,15 @@ def test_two_that_write_one_file_are_refused(tmp_path: Path) -> None:
 
 def test_exposed_seconds_have_a_column_for_each_axis_of_the_mesh() -> None:
     """Groups over several axes count in the sum of all alone."""
-    seconds = {"dp_shard": 1.0, "edp": 2.0, "keys": 4.0, "tp": 8.0, "pp": 16.0, "ep across hosts": 32.0, "model": 64.0}
+    seconds = {
+        "dp_shard": 1.0,
+        "edp": 2.0,
+        "keys": 4.0,
+        "tp": 8.0,
+        "pp": 16.0,
+        "ep across hosts": 32.0,
+        "model": 64.0,
+    }
     assert exposed_columns(seconds) == {
         "exposed_s": 127.0, "exposed_dp_s": 7.0, "exposed_tp_s": 8.0, "exposed_pp_s": 16.0, "exposed_ep_s": 32.0,
     }  # fmt: skip
