@@ -372,7 +372,8 @@ class _Contender(NamedTuple):
     """Floating-point operations that a step needs, over all ranks; None: not counted."""
     engine: Any = None
     foreseen: int | None = None
-    """Bytes that ``foresee`` predicts for the tensors of rank 0 at the peak of a step; on a CPU of its process."""
+    """Bytes that ``foresee`` predicts for the tensors of rank 0 at the peak of a step, on a CPU for its process; None
+    for tables, because the keys of a batch decide."""
     microbatches: int = 1
 
 
@@ -428,9 +429,6 @@ def _ours(job: Job, work: Work, row: Row) -> _Contender:
             lambda number: model.batch(work.keys, work.table_rows, 1000 * number + job.rank),
             work.keys * job.size,
             engine=engine,
-            foreseen=_foreseen(
-                job, lambda: _Ranking(work.table_rows), config, model.batch(work.keys, work.table_rows, 0)
-            ),
         )
     policy = work.policy(row.model == "experts")
 

@@ -72,7 +72,7 @@ BOUND_S = 90.0
 """Seconds after which the ranks beside a killed rank must have ended. They ask for it after 15 s, and aborting the
 communicators may take 30 s."""
 _LIMIT_S = 120.0
-_MINUTES = 10.0
+_MINUTES_OF_ONE, _MINUTES_OF_SEVERAL = 10.0, 30.0
 _FAILED = "FAILED"
 _LEFT_OUT = "left out"
 _HEAD = (
@@ -384,7 +384,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=HERE / "README.md")
     parser.add_argument("--only", nargs="*", help="jobs, such as resume row:fsdp2")
     parser.add_argument("--limit", type=float, default=_LIMIT_S, help="seconds of one job, at most")
-    parser.add_argument("--minutes", type=float, default=_MINUTES, help="no job begins after so many minutes")
+    parser.add_argument(
+        "--minutes", type=float, help="no job begins after so many minutes: 10 on one device, 30 on several"
+    )
     parser.add_argument(
         "--python",
         nargs="*",
@@ -416,6 +418,9 @@ class Session:
         self.is_device = is_device
         self.devices = devices
         self.ranks = devices if is_device else 2
+        self.minutes = given.minutes
+        if self.minutes is None:
+            self.minutes = _MINUTES_OF_ONE if devices == 1 else _MINUTES_OF_SEVERAL
         self._begin_s = time.perf_counter()
         self._one: Sequence[float] | None = None
 
@@ -477,11 +482,11 @@ class Session:
 
     @property
     def _is_over(self) -> bool:
-        return self.seconds > 60 * self.given.minutes
+        return self.seconds > 60 * self.minutes
 
     @property
     def _over(self) -> str:
-        return f"{_LEFT_OUT}: {self.given.minutes:g} minutes were over; --minutes and --only give it time"
+        return f"{_LEFT_OUT}: {self.minutes:g} minutes were over; --minutes and --only give it time"
 
     def _say(self, outcome: Outcome) -> None:
         found = outcome.found or {}

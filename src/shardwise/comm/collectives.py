@@ -305,7 +305,9 @@ class StepClock:
 
     def mark_wait(self) -> Any:
         """Return a mark of ``meter`` in front of a wait; None if nobody measures the wait."""
-        if self.meter is None or self.met is not None:  # a call that begins with a meeting is no part of a step
+        if (
+            self.meter is None or self.met is not None
+        ):  # a call that begins with a meeting is no part of a step
             return None
         return self.meter.begin()
 

@@ -5,7 +5,7 @@
 
     exposed seconds of an axis = Σ (second mark - first mark) over the waits for collectives and messages of the axis
 
-On a device a mark is an event on the current stream, so the difference is the time in which the stream has no work: 0 if
+On a device a mark is an event on the current stream, so the difference is the time in which the stream stands: 0 if
 the collective was over before the stream came to the wait. On a CPU a mark is the host's time.
 
 [Note: waits behind the norm] The host reads the norm in every step, and only then knows that the device has passed all
