@@ -62,7 +62,7 @@ class PendingCollective:
         compute: Function that computes the output from what has come, such as a sum; it waits for nobody.
     """
 
-    __slots__ = ("_compute", "_finish", "communicator", "works")
+    __slots__ = ("_finish", "communicator", "compute", "works")
 
     def __init__(
         self,
@@ -72,22 +72,24 @@ class PendingCollective:
         compute: Callable[[], object] | None = None,
     ):
         self._finish = finish
-        self._compute = compute
+        self.compute = compute
         self.works = works
         self.communicator = communicator
 
     def arrive(self) -> None:
         """Wait for the other ranks, without computing the output; a second call does nothing."""
+        compute, self.compute = self.compute, None
+        self.wait()
+        self.compute = compute
+
+    def wait(self) -> None:
+        """Finish the collective; a second call does nothing."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self.works = ()
             finish()
-
-    def wait(self) -> None:
-        """Finish the collective; a second call does nothing."""
-        self.arrive()
-        if self._compute is not None:
-            compute, self._compute = self._compute, None
+        if self.compute is not None:
+            compute, self.compute = self.compute, None
             compute()
 
 
@@ -583,18 +585,20 @@ class Group:
         )
 
         def finish() -> None:
-            meter = self.clock.meter
             mark = None if meter is None else self.clock.mark_wait()
             self.clock.begin_wait(name, None, members)
             try:
-                pending.arrive()
+                if mark is None:
+                    pending.wait()
+                else:
+                    pending.arrive()
             except (RuntimeError, CommError) as error:
                 raise explained(error) from error
             finally:
                 self.clock.end_wait()
-            if meter is not None:
+            if mark is not None and meter is not None:
                 meter.end(self.axis, mark)
-            pending.wait()
+                pending.wait()
             if flight is not None:
                 flight.waited(full.device)
                 self.clock.check_intact()
