@@ -563,10 +563,7 @@ class Group:
         name, members = (self._name, operation, what), self.names or self.ranks
         if self.clock.met is not None:
             self.clock.meet(members)
-
-        def explained(error: Exception) -> CommError:
-            return self._explained(error, operation, what, step, timeout_s)
-
+        explained = partial(self._explained, operation=operation, what=what, step=step, timeout_s=timeout_s)
         # On a device the start waits for nobody, but a collective of host tensors may run in its start.
         mark = None if meter is None or full.device.type != "cpu" else self.clock.mark_wait()
         self.clock.begin_wait(name, None, members)
