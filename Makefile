@@ -14,7 +14,7 @@ help:
 	@echo "make soak     the long fault campaigns, and late collectives under all parallel tests"
 	@echo "make reference  docs/reference, the page of errors and the table in docs/design.md from the code"
 	@echo "make docs     the documentation as a site, into build/site"
-	@echo "make gpu      the tests that need an accelerator, then the first run's table (ten minutes)"
+	@echo "make gpu      the tests that need an accelerator, then checks and the table of the first run (ten minutes on one device)"
 	@echo "make install  the virtual environment in .venv alone"
 
 $(READY): pyproject.toml

@@ -2,8 +2,9 @@
 
 python jobs.py JOB --out FILE [--device cpu] [--tiny]           RANK and WORLD_SIZE from the launcher
 
-checks      resume, ahead, syncs, pp, tp, profile               raise where something is wrong
-rows        row:shardwise-0 ... row:shardwise-3, row:torch, row:fsdp2, row:deepspeed
+checks      resume, ahead, syncs, one, pp, tp, profile          raise an error if something is wrong
+faults      killed, late                                        every rank that goes on writes FILE.RANK
+rows        row:NAME of table_rows.py, row:torch, row:fsdp2, row:deepspeed
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import argparse
 import gc
 import importlib
 import json
+import logging
 import os
+import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -25,25 +29,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import CommError
 from shardwise.base.ragged import Ragged
+from shardwise.engine.fit.outside import HOLES_ROW, OUTSIDE_ROW
 from shardwise.models import Gpt, GptPolicy
-from shardwise.observe.flops import mfu, needed_per_token, peak_of
+from shardwise.models.gpt import GptExperts, flops_per_token
+from shardwise.observe.flops import mfu, peak_of
 from shardwise.observe.memory import peak_resident_bytes
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.action import Kind
+from shardwise.plan.plan import bytes_by_tier
 
-Batch = tuple[Tensor, Tensor]
-_SENDS = {
-    Kind.UNSHARD,
-    Kind.REDUCE,
-    Kind.SUM,
-    Kind.NORM,
-    Kind.SEND,
-    Kind.RECV,
-    Kind.ALL_TO_ALL,
-    Kind.TRUST_RATIO,
-}
+sys.path.append(str(Path(__file__).resolve().parent))
+from table_rows import ROWS, Row  # noqa: E402
+
+Batch = Any
+_WARM_UP = 3
+_MEASURED = 3
+"""Steps in which waits are measured, behind the timed steps."""
+_LATE_S = 90.0
+"""Longest time that the late rank computes alone."""
 
 
 class Work(NamedTuple):
@@ -57,27 +62,34 @@ class Work(NamedTuple):
     vocab: int
     micro_batch: int
     steps: int
-    """Timed, behind three that warm up."""
+    """Timed steps, behind three that warm up."""
+    keys: int = 0
+    """Samples of a rank's batch for the tables."""
+    table_rows: int = 0
 
-    def policy(self) -> GptPolicy:
-        """The model."""
+    def policy(self, experts: bool = False) -> GptPolicy:
+        """Return the model: a GPT, or one with 8 experts of a quarter of its hidden width in each block."""
         names = ("layers", "width", "heads", "hidden", "context", "vocab")
-        return GptPolicy(**{name: getattr(self, name) for name in names})
+        sizes = {name: getattr(self, name) for name in names}
+        return GptPolicy(**sizes, experts=GptExperts(count=8, hidden=self.hidden // 4) if experts else None)
 
 
 TABLE = Work(
-    layers=16, width=2048, heads=16, hidden=5632, context=2048, vocab=32_000, micro_batch=8, steps=20
-)
+    layers=16, width=2048, heads=16, hidden=5632, context=2048, vocab=32_000, micro_batch=8, steps=10,
+    keys=8192, table_rows=200_000,
+)  # fmt: skip
 """A billion parameters."""
 CHECK = Work(layers=8, width=512, heads=8, hidden=1408, context=512, vocab=4096, micro_batch=4, steps=3)
-TINY = Work(layers=4, width=32, heads=4, hidden=64, context=16, vocab=61, micro_batch=2, steps=2)
+TINY = Work(
+    layers=4, width=32, heads=4, hidden=64, context=16, vocab=61, micro_batch=4, steps=2, keys=16, table_rows=100
+)  # fmt: skip
 
 
 class Job:
-    """What a job is given."""
+    """What a job is given: its rank, its device, and the sizes of its models."""
 
-    def __init__(self, device: str, tiny: bool) -> None:
-        self.wanted = device
+    def __init__(self, device: str, tiny: bool, out: Path) -> None:
+        self.wanted, self.out = device, out
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         found = None if device == "cpu" else torch.accelerator.current_accelerator()
         self.device = (
@@ -272,12 +284,169 @@ def profile(job: Job) -> dict[str, Any]:
     return {"found": "in the list below", "profile": rows}
 
 
+# Faults -------------------------------------------------------------------------------------------------------------
+
+
+def _begun(job: Job) -> Any:
+    """Return an engine in the middle of its third step: of two microbatches one is computed on every rank."""
+    engine = job.engine(job.check, 2, zero={"stage": 3})
+    for step in range(3):
+        batches = [job.batch(job.check, 2 * step + i) for i in range(2)]
+        engine.backward(engine(*batches[0]))
+        if step < 2:
+            engine.step()
+            engine.backward(engine(*batches[1]))
+            engine.step()
+    return engine
+
+
+def _go_on(job: Job, engine: Any) -> Any:
+    """Run the rest of the third step."""
+    engine.step()
+    engine.backward(engine(*job.batch(job.check, 5)))
+    return engine.step()
+
+
+def killed(job: Job) -> dict[str, Any]:
+    """Rank 1 is killed in the middle of a step; the others end with an error that names it."""
+    engine = _begun(job)
+    if job.rank == 1:
+        job.wait()
+        job.out.with_suffix(".at").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(1000):  # a rank that runs ahead of its device may finish a step or two
+            _go_on(job, engine)
+            engine.backward(engine(*job.batch(job.check, 4)))
+    except CommError as error:
+        return {"found": str(error)}
+    raise AssertionError("the ranks went on without rank 1")
+
+
+class _Told(logging.Handler):
+    """Keeps the log lines that name rank 1, and writes the first one for the late rank to see."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.line = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if "rank 1" in line and not self.line:
+            self.line = line
+            self.path.write_text(line)
+
+
+def late(job: Job) -> dict[str, Any]:
+    """Rank 1 computes alone in the middle of a step until another rank has named it; then all go on."""
+    named = job.out.with_suffix(".named")
+    told = _Told(named)
+    logging.getLogger("shardwise").addHandler(told)
+    engine = _begun(job)
+    begin = time.monotonic()
+    if job.rank == 1:
+        job.wait()
+        job.out.with_suffix(".at").write_text(str(begin))
+        while not named.exists() and time.monotonic() - begin < _LATE_S:
+            sum(range(10_000))
+    result = _go_on(job, engine)
+    engine.close()
+    if job.rank == 0:
+        assert told.line, f"nobody named rank 1, which was late for {time.monotonic() - begin:.0f} s"
+    return {"found": told.line, "loss": result.loss}
+
+
 # Rows ---------------------------------------------------------------------------------------------------------------
 
 
-def _shardwise(job: Job, work: Work, stage: int) -> tuple[Callable[[Batch], object], Any]:
-    engine = job.engine(work, zero={"stage": stage})
-    return lambda batch: engine.train_step([batch]), engine
+class _Contender(NamedTuple):
+    """What a row trains."""
+
+    step: Callable[[Sequence[Batch]], object]
+    batch: Callable[[int], Batch]
+    """Batch of this rank, by number."""
+    samples: int
+    """Tokens of a step over all ranks, or samples of a model with tables."""
+    flops: int | None = None
+    """Floating-point operations that a step needs, over all ranks; None: not counted."""
+    engine: Any = None
+    foreseen: int | None = None
+    """Bytes that ``foresee`` predicts for the tensors of rank 0 at the peak of a step, on a CPU for its process; None
+    for tables, because the keys of a batch decide."""
+    microbatches: int = 1
+
+
+class _Ranking(nn.Module):
+    """26 static tables under a small multilayer perceptron, as models of clicks have them."""
+
+    def __init__(self, rows: int, width: int = 64) -> None:
+        super().__init__()
+        self.names = [f"feature_{place}" for place in range(26)]
+        tables = [TablePolicy(name=name, width=width, rows=rows) for name in self.names]
+        self.tables = EmbeddingCollection(tables, RowOptimizerPolicy(lr=0.05), seed=0)
+        self.net = nn.Sequential(nn.Linear(26 * width, 512), nn.ReLU(), nn.Linear(512, 1))
+
+    def forward(self, sparse: Any, labels: Tensor) -> Tensor:
+        found = self.tables(sparse)
+        logits = self.net(torch.cat([found[name] for name in self.names], 1))[:, 0]
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+    def batch(self, samples: int, rows: int, seed: int) -> Batch:
+        """Return one key a feature and sample, and the labels."""
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randint(0, rows, (26, samples), generator=generator)
+        offsets = torch.arange(samples + 1)
+        features = {name: Ragged(values, offsets) for name, values in zip(self.names, keys, strict=True)}
+        return features, torch.randint(0, 2, (samples,), generator=generator).float()
+
+
+def _foreseen(job: Job, make: Callable[[], nn.Module], config: dict[str, Any], example: Batch) -> int:
+    """Return the bytes of tensors at the peak of a step on rank 0, as ``foresee`` predicts them.
+
+    Torch's statistics of a device count tensors alone, so the driver's memory and the allocator's holes are left out.
+    On a CPU the whole process is counted.
+    """
+    step = shardwise.foresee(make, config, job.size, job.device, example=example).steps[0]
+    if job.device.type == "cpu":
+        return step.bytes_by_tier["device"]
+    inside = {name: size for name, size in step.peak.rows.items() if name not in (OUTSIDE_ROW, HOLES_ROW)}
+    return bytes_by_tier(inside)["device"]
+
+
+def _ours(job: Job, work: Work, row: Row) -> _Contender:
+    """Return the row of an engine of ours."""
+    count = row.microbatches(job.size)
+    work = work._replace(micro_batch=max(1, work.micro_batch // row.smaller))
+    own = {**row.config(job.size), **(row.cpu if job.device.type == "cpu" else {})}
+    config = {**job.config(work, count), **own}
+    torch.manual_seed(0)
+    if row.model == "tables":
+        model = _Ranking(work.table_rows)
+        engine = shardwise.initialize(model, config)
+        return _Contender(
+            engine.train_step,
+            lambda number: model.batch(work.keys, work.table_rows, 1000 * number + job.rank),
+            work.keys * job.size,
+            engine=engine,
+        )
+    policy = work.policy(row.model == "experts")
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return Gpt(policy)
+
+    engine = shardwise.initialize(make(), config)
+    tokens = work.micro_batch * work.context * count * engine.dp_size
+    return _Contender(
+        engine.train_step,
+        lambda number: job.batch(work, number, engine.dp_index),
+        tokens,
+        flops_per_token(policy) * tokens,
+        engine,
+        _foreseen(job, make, config, job.batch(work, 0)),
+        count,
+    )
 
 
 def _plain_model(job: Job, work: Work) -> nn.Module:
@@ -306,16 +475,16 @@ def _loop(job: Job, model: nn.Module, autocast: bool) -> Callable[[Batch], objec
     return step
 
 
-def _torch(job: Job, work: Work) -> tuple[Callable[[Batch], object], Any]:
+def _torch(job: Job, work: Work) -> Callable[[Batch], object]:
     """The loop of torch alone: fp32 weights under autocast; DDP over several ranks."""
     _join(job)
     model = _plain_model(job, work)
     if job.size > 1:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _loop(job, model, True), None
+    return _loop(job, model, True)
 
 
-def _fsdp2(job: Job, work: Work) -> tuple[Callable[[Batch], object], Any]:
+def _fsdp2(job: Job, work: Work) -> Callable[[Batch], object]:
     """``fully_shard`` of every block and of the root, weights freed after forward, as stage 3."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -332,10 +501,10 @@ def _fsdp2(job: Job, work: Work) -> tuple[Callable[[Batch], object], Any]:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
-    return _loop(job, model, False), None
+    return _loop(job, model, False)
 
 
-def _deepspeed(job: Job, work: Work) -> tuple[Callable[[Batch], object], Any]:
+def _deepspeed(job: Job, work: Work) -> Callable[[Batch], object]:
     """Stage 3 as its defaults have it."""
     deepspeed = importlib.import_module("deepspeed")
     if job.size == 1:
@@ -362,62 +531,73 @@ def _deepspeed(job: Job, work: Work) -> tuple[Callable[[Batch], object], Any]:
         engine.step()
         return float(loss.detach())
 
-    return step, None
+    return step
+
+
+def _theirs(job: Job, work: Work, name: str) -> _Contender:
+    """Return the row of another library."""
+    step = {"torch": _torch, "fsdp2": _fsdp2, "deepspeed": _deepspeed}[name](job, work)
+    tokens = work.micro_batch * work.context * job.size
+    return _Contender(
+        lambda batches: step(batches[0]),
+        lambda number: job.batch(work, number),
+        tokens,
+        flops_per_token(work.policy()) * tokens,
+    )
 
 
 def row(job: Job, name: str) -> dict[str, Any]:
-    """Tokens/s, MFU, exposed communication, syncs, memory of one contender."""
+    """Measure one contender: seconds of a step, exposed communication, syncs, memory."""
     work = job.table
-    makers = {"torch": _torch, "fsdp2": _fsdp2, "deepspeed": _deepspeed}
-    if name.startswith("shardwise-"):
-        step, engine = _shardwise(job, work, int(name[-1]))
-    else:
-        step, engine = makers[name](job, work)
-    batches = [job.batch(work, number) for number in range(4)]
-    for batch in batches[:3]:
-        step(batch)
+    found = _ours(job, work, ROWS[name]) if name in ROWS else _theirs(job, work, name)
+    batches = [[found.batch(4 * number + i) for i in range(found.microbatches)] for number in range(4)]
+    for number in range(_WARM_UP):
+        found.step(batches[number])
     gc.collect()
     if job.device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
     job.wait()
     begin = time.perf_counter()
     for number in range(work.steps):
-        step(batches[number % 4])
+        found.step(batches[number % 4])
     job.wait()
     step_s = (time.perf_counter() - begin) / work.steps
-    waits = syncs_of(job, lambda: step(batches[0]))
-    tokens = work.micro_batch * work.context * job.size
-    needed = needed_per_token(_products(work), work.layers, work.context, work.width) * tokens
+    waits = syncs_of(job, lambda: found.step(batches[0]))
     peak = peak_of(job.device, job.dtype)
     return {
         "ranks": job.size,
         "step_s": step_s,
-        "tokens_per_s": tokens / step_s,
-        "mfu": mfu(needed, step_s, None if peak is None else peak * job.size),
-        "exposed": None if engine is None else _exposed(engine),
+        "per_s": found.samples / step_s,
+        "unit": "samples" if name in ROWS and ROWS[name].model == "tables" else "tokens",
+        "mfu": None
+        if found.flops is None
+        else mfu(found.flops, step_s, None if peak is None else peak * job.size),
+        "exposed_s": None if found.engine is None else _exposed(found, batches[0]),
         "syncs": None if waits is None else len(waits),
         "memory": peak_resident_bytes()
         if job.device.type == "cpu"
         else torch.accelerator.max_memory_allocated(),
+        "foreseen": found.foreseen,
         "reserved": None if job.device.type == "cpu" else torch.accelerator.max_memory_reserved(),
     }
 
 
-def _products(work: Work) -> int:
-    """Weights that take part in a product."""
-    return work.layers * (4 * work.width**2 + 3 * work.width * work.hidden) + work.vocab * work.width
-
-
-def _exposed(engine: Any) -> float:
-    """Share of the last step that its stream spent in Actions which send: what they hide takes no time there."""
-    rows = list(engine.trace.rows())
-    whole = max(done.stop_s for done in rows) - min(done.start_s for done in rows)
-    return sum(done.stop_s - done.start_s for done in rows if done.action.kind in _SENDS) / whole
+def _exposed(found: _Contender, batches: Sequence[Batch]) -> dict[str, float]:
+    """Return the exposed seconds of a step on rank 0 by axis, the mean of three steps."""
+    found.engine.measure_waits()
+    found.step(batches)
+    total: dict[str, float] = {}
+    for _ in range(_MEASURED):
+        found.step(batches)
+        for axis, seconds in found.engine.trace.waits.seconds().items():
+            total[axis] = total.get(axis, 0.0) + seconds / _MEASURED
+    return total
 
 
 CHECKS: dict[str, Callable[[Job], dict[str, Any]]] = {
     each.__name__: each for each in (resume, ahead, syncs, one, pp, tp, profile)
 }
+FAULTS: dict[str, Callable[[Job], dict[str, Any]]] = {"killed": killed, "late": late}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -430,8 +610,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args(words)
-    job = Job(given.device, given.tiny)
+    job = Job(given.device, given.tiny, given.out)
     kind, _, name = given.job.partition(":")
+    if kind in FAULTS:
+        given.out.with_suffix(f".{job.rank}").write_text(json.dumps(FAULTS[kind](job)))
+        return
     found = row(job, name) if kind == "row" else CHECKS[kind](job)
     if job.rank == 0:
         given.out.write_text(json.dumps(found))

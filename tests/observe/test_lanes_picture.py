@@ -16,6 +16,8 @@ def a_run(steps: int = 10, ahead: int = 1) -> LaneRecorder:
         if ahead:
             lanes.record("keys", step, start - 8, start - 5)
         lanes.record("compute", step, start, start + 8, start - 1.5)
+        lanes.record("waits", step, start + 1, start + 1.5)
+        lanes.record("waits", step, start + 7, start + 7.25)
     return lanes
 
 
@@ -48,9 +50,9 @@ def test_a_ring_keeps_the_last_steps() -> None:
 def test_the_table() -> None:
     lanes = a_run()
     lines = draw_text(lanes.figures(lanes.window(steps=3))).splitlines()
-    head = ["step", "read ms", "keys ms", "compute ms", "keys ahead ms", "waited ms"]
+    head = ["step", "read ms", "keys ms", "compute ms", "keys ahead ms", "waited ms", "exposed ms"]
     assert [cell.strip() for cell in lines[0].split("  ") if cell] == head
-    told = ["1000.00", "3000.00", "8000.00", "5000.00", "1500.00"]
+    told = ["1000.00", "3000.00", "8000.00", "5000.00", "1500.00", "750.00"]
     assert [line.split()[1:] for line in lines[1:]] == [told] * 4, (
         "reads and keys of the first too, and the mean"
     )
@@ -60,6 +62,7 @@ def test_the_table() -> None:
         "1000.00",
         "8000.00",
         "1500.00",
+        "750.00",
     ]
     assert draw_text([]) == ""
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.observe.metrics import ClickRecord, MetricsFile, StepRecord, read
+from shardwise.observe.metrics import ClickRecord, MetricsFile, StepRecord, exposed_columns, read
 
 BEFORE = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
 HEADER = f"{BEFORE},forward_s,backward_s,update_s,loss_scale,expert_load,expert_drops,router_entropy"
 HEADER += ",memory_allocated,memory_reserved,stalled,resumed_from"
+HEADER += ",exposed_s,exposed_dp_s,exposed_tp_s,exposed_pp_s,exposed_ep_s"
 
 
 def write(path: Path, steps: range, resume_step: int = 0, loss: float = 1.0) -> None:
@@ -41,7 +42,7 @@ def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
 def test_columns_are_in_the_promised_order_and_absent_numbers_are_empty(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
         metrics.write(StepRecord(7, 2.5, grad_norm=1.0))
-    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,,,,,,,,\n"
+    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,,,,,,,,,,,,,\n"
 
 
 def test_numpy_numbers_are_written_as_plain_ones(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_click_through_model_has_columns_of_its_own(tmp_path: Path) -> None:
         for record in records:
             metrics.write(record)
     assert read(path) == records
-    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,,,,,")
+    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,,,,,,,,,,")
     assert [record.validation for record in records] == [None, 0.45]
     with closing(MetricsFile(path, 1, ClickRecord)):
         assert read(path) == records[:1]
@@ -151,3 +152,21 @@ def test_two_that_write_one_file_are_refused(tmp_path: Path) -> None:
     with closing(MetricsFile(path)), pytest.raises(DataError, match="output_dir of its own"):
         MetricsFile(path)
     MetricsFile(path).close()
+
+
+def test_exposed_seconds_have_a_column_for_each_axis_of_the_mesh() -> None:
+    """Groups over several axes count in the sum of all alone."""
+    seconds = {
+        "dp_shard": 1.0,
+        "edp": 2.0,
+        "keys": 4.0,
+        "tp": 8.0,
+        "pp": 16.0,
+        "ep across hosts": 32.0,
+        "model": 64.0,
+    }
+    assert exposed_columns(seconds) == {
+        "exposed_s": 127.0, "exposed_dp_s": 7.0, "exposed_tp_s": 8.0, "exposed_pp_s": 16.0, "exposed_ep_s": 32.0,
+    }  # fmt: skip
+    assert exposed_columns({}) == {}, "nothing was measured"
+    assert exposed_columns({"world": 0.5}) == {"exposed_s": 0.5}

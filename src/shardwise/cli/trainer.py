@@ -37,7 +37,7 @@ from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import examine_step
 from shardwise.engine.step.end import StepResult
-from shardwise.observe.metrics import Record, Sink
+from shardwise.observe.metrics import Record, Sink, exposed_columns
 from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import bytes_by_tier
@@ -170,6 +170,8 @@ class Trainer(ABC):
         self.config, self.validation = opened.config, opened.validation
         self._check_data(opened.fingerprint)
         self.engine: Engine = shardwise.initialize(self.make_model(), self.config, world=world)
+        if self.engine.is_main:
+            self.engine.measure_waits()
         self.validation = self.to_read(self.validation)
         batch, data = self.config.batch, self.config.data
         assert batch.global_size and batch.micro_size and batch.accumulation, (
@@ -396,9 +398,13 @@ class Trainer(ABC):
         if self.is_last_step or self.engine.stop_requested:
             # Before an evaluation, which is another walk with another trace.
             self.timelines = self.engine.timeline()
-        seconds = self.engine.trace.seconds()._asdict()
-        seconds |= {"stalled": waited_s / step_s}
-        record = self.record(result, step_s, weights is not None)._replace(**seconds)
+        trace = self.engine.trace
+        columns: dict[str, Any] = {
+            **trace.seconds()._asdict(),
+            **exposed_columns(trace.waits.seconds()),
+            "stalled": waited_s / step_s,
+        }
+        record = self.record(result, step_s, weights is not None)._replace(**columns)
         every = self.config.train.eval_every
         if self.validation is not None and ((every and result.step % every == 0) or self.is_last_step):
             self.evaluations.judge(self.engine.step_count, self.evaluate())

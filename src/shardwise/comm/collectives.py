@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,7 @@ from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import Communicator, InFlightCollective
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
+from shardwise.comm.wait_meter import WaitMeter
 from shardwise.comm.watch import WaitLimits, Watchdog, advice
 from shardwise.plan.exchange import GradientExchange, Widths
 
@@ -55,19 +56,33 @@ class PendingCollective:
     """A collective in flight; ``wait`` returns when its output may be used.
 
     On a device, the current stream waits and the host goes on: ``works`` run on ``communicator``.
+
+    Args:
+        finish: Function that waits for the other ranks.
+        works: Work objects of torch.
+        communicator: Communicator of the works.
+        compute: Function that computes the output from what has come, such as a sum; it waits for nobody.
     """
 
-    __slots__ = ("_finish", "communicator", "works")
+    __slots__ = ("_finish", "communicator", "compute", "works")
 
     def __init__(
         self,
         finish: Callable[[], None] | None = None,
         works: Sequence[Any] = (),
         communicator: Communicator | None = None,
+        compute: Callable[[], object] | None = None,
     ):
         self._finish = finish
+        self.compute = compute
         self.works = works
         self.communicator = communicator
+
+    def arrive(self) -> None:
+        """Wait for the other ranks, without computing the output; a second call does nothing."""
+        compute, self.compute = self.compute, None
+        self.wait()
+        self.compute = compute
 
     def wait(self) -> None:
         """Finish the collective; a second call does nothing."""
@@ -75,6 +90,9 @@ class PendingCollective:
             finish, self._finish = self._finish, None
             self.works = ()
             finish()
+        if self.compute is not None:
+            compute, self.compute = self.compute, None
+            compute()
 
 
 DONE = PendingCollective()
@@ -166,6 +184,8 @@ class StepClock:
         self.step = 0
         self.steps_done = 0
         self.watch = watch
+        self.meter: WaitMeter | None = None
+        """Meter of the waits of the computation; None if nobody measures them."""
         self._timeout_s = timeout_s
         self._delay_s = delay_s
         self._random = random.Random()
@@ -286,6 +306,14 @@ class StepClock:
         """Record that the calling thread waits no longer."""
         if self.watch is not None:
             self.watch.end()
+
+    def mark_wait(self) -> Any:
+        """Return a mark of ``meter`` in front of a wait; None if nobody measures the wait."""
+        if (
+            self.meter is None or self.met is not None
+        ):  # a call that begins with a meeting is no part of a step
+            return None
+        return self.meter.begin()
 
     def _patience(self) -> tuple[float, float]:
         """Return the seconds after which the other ranks are asked, and the seconds that a rank may stand still."""
@@ -565,6 +593,7 @@ class Group:
         elements: int | None = None,
     ) -> PendingCollective:
         assert self.transport is not None, "a group of one rank has nothing to run"
+        meter = self.clock.meter
         elements = full.numel() if elements is None else elements
         self.clock.check_intact()
         self.clock.check_together(operation, what)
@@ -574,10 +603,9 @@ class Group:
         name, members = (self._name, operation, what), self.names or self.ranks
         if self.clock.met is not None:
             self.clock.meet(members)
-
-        def explained(error: Exception) -> CommError:
-            return self._explained(error, operation, what, step, timeout_s)
-
+        explained = partial(self._explained, operation=operation, what=what, step=step, timeout_s=timeout_s)
+        # On a device the start waits for nobody, but a collective of host tensors may run in its start.
+        mark = None if meter is None or full.device.type != "cpu" else self.clock.mark_wait()
         self.clock.begin_wait(name, None, members)
         try:
             pending = start(self.transport, timeout_s)
@@ -585,6 +613,8 @@ class Group:
             raise explained(error) from error
         finally:
             self.clock.end_wait()
+        if mark is not None and meter is not None:
+            meter.end(self.axis, mark)
         if pending is None:
             return DONE
         flight = (
@@ -592,13 +622,20 @@ class Group:
         )
 
         def finish() -> None:
+            mark = None if meter is None else self.clock.mark_wait()
             self.clock.begin_wait(name, None, members)
             try:
-                pending.wait()
+                if mark is None:
+                    pending.wait()
+                else:
+                    pending.arrive()
             except (RuntimeError, CommError) as error:
                 raise explained(error) from error
             finally:
                 self.clock.end_wait()
+            if mark is not None and meter is not None:
+                meter.end(self.axis, mark)
+                pending.wait()
             if flight is not None:
                 flight.waited(full.device)
                 self.clock.check_intact()
@@ -732,13 +769,8 @@ class TorchTransport:
             return self._exchange_then_sum(shard_out, full, timeout_s, accumulate)
         received = torch.empty_like(shard_out) if accumulate else shard_out
         work = self._reduce_scatter(received, full, group=self._open_group, async_op=True)
-
-        def finish() -> None:
-            self._wait([work], timeout_s, full)
-            if accumulate:
-                shard_out.add_(received)
-
-        return self._pending(finish, [work], full)
+        add = partial(shard_out.add_, received) if accumulate else None
+        return self._waiting([work], timeout_s, full, add)
 
     def _exchange_then_sum(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool
@@ -750,15 +782,14 @@ class TorchTransport:
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self._open_group, async_op=True)
 
-        def finish() -> None:
-            self._wait([work], timeout_s, full)
+        def compute() -> None:
             parts = received.view(len(self._ranks), -1)
             if accumulate:
                 shard_out.add_(parts.sum(0, dtype=shard_out.dtype))
             else:
                 torch.sum(parts, 0, dtype=shard_out.dtype, out=shard_out)
 
-        return self._pending(finish, [work], full)
+        return self._waiting([work], timeout_s, full, compute)
 
     def _exchange_and_sum(self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool) -> None:
         """Run all-to-alls in bounded pieces, then sum in rank order, so that every transport returns the same bits."""
@@ -817,15 +848,19 @@ class TorchTransport:
             raise CommError("the group was closed earlier")
         return self._group
 
-    def _waiting(self, works: list[Any], timeout_s: float, tensor: Tensor) -> PendingCollective:
-        return self._pending(lambda: self._wait(works, timeout_s, tensor), works, tensor)
+    def _waiting(
+        self,
+        works: list[Any],
+        timeout_s: float,
+        tensor: Tensor,
+        compute: Callable[[], object] | None = None,
+    ) -> PendingCollective:
+        def finish() -> None:
+            self._wait(works, timeout_s, tensor)
 
-    def _pending(self, finish: Callable[[], None], works: list[Any], tensor: Tensor) -> PendingCollective:
-        return (
-            PendingCollective(finish)
-            if tensor.device.type == "cpu"
-            else PendingCollective(finish, works, self._communicator)
-        )
+        if tensor.device.type == "cpu":
+            return PendingCollective(finish, compute=compute)
+        return PendingCollective(finish, works, self._communicator, compute)
 
     def _wait(self, works: list[Any], timeout_s: float, tensor: Tensor) -> None:
         """Wait until all works have ended; on a device, only until its stream waits for them.

@@ -25,7 +25,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -217,9 +217,11 @@ class PointToPoint:
                 agreed.inward.agree(what, like, header)
             return [each for each in found[0].tensors if each.numel()]
 
+        mark = self._mark()
         with self._explaining("receive", source, said) as call:
             self._advance()
             pending = wire.receive(call, allocate, self._advance)
+        self._measured(mark)
         self._followed(pending, "receive", source, said).wait()
         return found[0]
 
@@ -329,13 +331,23 @@ class PointToPoint:
             )
 
         def finish() -> None:
+            mark = self._mark()
             with self._explaining(operation, index, what):
                 pending.wait()
+            self._measured(mark)
             if flight is not None:
                 flight.waited(self._device)
                 clock.check_intact()
 
         return PendingCollective(finish)
+
+    def _mark(self) -> Any:
+        clock = self.group.clock
+        return None if clock.meter is None else clock.mark_wait()
+
+    def _measured(self, mark: Any) -> None:
+        if mark is not None and self.group.clock.meter is not None:
+            self.group.clock.meter.end(self.group.axis, mark)
 
     def _waits_for(self, operation: str, index: int, what: str) -> tuple[int, str, str]:
         names = self.group.names or self.group.ranks

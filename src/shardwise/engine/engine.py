@@ -83,6 +83,8 @@ class Engine(StateAccess):
         """Weights of microbatches for which the caller gives none."""
         self.monitor = Monitor(parts.config, parts.world.rank == 0, parts.device)
         """Sinks that receive the step's loss, norm, learning rate and timings after every step."""
+        if self.monitor.records_steps:
+            parts.measure_waits()
         self._discard = StepDiscard(parts, end, record, self.weighing)
         self._forward = ForwardRunner(parts, loss, pipeline, record, self.weighing, self._discard.on_error)
         self._training = TrainingStep(

@@ -1,9 +1,10 @@
-"""Work of the three lanes of a run with embedding tables over time: reading, keys, compute.
+"""Work of the lanes of a run with embedding tables over time: reading, keys, compute, and the waits of compute.
 
     read       reader threads       a batch from its file              several steps ahead
     keys       one thread           to the device, distinct keys,      one step ahead
                                     their exchange
     compute    the main thread      vectors, forward, backward, step
+    waits      the main thread      for other ranks, inside compute    exposed communication (plan/waits.py)
 
     Loader(..., watch=lanes.watch)         engine.prefetch(loader, lanes=lanes)
     spans = lanes.window()
@@ -23,7 +24,7 @@ from typing import Literal, NamedTuple, get_args
 
 from shardwise.observe.bars import PALETTE, PicturePanel, SpanBar, draw_bars
 
-LaneName = Literal["read", "keys", "compute"]
+LaneName = Literal["read", "keys", "compute", "waits"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 _KEPT_STEPS = 64
 _KEPT_SPANS = 32 * _KEPT_STEPS
@@ -32,6 +33,8 @@ computes.
 """
 _STEPS = 6
 """Steps in a picture."""
+_KEPT_WAITS = 256 * _KEPT_STEPS
+"""Spans kept of waits: a step waits once for every collective and message."""
 
 
 class LaneSpan(NamedTuple):
@@ -58,6 +61,8 @@ class StepFigures(NamedTuple):
     """Time between the end of the step's keys and the start of its compute."""
     waited_ms: float | None
     """Time between the request for the step and the start of its compute."""
+    exposed_ms: float | None = None
+    """Time of compute in which it waited for other ranks."""
 
 
 class LaneRecorder:
@@ -69,8 +74,9 @@ class LaneRecorder:
 
     def __init__(self, global_batch: int = 1):
         self._global_batch = global_batch
+        kept = {"compute": _KEPT_STEPS, "waits": _KEPT_WAITS}
         self._kept: dict[LaneName, deque[LaneSpan]] = {
-            lane: deque(maxlen=_KEPT_STEPS if lane == "compute" else _KEPT_SPANS) for lane in LANES
+            lane: deque(maxlen=kept.get(lane, _KEPT_SPANS)) for lane in LANES
         }
         self.depth = 0
         """Number of steps by which keys go ahead of compute."""
@@ -129,7 +135,10 @@ class LaneRecorder:
         for span in window:
             if span.lane != "compute":
                 continue
-            read, keys = ([s for s in spans if s.lane == lane and s.step == span.step] for lane in LANES[:2])
+            read, keys, waits = (
+                [s for s in spans if s.lane == lane and s.step == span.step]
+                for lane in ("read", "keys", "waits")
+            )
             found.append(
                 StepFigures(
                     span.step,
@@ -138,6 +147,7 @@ class LaneRecorder:
                     _sum_ms([span]),
                     (span.start_s - max(s.stop_s for s in keys)) * 1e3 if keys else None,
                     None if span.asked_s is None else (span.start_s - span.asked_s) * 1e3,
+                    _sum_ms(waits),
                 )
             )
         return found

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, get_type_hints
 
@@ -86,6 +87,20 @@ class StepRecord(NamedTuple):
     """Share of ``step_s`` in which rank 0 waited for data."""
     resumed_from: int | None = None
     """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all other rows."""
+    exposed_s: float | None = None
+    """Seconds in which rank 0's computation waited for other ranks in this step, all axes together: communication that
+    no computation hid. On a device the time in which the computation's stream stood, from the norm of the step before
+    to this step's norm; on a processor the time of the thread. Empty if no wait was measured."""
+    exposed_dp_s: float | None = None
+    """The part of ``exposed_s`` for data-parallel ranks: gathers of weights, sums of gradients, keys and rows of
+    tables."""
+    exposed_tp_s: float | None = None
+    """The part of ``exposed_s`` for tensor-parallel ranks."""
+    exposed_pp_s: float | None = None
+    """The part of ``exposed_s`` for messages of other stages, so with the pipeline's bubble."""
+    exposed_ep_s: float | None = None
+    """The part of ``exposed_s`` for ranks with other experts. Waits over several axes together, such as the norm over
+    all ranks that share a model, count in ``exposed_s`` alone."""
 
     @property
     def validation(self) -> float | None:
@@ -129,6 +144,11 @@ class ClickRecord(NamedTuple):
     memory_reserved: int | None = None
     stalled: float | None = None
     resumed_from: int | None = None
+    exposed_s: float | None = None
+    exposed_dp_s: float | None = None
+    exposed_tp_s: float | None = None
+    exposed_pp_s: float | None = None
+    exposed_ep_s: float | None = None
 
     @property
     def validation(self) -> float | None:
@@ -164,6 +184,11 @@ class ImageRecord(NamedTuple):
     memory_allocated: int | None = None
     memory_reserved: int | None = None
     resumed_from: int | None = None
+    exposed_s: float | None = None
+    exposed_dp_s: float | None = None
+    exposed_tp_s: float | None = None
+    exposed_pp_s: float | None = None
+    exposed_ep_s: float | None = None
 
     @property
     def validation(self) -> float | None:
@@ -172,6 +197,40 @@ class ImageRecord(NamedTuple):
 
 
 Record = StepRecord | ClickRecord | ImageRecord
+
+_EXPOSED_COLUMNS = {
+    "dp": "exposed_dp_s",
+    "dp_replicate": "exposed_dp_s",
+    "dp_shard": "exposed_dp_s",
+    "edp": "exposed_dp_s",
+    "expert_dp": "exposed_dp_s",
+    "keys": "exposed_dp_s",
+    "tp": "exposed_tp_s",
+    "etp": "exposed_tp_s",
+    "pp": "exposed_pp_s",
+    "ep": "exposed_ep_s",
+    "ep across hosts": "exposed_ep_s",
+    "ep within a host": "exposed_ep_s",
+}
+"""Column of the waits for a group, by the axis of the group; a group over several axes has no column of its own."""
+
+
+def exposed_columns(seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Return the columns ``exposed_s``, ``exposed_dp_s`` and so on of one step.
+
+    Args:
+        seconds: Exposed seconds by axis of the group, as ``StepWaits.seconds`` returns them.
+
+    Returns:
+        The columns of the axes in ``seconds``; no column if ``seconds`` is empty.
+    """
+    found: dict[str, Any] = {"exposed_s": sum(seconds.values())} if seconds else {}
+    for axis, each_s in seconds.items():
+        column = _EXPOSED_COLUMNS.get(axis)
+        if column is not None:
+            found[column] = found.get(column, 0.0) + each_s
+    return found
+
 
 NO_SCALARS = frozenset({"step", "resumed_from"})
 """Columns that identify a record and are not measurements, so they are not sent to monitors."""

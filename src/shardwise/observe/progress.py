@@ -67,12 +67,13 @@ _BREAKDOWN: Mapping[str, Callable[[float], str]] = {
     "forward_s": lambda value: f"forward {step_time_text(value)}",
     "backward_s": lambda value: f"backward {step_time_text(value)}",
     "update_s": lambda value: f"update {step_time_text(value)}",
+    "exposed_s": lambda value: f"exposed {step_time_text(value)}",
 }
 """Text of the columns that ``monitor.breakdown`` adds."""
 
 _OF_EVALUATIONS = ("val_loss", "log_loss", "auc", "accuracy")
 _NEEDED_LEAST_FIRST = (
-    "update_s", "backward_s", "forward_s", "memory_allocated", "memory_reserved", "memory",
+    "exposed_s", "update_s", "backward_s", "forward_s", "memory_allocated", "memory_reserved", "memory",
     "step_s", "mfu", "stalled", "val_loss", "log_loss",
     "router_entropy", "expert_drops", "expert_load", "tokens_per_s", "samples_per_s", "auc", "accuracy", "left",
 )  # fmt: skip

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.timeline import Span
+from shardwise.plan.waits import StepWaits
 
 _MOST = 100
 """Divergences of one step that are kept."""
@@ -115,6 +116,8 @@ class Trace:
     """Number of divergences of the step, including those that are not kept."""
     update_before: tuple[Any, Any] | None = None
     """Marks at which the update of the step before began and ended."""
+    waits: StepWaits = None  # type: ignore[assignment]  # made in __post_init__
+    """Waits of the computation for other ranks; without rows if nobody measures them (``engine.measure_waits``)."""
     _owner: int = -1
     """Row to which bytes are counted now; -1: none."""
     _outer: list[int] = field(default_factory=list)
@@ -124,12 +127,14 @@ class Trace:
 
     def __post_init__(self) -> None:
         self._counted = 0 if self.sent is None else self.sent.bytes
+        if self.waits is None:
+            self.waits = StepWaits(self.clock)
 
     def begin(self) -> "Trace":
         """Return a new trace for the next step; this trace stays as it is."""
         self._count()
         update = (self._update() or self.update_before) if self.clock.runs_behind else None
-        return Trace(self.sent, self.clock, update_before=update)
+        return Trace(self.sent, self.clock, update_before=update, waits=self.waits.following())
 
     def _count(self) -> None:
         """Count the bytes that were sent since the last call to the row that owns them."""

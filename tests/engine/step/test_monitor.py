@@ -59,6 +59,9 @@ def test_one_row_a_step_from_rank_0_with_its_seconds(ranks: Any, tmp_path: Path)
         assert row.lr == 1e-3 and row.grad_norm and row.loss > 0
         assert row.forward_s > 0 and row.backward_s > 0 and row.update_s > 0
         assert row.step_s is None or row.forward_s + row.backward_s + row.update_s <= row.step_s
+        assert row.exposed_s and row.exposed_dp_s == row.exposed_s, "the mesh has no other axis"
+        assert row.exposed_tp_s is row.exposed_pp_s is row.exposed_ep_s is None
+        assert row.step_s is None or row.exposed_s < row.step_s
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss/train")] == [8, 16, 24]
     assert [(event.step, event.value) for event in events.Scalars("mine")] == [(24, 1.5)]

@@ -150,6 +150,20 @@ class StateAccess:
         """The Actions that this rank ran in its last step, and their departures from the Plan."""
         return self._parts.walker.last
 
+    def measure_waits(self) -> None:
+        """Measure from now on how long this rank's computation waits for other ranks.
+
+        ``shardwise train``, every key of ``monitor:`` that writes a record of each step, and ``prefetch`` with lanes
+        call this function. Results are bitwise equal to those without. On a device a wait takes two events, and the
+        host waits for none of them.
+
+        Example:
+            engine.measure_waits()
+            engine.train_step(batches)
+            print(engine.trace.waits.seconds())   # {'dp_shard': 0.0021, 'dp': 0.0003}
+        """
+        self._parts.measure_waits()
+
     def action_ranges(self) -> AbstractContextManager[None]:
         """Return a context that names the Actions of this rank's steps in a running ``torch.profiler.profile``.
 

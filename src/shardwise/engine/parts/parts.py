@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.trace import Traffic
+from shardwise.comm.wait_meter import WaitMeter
 from shardwise.comm.world import World
 from shardwise.compose.module_steps import RunStage
 from shardwise.compose.spec import ModelSpec
@@ -215,6 +216,11 @@ class EngineParts:
         """True if this rank has the last stage, which computes the loss."""
         pp = self.groups["pp"]
         return pp.index == pp.size - 1
+
+    def measure_waits(self) -> None:
+        """Measure from now on how long the computation waits for other ranks; a second call does nothing."""
+        if self.clock.meter is None:
+            self.clock.meter = WaitMeter(self.walker)
 
     @property
     def brings_loss(self) -> bool:

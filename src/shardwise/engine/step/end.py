@@ -184,6 +184,7 @@ def exchange(
         found, above = read(total, over_model)
         faults = above["faults"]
     clock.anchor(mark)
+    parts.walker.trace.waits.settle()
     dp.clock.check_intact()  # without this, the numbers may be leftovers of a communicator that has ended
     if faults[0]:
         divergences = parts.walker.trace.divergences[-3:]

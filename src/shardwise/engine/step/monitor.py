@@ -19,7 +19,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.step.end import StepResult
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import taken
-from shardwise.observe.metrics import NO_SCALARS, ClickRecord, Record, Sink, StepRecord
+from shardwise.observe.metrics import NO_SCALARS, ClickRecord, Record, Sink, StepRecord, exposed_columns
 from shardwise.observe.progress import PrintedLines, open_progress
 from shardwise.observe.sinks import AllSinks, MetricNames, MonitorPolicy, open_sinks
 from shardwise.optim.schedule_policy import RangeTestPolicy
@@ -50,6 +50,11 @@ class Monitor:
         """Step that the run was resumed from, until the next record is written."""
         self._unit_norms: Mapping[str, float] = {}
         """Gradient norms of the last step by Unit, until its record is written."""
+
+    @property
+    def records_steps(self) -> bool:
+        """True if this rank writes a record of every step."""
+        return self._watches
 
     def open(self, step: int, kind: type[Record] = StepRecord, best_auc: float | None = None) -> None:
         """Open all sinks of ``monitor:``, defaults included, for a caller that writes the records itself.
@@ -133,6 +138,7 @@ class Monitor:
                 **taken(self._device)._asdict(),
                 loss_scale=loss_scale,
                 **trace.seconds()._asdict(),
+                **exposed_columns(trace.waits.seconds()),
                 **({} if experts is None else experts._asdict()),
             )
         )

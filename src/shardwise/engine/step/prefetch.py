@@ -42,6 +42,7 @@ from shardwise.engine.step.keys_ahead import Asks, KeysAhead
 from shardwise.engine.step.step_source import ReadStep, StepSource
 from shardwise.memory.streams import keep_for
 from shardwise.observe.lanes_picture import LaneRecorder
+from shardwise.plan.waits import StepWaits
 
 _PATIENCE_S = 10.0
 """Seconds to wait for running jobs at the end; they only take longer if another rank does not answer."""
@@ -86,8 +87,7 @@ class Prefetcher(Iterator[Any]):
                 f"prefetch: depth is {depth}; give the number of steps to prepare ahead, 0 for none"
             )
         self.depth = depth
-        self._program = parts.program
-        self._device = parts.device
+        self._parts = parts
         self._on_step = on_step
         self._thread = parts.world.thread("keys")
         self._lanes = lanes
@@ -99,10 +99,13 @@ class Prefetcher(Iterator[Any]):
         self._clock = parts.walker.trace.clock
         self._computing: tuple[int, Any, Any] | None = None
         """(step, request time, hand-out time) of the step that is computed now; the times are marks of ``_clock``."""
-        self._computed_last: tuple[int, list[Any]] | None = None
-        """The step before with its marks, recorded one step later because a device may finish after the host does."""
+        self._computed_last: tuple[int, list[Any], StepWaits | None] | None = None
+        """The step before with its marks and its waits, recorded one step later because a device may finish after the
+        host does.
+        """
         if lanes is not None:
             lanes.depth = depth
+            parts.measure_waits()
             on_step.insert(0, self._computed)
 
     # The caller's side -----------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ class Prefetcher(Iterator[Any]):
         if self._lanes is not None:
             self._computing = (step.number, asked, self._clock.mark())
         if self._keys.stream is not None:
-            here = torch.accelerator.current_stream(self._device)
+            here = torch.accelerator.current_stream(self._parts.device)
             keep_for(here, tensors_in(step.batches))
         return step.batches
 
@@ -174,7 +177,7 @@ class Prefetcher(Iterator[Any]):
         is_hasty = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
         self._end(_PrefetchState.CLOSED, 0.0 if is_hasty else _PATIENCE_S)
 
-    def _computed(self, *_: object) -> None:
+    def _computed(self, *step: object) -> None:
         """Record the end of the step handed out last.
 
         Called after an optimizer step, or when the next step is requested.
@@ -183,16 +186,19 @@ class Prefetcher(Iterator[Any]):
             number, asked, started = self._computing
             self._computing = None
             self._record_last()
-            self._computed_last = number, [asked, started, self._clock.mark()]
+            marks = [asked, started, self._clock.mark()]
+            self._computed_last = number, marks, self._parts.walker.last.waits if step else None
             if not self._clock.runs_behind:
                 self._record_last()
 
     def _record_last(self) -> None:
         if self._computed_last is not None and self._lanes is not None:
-            number, marks = self._computed_last
+            number, marks, waits = self._computed_last
             self._computed_last = None
             asked_s, start_s, stop_s = self._clock.seconds(marks)
             self._lanes.record("compute", number, start_s, stop_s, asked_s)
+            for wait in () if waits is None else waits.spans():
+                self._lanes.record("waits", number, wait.start_s, wait.stop_s)
 
     # Jobs ------------------------------------------------------------------------------------------------------
 
@@ -200,7 +206,7 @@ class Prefetcher(Iterator[Any]):
         """Submit the job for the next step."""
         number, source = next(self._numbers), self._source
         if self.depth and source.reads_apart:
-            asks = self._program.asks()
+            asks = self._parts.program.asks()
             return self._thread.submit(lambda: self._prepared(lambda: source.read(number), asks))
         read: Future[ReadStep | None] = Future()
         try:
@@ -209,8 +215,13 @@ class Prefetcher(Iterator[Any]):
             read.set_exception(error)
         if self.depth == 0:
             return read
-        asks = self._program.asks()
+        asks = self._parts.program.asks()
         return self._thread.submit(lambda: self._prepared(read.result, asks))
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which waits of this thread do not count as waits of the computation."""
+        meter = self._parts.clock.meter
+        return contextlib.nullcontext() if meter is None else meter.beside()
 
     def _prepared(self, read: Callable[[], ReadStep | None], asks: Asks) -> ReadStep | None:
         """Read a step and exchange its keys, in the thread of keys.
@@ -219,7 +230,8 @@ class Prefetcher(Iterator[Any]):
         """
         step = None
         try:
-            step = self._keys.prepared(read, asks)
+            with self._beside():
+                step = self._keys.prepared(read, asks)
         finally:
             if step is None:
                 self._source.end()
