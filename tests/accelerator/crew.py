@@ -28,7 +28,7 @@ from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.world import World
-from tests.accelerator.pretend import Bench, is_on_device, on_host
+from tests.accelerator.pretend import Bench, blocks_of, is_on_device, on_host
 from tests.accelerator.timelines import WHERE, run_all
 
 _PATIENCE_S = 60.0
@@ -214,8 +214,9 @@ def deliver(
     rank, line = bench.rank, bench.rank.line(key[0], key[1])
     line.learn(bench.line.mark())
     known = line.launch()
-    rank.use(line, bench.uses(sent, [output]), name, known)
-    rank.copy(line, known, write, None if adds else target)
+    uses = bench.uses(sent, [output])
+    rank.use(line, uses, name, known)
+    rank.copy(line, known, write, None if adds else target, blocks_of(uses, len(sent) + 1))
     known, held = dict(known), (*sent, output)
     torch._C._autograd._unsafe_set_version_counter((output,), (output._version + 1,))
 
