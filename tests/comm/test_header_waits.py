@@ -88,6 +88,7 @@ def test_the_verdict_ends_a_wait_for_a_header(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_verdict_ends_every_wait_for_a_header(kind: str, tmp_path: Path) -> None:
     """Fifty of fifty, with the patience that users have."""
