@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import ShardwiseError
-from shardwise.comm.collectives import DONE, TorchTransport, _gather_call, _scatter_call
+from shardwise.comm.collectives import (
+    DONE,
+    PendingCollective,
+    TorchTransport,
+    _gather_call,
+    _scatter_call,
+)
 from shardwise.comm.groups import make_group
 from shardwise.comm.world import World
 from shardwise.parallel.zero.weight import Weight
@@ -409,6 +415,34 @@ def train_with(world: World, name: str) -> tuple[str, int]:
         except ShardwiseError as error:
             said = str(error)
     return said, sum(strict.blocks.values())
+
+
+def sum_in_the_wire_dtype(
+    transport: TorchTransport, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool
+) -> PendingCollective:
+    """The backend's own reduce-scatter, in bf16, where the sum is promised in fp32."""
+    received = torch.empty_like(shard_out, dtype=full.dtype)
+    work: Any = _scatter_call()(received, full, group=transport._open_group, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        shard_out.add_(received) if accumulate else shard_out.copy_(received)
+
+    return transport._pending(finish, [work], full)
+
+
+def norms_in_bf16(world: World) -> tuple[list[float], list[float]]:
+    """Norms of gradients with the right sum and with the narrow one."""
+    config = {"zero": {"stage": 2}, "precision": "bf16"}
+    right = trained(world.among((0, 1)), config)
+    with patch.object(TorchTransport, "_exchange_then_sum", sum_in_the_wire_dtype):
+        return right, trained(world.among((0, 1)), config)
+
+
+@pytest.mark.skipif(not pretend.IS_POSSIBLE, reason="torch before 2.13 knows no devices in Python")
+def test_a_sum_in_bf16_is_not_one_in_fp32(pair: RankPool) -> None:
+    for right, narrow in pair.run(norms_in_bf16):
+        assert right != narrow and right == pytest.approx(narrow, rel=2e-2)
 
 
 @pytest.mark.skipif(not pretend.IS_POSSIBLE, reason="torch before 2.13 knows no devices in Python")
