@@ -182,18 +182,23 @@ class Communicator:
 
     def start(self, work: Work, head: dict[str, Any], run: Callable[[list[Any]], Any]) -> Work:
         """``run`` gets what every member said of this operation, and moves the bytes."""
-        if self._error is not None:
-            raise Refused(f"{self._name} has failed before: {self._error}")
+        self._check(work)
         self._count += 1
         self._jobs.put((work, json.dumps({"no": self._count, **head}), run))
         return work
 
     def start_batch(self, work: Work, parts: Sequence[Part]) -> Work:
         """Messages with some of the members, together; the others know nothing of them."""
-        if self._error is not None:
-            raise Refused(f"{self._name} has failed before: {self._error}")
+        self._check(work)
         self._jobs.put((work, "", lambda _: self._run_batch(parts)))
         return work
+
+    def _check(self, work: Work) -> None:
+        """Refuse an operation behind one that has failed; it is over then, for whoever waits for its stream."""
+        if self._error is not None:
+            error = Refused(f"{self._name} has failed before: {self._error}")
+            work.end(error)
+            raise error
 
     def close(self) -> None:
         """End the thread when it is through."""
