@@ -23,13 +23,17 @@ import shardwise
 from shardwise.comm.world import World
 from shardwise.kernels import choice
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.models import Gpt, GptPolicy
+from shardwise.memory.streams import to_device
+from shardwise.models import Gpt, GptPolicy, build_image_model
+from shardwise.models.generate import generate
 from shardwise.models.gpt import GptExperts
+from shardwise.models.images.policy import ResNetPolicy
 from shardwise.parallel.expert.policy import RouterPolicy
 from tests.accelerator.crew import Crew
 from tests.accelerator.mirror import mirror_world
 from tests.accelerator.pretend import Bench, Sync, register
 from tests.engine import tables_net
+from tests.engine.nets import LLAMA
 from tests.parallel.zero.cuda_batch_norm import on_the_cpu
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
@@ -45,6 +49,20 @@ class Budget(NamedTuple):
     operations: int
 
 
+def _train(engine: Any, batches: list[Any]) -> None:
+    assert not engine.train_step(batches).skipped, "the step was skipped"
+
+
+def _evaluate(engine: Any, batches: list[Any]) -> None:
+    engine.evaluate([(batch, 1.0) for batch in batches])
+
+
+def _generate(engine: Any, batches: list[Any]) -> None:
+    """Four tokens behind four of each sequence: a prefill, and three passes of one token."""
+    prompt = to_device(batches[0][0][:, :4], engine.device)
+    generate(engine.module, prompt, 4, temperature=0.8, top_k=5)
+
+
 class Row(NamedTuple):
     """One way to train: what it is made of, and on how many ranks, all of them this one."""
 
@@ -58,6 +76,8 @@ class Row(NamedTuple):
     """Its ranks are threads, counted together: stages differ, so none mirrors another."""
     hosts: tuple[int, ...] = ()
     """Of each rank the number of its host; left out, all are on one."""
+    run: Callable[[Any, list[Any]], None] = _train
+    """What is counted, given the engine and its batches."""
 
 
 def gpt(**changes: Any) -> Callable[[], nn.Module]:
@@ -219,7 +239,60 @@ def _rows() -> dict[str, Row]:
     return found
 
 
-ROWS = _rows()
+def _transformers_model() -> nn.Module:
+    """A tiny LLaMA of transformers, from its configuration alone."""
+    import transformers
+
+    shape = LLAMA | {"vocab_size": VOCABULARY, "use_cache": False, "tie_word_embeddings": False}
+    made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    return made
+
+
+def _image_model() -> nn.Module:
+    """A residual net of 18 layers for images of 8 x 8."""
+    return _Images()
+
+
+class _Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build_image_model(ResNetPolicy(depth=18, width=2, size=8), 4)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+
+def _images(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator)
+
+
+def _named_tokens(step: int) -> dict[str, Tensor]:
+    given, _ = tokens(step)
+    return {"input_ids": given, "labels": given}
+
+
+def _more_rows() -> dict[str, Row]:
+    zero0, zero3 = _zero(0, "bf16"), _zero(3, "bf16")
+    interleaved = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+    return {
+        "interleaved, pp 2, bf16, both stages": Row(
+            gpt(layers=4), tokens, 2, {**zero0, "mesh": {"pp": 2}, "pipeline": interleaved}, is_crew=True
+        ),
+        "pp 3, bf16, all stages": Row(gpt(layers=3), tokens, 3, {**zero0, "mesh": {"pp": 3}}, is_crew=True),
+        "pp 2, tp 2, bf16, all ranks": Row(
+            gpt(), tokens, 4, {**zero0, "mesh": {"pp": 2, "tp": 2}}, is_crew=True
+        ),
+        "transformers' llama, zero 3, bf16, dp 4": Row(_transformers_model, _named_tokens, 4, zero3),
+        "images, synchronised norms, zero 2, bf16, dp 2": Row(
+            _image_model, _images, 2, _zero(2, "bf16", batch_norm="synchronized")
+        ),
+        "evaluation, zero 3, bf16, dp 4": Row(gpt(), tokens, 4, zero3, run=_evaluate),
+        "generation, one device, bf16": Row(gpt(), tokens, 1, zero0, run=_generate),
+    }
+
+
+ROWS = _rows() | _more_rows()
 
 
 def measure(name: str) -> tuple[Budget, list[str]]:
@@ -244,7 +317,7 @@ def measure(name: str) -> tuple[Budget, list[str]]:
                 world.barrier()
                 bench.clear()
                 world.barrier()
-                assert not engine.train_step(batches).skipped, f"{name}: the step was skipped"
+                row.run(engine, batches)
             world.barrier()
             found = Budget(dict(bench.syncs), sum(bench.operations.values()))
             world.barrier()

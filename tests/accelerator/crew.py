@@ -6,12 +6,13 @@
 
 A collective and a message run on a stream of their own: what they write is late, until who asked for them waits.
 
-One rank runs at a time and hands the baton on where it waits for others: threads share torch's generator of random
-numbers, and what one of them seeds no other may draw from. A backward pass runs in its rank's own thread, for on a
-device autograd has one thread for all.
+One rank runs at a time and hands the baton on where it waits for others. Threads share the generators of random
+numbers, so a rank that takes the baton finds the states that it left: what one of them seeds or draws, no other sees. A
+backward pass runs in its rank's own thread, for on a device autograd has one thread for all.
 """
 
 import queue
+import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import DONE, Group, PendingCollective
@@ -28,7 +31,7 @@ from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.world import World
-from tests.accelerator.pretend import Bench, is_on_device, on_host
+from tests.accelerator.pretend import Bench, blocks_of, is_on_device, on_host
 from tests.accelerator.timelines import WHERE, run_all
 
 _PATIENCE_S = 60.0
@@ -47,9 +50,12 @@ class Crew:
         self.is_broken = False
         self._baton = threading.Lock()
         self._holds = threading.local()
+        self._states: dict[int, _States] = {}
+        """States of the generators, by rank; at first those of the thread that runs the crew."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(world, *args)`` on each rank; results by rank. The first exception in time is raised."""
+        self._states = dict.fromkeys(range(self.size), _states())
         results: list[Any] = [None] * self.size
         failures: list[BaseException] = []
 
@@ -82,21 +88,25 @@ class Crew:
         """Others may run meanwhile."""
         held = getattr(self._holds, "flag", False)
         if held:
+            self._states[WHERE.rank] = _states()
             self._baton.release()
         try:
             yield
         finally:
             if held:
                 self._baton.acquire()
+                _put(self._states[WHERE.rank])
 
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Run as one of the threads of a rank."""
         with self._baton:
             self._holds.flag = True
+            _put(self._states[WHERE.rank])
             try:
                 yield
             finally:
+                self._states[WHERE.rank] = _states()
                 self._holds.flag = False
 
     def _end(self) -> None:
@@ -108,6 +118,22 @@ class Crew:
             each.put(None)
         with self.said:
             self.said.notify_all()
+
+
+_States = tuple[Tensor, Any, Any]
+
+
+def _states() -> _States:
+    """The states of torch's, Python's and numpy's generators."""
+    with _disable_current_modes():
+        return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _put(states: _States) -> None:
+    with _disable_current_modes():
+        torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 class _Meeting:
@@ -214,8 +240,9 @@ def deliver(
     rank, line = bench.rank, bench.rank.line(key[0], key[1])
     line.learn(bench.line.mark())
     known = line.launch()
-    rank.use(line, bench.uses(sent, [output]), name, known)
-    rank.copy(line, known, write, None if adds else target)
+    uses = bench.uses(sent, [output])
+    rank.use(line, uses, name, known)
+    rank.copy(line, known, write, None if adds else target, blocks_of(uses, len(sent) + 1))
     known, held = dict(known), (*sent, output)
     torch._C._autograd._unsafe_set_version_counter((output,), (output._version + 1,))
 
@@ -271,9 +298,11 @@ class _CrewThread(JobThread):
     def __init__(self, crew: Crew, rank: int):
         super().__init__(f"crew-keys-{rank}")
         self._crew = crew
+        self._rank = rank
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         def held() -> Any:
+            WHERE.rank = self._rank
             with self._crew.holding():
                 return job()
 

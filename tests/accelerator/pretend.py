@@ -40,7 +40,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import shardwise
-from tests.accelerator.timelines import WHERE, Block, Line, RankTimelines, Tenant, Timelines, run_all
+from tests.accelerator.timelines import (
+    WHERE,
+    Block,
+    Line,
+    RankTimelines,
+    Tenant,
+    Timelines,
+    run_all,
+    run_needed,
+)
 
 NAME = "pretend"
 IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
@@ -235,6 +244,8 @@ class Bench(TorchDispatchMode):
         if not device and not goes_there:
             return self._on_host(func, name, args, kwargs)
         if name in _DESCRIBES:
+            if name == "resize_" and not self.is_paused:  # which may move the bytes
+                run_all(self.line.mark())
             return _describe(name, func, args, kwargs)
         self._is_paused.has_waited = False
         if name in ("_to_copy", "copy_", "_copy_from", "copy"):
@@ -315,9 +326,10 @@ class Bench(TorchDispatchMode):
             target = (
                 torch.empty_like(source, dtype=inner[1].get("dtype")) if name == "_to_copy" else inner[0][0]
             )
-            self.rank.copy(line, known, lambda: target.copy_(source), target)
+            touched = blocks_of(uses, 2) if name == "copy_" else None  # what _to_copy makes has no block yet
+            self.rank.copy(line, known, lambda: target.copy_(source), target, touched)
             return target
-        run_all(known)
+        run_needed(known, [block for _, block, _ in uses])
         return func(*inner[0], **inner[1])
 
     def _wrote(self, name: str, made: list[Tensor]) -> None:
@@ -395,6 +407,11 @@ class Bench(TorchDispatchMode):
                 self.sync("copy to the device")
         elif not (is_async and (target is None or _is_pinned(target))):
             self.sync("copy to the host")
+
+
+def blocks_of(uses: Sequence[tuple[Tensor, Block, bool]], tensors: int) -> frozenset[Block] | None:
+    """The blocks of the uses of so many tensors; None if the block of one of them is not known."""
+    return frozenset(block for _, block, _ in uses) if len(uses) == tensors else None
 
 
 def place() -> str:

@@ -274,6 +274,10 @@ def planted(mistake: Mistake) -> Iterator[None]:
         function.__code__ = right
 
 
+_RUNS = 5
+"""Of a mistake: what two threads of the host do in the wrong order shows where the machine happens to run them so."""
+
+
 @cache
 def right_results(name: str) -> list[Any]:
     return told(SCENES[name])[1]
@@ -283,12 +287,15 @@ def seen(_: Any, name: str) -> list[str]:
     """How a mistake shows."""
     mistake = MISTAKES[name]
     wanted = right_results(mistake.scene)
-    try:
-        with planted(mistake):
-            races, results = told(SCENES[mistake.scene])
-    except (NonFiniteError, IndexError) as error:  # of NaNs, and of keys that are still to come
-        return [f"{type(error).__name__}: {str(error)[:200]}"]
-    return [*races, *["other numbers"] * (results != wanted)]
+    for _ in range(_RUNS):
+        try:
+            with planted(mistake):
+                races, results = told(SCENES[mistake.scene])
+        except (NonFiniteError, IndexError) as error:  # of NaNs, and of keys that are still to come
+            return [f"{type(error).__name__}: {str(error)[:200]}"]
+        if races or results != wanted:
+            return [*races, *["other numbers"] * (results != wanted)]
+    return []
 
 
 @pytest.mark.parametrize("name", some({name: each.scene for name, each in MISTAKES.items()}))

@@ -12,9 +12,11 @@ Freund, FastTrack, 2009):
     host reads      the host knows what the stream that it reads from knows
     a use (t, k)    is ordered before an operation that knows k operations of t or more
 
-What a stream other than the default one copies is also late: it runs when the host, or an operation that really runs,
-knows that it is over, and its target holds NaNs until then. So a missing wait shows in numbers too, where bytes are
-read by what no bench sees (files, numpy). A late copy can be let run at once, by chance (``Timelines.hurry``).
+What a stream other than the default one copies, or a communicator brings, is also late: it runs when the host has
+waited for it, or when an operation that is ordered behind it uses the same memory, and its target holds NaNs until
+then. That the computation's stream waits for it lets nothing run: the host is ahead of its device. So a missing wait
+shows in numbers too, where bytes are read by what no bench sees (files, numpy). A late copy can be let run at once, by
+chance (``Timelines.hurry``).
 
 Memory is that of a caching allocator (torch's CUDACachingAllocator): a tensor's block belongs to the stream that made
 it; the block is free when the tensor dies, at once, for the next request of that size on that stream, unless another
@@ -28,7 +30,7 @@ import math
 import random
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -61,8 +63,8 @@ class Line:
         self.name = name
         self.count = 0
         self.known: Known = {}
-        self.late: deque[tuple[int, Known, Callable[[], None]]] = deque()
-        """Copies that have not run: (number on the stream, what they know, the copy)."""
+        self.late: deque[LateCopy] = deque()
+        """Copies that have not run."""
 
     def __repr__(self) -> str:
         return self.name
@@ -85,17 +87,52 @@ class Line:
     def learn(self, known: Known) -> None:
         """The stream has waited. What the computation waits for has run."""
         _join(self.known, known)
-        if self is self.rank.default:
-            run_all(known)
+
+    def run_late(self, until: int) -> None:
+        """Let the late copies run, up to a number; other threads of the rank go on while they are still to come."""
+        while True:
+            with self.rank.lock:
+                first = self.late[0] if self.late and self.late[0].count <= until else None
+            if first is None:
+                return
+            try:
+                first.come()
+                run_all({line: count for line, count in first.known.items() if line is not self})
+            except BaseException:
+                self._take(first)
+                raise
+            with (
+                self.rank.lock,
+                _disable_current_modes(),
+            ):  # it is no operation of the thread that lets it run
+                if self._take(first):
+                    first.run()
 
     @_locked
-    def run_late(self, until: int) -> None:
-        """Let the late copies run, up to a number."""
-        while self.late and self.late[0][0] <= until:
-            _, known, copy = self.late.popleft()
-            run_all(known)
-            with _disable_current_modes():  # the copy is no operation of the thread that lets it run
-                copy()
+    def _take(self, first: "LateCopy") -> bool:
+        """Remove the first late copy, unless another thread has."""
+        is_here = bool(self.late) and self.late[0] is first
+        if is_here:
+            self.late.popleft()
+        return is_here
+
+    @_locked
+    def late_until(self, count: int) -> "list[LateCopy]":
+        """The copies up to a number that have not run."""
+        return [each for each in self.late if each.count <= count]
+
+
+class LateCopy(NamedTuple):
+    """A copy that has not run."""
+
+    count: int
+    """Number on its stream."""
+    known: Known
+    run: Callable[[], None]
+    blocks: "frozenset[Block] | None"
+    """Memory that it reads and writes; None: unknown."""
+    come: Callable[[], None]
+    """Returns when the bytes are there, which another process may send."""
 
 
 def run_all(known: Known) -> None:
@@ -103,6 +140,20 @@ def run_all(known: Known) -> None:
     for line, count in list(known.items()):
         if line.late:
             line.run_late(count)
+
+
+def run_needed(known: Known, blocks: "Collection[Block]") -> None:
+    """Let the late copies run that are known to be over and that use the same memory, and those before them."""
+    for line, count in list(known.items()):
+        if not line.late:
+            continue
+        found = [
+            each.count
+            for each in line.late_until(count)
+            if each.blocks is None or not each.blocks.isdisjoint(blocks)
+        ]
+        if found:
+            line.run_late(found[-1])
 
 
 def _join(known: Known, other: Known) -> None:
@@ -188,16 +239,18 @@ class RankTimelines:
 
     # The host ----------------------------------------------------------------------------------------------------
 
-    @_locked
     def host_knows(self, known: Known) -> None:
         """The host has waited."""
-        _join(self.host, known)
+        known = dict(known)
         run_all(known)
+        with self.lock:
+            _join(self.host, known)
 
-    @_locked
     def synchronize(self) -> None:
         """The host has waited for all streams."""
-        for line in list(self._lines.values()):
+        with self.lock:
+            lines = list(self._lines.values())
+        for line in lines:
             self.host_knows(line.mark())
 
     # Uses of memory ----------------------------------------------------------------------------------------------
@@ -231,17 +284,28 @@ class RankTimelines:
         if told not in self._races:
             self._races.append(told)
 
-    @_locked
-    def copy(self, line: Line, known: Known, run: Callable[[], None], target: Tensor | None) -> None:
+    def copy(
+        self,
+        line: Line,
+        known: Known,
+        run: Callable[[], None],
+        target: Tensor | None,
+        blocks: frozenset[Block] | None = None,
+        come: Callable[[], None] = lambda: None,
+    ) -> None:
         """Let a copy run: at once on the computation's stream, else late; ``target`` is host memory of its bytes."""
-        if line is self.default or (self._hurry is not None and self._hurry.random() < 0.5):
+        known = dict(known)
+        with self.lock:
+            is_late = line is not self.default and (self._hurry is None or self._hurry.random() >= 0.5)
+            if is_late:
+                if target is not None:
+                    poison(target)
+                line.late.append(LateCopy(known[line], known, run, blocks, come))
+        if not is_late:
+            come()
             run_all(known)
             with _disable_current_modes():
                 run()
-            return
-        if target is not None:
-            poison(target)
-        line.late.append((line.count, dict(known), run))
 
     # The allocator -----------------------------------------------------------------------------------------------
 

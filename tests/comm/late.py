@@ -6,7 +6,7 @@ neither before its stream comes to it. Between start and ``wait`` a late transpo
     outputs    poisoned: NaN, or 0x5A in every byte; the true result comes in ``wait``
     inputs     compared in ``wait`` with what they were: whoever writes into one in flight is told
 
-and a late wire compares what it sends when its PendingCollective is waited for. The bytes travel at once and in the
+and so does a late wire with what it receives and what it sends. The bytes travel at once and in the
 order of the calls, between copies, so results are those of the plain transport to the bit.
 
 ``late`` makes any transport late, ``installed`` all that are made inside it; ``pytest --late`` those of all ranks.
@@ -105,15 +105,36 @@ def late(transport: Any, index: int) -> Any:
 
 
 def late_wire(wire: Any) -> Any:
-    """``wire`` itself, whose sends read their tensors at once and compare them at the end."""
-    send = wire.send
+    """``wire`` itself, whose sends read their tensors at once and compare them at the end, and whose tensors that are
+    received hold poison until they are waited for."""
+    send, receive = wire.send, wire.receive
 
     def begin(header: bytes, tensors: Sequence[Tensor], call: Any) -> PendingCollective:
         begun = send(header, [each.clone() for each in tensors], call)
         held = Held(f"send of {call.what}", **{f"tensor {i}": each for i, each in enumerate(tensors)})
         return _ends(begun, held, lambda: None)
 
-    wire.send = begin
+    def begin_to_receive(call: Any, allocate: Any, meanwhile: Any) -> PendingCollective:
+        wanted: list[Tensor] = []
+        arrived: list[Tensor] = []
+
+        def stand_ins(header: bytes) -> list[Tensor]:
+            wanted.extend(allocate(header))
+            arrived.extend(torch.empty_like(each) for each in wanted)
+            return arrived
+
+        begun = receive(call, stand_ins, meanwhile)
+        for each in wanted:
+            poison(each)
+        held = Held(f"receive of {call.what}", **{f"tensor {i}": each for i, each in enumerate(wanted)})
+
+        def write() -> None:
+            for each, came in zip(wanted, arrived, strict=True):
+                each.data.copy_(came)
+
+        return _ends(begun, held, write)
+
+    wire.send, wire.receive = begin, begin_to_receive
     return wire
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardwise.base.errors import CommError
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import DONE, Group, PendingCollective, StepClock
 from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
@@ -92,6 +93,51 @@ def sent_and_changed(group: Group, peers: PointToPoint) -> None:
     peers.flush()
 
 
+def _receive_with(
+    group: Group, peers: PointToPoint, between: Callable[[PendingCollective, Tensor], Any]
+) -> Tensor:
+    """The tensor of a message; ``between`` is called with the receive in flight, and returns what is waited for."""
+    followed, empty = peers._followed, peers._empty
+    made: list[Tensor] = []
+
+    def make(*kind: Any) -> Tensor:
+        made.append(empty(*kind))
+        return made[-1]
+
+    def follow(pending: PendingCollective, operation: str, index: int, what: str) -> PendingCollective:
+        found: PendingCollective = between(pending, made[-1]) if operation == "receive" else pending
+        return followed(found, operation, index, what)
+
+    peers.send("", [torch.ones(3)], 1 - group.index, "activation", "activations")
+    with patch.object(peers, "_empty", make), patch.object(peers, "_followed", follow):
+        peers.receive(1 - group.index, "activation")
+    peers.flush()
+    return made[-1]
+
+
+def received_and_not_waited_for(group: Group, peers: PointToPoint) -> None:
+    dropped: list[PendingCollective] = []
+
+    def drop(pending: PendingCollective, _: Tensor) -> PendingCollective:
+        dropped.append(pending)
+        return DONE
+
+    x = _receive_with(group, peers, drop)
+    read = x.sum()
+    dropped[0].wait()
+    assert not read.isnan(), "poison"
+
+
+def received_into_and_written(group: Group, peers: PointToPoint) -> None:
+    """Memory that a message is still to fill is used for something else."""
+
+    def use(pending: PendingCollective, x: Tensor) -> PendingCollective:
+        x.zero_()
+        return pending
+
+    _receive_with(group, peers, use)
+
+
 FAULTS: dict[Callable[[Group, PointToPoint], None], str] = {
     missing_wait: "poison",
     read_too_early: "poison",
@@ -99,6 +145,8 @@ FAULTS: dict[Callable[[Group, PointToPoint], None], str] = {
     slot_used_again: "its input of 4 torch.float32 changed",
     output_written: "all_reduce of gradients: its tensor",
     sent_and_changed: "send of activation: its tensor 0",
+    received_and_not_waited_for: "poison",
+    received_into_and_written: "receive of activation: its tensor 0",
 }
 
 

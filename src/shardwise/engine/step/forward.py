@@ -119,13 +119,16 @@ class ForwardRunner:
     def mean_loss(self, batches: Iterable[tuple[Any, float | None]]) -> float:
         """Return the mean loss of an evaluation, in the mode that the model is in; see ``Engine.evaluate``."""
         settle(self._parts)
-        total = torch.zeros(2, dtype=torch.float64)
+        # The sum stays on the device: a read for each batch would stop the host there.
+        total = torch.zeros(2, dtype=torch.float64, device=self._parts.device)
         for loss, weight in self._losses(batches):
             if weight and loss is not None:
-                total += torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
-        total = total.to(self._parts.device) * self._parts.brings_loss
+                total[0] += loss.detach().reshape(()).to(total) * weight
+                total[1] += weight
+        total *= self._parts.brings_loss
         self._parts.groups["world"].all_reduce(total, "the validation loss", purpose="control").wait()
-        return float(total[0] / total[1]) if total[1] else math.nan
+        summed, weights = total.tolist()
+        return summed / weights if weights else math.nan
 
     def _losses(self, batches: Iterable[tuple[Any, float | None]]) -> Iterator[tuple[Tensor | None, float]]:
         pairs = map(self._weighted, self._together(batches))
