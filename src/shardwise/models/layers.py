@@ -18,7 +18,7 @@ from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.gated import gated
 from shardwise.kernels.head_loss import LossTile, head_loss
 from shardwise.kernels.rms_norm import rms_norm
-from shardwise.kernels.rotary import RotaryAngles, rotate
+from shardwise.kernels.rotary import RotaryAngles, split_heads
 from shardwise.models.cache import LayerCache
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy
@@ -85,11 +85,7 @@ class Attention(nn.Module):
             at: Rotary angles of the positions; None: no rotation.
             cache: Keys and values of earlier tokens, to which those of ``x`` are appended.
         """
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H + 2N, T, K]
-        q, k, v = heads.split(self.head_counts, 1)
-        if at is not None:
-            # Without contiguous(), v would be a view, and the backward pass would keep the whole fused output alive.
-            q, k, v = rotate(q, at), rotate(k, at), v.contiguous()
+        q, k, v = split_heads(self.qkv(x), self.head_counts, self.head_size, at)
         if cache is not None:
             k, v = cache.extend(k, v)
         mixed = self.attention(q, k, v)  # [B, H, T, K]
