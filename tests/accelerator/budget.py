@@ -287,7 +287,9 @@ def read_page() -> dict[str, Budget]:
 def read_blocks() -> dict[str, float]:
     """Operations a block that stand in the docs."""
     text = PAGE.read_text(encoding="utf-8").split(BLOCKS_BEGIN)[1].split(BLOCKS_END)[0]
-    return {row: float(count) for row, count in re.findall(r"^\| ([^|]+) \| ([\d.]+) \|$", text, re.MULTILINE)}
+    return {
+        row: float(count) for row, count in re.findall(r"^\| ([^|]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    }
 
 
 def written_blocks(counts: dict[str, float]) -> str:

@@ -525,9 +525,7 @@ def _attention(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """The forward pass on the host; its result lies as those of CUDA's kernels do: [B, T, H, K], transposed."""
-    out = _TORCHS_ATTENTION(
-        q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = _TORCHS_ATTENTION(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     nothing = torch.empty(0, dtype=torch.int64)
     rows = torch.zeros(q.shape[:3])
     laid = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -535,7 +533,15 @@ def _attention(
 
 
 def _attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, asked: Any, out: Tensor, *rest: Any, scale: Any = None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    asked: Any,
+    out: Tensor,
+    *rest: Any,
+    scale: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The backward pass on the host, by the formula."""
     is_causal, size, group = rest[6], q.shape[-1], q.shape[1] // k.shape[1]

@@ -43,4 +43,4 @@ def user_hooks(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
 def has_hooks(module: nn.Module) -> bool:
     """Return True if a call of ``module`` runs hooks: a user's, this package's or torch's, or hooks of all modules."""
     own = vars(module)
-    return any(own.get(kind) for kind in HOOKS) or bool(_has_any_global_hook())
+    return any(own.get(kind) for kind in HOOKS) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

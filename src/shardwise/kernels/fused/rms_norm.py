@@ -19,7 +19,9 @@ _PROGRAMS = 256
 _COLUMNS = 64
 
 
-def normed(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def normed(
+    x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of ``x`` + ``added`` [N, D] times ``weight``, 1 / root mean square, fp32 [N], and the sum [N, D].
 
     Without ``added`` the sum is ``x`` itself.

@@ -79,7 +79,8 @@ def split(x: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Te
     batch, places, heads, size = x.shape
     keys = (heads - queries) // 2
     q, k, v = (
-        torch.empty(batch, each, places, size, dtype=x.dtype, device=x.device) for each in (queries, keys, keys)
+        torch.empty(batch, each, places, size, dtype=x.dtype, device=x.device)
+        for each in (queries, keys, keys)
     )
     if x.numel():
         block = triton.next_power_of_2(size // 2)

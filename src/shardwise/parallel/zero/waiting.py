@@ -67,7 +67,7 @@ class WaitingGradients:
         """
         first = not self.has_come[index]
         self.has_come[index] = True
-        if view.is_cpu:
+        if _is_on_host(view):
             _put_now(view, grad, first)
             return first
         if index in self._copies or index in self._addends or self.nbytes + grad.nbytes > MOST_BYTES:
@@ -103,6 +103,10 @@ class WaitingGradients:
             _add(*map(list, zip(*self._addends.values(), strict=True)))
             self._addends.clear()
         self.nbytes = 0
+
+
+def _is_on_host(view: Tensor) -> bool:
+    return view.is_cpu
 
 
 def _put_now(view: Tensor, grad: Tensor, first: bool) -> None:
