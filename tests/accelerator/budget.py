@@ -226,7 +226,7 @@ def per_block(name: str) -> float:
 def measure_row(row: Row, name: str) -> tuple[Budget, list[str]]:
     """Budget of a row's third step, and what was misplaced in any."""
     device = register()
-    with Bench() as bench, pytest.MonkeyPatch.context() as patch:
+    with Bench(fuses_attention=True) as bench, pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "DEVICES", frozenset({device.type} if row.has_kernels else ()))
         config = {
             "batch": {"accumulation": MICROBATCHES},

@@ -12,8 +12,8 @@ autograd's asked):
     syncs       what makes the host wait for the device on CUDA: reads of numbers, copies between host and device that
                 are pageable or not ``non_blocking``, operations whose result's size lies in the data (``nonzero``,
                 ``unique``, an index by booleans, ``repeat_interleave`` without ``output_size``), synchronize
-    operations  all that would launch a kernel: no views, no allocations. Attention without a mask is one operation
-                each way, as on a device that has a fused kernel (math attention is some thirty)
+    operations  all that would launch a kernel: no views, no allocations. With ``fuses_attention`` an attention without
+                a mask is one operation each way, as on a device that has a fused kernel (math attention is some thirty)
     misplaced   operations over tensors on both sides, but for numbers of dim 0; refused as CUDA refuses them
 
     races       uses of the same bytes by two streams, or a stream and the host, that no event orders (timelines.py)
@@ -140,8 +140,9 @@ class Bench(TorchDispatchMode):
     _entered: list["Bench"] = []  # noqa: RUF012 - of the process
     """Benches that are in use, of several ranks too, which share their timelines."""
 
-    def __init__(self, hurry: int | None = None) -> None:
+    def __init__(self, hurry: int | None = None, fuses_attention: bool = False) -> None:
         super().__init__()
+        self.fuses_attention = fuses_attention
         self.timelines = Timelines(hurry)
         self.syncs: Counter[Sync] = Counter()
         self.operations: Counter[str] = Counter()
@@ -508,6 +509,8 @@ def _fused_attention(
 ) -> Tensor | None:
     """The result of torch's operation for fused kernels of other devices; None where CUDA has no such kernel either,
     and with a mask or dropout."""
+    if Bench.current is None or not Bench.current.fuses_attention:
+        return None
     if attn_mask is not None or dropout_p or q.dtype == torch.float64 or not is_on_device(q) or q.dim() != 4:
         return None
     found = _ATEN._scaled_dot_product_fused_attention_overrideable(q, k, v, is_causal=is_causal, scale=scale)
