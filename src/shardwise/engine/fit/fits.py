@@ -57,6 +57,7 @@ _ROWS = {
     "gathered": "whole weights of Units in use",
     "brought": "shards of weights from another tier",
     "staging": "gradients before they are reduced",
+    "waiting": "small gradients until one launch copies all of a Unit",
     "loaded": "state on its way from and to a disk",
     "leaving": "gradients on their way to a disk",
     OUTSIDE_ROW: "outside torch: context, cuBLAS, NCCL (estimate)",
