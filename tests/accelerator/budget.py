@@ -2,6 +2,7 @@
 
     host syncs          exact, by (what, file:function); their number may only shrink
     device operations   an upper bound
+    operations a block  what one more block adds to a microbatch: exact, may only shrink
 
 ``python -m tests.accelerator.budget`` writes the page anew where nothing grew, and says what did; ``--grow`` writes it
 all the same, for a new row or a better count; other words measure the rows alone that have one of them in their name.
@@ -38,6 +39,7 @@ from tests.parallel.zero.cuda_batch_norm import on_the_cpu
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
 BEGIN, END = "<!-- budgets: begin -->\n", "<!-- budgets: end -->\n"
+BLOCKS_BEGIN, BLOCKS_END = "<!-- blocks: begin -->\n", "<!-- blocks: end -->\n"
 VOCABULARY, CONTEXT, LAYERS, MICROBATCHES = 19, 8, 2, 2
 _PLACE = re.compile(r"(\d+) ([^`]+) `([^`]+)`")
 
@@ -294,12 +296,43 @@ def _more_rows() -> dict[str, Row]:
 
 ROWS = _rows() | _more_rows()
 
+BLOCK_ROWS: dict[str, Callable[[int], Row]] = {
+    "zero 0, dp 4": lambda layers: Row(gpt(layers=layers), tokens, 4, _zero(0, "bf16"), True),
+    "zero 3, dp 4": lambda layers: Row(gpt(layers=layers), tokens, 4, _zero(3, "bf16"), True),
+    "zero 3, dp 4, gpt2": lambda layers: Row(
+        gpt(layers=layers, family="gpt2"), tokens, 4, _zero(3, "bf16"), True
+    ),
+    "tp 2": lambda layers: Row(
+        gpt(layers=layers),
+        tokens,
+        2,
+        {**_zero(0, "bf16"), "mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}},
+        True,
+    ),
+    "tp 2, cut sequence": lambda layers: Row(
+        gpt(layers=layers), tokens, 2, {**_zero(0, "bf16"), "mesh": {"tp": 2}}, True
+    ),
+}
+"""Ways to train in bf16 with kernels, by the number of the model's blocks."""
+
 
 def measure(name: str) -> tuple[Budget, list[str]]:
     """Budget of the row's third step, and what was misplaced in any."""
-    row, device = ROWS[name], register()
+    return measure_row(ROWS[name], name)
+
+
+def per_block(name: str) -> float:
+    """Device operations of one block in one microbatch, forward and backward, with its share of the step's end: half
+    the difference between four blocks and two, over the microbatches."""
+    many, few = (measure_row(BLOCK_ROWS[name](layers), name)[0].operations for layers in (4, 2))
+    return (many - few) / 2 / MICROBATCHES
+
+
+def measure_row(row: Row, name: str) -> tuple[Budget, list[str]]:
+    """Budget of a row's third step, and what was misplaced in any."""
+    device = register()
     norms = on_the_cpu(device.type) if row.has_kernels else nullcontext()
-    with Bench() as bench, pytest.MonkeyPatch.context() as patch, norms:
+    with Bench(fuses_attention=True) as bench, pytest.MonkeyPatch.context() as patch, norms:
         patch.setattr(choice, "DEVICES", frozenset({device.type} if row.has_kernels else ()))
         config = {
             "batch": {"accumulation": MICROBATCHES},
@@ -338,6 +371,11 @@ def measure_all(_world: Any, names: Sequence[str]) -> dict[str, tuple[Budget, li
     return {name: measure(name) for name in names}
 
 
+def measure_blocks(_world: Any) -> dict[str, float]:
+    """In a process of its own."""
+    return {name: per_block(name) for name in BLOCK_ROWS}
+
+
 # The page -----------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +388,20 @@ def read_page() -> dict[str, Budget]:
     }
     lines = re.findall(r"^\| ([^|]+) \| \d+ \| (\d+) \| ([A-Z]+) \|$", text, re.MULTILINE)
     return {row: Budget(kinds[kind], int(operations)) for row, operations, kind in lines}
+
+
+def read_blocks() -> dict[str, float]:
+    """Operations a block that stand in the docs."""
+    text = PAGE.read_text(encoding="utf-8").split(BLOCKS_BEGIN)[1].split(BLOCKS_END)[0]
+    return {
+        row: float(count) for row, count in re.findall(r"^\| ([^|]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    }
+
+
+def written_blocks(counts: dict[str, float]) -> str:
+    """The table of operations a block."""
+    lines = ["| bf16, with kernels | operations a block and microbatch |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {count:g} |" for name, count in counts.items())]) + "\n"
 
 
 def written(budgets: dict[str, Budget]) -> str:
@@ -402,6 +454,12 @@ def main() -> None:
         for name in ROWS
     }
     more = [line for name, budget in found.items() for line in grown(name, budget, stands.get(name))]
+    blocks, before_blocks = {name: per_block(name) for name in BLOCK_ROWS}, read_blocks()
+    more += [
+        f"{name}: {count:g} operations a block, {before_blocks.get(name)} stand in the table"
+        for name, count in blocks.items()
+        if count > before_blocks.get(name, 0)
+    ]
     print("\n".join(more) or "nothing grew")
     if more and "--grow" not in sys.argv:
         sys.exit("the page stays as it is: mend that, or write it with --grow")
@@ -411,6 +469,11 @@ def main() -> None:
         bound = bound_of(operations)
         found[name] = Budget(syncs, min(above, bound) if operations <= above else bound)
     PAGE.write_text(before + BEGIN + written(found) + END + rest.split(END)[1], encoding="utf-8")
+    before, rest = PAGE.read_text(encoding="utf-8").split(BLOCKS_BEGIN)
+    PAGE.write_text(
+        before + BLOCKS_BEGIN + written_blocks(blocks) + BLOCKS_END + rest.split(BLOCKS_END)[1],
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ autograd's asked):
     syncs       what makes the host wait for the device on CUDA: reads of numbers, copies between host and device that
                 are pageable or not ``non_blocking``, operations whose result's size lies in the data (``nonzero``,
                 ``unique``, an index by booleans, ``repeat_interleave`` without ``output_size``), synchronize
-    operations  all that would launch a kernel: no views, no allocations
+    operations  all that would launch a kernel: no views, no allocations. With ``fuses_attention`` an attention without
+                a mask is one operation each way, as on a device that has a fused kernel (math attention is some thirty)
     misplaced   operations over tensors on both sides, but for numbers of dim 0; refused as CUDA refuses them
 
     races       uses of the same bytes by two streams, or a stream and the host, that no event orders (timelines.py)
@@ -33,6 +34,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
@@ -72,6 +74,8 @@ _SIZED_BY_DATA = {
     "bincount", "histc", "embedding_renorm_",
 }  # fmt: skip
 _ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_VIEWS = {"_unsafe_view", "_reshape_alias"}
+"""Views that torch does not call views."""
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _DESCRIBES = {"resize_", "set_", "as_strided_", "t_", "transpose_", "squeeze_", "unsqueeze_", "detach_"}
 """Change what a tensor says of its memory, in place."""
@@ -89,6 +93,7 @@ def register() -> torch.device:
             setattr(torch.accelerator, name, stand_in)
         torch.Stream, torch.Event = _Stream, _Event  # type: ignore[misc, assignment]
         torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
+        F.scaled_dot_product_attention = _scaled_dot_product_attention
         threading.Thread.run = _run_in_mode  # type: ignore[method-assign]
         threading.Thread.start = _start_in_rank  # type: ignore[method-assign]
     return torch.device(NAME, 0)
@@ -144,8 +149,9 @@ class Bench(TorchDispatchMode):
     _entered: list["Bench"] = []  # noqa: RUF012 - of the process
     """Benches that are in use, of several ranks too, which share their timelines."""
 
-    def __init__(self, hurry: int | None = None) -> None:
+    def __init__(self, hurry: int | None = None, fuses_attention: bool = False) -> None:
         super().__init__()
+        self.fuses_attention = fuses_attention
         self.timelines = Timelines(hurry)
         self.syncs: Counter[Sync] = Counter()
         self.operations: Counter[str] = Counter()
@@ -255,7 +261,7 @@ class Bench(TorchDispatchMode):
         else:
             self._check_places(func, name, leaves, device)
             self._count_sync(func, name, args, kwargs)
-            if not func.is_view and name not in _ALLOCATES and name not in _READS and name != "detach":
+            if not _is_view(func, name) and name not in _ALLOCATES and name not in _READS:
                 self.operation(name)
         hosts = {id(leaf): on_host(leaf) for leaf in device}
         inner_args, inner_kwargs = tree_unflatten([hosts.get(id(leaf), leaf) for leaf in leaves], form)
@@ -311,10 +317,11 @@ class Bench(TorchDispatchMode):
             return func(*inner[0], **inner[1])
         waited = self._is_paused.has_waited
         line, is_copy = self.line, name in ("copy_", "_to_copy")
-        if func.is_view or name in _ALLOCATES or name == "detach":
+        if _is_view(func, name) or name in _ALLOCATES:
             return func(*inner[0], **inner[1])
-        known = line.launch()
         uses = self.uses_of(func, *outer)
+        func = _FUSED_ATTENTION.get(name, func)
+        known = line.launch()
         self.rank.use(line, uses, f"{name} of {place()}" if line is not self.rank.default else name, known)
         if waited:
             run_all(known)
@@ -340,7 +347,7 @@ class Bench(TorchDispatchMode):
 
     def _on_host(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An operation of the host, which may use memory that the device copies from or to."""
-        if not self.is_paused and not func.is_view and name != "detach":
+        if not self.is_paused and not _is_view(func, name):
             for tensor, block, writes in self.uses_of(func, args, kwargs):
                 self.rank.host_use(tensor, block, writes, f"{name} of {place()}")
         return _without_pins(func, args, kwargs)
@@ -414,6 +421,10 @@ def blocks_of(uses: Sequence[tuple[Tensor, Block, bool]], tensors: int) -> froze
     return frozenset(block for _, block, _ in uses) if len(uses) == tensors else None
 
 
+def _is_view(func: Any, name: str) -> bool:
+    return bool(func.is_view) or name in _VIEWS or name == "detach"
+
+
 def place() -> str:
     """Where we are: the innermost line of the package's, as ``file:function``."""
     frame = sys._getframe(1)
@@ -460,7 +471,8 @@ def _block_of(value: Any) -> Block | None:
 
 class _Data(TorchFunctionMode):
     """What torch does below the dispatcher: ``parameter.data = tensor`` across devices, which it grants CUDA and no
-    backend in Python, and ``torch.tensor(..., device=)``, which copies from the host."""
+    backend in Python, ``torch.tensor(..., device=)``, which copies from the host, and the choice of an attention
+    kernel."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -481,9 +493,96 @@ class _Data(TorchFunctionMode):
                 torch._C._swap_tensor_impl(parameter, made)
             torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
             return None
+        if func is _TORCHS_ATTENTION and (fused := _fused_attention(*args, **kwargs)) is not None:
+            return fused
         if func is torch.Tensor.__repr__ and is_on_device(args[0]):
             return f"on {NAME}: {on_host(args[0].detach())!r}"
         return func(*args, **kwargs)
+
+
+# Attention ----------------------------------------------------------------------------------------------------------
+
+
+_TORCHS_ATTENTION = F.scaled_dot_product_attention
+
+
+def _scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's function, which a mode sees; where none runs (inside an operation of the package's) the choice of a
+    kernel is here."""
+    is_seen = torch._C._len_torch_function_stack()
+    fused = None if is_seen else _fused_attention(*args, **kwargs)
+    return _TORCHS_ATTENTION(*args, **kwargs) if fused is None else fused
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """The result of torch's operation for fused kernels of other devices; None where CUDA has no such kernel either,
+    and with a mask or dropout."""
+    if Bench.current is None or not Bench.current.fuses_attention:
+        return None
+    if attn_mask is not None or dropout_p or q.dtype == torch.float64 or not is_on_device(q) or q.dim() != 4:
+        return None
+    found = _ATEN._scaled_dot_product_fused_attention_overrideable(q, k, v, is_causal=is_causal, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    debug: bool = False,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """The forward pass on the host; its result lies as those of CUDA's kernels do: [B, T, H, K], transposed."""
+    out = _TORCHS_ATTENTION(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    nothing = torch.empty(0, dtype=torch.int64)
+    rows = torch.zeros(q.shape[:3])
+    laid = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return laid, rows, nothing, nothing, q.shape[2], k.shape[2], nothing, nothing, nothing
+
+
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    asked: Any,
+    out: Tensor,
+    *rest: Any,
+    scale: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward pass on the host, by the formula."""
+    is_causal, size, group = rest[6], q.shape[-1], q.shape[1] // k.shape[1]
+    factor = size**-0.5 if scale is None else scale
+    wide_q, wide_g, wide_k, wide_v = (each.float() for each in (q, grad, k, v))
+    wide_k, wide_v = wide_k.repeat_interleave(group, 1), wide_v.repeat_interleave(group, 1)
+    scores = wide_q @ wide_k.mT * factor
+    if is_causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    weights = scores.softmax(-1)
+    d_weights = wide_g @ wide_v.mT
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * factor
+    d_q, d_k, d_v = d_scores @ wide_k, d_scores.mT @ wide_q, weights.mT @ wide_g
+    d_k, d_v = (each.unflatten(1, (-1, group)).sum(2) for each in (d_k, d_v))
+    return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), torch.empty(0)
+
+
+_FUSED_ATTENTION: dict[str, Any] = {
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+}
 
 
 # What lies beside tensors -------------------------------------------------------------------------------------------

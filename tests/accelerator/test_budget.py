@@ -44,6 +44,14 @@ def test_no_step_stops_the_host_more_often_than_the_page_says(device_process: Ra
     )
 
 
+def test_a_block_takes_no_more_operations_than_the_page_says(device_process: RankPool) -> None:
+    [found] = device_process.run(budget.measure_blocks, timeout_s=900.0)
+    stands = budget.read_blocks()
+    assert list(stands) == list(found)
+    assert found == stands, "python -m tests.accelerator.budget writes the page anew where nothing grew"
+    assert found["zero 0, dp 4"] <= 60 and found["zero 3, dp 4"] <= 70
+
+
 def test_the_page_has_every_row() -> None:
     assert list(budget.read_page()) == list(budget.ROWS)
 
@@ -51,6 +59,7 @@ def test_the_page_has_every_row() -> None:
 def test_a_table_reads_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     stands = budget.read_page()
     assert budget.written(stands) in budget.PAGE.read_text(encoding="utf-8")
+    assert budget.written_blocks(budget.read_blocks()) in budget.PAGE.read_text(encoding="utf-8")
 
 
 def test_what_grew_is_named() -> None:

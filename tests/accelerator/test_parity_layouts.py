@@ -1,12 +1,14 @@
 """Layouts of the parity suites on the pretended device: equal to one process in fp64, nothing misplaced, no race."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 
+from shardwise.kernels import gated, rms_norm, rotary
 from tests.accelerator.crew import Crew
-from tests.accelerator.pretend import Bench, register
+from tests.accelerator.pretend import Bench, is_on_device, register
 from tests.engine import test_experts, test_model_parallel, test_parity
 from tests.ranks import RankPool
 
@@ -31,11 +33,31 @@ SUITES = {
     ),
     "experts": Suite([(each.size, each) for each in test_experts.PAIRS], test_experts.measure),
 }
+FUSED = ["dp2-microbatches2-stage3-recomputeselective", "pp2-dp2-microbatches3-stage2", "tp2-kv_heads2"]
+"""Layouts of the suite "model" that run with the fused forms in the quick suite."""
 FEW = {"zero": "zero3-x3-adamw-fp64-torch-ahead2", "model": "pp2-microbatches2"}
 
 
-def run_suite(_world: Any, name: str, only: str | None) -> list[str]:
+@contextmanager
+def fused_in_fp64() -> Iterator[None]:
+    """The fused forms serve fp64 on the pretended device, which computes their numbers by the plain formulas.
+
+    So all that is around a kernel is held to 1e-10: its inputs, what autograd keeps, and where gradients meet.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gated, rms_norm, rotary):
+            patch.setattr(module, "fused", lambda *tensors: all(map(is_on_device, tensors)))
+        yield
+
+
+def run_suite(_world: Any, name: str, only: str | None, is_fused: bool = False) -> list[str]:
     """What went wrong, in a process with the device."""
+    with fused_in_fp64() if is_fused else nullcontext():
+        return run_layouts(name, only)
+
+
+def run_layouts(name: str, only: str | None) -> list[str]:
+    """What went wrong in a suite's layouts, or in one of them."""
     device, (rows, measure), wrong, done = register(), SUITES[name], [], 0
     for ranks, layout in rows:
         if only is not None and (str(layout) != only or done):
@@ -54,6 +76,12 @@ def run_suite(_world: Any, name: str, only: str | None) -> list[str]:
 @pytest.mark.parametrize("suite", FEW)
 def test_a_layout_equals_one_process_on_a_device(device_process: RankPool, suite: str) -> None:
     assert device_process.run(run_suite, suite, FEW[suite]) == [[]]
+
+
+@pytest.mark.parametrize("layout", [*FUSED, pytest.param(None, marks=pytest.mark.soak)])
+def test_fused_forms_equal_one_process_on_a_device(device_process: RankPool, layout: str | None) -> None:
+    [wrong] = device_process.run(run_suite, "model", layout, True, timeout_s=3000.0)
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.soak

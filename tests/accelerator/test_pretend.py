@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.accelerator.pretend import Bench, Misplaced, is_on_device, on_host, register
@@ -52,6 +53,26 @@ def mixed_devices(_world: Any) -> None:
         with pytest.raises(TypeError, match="numpy"):
             there.numpy()
         assert len(bench.misplaced) == 2
+
+
+def attention(_world: Any) -> None:
+    """One operation each way where it is fused, with the numbers of the host; grouped heads too."""
+    device = register()
+    held = [torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2)]
+    pull = torch.randn(2, 4, 8, 16)
+    for is_causal in (True, False):
+        expected = F.scaled_dot_product_attention(*held, is_causal=is_causal, enable_gqa=True)
+        wanted = torch.autograd.grad(expected, held, pull)
+        for fuses in (True, False):
+            with Bench(fuses_attention=fuses) as bench:
+                there = [each.detach().to(device).requires_grad_() for each in held]
+                pull_there = pull.to(device)
+                bench.clear()
+                out = F.scaled_dot_product_attention(*there, is_causal=is_causal, enable_gqa=True)
+                grads = torch.autograd.grad(out, there, pull_there)
+                assert (bench.operations.total() == 2) == fuses
+                for found, each in zip((out, *grads), (expected, *wanted), strict=True):
+                    assert torch.allclose(on_host(found.detach()), each, atol=1e-5)
 
 
 def _pinned(host: Tensor) -> Tensor:
@@ -118,6 +139,10 @@ def test_memory_is_shared_as_on_a_device(device_process: RankPool) -> None:
 
 def test_tensors_on_both_sides_are_refused(device_process: RankPool) -> None:
     device_process.run(mixed_devices)
+
+
+def test_attention_is_one_operation_where_it_is_fused(device_process: RankPool) -> None:
+    device_process.run(attention)
 
 
 def test_syncs_are_counted(device_process: RankPool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.base.user_hooks import is_users, user_hooks
+from shardwise.base.user_hooks import has_hooks, is_users, user_hooks
 from shardwise.kernels.gated import gated
 
 
@@ -37,3 +37,13 @@ def test_hooks_of_every_kind_are_found_and_those_of_torch_are_not() -> None:
         ("_forward_pre_hooks", before.id),
         ("_backward_hooks", backward.id),
     }
+
+
+def test_a_module_has_hooks_of_its_own_or_those_of_all_modules() -> None:
+    module = nn.Linear(2, 2)
+    assert not has_hooks(module)
+    for register in (module.register_forward_hook, nn.modules.module.register_module_forward_hook):
+        handle = register(mine)
+        assert has_hooks(module)
+        handle.remove()
+        assert not has_hooks(module)

@@ -83,11 +83,24 @@ def test_a_movable_owner_moves() -> None:
     pool.acquire("b", 4, WIDE, movable=True)
     other = pool.acquire("a", 4, WIDE, movable=True)
     assert other is not home
-    assert pool.last_tenant("a") is None
     pool.release("b")
     pool.release("a")
     assert pool.acquire("a", 4, WIDE, movable=True) is other
-    assert pool.last_tenant("a") == "a"
+
+
+def test_ranges_that_holders_leave_zero_are_filled_again_only_if_they_change() -> None:
+    pool = SlotPool(CPU)
+    pool.acquire("a", 4, WIDE)
+    assert pool.change_zeros("a", ((3, 4),))
+    pool.release("a")
+    pool.acquire("b", 4, WIDE)
+    assert not pool.change_zeros("b", ((3, 4),)), "a has left them zero"
+    pool.release("b")
+    pool.acquire("a", 4, WIDE)
+    assert pool.change_zeros("a", ((2, 4),))
+    pool.release("a")
+    pool.acquire("b", 4, WIDE)
+    assert pool.change_zeros("b", ((3, 4),)), "a may have written where b wants zeros"
 
 
 def test_poison() -> None:
@@ -97,4 +110,4 @@ def test_poison() -> None:
     pool.release("a")
     assert memory.isnan().all()
     pool.acquire("a", 4, WIDE)
-    assert pool.last_tenant("a") is None, "the padding is not what the owner left"
+    assert pool.change_zeros("a", ()), "the padding is not what the owner left"

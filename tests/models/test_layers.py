@@ -76,3 +76,20 @@ def test_a_block_adds_its_parts_behind_their_norms() -> None:
     x = drawn(1, 3, 4)
     middle = x + layer(block.attention_norm(x))
     assert torch.allclose(block(x), middle + block.mlp(block.mlp_norm(middle)))
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "forward"])
+def test_a_norm_that_something_watches_is_called(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sum is then computed apart; without hooks a device has one kernel for both."""
+    monkeypatch.setattr("shardwise.models.layers.joins_sum", lambda weight, *addends: True)
+    norm, x = RmsNorm(4, eps=0.1), torch.ones(3, 4)
+    assert norm.joins_sum(x)
+    if hook == "forward":
+        norm.forward = lambda x: x  # type: ignore[method-assign]
+    else:
+        getattr(norm, hook)(lambda *arguments: None)
+    assert not norm.joins_sum(x)
+
+
+def test_a_sum_and_a_norm_stay_apart_on_a_cpu() -> None:
+    assert not RmsNorm(4, eps=0.1).joins_sum(torch.ones(3, 4))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module that hold hooks by number."""
@@ -37,3 +38,9 @@ def user_hooks(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
         for number, hook in list(vars(module).get(kind, {}).items()):
             if is_users(hook):
                 yield kind, number, hook
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a call of ``module`` runs hooks: a user's, this package's or torch's, or hooks of all modules."""
+    own = vars(module)
+    return any(own.get(kind) for kind in HOOKS) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -8,6 +8,11 @@ Autograd's version of the plain formula writes every intermediate; here the two 
 product. 16-bit input is computed in fp32 and rounded once. On a device with Triton it is one kernel forward and two
 backward, with the same roundings and sums in another order; without Triton, torch's own kernel if the dtypes are equal.
 
+    s = x + a,  y = rms_norm(s)          ds = dx of above + the gradient that reaches s by its other use
+
+``rms_norm_of_sum`` computes the sum of a residual block in the launch of the norm behind the sum, and adds the two
+gradients of the residual stream in the launch of the norm's gradient.
+
 Paper: Zhang and Sennrich 2019, arXiv:1910.07467.
 Cost:  saves x and r; backward makes two temporaries of x's size in fp32.
 Shapes: x [..., D], w [D].
@@ -42,6 +47,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return plain_rms_norm(x, weight, eps)
+
+
+def joins_sum(weight: Tensor, *addends: Tensor) -> bool:
+    """Return whether ``rms_norm_of_sum`` takes fewer launches for these addends than a sum and a norm.
+
+    The dtypes must be equal: a mode that chooses dtypes by operation keeps weights in fp32, and treats sum and norm
+    differently.
+    """
+    return (
+        all(each.dtype == weight.dtype and _is_fused(each, weight) for each in addends)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def rms_norm_of_sum(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + added and its ``rms_norm``, by the kernel of a device: twice [..., D].
+
+    Args:
+        x: the residual stream, [..., D]
+        added: the output of a part of the block, [..., D]; None: ``x`` itself is normed, and returned.
+        weight: the norm's weight, [D].
+        eps: the number that is added to the mean square.
+    """
+    found: tuple[Tensor, Tensor] = _SumNormFunction.apply(x, added, weight, eps)
+    return found
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,6 +121,28 @@ def _plain_gradients(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tupl
     return d_x.to(x.dtype).view_as(x), d_weight.to(weight.dtype)
 
 
+class _SumNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if added is None:
+            total = x
+            out, r = _normed(x, weight, eps)
+        else:
+            out, r, total = _normed_sum(x, added, weight, eps)
+        ctx.save_for_backward(total, weight, r)
+        ctx.adds = added is not None  # type: ignore[attr-defined]
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        total, weight, r = ctx.saved_tensors  # type: ignore[attr-defined]
+        d_total, d_weight = _sum_gradients(grads[1], total, weight, r, grads[0])
+        return d_total, d_total if ctx.adds else None, d_weight, None  # type: ignore[attr-defined]
+
+
 @device_operation(
     "rms_normed(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)),
@@ -100,8 +152,26 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return _plain_normed(x, weight, eps)
     from shardwise.kernels.fused import rms_norm as kernels
 
-    out, r = kernels.normed(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), eps)
+    out, r, _ = kernels.normed(_rows(x), weight.contiguous(), eps)
     return out.view(x.shape), r.view(*x.shape[:-1], 1)
+
+
+@device_operation(
+    "rms_normed_sum(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    lambda x, added, weight, eps: (
+        x.new_empty(x.shape),
+        x.new_empty(*x.shape[:-1], 1, dtype=torch.float32),
+        x.new_empty(x.shape),
+    ),
+)
+def _normed_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    if not fused(x, added, weight):
+        total = x + added
+        return *_plain_normed(total, weight, eps), total
+    from shardwise.kernels.fused import rms_norm as kernels
+
+    out, r, total = kernels.normed(_rows(x), weight.contiguous(), eps, _rows(added))
+    return out.view(x.shape), r.view(*x.shape[:-1], 1), total.view(x.shape)
 
 
 @device_operation(
@@ -113,6 +183,25 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tens
         return _plain_gradients(grad, x, weight, r)
     from shardwise.kernels.fused import rms_norm as kernels
 
-    rows, held = (t.reshape(-1, x.shape[-1]).contiguous() for t in (x, grad))
-    d_x, d_weight = kernels.gradients(held, rows, weight.contiguous(), r)
+    d_x, d_weight = kernels.gradients(_rows(grad), _rows(x), weight.contiguous(), r)
     return d_x.view(x.shape), d_weight
+
+
+@device_operation(
+    "rms_norm_sum_gradients(Tensor grad, Tensor total, Tensor weight, Tensor r, Tensor further) -> (Tensor, Tensor)",
+    lambda grad, total, weight, r, further: (total.new_empty(total.shape), weight.new_empty(weight.shape)),
+)
+def _sum_gradients(
+    grad: Tensor, total: Tensor, weight: Tensor, r: Tensor, further: Tensor
+) -> tuple[Tensor, Tensor]:
+    if not fused(grad, total, weight, further):
+        d_total, d_weight = _plain_gradients(grad, total, weight, r)
+        return d_total.add_(further), d_weight
+    from shardwise.kernels.fused import rms_norm as kernels
+
+    d_total, d_weight = kernels.gradients(_rows(grad), _rows(total), weight.contiguous(), r, _rows(further))
+    return d_total.view(total.shape), d_weight
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()

@@ -7,17 +7,19 @@
 so that query · key depends on the distance only. The pairs are (j, j + K/2), as in published weights.
 The backward pass is the rotation by the opposite angle: nothing of the input is saved. Cosine and sine are rounded to
 the input's dtype. On a device with Triton it is one kernel, which adds in fp32 and rounds once; the plain form rounds
-each product.
+each product. ``split_heads`` cuts a fused product into queries, keys and values and turns the first two; on a device
+with Triton that is one kernel each way.
 
 ``scaling`` is LLaMA 3.1's change of the angles for contexts beyond the one trained on: frequencies that turn less
 than ``low`` times over the original context slow down by ``factor``, those above ``high`` stay, and the change is
 linear between them.
 
 Papers: Su et al. 2021, arXiv:2104.09864; Dubey et al. 2024, arXiv:2407.21783.
-Shapes: B batch, H heads, T sequence, K head size.
+Shapes: B batch, H heads, N key and value heads, T sequence, K head size.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -97,6 +99,32 @@ def plain_rotate(x: Tensor, at: RotaryAngles) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def split_heads(
+    x: Tensor, counts: Sequence[int], size: int, at: RotaryAngles | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values of a fused product, with queries and keys turned.
+
+    Args:
+        x: the product, [B, T, (H + 2N)K].
+        counts: numbers of heads: (H, N, N).
+        size: features of a head, K.
+        at: angles of the T positions; None: nothing is turned, and the results are views of ``x``.
+
+    Returns:
+        [B, H, T, K], [B, N, T, K] and [B, N, T, K].
+    """
+    heads = x.unflatten(-1, (-1, size))  # [B, T, H + 2N, K]
+    if at is not None and fused(x) and not torch.compiler.is_compiling():
+        found: tuple[Tensor, Tensor, Tensor] = _DeviceSplit.apply(heads, at.cos, at.sin, counts[0])
+        return found
+    # Cut before the transposition, or the backward pass would copy the joined gradient once more.
+    q, k, v = (each.transpose(1, 2) for each in heads.split(list(counts), 2))
+    if at is None:
+        return q, k, v
+    # Without contiguous(), v would be a view, and the backward pass would keep the whole fused output alive.
+    return rotate(q, at), rotate(k, at), v.contiguous()
+
+
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     a, b = x.chunk(2, -1)
@@ -144,5 +172,59 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         return _turn(x, cos, -sin if inverse else sin)
     from shardwise.kernels.fused import rotary as kernels
 
-    dense = x if x.stride(-1) == 1 else x.contiguous()
-    return kernels.turned(dense, cos.contiguous(), sin.contiguous(), inverse)
+    return kernels.turned(_dense(x), cos.contiguous(), sin.contiguous(), inverse)
+
+
+class _DeviceSplit(torch.autograd.Function):
+    """``split_heads`` on a device, by one fused kernel each way."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, heads: Tensor, cos: Tensor, sin: Tensor, queries: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        found: tuple[Tensor, Tensor, Tensor] = _split(heads, cos, sin, queries)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _join(*grads, *ctx.saved_tensors), None, None, None  # type: ignore[attr-defined]
+
+
+def _empty_heads(heads: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
+    batch, places, count, size = heads.shape
+    keys = (count - queries) // 2
+    return tuple(heads.new_empty(batch, each, places, size) for each in (queries, keys, keys))
+
+
+@device_operation(
+    "split_heads(Tensor heads, Tensor cos, Tensor sin, int queries) -> (Tensor, Tensor, Tensor)", _empty_heads
+)
+def _split(heads: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    if not fused(heads):
+        cos, sin, keys = cos.to(heads.dtype), sin.to(heads.dtype), (heads.shape[2] - queries) // 2
+        q, k, v = (each.transpose(1, 2) for each in heads.split([queries, keys, keys], 2))
+        return _turn(q, cos, sin), _turn(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+    from shardwise.kernels.fused import rotary as kernels
+
+    return kernels.split(_dense(heads), cos.contiguous(), sin.contiguous(), queries)
+
+
+@device_operation(
+    "join_heads(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin) -> Tensor",
+    lambda q, k, v, cos, sin: q.new_empty(
+        q.shape[0], q.shape[2], q.shape[1] + k.shape[1] + v.shape[1], q.shape[3]
+    ),
+)
+def _join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if not fused(q, k, v):
+        cos, back = cos.to(q.dtype), -sin.to(q.dtype)
+        return torch.cat([each.transpose(1, 2) for each in (_turn(q, cos, back), _turn(k, cos, back), v)], 2)
+    from shardwise.kernels.fused import rotary as kernels
+
+    return kernels.join(_dense(q), _dense(k), _dense(v), cos.contiguous(), sin.contiguous())
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

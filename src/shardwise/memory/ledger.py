@@ -15,6 +15,7 @@ Code that makes memory that outlives one operation records that memory in the le
     gradients       the buffers of their sums                        from the first gradient of a step to its end
     gathered        slots of unsharded weights                       as long as the engine; made in the first pass
     staging         slots that a pass's gradients arrive in          as long as the engine; made in the first pass
+                    on an accelerator, small gradients before that   until the Unit's last gradient
     host            state of Units in host memory (offload)          as long as the engine
     disk            state of Units in files (offload)                as long as the engine
     activations     tensors that autograd saves in blocks, in host   as long as the engine; grows: the most at once

@@ -24,8 +24,8 @@ from shardwise.memory.direct_io import aligned_empty
 class _PoolSlot:
     memory: Tensor
     holder: Hashable | None
-    tenant: Hashable | None = None
-    """The last holder, whose padding lies in the memory."""
+    zeros: tuple[tuple[int, int], ...] | None = None
+    """The ranges [start, stop) that holders leave zero, or None if the memory is poisoned."""
 
 
 class SlotPool:
@@ -81,17 +81,24 @@ class SlotPool:
         """Release the owner's slot."""
         slot = self._home[owner]
         assert slot.holder == owner, f"slot of {owner} is held by {slot.holder}"
-        slot.holder, slot.tenant = None, owner
+        slot.holder = None
         row = self._slots[slot.memory.numel(), slot.memory.dtype]
         row.remove(slot)
         row.append(slot)  # least recently released first
         if self._poison and slot.memory.dtype.is_floating_point:
             slot.memory.fill_(float("nan"))
-            slot.tenant = None
+            slot.zeros = None
 
-    def last_tenant(self, owner: Hashable) -> Hashable | None:
-        """Return the holder before this one in the owner's slot, or None if the memory is new or poisoned."""
-        return self._home[owner].tenant
+    def change_zeros(self, owner: Hashable, zeros: tuple[tuple[int, int], ...]) -> bool:
+        """Return True if the owner must fill ranges of its slot with zeros, because earlier holders did not.
+
+        Args:
+            owner: Name of the owner, which holds its slot and writes into none of the ranges.
+            zeros: The ranges [start, stop) that are to be zero.
+        """
+        slot = self._home[owner]
+        before, slot.zeros = slot.zeros, zeros
+        return before != zeros
 
     def empty(self) -> None:
         """Release all memory; later owners get new memory.

@@ -14,11 +14,12 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.base.user_hooks import has_hooks
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.gated import gated
 from shardwise.kernels.head_loss import LossTile, head_loss
-from shardwise.kernels.rms_norm import rms_norm
-from shardwise.kernels.rotary import RotaryAngles, rotate
+from shardwise.kernels.rms_norm import joins_sum, rms_norm, rms_norm_of_sum
+from shardwise.kernels.rotary import RotaryAngles, split_heads
 from shardwise.models.cache import LayerCache
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy
@@ -55,6 +56,15 @@ class RmsNorm(nn.RMSNorm):
         """Return ``x`` [..., D] divided by its root mean square and multiplied by the weight."""
         return rms_norm(x, self.weight, self.eps or 0.0)
 
+    def joins_sum(self, *addends: Tensor) -> bool:
+        """Return whether ``of_sum`` takes fewer launches for these tensors, and nothing must see the norm called."""
+        is_plain = type(self) is RmsNorm and "forward" not in vars(self) and not has_hooks(self)
+        return is_plain and joins_sum(self.weight, *addends)
+
+    def of_sum(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return ``x`` + ``added`` and its norm, twice [..., D]; without ``added``, ``x`` and its norm."""
+        return rms_norm_of_sum(x, added, self.weight, self.eps or 0.0)
+
 
 class Attention(nn.Module):
     """Causal self-attention; positions are rotations if the block gets angles."""
@@ -85,11 +95,7 @@ class Attention(nn.Module):
             at: Rotary angles of the positions; None: no rotation.
             cache: Keys and values of earlier tokens, to which those of ``x`` are appended.
         """
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H + 2N, T, K]
-        q, k, v = heads.split(self.head_counts, 1)
-        if at is not None:
-            # Without contiguous(), v would be a view, and the backward pass would keep the whole fused output alive.
-            q, k, v = rotate(q, at), rotate(k, at), v.contiguous()
+        q, k, v = split_heads(self.qkv(x), self.head_counts, self.head_size, at)
         if cache is not None:
             k, v = cache.extend(k, v)
         mixed = self.attention(q, k, v)  # [B, H, T, K]
@@ -168,6 +174,15 @@ class TransformerBlock(nn.Module):
             cache: Keys and values of earlier tokens.
             labels: [B], the number of labels of each sequence, by which experts are balanced.
         """
-        x = x + self.attention(self.attention_norm(x), at, cache)
-        y = self.mlp_norm(x)
+        x, y = _sum_and_norm(self.attention_norm, x)
+        x, y = _sum_and_norm(self.mlp_norm, x, self.attention(y, at, cache))
         return x + (self.mlp(y, labels=labels) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y))
+
+
+def _sum_and_norm(norm: nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return ``x`` + ``added`` and its norm, in one launch where a kernel serves the device."""
+    addends = (x,) if added is None else (x, added)
+    if isinstance(norm, RmsNorm) and norm.joins_sum(*addends):
+        return norm.of_sum(x, added)
+    total = x if added is None else x + added
+    return total, norm(total)

@@ -25,9 +25,11 @@ def square_sum(flat: Tensor) -> Tensor:
     if flat.dtype == torch.float64:
         return flat.dot(flat)
     rows = flat.numel() // _ROW * _ROW
-    norms = torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1, dtype=torch.float32).double()
     rest = flat[rows:].double()
-    return norms.dot(norms) + rest.dot(rest)
+    if not rows:
+        return rest.dot(rest)
+    norms = torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1, dtype=torch.float32).double()
+    return norms.dot(norms) + rest.dot(rest) if len(rest) else norms.dot(norms)
 
 
 def share(flat: Tensor, index: int, count: int) -> Tensor:

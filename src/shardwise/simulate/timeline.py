@@ -9,6 +9,7 @@
     leaving                      gradients that a disk has not stored yet, the most at once
     kept                         what F leaves for B, of all microbatches in flight     (passes.py)
     received                     in a pipeline, the results of RECV, until their backward pass is over
+    waiting                      on a device, small gradients of the running Unit until one launch copies all of them
     at work                      temporary memory of the running Unit
     process                      memory from before the engine
 
@@ -31,6 +32,7 @@ from shardwise.compose.plan import PlanPolicies
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.slots import SlotPool
 from shardwise.parallel.zero.cost import widths_of
+from shardwise.parallel.zero.waiting import most_waiting_bytes
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import BucketBuffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
@@ -275,12 +277,22 @@ class _WalkedStep:
             **{row: pool.bytes for row, pool in self._slots.items()},
             "kept": passed.batch_bytes + here,
             "received": sum(self._received.values()),
+            "waiting": self._waiting_bytes(action),
             "at work": share.rise_bytes,
         }
         moment = MemoryPoint(action, unit.title, {row: size for row, size in held.items() if size})
         if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
             self.peak = moment
         self.blocks.behind(kind, name, action.microbatch, share.net_bytes)
+
+    def _waiting_bytes(self, action: Action) -> int:
+        if action.kind is not Kind.B or "host" in self._near:
+            return 0
+        trained = [bucket for _, bucket, rows in self._buckets(action.unit) if "grad" in rows]
+        return sum(
+            most_waiting_bytes(slot.elements * bucket.key.dtype.itemsize for slot in bucket.slots)
+            for bucket in trained
+        )
 
     def _offload(self, action: Action) -> None:
         self.blocks.offload(self.ranks.units[action.unit].name)

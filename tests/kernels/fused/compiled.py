@@ -21,8 +21,8 @@ from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.dropout import EqualPart, MaskKey, keyed_dropout
 from shardwise.kernels.gated import gated
-from shardwise.kernels.rms_norm import rms_norm
-from shardwise.kernels.rotary import angles, rotate
+from shardwise.kernels.rms_norm import rms_norm, rms_norm_of_sum
+from shardwise.kernels.rotary import angles, rotate, split_heads
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_rules import Adagrad, Adam, Ftrl, Momentum, RowwiseAdagrad, Sgd
@@ -36,12 +36,18 @@ def dropout(dtype: torch.dtype) -> None:
 
 def norm(dtype: torch.dtype) -> None:
     x = torch.zeros(3, 40, dtype=dtype, requires_grad=True)
-    rms_norm(x, torch.zeros(40, dtype=dtype, requires_grad=True), 1e-5).sum().backward()
+    weight = torch.zeros(40, dtype=dtype, requires_grad=True)
+    rms_norm(x, weight, 1e-5).sum().backward()
+    total, out = rms_norm_of_sum(x, x, weight, 1e-5)
+    (total + out).sum().backward()
 
 
 def rotary(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 3, 5, 16, dtype=dtype, requires_grad=True)
-    rotate(x, angles(0, 5, 16, 1e4, x.device)).sum().backward()
+    at = angles(0, 5, 16, 1e4, x.device)
+    rotate(x, at).sum().backward()
+    product = torch.zeros(2, 5, 4 * 16, dtype=dtype, requires_grad=True)
+    torch.stack(split_heads(product, (2, 1, 1), 16, at)[1:]).sum().backward()
 
 
 def gate(dtype: torch.dtype) -> None:

@@ -58,6 +58,7 @@ _ROWS = {
     "brought": "shards of weights from another tier",
     "staging": "gradients before they are reduced",
     "reducing": "what exchanges of gradients receive into",
+    "waiting": "small gradients until one launch copies all of a Unit",
     "loaded": "state on its way from and to a disk",
     "leaving": "gradients on their way to a disk",
     OUTSIDE_ROW: "outside torch: context, cuBLAS, NCCL (estimate)",

@@ -18,8 +18,9 @@
 
 [Note: accumulation]
 Autograd passes each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
-reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. Ranges without a gradient are zeroed just
-before the reduction. From the end of the backward pass to the step ``p.grad`` holds a sentinel that cannot be read
+reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. On an accelerator small gradients wait for
+the last gradient of their Unit and are copied together (``waiting``). Ranges without a gradient are zeroed just before
+the reduction. From the end of the backward pass to the step ``p.grad`` holds a sentinel that cannot be read
 (``taken``).
 
 [Note: further backward passes]
@@ -60,6 +61,7 @@ from shardwise.comm.collectives import DONE, Group, PendingCollective
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.parallel.zero.views import ParameterViews
+from shardwise.parallel.zero.waiting import WaitingGradients
 from shardwise.plan.unit import Bucket
 from shardwise.precision.policy import BucketDtypes
 from shardwise.tiers.tier import TierState
@@ -130,8 +132,8 @@ class Gradient:
         self._staging: Tensor | None = None
         self._into: list[Tensor] | None = None
         """Views of the staging memory, or of the buffer, by parameter."""
-        self._has_come = [False] * len(views.parameters)
-        """For each parameter, whether its gradient lies in the staging memory."""
+        self._waiting = WaitingGradients(len(views.parameters))
+        around.ledger.take("staging", f"{what}: gradients that wait", lambda: self._waiting.nbytes)
         self._reducing: PendingCollective = DONE
         self._marks = [
             TakenGradient(nothing, slot.name)
@@ -175,8 +177,8 @@ class Gradient:
             self._buffer = self._around.gradient_memory.take(self.what, self.elements, self.dtypes.grad)
         else:
             self._buffer = torch.empty(self.elements, dtype=self.dtypes.grad, device=self._around.device)
-        for start, stop in () if self._around.strategy.cuts_grad else self.layout.gaps:
-            self._buffer[start:stop] = 0
+        if not self._around.strategy.cuts_grad:
+            _zero([self._buffer[start:stop] for start, stop in self.layout.gaps])
         if self._home is None or not self._home.has_gradient:
             return lambda: None
         self._home.has_gradient = False
@@ -227,17 +229,17 @@ class Gradient:
         if self._into is None:
             self._open()
         assert self._into is not None, "the staging memory was just opened"
-        view = self._into[index]
-        first = not self._has_come[index]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
+        first = self._waiting.put(index, self._into[index], grad)
         if first:
-            view.copy_(grad)
-            self._has_come[index] = self.used[index] = True
-        else:
-            view.add_(grad)
+            self.used[index] = True
         parameter.grad = None
         return first
+
+    def flush(self) -> None:
+        """Copy the gradients that wait into the buffer. See [Note: accumulation]."""
+        self._waiting.flush()
 
     def mark(self) -> None:
         """Put a sentinel that cannot be read into ``p.grad`` of every parameter with a gradient since the last step."""
@@ -290,14 +292,13 @@ class Gradient:
         if self._is_staged:
             pool = self._around.gradients
             self._staging = pool.acquire(self.what, self.layout.elements, self._wire_dtype, movable=True)
-            if pool.last_tenant(self.what) != self.what:
-                for start, stop in self.layout.gaps:
-                    self._staging[start:stop] = 0
+            if pool.change_zeros(self.what, self.layout.gaps):
+                _zero([self._staging[start:stop] for start, stop in self.layout.gaps])
             self._into = self.views.of(self._staging)
         else:
             self._staging = self.buffer
             self._into = self.views.fresh(self.buffer)
-            self._has_come = [is_further] * len(self._has_come)
+            self._waiting.has_come = [is_further] * len(self.used)
 
     def _become_addend(self) -> None:
         """Turn a reduced sum into an addend again. See [Note: further backward passes]."""
@@ -347,9 +348,9 @@ class Gradient:
         if self._into is None:
             self._open()
         assert self._into is not None and self._staging is not None, "the staging memory was just opened"
-        for view, has_come in zip(self._into, self._has_come, strict=True):
-            if not has_come:
-                view.zero_()
+        self._waiting.flush()
+        come = self._waiting.has_come
+        _zero([view for view, has_come in zip(self._into, come, strict=True) if not has_come])
         strategy, around, full = self._around.strategy, self._around, self._staging
         self._reducing.wait()  # the buffer may still be filled from its tier, and the reduction adds to it
         if strategy.cuts_grad:
@@ -402,6 +403,7 @@ class Gradient:
         """Drop all gradients, after the step or after an error; the next gradient begins a new sum."""
         self._reducing.wait()  # a reduction under way would go on writing into the buffer
         self._reducing = DONE
+        self._waiting.drop()
         if self._leaves_slot:
             self._around.gradients.release(self.what)
         if self._staging is not None and self._staging is not self._buffer:
@@ -421,7 +423,7 @@ class Gradient:
 
     def _close(self) -> None:
         self._staging = self._into = None
-        self._has_come = [False] * len(self._has_come)
+        self._waiting.has_come = [False] * len(self.used)
 
     def _scatter(self, full: Tensor, owned: Tensor) -> PendingCollective:
         return self._reduce_scatter(owned, full.to(self.dtypes.reduce))
@@ -448,3 +450,12 @@ class Gradient:
             flat.copy_(wire)
 
         return PendingCollective(finish)
+
+
+def _zero(views: list[Tensor]) -> None:
+    """Fill tensors of one device with zeros; on an accelerator in one launch."""
+    if views and views[0].device.type != "cpu":
+        torch._foreach_zero_(views)
+        return
+    for view in views:
+        view.zero_()

@@ -108,6 +108,11 @@ class UnitState:
         for bucket in self.buckets:
             bucket.weight.finish_unshard()
 
+    def flush(self) -> None:
+        """Copy the gradients that wait into the buffers of all buckets."""
+        for bucket in self.buckets:
+            bucket.gradient.flush()
+
     @property
     def is_in_backward(self) -> bool:
         """True while the Unit's backward window is open."""
@@ -428,6 +433,8 @@ class UnitWindows:
 
     def end_backward(self) -> None:
         """End one of the step's own backward passes: stop holding Units, and let the next pass add to the gradients."""
+        for state in self.states:
+            state.flush()
         self._is_held = False
         self.adds_up = True
 
