@@ -352,7 +352,10 @@ def _grouped(
         own = policies.precision.dtypes(name, entry.dtype)
         tie = name if entry.trained and len(registry.get("parameter", name).stages) > 1 else ""
         group = policies.group_of(name) if entry.trained else 0
-        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, spec.state_axes(name))
+        axes = spec.state_axes(name)
+        is_cut = layout.strategy_of(policies.zero, registry.mesh, axes).cuts_weight
+        gathered = policies.precision.gather_dtype(name) if is_cut else None
+        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, axes, gathered)
         groups.setdefault(key, []).append(name)
         dtypes[key] = own
     return [(key, dtypes[key], members) for key, members in groups.items()]
@@ -414,6 +417,18 @@ def _notes(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[str, ..
     if tied:
         notes.append(
             f"tied: {', '.join(tied[:4])}{' ...' if len(tied) > 4 else ''} share another parameter's slot"
+        )
+    in_fp8 = policies.precision.fp8_layers
+    if in_fp8:
+        gathers = (
+            zero.stage == 3
+            and mesh.dp_shard > 1
+            and any(policies.precision.gather_dtype(f"{name}.weight") for name in in_fp8)
+        )
+        notes.append(
+            f"{counted(len(in_fp8), 'linear layer')} multiply in fp8: {', '.join(in_fp8[:4])}"
+            f"{' ...' if len(in_fp8) > 4 else ''}"
+            + (", and their weights are gathered in fp8" if gathers else "")
         )
     if (
         zero.stage in (1, 2)
