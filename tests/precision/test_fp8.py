@@ -126,7 +126,8 @@ def figures(world: World, precision: dict[str, Any], layout: dict[str, Any]) -> 
     end = engine._training.step
 
     def with_gradients() -> Any:
-        gradients.update(engine.gradients())
+        if engine._parts.accumulation.is_complete:
+            gradients.update(engine.gradients())
         return end()
 
     with patch.object(engine._training, "step", with_gradients):

@@ -25,8 +25,10 @@ from shardwise.precision.fp8 import Float8Products, largest_over
 class ScaledWeight(Protocol):
     """The weight of a bucket that is gathered in fp8."""
 
-    changes: int
-    """Number of changes of the weight's values so far."""
+    @property
+    def changes(self) -> int:
+        """Number of changes of the weight's values so far."""
+        ...
 
     def shard_pieces(self) -> list[Tensor | None]:
         """Return this rank's part of each parameter; None for a parameter of which the rank has no part."""
@@ -55,12 +57,12 @@ class WeightScales:
         """Scales [S]; None if weights have changed since."""
         self._none = torch.zeros((), device=device)
 
-    def add(self, weight: ScaledWeight, count: int) -> slice:
-        """Register the weight of a bucket of ``count`` parameters, and return the range of its scales."""
+    def add(self, weight: ScaledWeight, count: int) -> "BucketScales":
+        """Register the weight of a bucket of ``count`` parameters, and return its scales."""
         own = slice(self._count, self._count + count)
         self._weights.append(weight)
         self._count = own.stop
-        return own
+        return BucketScales(self, own)
 
     def forget(self) -> None:
         """Drop the scales, because weights have changed."""
@@ -84,6 +86,34 @@ class WeightScales:
         pieces = [piece for weight in self._weights for piece in weight.shard_pieces()]
         norms = iter(torch._foreach_norm([piece for piece in pieces if piece is not None], math.inf))
         return torch.stack([self._none if piece is None else next(norms).float() for piece in pieces])
+
+
+class BucketScales:
+    """The scales of one bucket.
+
+    Args:
+        of_rank: The scales of all weights of the rank.
+        own: The bucket's range of them.
+    """
+
+    def __init__(self, of_rank: WeightScales, own: slice) -> None:
+        self._of_rank = of_rank
+        self._own = own
+        self.changes = 0
+        """Number of changes of the weight's values so far."""
+
+    def agree(self) -> Tensor:
+        """Return the scale of each parameter of the bucket. Collective if weights of the rank have changed."""
+        return self._of_rank.agree()[self._own]
+
+    def forget(self) -> None:
+        """Drop the scales, because the weight has changed."""
+        self.changes += 1
+        self._of_rank.forget()
+
+    def numbers(self, piece: Tensor, scale: Tensor) -> Tensor:
+        """Return a piece of a weight in fp8."""
+        return self._of_rank.numbers(piece, scale)
 
 
 class GatheredWeight:

@@ -108,8 +108,6 @@ class Weight:
         self.views = views
         self.what = what
         self.state = _SUMMONED
-        self.has_window = around.strategy.has_windows
-        """True if the parameters show the weight only inside its Unit's windows."""
         self._around = around
         strategy = around.strategy
         piece = layout.shard_elements
@@ -143,11 +141,19 @@ class Weight:
         """An update on another tier that has run since the step."""
         self._shown: dict[int, SummonedView] = {}
         """Parameters that show memory outside the engine, by index in the bucket."""
-        self.changes = 0
-        """Number of changes of the weight's values so far."""
-        self._scales = around.scales if layout.key.gather_dtype is not None else None
-        """The scales of weights that are gathered in fp8; None for a weight of another dtype."""
-        self._own_scales = slice(0, 0) if self._scales is None else self._scales.add(self, len(layout.slots))
+        of_rank = around.scales if layout.key.gather_dtype is not None else None
+        self._scales = None if of_rank is None else of_rank.add(self, len(layout.slots))
+        """The scales of a weight that is gathered in fp8; None for any other."""
+
+    @property
+    def has_window(self) -> bool:
+        """True if the parameters show the weight only inside its Unit's windows."""
+        return self._around.strategy.has_windows
+
+    @property
+    def changes(self) -> int:
+        """Number of changes so far of the values of a weight that is gathered in fp8."""
+        return 0 if self._scales is None else self._scales.changes
 
     @property
     def shares_master(self) -> bool:
@@ -264,7 +270,7 @@ class Weight:
         held, around = self._held, self._around
         if held is None:
             self.finish_update()
-        scales = None if self._scales is None else self._scales.agree()[self._own_scales]
+        scales = None if self._scales is None else self._scales.agree()
         self._full = around.weights.acquire(self.what, self.layout.elements, self.layout.key.gathered_dtype)
         # Enter the state before the collective, which may fail: else ``reshard`` would not release the slot.
         self._enter(_GATHERING)
@@ -312,7 +318,7 @@ class Weight:
                 "which gathers it, or name one Unit around what belongs together (zero.units)"
             )
         numbers = self._full[slot.offset : slot.offset + slot.elements].view(slot.shape)
-        return numbers, self._scales.agree()[self._own_scales][place]
+        return numbers, self._scales.agree()[place]
 
     def _come_from(self, held: TierState, full: Tensor) -> PendingCollective:
         """Begin to fill ``full`` from the tier that holds the weight.
@@ -741,7 +747,6 @@ class Weight:
 
     def renew(self) -> None:
         """Invalidate what autograd saved of the parameters, because their values have changed."""
-        self.changes += 1
         if self._scales is not None:
             self._scales.forget()
         self.views.renew(is_shown=self._full is not None and self._scales is None)
