@@ -74,6 +74,21 @@ class PlanPolicies(NamedTuple):
     blocks: Collection[str] = ()
     """Names of the blocks whose saved tensors may move."""
 
+    def gather_dtype(self, name: str, axes: StateAxes, mesh: Mesh) -> torch.dtype | None:
+        """Return the dtype in which a parameter is gathered, if that is not its compute dtype, else None.
+
+        A weight is gathered in fp8 if it is cut and all state lies on the device, because the ranks agree on the scales
+        of all weights at once, and an update on another tier runs beside the next step.
+
+        Args:
+            name: Name of the parameter.
+            axes: Axes of its state.
+            mesh: The mesh.
+        """
+        is_cut = layout.strategy_of(self.zero, mesh, axes).cuts_weight
+        stays = self.offload.optimizer == self.offload.parameters == "device"
+        return self.precision.gather_dtype(name) if is_cut and stays else None
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -353,8 +368,7 @@ def _grouped(
         tie = name if entry.trained and len(registry.get("parameter", name).stages) > 1 else ""
         group = policies.group_of(name) if entry.trained else 0
         axes = spec.state_axes(name)
-        is_cut = layout.strategy_of(policies.zero, registry.mesh, axes).cuts_weight
-        gathered = policies.precision.gather_dtype(name) if is_cut else None
+        gathered = policies.gather_dtype(name, axes, registry.mesh)
         key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, axes, gathered)
         groups.setdefault(key, []).append(name)
         dtypes[key] = own
@@ -420,11 +434,7 @@ def _notes(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[str, ..
         )
     in_fp8 = policies.precision.fp8_layers
     if in_fp8:
-        gathers = (
-            zero.stage == 3
-            and mesh.dp_shard > 1
-            and any(policies.precision.gather_dtype(f"{name}.weight") for name in in_fp8)
-        )
+        gathers = policies.gather_dtype(f"{in_fp8[0]}.weight", DENSE, mesh) is not None
         notes.append(
             f"{counted(len(in_fp8), 'linear layer')} multiply in fp8: {', '.join(in_fp8[:4])}"
             f"{' ...' if len(in_fp8) > 4 else ''}"

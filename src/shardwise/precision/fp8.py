@@ -196,9 +196,6 @@ class Float8Products:
         self._hold = Float8TrainingTensor
         self._multiply = matmul_with_hp_or_float8_args.apply
 
-    def __deepcopy__(self, memo: Any) -> "Float8Products":
-        return self
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b as torchao's ``Float8Linear`` does.
 

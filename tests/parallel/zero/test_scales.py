@@ -1,6 +1,5 @@
 """The scales of weights that are gathered in fp8: of shards, of padding, of changed weights."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group, StepClock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
-from shardwise.parallel.zero.scales import GatheredWeight, WeightScales
+from shardwise.parallel.zero.scales import WeightScales
 from shardwise.plan.mesh import Mesh
 from shardwise.precision.fp8 import Float8Products, largest_over
 from shardwise.precision.policy import PrecisionPolicy
@@ -80,5 +79,5 @@ def test_ranks_agree_on_the_largest_of_their_pieces(ranks: Any) -> None:
     assert ranks(2).run(of_two_ranks) == [[3.0, 5.0]] * 2
 
 
-def test_a_copy_of_a_model_has_no_source() -> None:
-    assert copy.deepcopy(GatheredWeight(Held(), 0)) is None
+def test_without_weights_nothing_is_agreed() -> None:
+    assert scales_of(Group.alone("dp_shard")).agree().numel() == 0

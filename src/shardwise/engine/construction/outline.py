@@ -108,8 +108,8 @@ def outline_of(
 def with_fp8_layers(settings: RunConfig, model: nn.Module, spec: ModelSpec) -> RunConfig:
     """Return the configuration with the names of the layers that compute in fp8.
 
-    Cut weights are gathered in fp8 if all their state lies on the device, because the ranks agree on all scales at
-    once, and if blocks are not compiled, because a compiler cannot trace the layers that read such weights.
+    Cut weights may be gathered in fp8 if blocks are not compiled, because a compiler cannot trace the layers that read
+    such weights.
 
     Args:
         settings: The resolved configuration.
@@ -122,12 +122,7 @@ def with_fp8_layers(settings: RunConfig, model: nn.Module, spec: ModelSpec) -> R
     policy = settings.precision
     if policy.linear is None:
         return settings
-    offload = settings.offload
-    gathers = (
-        policy.fp8_recipe == "tensorwise"
-        and settings.compile.scope == "none"
-        and offload.optimizer == offload.parameters == "device"
-    )
+    gathers = policy.fp8_recipe == "tensorwise" and settings.compile.scope == "none"
     names = fp8_layers(model, spec.units, policy)
     return settings.model_copy(update={"precision": policy.with_fp8(names, gathers)})
 

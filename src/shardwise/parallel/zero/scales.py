@@ -13,7 +13,7 @@ Shapes: S weights of the rank.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +84,8 @@ class WeightScales:
     def _largest(self) -> Tensor:
         """Return the largest absolute value of this rank's part of each weight [S]; 0 where the rank has no part."""
         pieces = [piece for weight in self._weights for piece in weight.shard_pieces()]
+        if not pieces:
+            return self._none.new_zeros(0)
         norms = iter(torch._foreach_norm([piece for piece in pieces if piece is not None], math.inf))
         return torch.stack([self._none if piece is None else next(norms).float() for piece in pieces])
 
@@ -136,6 +138,3 @@ class GatheredWeight:
     def current(self) -> tuple[Tensor, Tensor]:
         """Return the numbers in e4m3 and their scale, which must be in memory now."""
         return self._weight.numbers_of(self._place)
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """Return None: a copy of the model belongs to no engine, and reads its own parameters."""
