@@ -265,9 +265,8 @@ class _CutProduct(torch.autograd.Function):
         ctx.dtype, ctx.changes = x.dtype, None if source is None else source.changes
         rows = x.reshape(-1, x.shape[-1])
         largest = torch.stack([_largest(rows), *([_largest(weight)] if source is None else [])])
-        if cuts == "inputs" or (
-            cuts and source is None
-        ):  # the input of a column layer is the same on all ranks
+        # The input of a column layer is the same on all ranks, and a gathered weight has its scale already.
+        if cuts == "inputs" or (cuts and source is None):
             largest = _largest_of(largest, group, what)
         scales = products.scale_of(largest, products.number_format)
         kept = products.cast(rows, products.roles.INPUT, scales[0])
