@@ -435,11 +435,10 @@ def _notes(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[str, ..
     in_fp8 = policies.precision.fp8_layers
     if in_fp8:
         gathers = policies.gather_dtype(f"{in_fp8[0]}.weight", DENSE, mesh) is not None
-        notes.append(
-            f"{counted(len(in_fp8), 'linear layer')} multiply in fp8: {', '.join(in_fp8[:4])}"
-            f"{' ...' if len(in_fp8) > 4 else ''}"
-            + (", and their weights are gathered in fp8" if gathers else "")
-        )
+        verb, more = "multiply" if len(in_fp8) > 1 else "multiplies", " ..." if len(in_fp8) > 4 else ""
+        travel = ", and their weights are gathered in fp8" if gathers else ""
+        layers = counted(len(in_fp8), "linear layer")
+        notes.append(f"{layers} {verb} in fp8: {', '.join(in_fp8[:4])}{more}{travel}")
     if (
         zero.stage in (1, 2)
         and mesh.dp_shard > 1
