@@ -107,11 +107,12 @@ def plan(
     weights_too: bool = False,
     delayed: bool = False,
     saves: bool = False,
+    in_fp8: Sequence[str] = (),
     **zero: object,
 ) -> Plan:
     """Of the model above; ``on_disk``: share of Units whose state is there, and with ``weights_too`` their weights;
-    ``delayed``: with updates that count one step late; ``saves``: what blocks save waits in host memory; ``zero``:
-    further keys of ZeroPolicy."""
+    ``delayed``: with updates that count one step late; ``saves``: what blocks save waits in host memory; ``in_fp8``:
+    layers whose weights are gathered in fp8; ``zero``: further keys of ZeroPolicy."""
     disk = {"optimizer": "disk", "disk_path": "/", "fraction": on_disk} if on_disk else {}
     disk |= {"parameters": "disk"} if weights_too else {}
     disk |= {"step": "delayed"} if delayed else {}
@@ -120,7 +121,7 @@ def plan(
     policies = PlanPolicies(
         ZeroPolicy.model_validate({"stage": stage, "prefetch_bytes": 0, **zero}),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
-        PrecisionPolicy(),
+        PrecisionPolicy(linear="fp8" if in_fp8 else None).with_fp8(in_fp8, gathers=bool(in_fp8)),
         group_of,
         updates,
         microbatches,

@@ -35,6 +35,7 @@ def good(name: str) -> Plan:
         "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
         "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
         "routers": lambda: plan(Mesh(pp=2, dp_shard=2), 1, spec=with_a_router()),
+        "fp8": lambda: plan(Mesh(pp=2, dp_shard=2), 3, in_fp8=[QKV.removesuffix(".weight")]),
         "disk": lambda: plan(Mesh(dp_shard=2), 1, on_disk=0.5),
         "leaving": lambda: plan(Mesh(), on_disk=1.0),
         "delayed": lambda: plan(Mesh(dp_shard=2), 1, on_disk=1.0, delayed=True),

@@ -14,7 +14,20 @@ from tests.plan.described import plan
 from tests.plan.planted import MICROBATCHES, QKV, good, registered
 
 from shardwise.base.errors import PlanError
-from shardwise.plan.action import ALL_TO_ALL, BALANCE, NORM, RECV, SEND, SUM, TRUST_RATIO, Action, B, F, Kind
+from shardwise.plan.action import (
+    ALL_TO_ALL,
+    BALANCE,
+    NORM,
+    RECV,
+    SCALE,
+    SEND,
+    SUM,
+    TRUST_RATIO,
+    Action,
+    B,
+    F,
+    Kind,
+)
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import TensorInfo, UpdateRule
@@ -190,6 +203,14 @@ PLANTED = [
     ("routers", double("pp 1", BALANCE), "BALANCE twice"),
     ("routers", add("pp 0", BALANCE), "BALANCE though no buffer here follows the loads of experts"),
     ("routers", before("pp 1", BALANCE, NORM), "BALANCE before NORM"),
+    (
+        "fp8",
+        drop("pp 0", SCALE),
+        "pp 0 ranks have no SCALE though weights that are gathered in fp8 were updated",
+    ),
+    ("fp8", double("pp 0", SCALE), "SCALE twice"),
+    ("fp8", add("pp 1", SCALE), "SCALE though no weight here is gathered in fp8"),
+    ("fp8", before("pp 0", SCALE, STEP1), r"SCALE before STEP\(u1\), which changes the weights"),
     ("matrices", drop("all", ALL_TO_ALL), r"STEP\(u0\) before ALL_TO_ALL"),
     ("matrices", add("all", TRUST_RATIO), "TRUST_RATIO though no update here needs it"),
     (
@@ -376,6 +397,7 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
         "tables",
         "norms",
         "matrices",
+        "fp8",
         "disk",
         "delayed",
         "weights on disk",

@@ -256,6 +256,16 @@ CHANGES = (
     ),
     _row(
         Phase.STAGE,
+        "fp8",
+        "`forward` of linear layers multiplies in fp8; of layers that tp cuts, an attribute does",
+        "after weights, whose slots may hold numbers in fp8; inside of compiled blocks, which trace it",
+        "compose/module_steps.py precision/fp8.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+        Effect.ATTRIBUTE,
+    ),
+    _row(
+        Phase.STAGE,
         "compile",
         "`forward` of each block is compiled",
         "inside of recomputation: a compiler cannot trace the contexts of a checkpoint",

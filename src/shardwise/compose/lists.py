@@ -23,7 +23,7 @@ from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import ALL_TO_ALL, BALANCE, NORM, SUM, TRUST_RATIO, Action, F, Kind
+from shardwise.plan.action import ALL_TO_ALL, BALANCE, NORM, SCALE, SUM, TRUST_RATIO, Action, F, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.lists import (
     PrefetchLimits,
@@ -197,7 +197,7 @@ def step_actions(
     between += [ALL_TO_ALL] * any("matrix" in found for found in needs.values())
     updates = update_actions(trained, strategies, directed, between, loads_ahead)
     moves_routers = bool(plan.registry.needs("loads", ranks.stages))
-    return (*actions, NORM, *updates, *rows, *[BALANCE] * moves_routers)
+    return (*actions, NORM, *updates, *rows, *[BALANCE] * moves_routers, *[SCALE] * ranks.updates_fp8)
 
 
 def forward_actions_of(

@@ -6,7 +6,8 @@ of a stage. The order of the steps is that of the list.
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -29,12 +30,14 @@ from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import order_of_use
 from shardwise.parallel.tensor.apply import make_parallel
+from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.region import ParallelRegion
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute
 from shardwise.passes.replay import DrawReplay
 from shardwise.passes.tiles import TilesPolicy
+from shardwise.precision.fp8 import CutProducts, Float8Products, Float8Source, fp8_forward
 from shardwise.tiers.activations import ActivationOffload
 from shardwise.tiers.alike import AlikeStorages
 
@@ -200,6 +203,33 @@ def _refuse_unkeyed(model: nn.Module) -> None:
             f"tensor: {unkeyed[0]} drops by torch's generator, which differs from rank to rank, so that ranks along tp "
             "would go on from different numbers; use nn.Dropout, or set its share to 0"
         )
+
+
+def multiply_in_fp8(
+    module: nn.Module,
+    names: Collection[str],
+    products: Float8Products,
+    sources: Mapping[str, Float8Source],
+    tp: Group,
+) -> None:
+    """Let the linear layers ``names`` that are in ``module`` multiply in fp8.
+
+    Args:
+        module: Stage of a model.
+        names: Names of layers of the whole model.
+        products: torchao's products.
+        sources: Weights that are gathered in fp8, by the names of the parameters.
+        tp: The ranks along "tp".
+    """
+    for name, layer in module.named_modules():
+        if name not in names:
+            continue
+        source = sources.get(f"{name}.weight")
+        if isinstance(layer, ColumnLinear | RowLinear):
+            cuts: Literal["outputs", "inputs"] = "outputs" if isinstance(layer, ColumnLinear) else "inputs"
+            layer.fp8 = CutProducts(products, source, tp, cuts, name)
+        elif isinstance(layer, nn.Linear):
+            layer.forward = partial(fp8_forward, layer, products, source, name)  # type: ignore[method-assign]
 
 
 def recompute_blocks(

@@ -78,6 +78,21 @@ class PlanPolicies(NamedTuple):
     exchanges: Mapping[str, GradientExchange] = MappingProxyType({})
     """The ways to sum gradients over the ranks of an axis, by axis; an axis that is left out lies on one host."""
 
+    def gather_dtype(self, name: str, axes: StateAxes, mesh: Mesh) -> torch.dtype | None:
+        """Return the dtype in which a parameter is gathered, if that is not its compute dtype, else None.
+
+        A weight is gathered in fp8 if it is cut and all state lies on the device, because the ranks agree on the scales
+        of all weights at once, and an update on another tier runs beside the next step.
+
+        Args:
+            name: Name of the parameter.
+            axes: Axes of its state.
+            mesh: The mesh.
+        """
+        is_cut = layout.strategy_of(self.zero, mesh, axes).cuts_weight
+        stays = self.offload.optimizer == self.offload.parameters == "device"
+        return self.precision.gather_dtype(name) if is_cut and stays else None
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -359,7 +374,9 @@ def _grouped(
         own = policies.precision.dtypes(name, entry.dtype)
         tie = name if entry.trained and len(registry.get("parameter", name).stages) > 1 else ""
         group = policies.group_of(name) if entry.trained else 0
-        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, spec.state_axes(name), own.grad)
+        axes = spec.state_axes(name)
+        gathered = policies.gather_dtype(name, axes, registry.mesh)
+        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, axes, own.grad, gathered)
         groups.setdefault(key, []).append(name)
         dtypes[key] = own
     return [(key, dtypes[key], members) for key, members in groups.items()]
@@ -440,6 +457,13 @@ def _notes(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[str, ..
         notes.append(
             f"tied: {', '.join(tied[:4])}{' ...' if len(tied) > 4 else ''} share another parameter's slot"
         )
+    in_fp8 = policies.precision.fp8_layers
+    if in_fp8:
+        gathers = policies.gather_dtype(f"{in_fp8[0]}.weight", DENSE, mesh) is not None
+        verb, more = "multiply" if len(in_fp8) > 1 else "multiplies", " ..." if len(in_fp8) > 4 else ""
+        travel = ", and their weights are gathered in fp8" if gathers else ""
+        layers = counted(len(in_fp8), "linear layer")
+        notes.append(f"{layers} {verb} in fp8: {', '.join(in_fp8[:4])}{more}{travel}")
     if (
         zero.stage in (1, 2)
         and mesh.dp_shard > 1

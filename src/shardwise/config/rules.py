@@ -86,6 +86,22 @@ RULES = (
         ),
     ),
     ConfigRule(
+        "fp8 rows of weights that tp cuts",
+        lambda c: c.precision.linear is None or c.precision.fp8_recipe != "rowwise" or c.mesh.tp == 1,
+        lambda c: (
+            f"precision.fp8_recipe: rowwise has a scale for each row, and mesh.tp: {c.mesh.tp} cuts rows; set "
+            "fp8_recipe: tensorwise, or mesh.tp: 1"
+        ),
+    ),
+    ConfigRule(
+        "fp8 of all tokens at once",
+        lambda c: c.precision.linear is None or c.tiles.mlp == "off",
+        lambda c: (
+            "precision.linear: fp8 has one scale for all tokens of a microbatch, and tiles.mlp computes some of them "
+            "at a time; leave one of them out"
+        ),
+    ),
+    ConfigRule(
         "techniques",
         lambda c: c.mesh.cp == 1,
         lambda c: "mesh: this version cuts along pp, dp, tp, ep and etp; set cp to 1",

@@ -2,7 +2,7 @@
 
 What each Kind of operation does, where it may stand and what it costs is one row of the table in ``kinds.py``:
 F, B, I, W, SEND, RECV, LOAD_WEIGHT, UNSHARD, RESHARD, OFFLOAD, RELOAD, REDUCE, ARRIVE, INPUT_DIST, FETCH, DELIVER,
-SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, BALANCE, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT.
+SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, BALANCE, SCALE, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT.
 
 A step is a list of Actions. Under a schedule a loop walks the list. In a user's own loop the user's Python decides the
 order of Units, and the module hooks follow the same list with a cursor.
@@ -90,3 +90,5 @@ ALL_TO_ALL = Action(Kind.ALL_TO_ALL)
 """The ALL_TO_ALL of a rank, once per step."""
 BALANCE = Action(Kind.BALANCE)
 """The BALANCE of a rank, once per step."""
+SCALE = Action(Kind.SCALE)
+"""The SCALE of a rank, once per step."""

@@ -122,6 +122,8 @@ class RankFacts(NamedTuple):
     """True if updates of these ranks need whole matrices."""
     loads: bool = False
     """True if these ranks hold buffers that a step updates by the loads of experts."""
+    scales: bool = False
+    """True if the step updates weights that these ranks gather in fp8."""
 
 
 class OrderRule(NamedTuple):
@@ -516,6 +518,21 @@ class Kind(AnyKind):
             ),
         ),
         handler=("experts", "balance"),
+    )
+    SCALE = Definition(
+        "agree on the scales of the weights that are gathered in fp8, after their update",
+        "precompute of float8 scales, amax reduction",
+        of="rank",
+        uses=(
+            Use(
+                "update",
+                _once("scales"),
+                "though no weight here is gathered in fp8",
+                "though weights that are gathered in fp8 were updated",
+                order=(OrderRule("STEP", True, "units", ", which changes the weights"),),
+            ),
+        ),
+        handler=("scales", "scale"),
     )
     SWAP_WEIGHT = Definition(
         "replace a Unit's weights by the result of the previous step's update (delayed updates)",

@@ -110,6 +110,12 @@ class RankClass:
         """True for each Unit in which any parameter trains."""
         return tuple(any(bucket.key.trained for bucket in unit.buckets) for unit in self.units)
 
+    @property
+    def updates_fp8(self) -> bool:
+        """True if a step updates weights that are gathered in fp8, whose scales then follow."""
+        keys = (bucket.key for unit in self.units for bucket in unit.buckets)
+        return any(key.trained and key.gather_dtype is not None for key in keys)
+
     def bytes_of_units(self, mesh: Mesh, axes: StateAxes | None = None) -> dict[str, int]:
         """Return the model-state bytes of the Units by row of the ledger, padding included.
 

@@ -67,6 +67,13 @@ class BucketKey(NamedTuple):
     """
     grad_dtype: torch.dtype | None = None
     """Dtype in which gradients are added up; None: derived from the compute dtype."""
+    gather_dtype: torch.dtype | None = None
+    """Dtype in which a cut weight is sent to the ranks that gather it, and lies there; None: the compute dtype."""
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """Dtype of the gathered weight."""
+        return self.gather_dtype or self.dtype
 
 
 @dataclass(frozen=True)
@@ -140,8 +147,8 @@ class Unit:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the full weights in their compute dtypes."""
-        return sum(bucket.elements * bucket.key.dtype.itemsize for bucket in self.buckets)
+        """Bytes of the full weights in the dtypes in which they are gathered."""
+        return sum(bucket.elements * bucket.key.gathered_dtype.itemsize for bucket in self.buckets)
 
     @property
     def parameters(self) -> int:

@@ -123,6 +123,7 @@ class _RankList:
             norms=bool(slices.registry.needs("norm")) and not is_skipped,
             matrices=any("matrix" in each for each in needs) and not is_skipped,
             loads=bool(slices.registry.needs("loads", ranks.stages)) and not is_skipped,
+            scales=ranks.updates_fp8 and not is_skipped,
         )
         self._pass = _RunningPass()
         self._open: dict[str, set[int]] = {"brought": set(), "gathered": set()}

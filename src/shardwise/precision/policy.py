@@ -1,6 +1,7 @@
 """PrecisionPolicy: the dtype of each buffer.
 
     compute   weights and activations              grad     the buffer in which gradients accumulate
+    linear    products of linear layers (fp8.py)
     master    the weights that the optimizer       reduce   gradients on the wire
               updates
 
@@ -102,6 +103,18 @@ class PrecisionPolicy(Policy):
     """The dtype of the weights that the optimizer updates; left out, fp32 for 16-bit compute, else as ``compute``."""
     buffers: Name | None = None
     """The dtype of floating buffers; left out, the model's own dtypes stay."""
+    linear: Literal["fp8"] | None = None
+    """The dtype of the products of linear layers inside Units, by torchao; left out, as ``compute``. ``fp8`` chooses
+    every plain ``nn.Linear`` in a Unit below the root, with inputs and outputs in multiples of 16, that ``fp8_skip``
+    and ``keep_fp32`` do not name. Needs ``compute: bf16`` or ``fp32``."""
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """The scales of numbers in fp8: one for a tensor, or one for each row (a power of two)."""
+    fp8_skip: list[str] = Field(default_factory=lambda: ["*router*", "*.gate"])
+    """Patterns of names of modules whose products ``linear: fp8`` leaves in ``compute``; a list replaces the default,
+    which names routers."""
+    fp8_emulate: bool = False
+    """True to compute products of fp8 numbers in fp32, on a device without fp8 products or on a CPU: for tests, since
+    it is slower than ``compute``."""
     keep_fp32: list[str] = Field(default_factory=list)
     """Patterns of names of parameters and buffers that stay in fp32 under 16 bits; ``class:LayerNorm`` matches those of
     all modules of this class or a derived one. Norms with wide running statistics stay in fp32 without being named.
@@ -120,6 +133,8 @@ class PrecisionPolicy(Policy):
 
     _kept: frozenset[str] = PrivateAttr(default=frozenset())
     _narrow: frozenset[str] = PrivateAttr(default=frozenset())
+    _in_fp8: tuple[str, ...] = PrivateAttr(default=())
+    _gathers_fp8: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -148,6 +163,14 @@ class PrecisionPolicy(Policy):
                 f"operations: {self.operations} narrows products of fp32 weights, and compute is {self.compute}; set "
                 f"compute: fp32 or {self.operations}, or leave operations out"
             )
+        if self.linear and (self.operations or self.compute not in (None, "bf16", "fp32")):
+            given = f"operations: {self.operations}" if self.operations else f"compute: {self.compute}"
+            raise ValueError(
+                f"linear: {self.linear} multiplies weights of bf16 or fp32, and {given} is given; set compute: bf16 "
+                "and leave operations and amp out, or leave linear out"
+            )
+        if self.fp8_emulate and not self.linear:
+            raise ValueError("fp8_emulate: no product is in fp8; set linear: fp8, or leave fp8_emulate out")
         if self.narrow_reduce and not self.operations:
             raise ValueError(
                 "narrow_reduce: gradients travel in the dtype of operations, which is not set; set reduce"
@@ -164,6 +187,32 @@ class PrecisionPolicy(Policy):
         made = self.model_copy()
         made._kept, made._narrow = self._kept.union(kept), self._narrow.union(narrow)
         return made
+
+    def with_fp8(self, layers: Iterable[str], gathers: bool) -> Self:
+        """Return the same policy with the linear layers that compute in fp8.
+
+        Args:
+            layers: Names of the layers.
+            gathers: True if weights that are cut are gathered in fp8.
+        """
+        made = self.model_copy()
+        made._in_fp8, made._gathers_fp8 = tuple(layers), gathers
+        return made
+
+    @property
+    def fp8_layers(self) -> tuple[str, ...]:
+        """Names of the linear layers that compute in fp8, in order of registration."""
+        return self._in_fp8
+
+    def gather_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype in which a cut weight is sent to the ranks that gather it; None: its compute dtype.
+
+        Args:
+            name: The parameter's fully qualified name.
+        """
+        layer, _, leaf = name.rpartition(".")
+        gathers = self._gathers_fp8 and leaf == "weight" and layer in self._in_fp8
+        return torch.float8_e4m3fn if gathers else None
 
     @property
     def product_dtype(self) -> torch.dtype | None:

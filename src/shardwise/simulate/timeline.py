@@ -337,7 +337,8 @@ class _WalkedStep:
             return
         if holder is not None:
             pool.release(holder)  # releases its slot, as in UnitWindows.need
-        pool.acquire(owner, elements, bucket.key.dtype)
+        dtype = bucket.key.gathered_dtype if row == "gathered" else bucket.key.dtype
+        pool.acquire(owner, elements, dtype)
 
     def _release(self, row: str, unit: int) -> None:
         pool = self._slots[row]

@@ -28,6 +28,7 @@ from shardwise.models import Gpt, GptPolicy
 from tests.engine import tables_net
 from tests.engine.nets import LLAMA, seeded
 from tests.engine.test_experts import Mixture
+from tests.precision import fp8_net
 
 SOURCE = Path(shardwise.__file__).parent
 ROWS = {change.name: change for change in CHANGES}
@@ -483,6 +484,20 @@ def of_specs(world: Any) -> Noted:
     return run(world, model, {}, [(torch.ones(2, 4), torch.zeros(2, 2))])
 
 
+def in_fp8(world: Any) -> Noted:
+    config = {"precision": {"compute": "fp32", **fp8_net.FP8}, "zero": {"stage": 3}}
+    return run(world, fp8_net.net(), config, [fp8_net.batch(0, world.rank)])
+
+
+def fp8_slices(world: Any) -> Noted:
+    model = seeded(
+        Gpt, GptPolicy(layers=2, width=32, heads=2, hidden=32, context=16, vocab=13), dtype=torch.float32
+    )
+    tokens = torch.ones(1, 16, dtype=torch.long)
+    config = {"precision": {"compute": "fp32", **fp8_net.FP8}, "mesh": {"tp": 2}}
+    return run(world, model, config, [(tokens, tokens)])
+
+
 def llama() -> nn.Module:
     return seeded(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, vocab_size=13))
 
@@ -517,6 +532,8 @@ LAYOUTS: dict[str, tuple[int, Callable[[Any], Noted]]] = {
     "tables": (1, tables),
     "in pieces": (2, in_pieces),
     "of specs": (1, of_specs),
+    "in fp8": (2, in_fp8),
+    "fp8 slices": (2, fp8_slices),
     "foreign head": (1, foreign_head),
     "foreign slices": (2, foreign_slices),
 }

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.compose.plan import PlannedModel, exchanges_of
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
-from shardwise.engine.construction.outline import BuildSpec
+from shardwise.engine.construction.outline import BuildSpec, Float8Layers
 from shardwise.engine.construction.recipe import OptimizerRecipe
 from shardwise.engine.construction.stages import modules_of
 from shardwise.engine.construction.warm_up import compile_kernels
@@ -24,6 +24,7 @@ from shardwise.engine.parts.followers import (
     LoadsFollower,
     OwnUseFollower,
     ProfileFollower,
+    ScalesFollower,
     StepFollower,
     TablesFollower,
     UnitNormsFollower,
@@ -87,7 +88,7 @@ def assemble(
     orders = {stage.index: stage.hooks.order for stage in stages}
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
     passes = _pass_context(site, outline, stages, vocabulary, walker)
-    followers = _followers(site, passes, tables, planned, trained, walker)
+    followers = _followers(site, passes, tables, planned, trained, walker, outline.fp8)
     _compile_kernels(site, stages, trained)
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
@@ -183,6 +184,7 @@ def _followers(
     planned: PlannedModel,
     trained: Sequence[TrainedBucket],
     walker: Walker,
+    fp8: Float8Layers | None,
 ) -> tuple[StepFollower, ...]:
     """Return the techniques of the run that take part in every step. Collective."""
     units = _unit_squares(site, planned, trained)
@@ -191,6 +193,8 @@ def _followers(
         found.append(TablesFollower(tables))
     if passes.loads.layers:
         found.append(LoadsFollower(passes.loads, site.world.device, walker))
+    if fp8 is not None:
+        found.append(ScalesFollower(fp8.scales, walker))
     if units is not None:
         found.append(UnitNormsFollower(units))
     if site.mesh.tp > 1:

@@ -301,6 +301,8 @@ def _engine(
     walker.handlers.update(handlers_of(parts, end, schedule))
     parts.program.begin(parts.program.microbatches)
     outline.replay.draws.share(groups["tp"], groups["pp"], model, world.device)
+    if outline.fp8 is not None:
+        outline.fp8.scales.agree()  # those of the start weights, before the first gather needs them
     site.traffic.clear()
     if world.rank == 0 and world.size > 1:
         _log.info("the ranks exchange through %s", world.transports())

@@ -8,6 +8,7 @@ from torch import nn
 from shardwise.compose.describe import DescribedModel, describe_cut
 from shardwise.compose.module_steps import CutPolicies
 from shardwise.compose.plan import PlannedModel, PlanPolicies, make_plan
+from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.construction.recipe import OptimizerRecipe
 from shardwise.engine.parts.parts import RuntimeContext
@@ -15,13 +16,27 @@ from shardwise.engine.parts.tables import check_mesh
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.modules import check_renormalized, repeated_blocks
+from shardwise.parallel.zero.scales import WeightScales
 from shardwise.passes.recompute import chosen
 from shardwise.passes.replay import DrawReplay
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
+from shardwise.plan.slices import TensorSlices
+from shardwise.precision.fp8 import Float8Products, check_device, check_pieces, fp8_layers
 from shardwise.precision.operations import OperationDtypes
+from shardwise.precision.policy import PrecisionPolicy
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
+
+
+class Float8Layers(NamedTuple):
+    """The linear layers that compute in fp8."""
+
+    names: tuple[str, ...]
+    """Names of the layers, of the whole model."""
+    products: Float8Products
+    scales: WeightScales
+    """Scales of the weights that are gathered in fp8."""
 
 
 class BuildSpec(NamedTuple):
@@ -39,6 +54,8 @@ class BuildSpec(NamedTuple):
     """Dtypes of operations."""
     alike: AlikeStorages | None
     """Activations that ranks along "tp" have in common; None if no activations are offloaded or tp is 1."""
+    fp8: Float8Layers | None
+    """Layers that compute in fp8; None if there are none."""
 
     @property
     def plan(self) -> Plan:
@@ -72,6 +89,8 @@ def outline_of(
     )
     units = [unit for unit in described.spec.units if unit not in described.stacks]
     blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
+    check_device(settings.precision, site.world.device)
+    settings = with_fp8_layers(settings, model, described.spec)
     policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates, blocks)
     policies = policies._replace(exchanges=site.exchanges)
     planned = PlannedModel(
@@ -83,7 +102,43 @@ def outline_of(
     replay = DrawReplay(operations)
     loads = ExpertLoads(described.spec.experts_of, replay)
     alike = AlikeStorages(site.groups["tp"]) if to_offload and mesh.tp > 1 else None
-    return BuildSpec(described, planned, to_recompute, to_offload, replay, loads, operations, alike)
+    fp8 = _fp8_layers(settings.precision, planned.plan, site)
+    return BuildSpec(described, planned, to_recompute, to_offload, replay, loads, operations, alike, fp8)
+
+
+def with_fp8_layers(settings: RunConfig, model: nn.Module, spec: ModelSpec) -> RunConfig:
+    """Return the configuration with the names of the layers that compute in fp8.
+
+    Cut weights may be gathered in fp8 if blocks are not compiled, because a compiler cannot trace the layers that read
+    such weights.
+
+    Args:
+        settings: The resolved configuration.
+        model: The whole model.
+        spec: Its description.
+
+    Raises:
+        ConfigError: if no layer can compute in fp8.
+    """
+    policy = settings.precision
+    if policy.linear is None:
+        return settings
+    gathers = policy.fp8_recipe == "tensorwise" and settings.compile.scope == "none"
+    names = fp8_layers(model, spec.units, policy)
+    return settings.model_copy(update={"precision": policy.with_fp8(names, gathers)})
+
+
+def _fp8_layers(policy: PrecisionPolicy, plan: Plan, site: RuntimeContext) -> Float8Layers | None:
+    """Return the layers that compute in fp8, whose pieces have been checked, or None if there are none."""
+    if policy.linear is None:
+        return None
+    names, slices = policy.fp8_layers, TensorSlices(plan.registry, plan.mesh, site.world.rank)
+    check_pieces(
+        (name, slices.local_shape(plan.registry.get("parameter", f"{name}.weight"))) for name in names
+    )
+    products = Float8Products(policy)
+    groups = [site.groups["dp_shard"], site.groups["tp"]]
+    return Float8Layers(names, products, WeightScales(groups, products, site.world.device))
 
 
 def policies_of(

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.compose.apply import Phase, Step, apply_steps
-from shardwise.compose.module_steps import RunStage, offload_blocks, recompute_blocks
+from shardwise.compose.module_steps import RunStage, multiply_in_fp8, offload_blocks, recompute_blocks
 from shardwise.compose.plan import dtypes_of
 from shardwise.config.run import CompilePolicy, RunConfig
 from shardwise.engine.construction.outline import BuildSpec
@@ -28,6 +28,7 @@ from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.modules import NamedParameter, held
 from shardwise.parallel.zero.order import UnitOrder
+from shardwise.parallel.zero.scales import GatheredWeight, WeightScales
 from shardwise.parallel.zero.windows import UnitState, UnitWindows
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.state_form import stored_dtype, stored_elements
@@ -77,7 +78,8 @@ def make_stage(
     is_last = index == site.mesh.pp * site.settings.pipeline.virtual_stages - 1
 
     def lay_out() -> None:
-        steps.states = _unit_states(module, index, outline, _bucket_contexts(site), start, filled)
+        scales = None if outline.fp8 is None else outline.fp8.scales
+        steps.states = _unit_states(module, index, outline, _bucket_contexts(site, scales), start, filled)
 
     apply_steps(
         Phase.STAGE,
@@ -112,6 +114,7 @@ class _StageSteps:
         return {
             "buffers": lambda: move_buffers(module, site.world.device, site.settings.precision),
             "compile": self._compile,
+            "fp8": self._multiply_in_fp8,
             "operations": lambda: self._outline.operations.apply_to(module),
             "recompute": self._recompute,
             "activations": self._offload,
@@ -134,6 +137,19 @@ class _StageSteps:
         for state in self.states[1:]:
             own: Any = state.module
             own.forward = compiled(own.forward)
+
+    def _multiply_in_fp8(self) -> None:
+        fp8 = self._outline.fp8
+        if fp8 is None:
+            return
+        sources = {
+            slot.name: GatheredWeight(bucket.weight, place)
+            for state in self.states
+            for bucket in state.buckets
+            if bucket.layout.key.gather_dtype is not None
+            for place, slot in enumerate(bucket.layout.slots)
+        }
+        multiply_in_fp8(self._module, fp8.names, fp8.products, sources, self._site.groups["tp"])
 
     def _recompute(self) -> None:
         outline = self._outline
@@ -234,7 +250,9 @@ def _gather_around_methods(hooks: UnitHooks, settings: RunConfig, mesh: Mesh) ->
             hooks.gather_around(units[name], method)
 
 
-def _bucket_contexts(site: RuntimeContext) -> Callable[[Strategy], BucketContext]:
+def _bucket_contexts(
+    site: RuntimeContext, scales: WeightScales | None
+) -> Callable[[Strategy], BucketContext]:
     """Return a function from a Unit's strategy to the context of its buckets."""
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     shares = zero.reuse_buffers and not _gathers_once(site)
@@ -257,6 +275,7 @@ def _bucket_contexts(site: RuntimeContext) -> Callable[[Strategy], BucketContext
             ledger=site.ledger,
             device=device,
             tiers=site.tiers,
+            scales=scales,
         )
 
     return around

@@ -38,7 +38,7 @@ from shardwise.compose.plan import PlanPolicies, make_plan
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
-from shardwise.engine.construction.outline import cut_policies_of, policies_of
+from shardwise.engine.construction.outline import cut_policies_of, policies_of, with_fp8_layers
 from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
@@ -234,6 +234,8 @@ def read(
     recipe = recipe_of(model, settings)
     precision = resolved(settings.precision, model)[0]
     settings = settings.model_copy(update={"precision": precision})
+    settings = with_fp8_layers(settings, model, spec)
+    precision = settings.precision
     policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates, blocks)
     starts = spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)

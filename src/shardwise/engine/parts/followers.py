@@ -29,6 +29,7 @@ from shardwise.engine.parts.unit_norms import UnitSquares
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.scales import WeightScales
 from shardwise.plan.action import Action
 from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
@@ -175,6 +176,26 @@ class LoadsFollower(StepFollower):
     def drop(self) -> None:
         """Drop the counts."""
         self._loads.forget()
+
+
+class ScalesFollower(StepFollower):
+    """Weights that are gathered in fp8: their scales, which ranks agree on after each update."""
+
+    name = "scales"
+
+    def __init__(self, scales: WeightScales, walker: Walker):
+        self._scales = scales
+        self._walker = walker
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+        return self._walker.trace
+
+    @recorded
+    def scale(self, action: Action) -> None:
+        """Run SCALE: agree on the scales of the updated weights."""
+        self._scales.agree()
 
 
 class EditsFollower(StepFollower):

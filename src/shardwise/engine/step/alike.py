@@ -96,7 +96,12 @@ class LossTolerance(NamedTuple):
 def loss_tolerance(parts: "EngineParts", config: RunConfig) -> LossTolerance:
     """Return the tolerance for the dtypes that the model computes in."""
     dtypes = {config.precision.dtypes(e.name, e.dtype).compute for e in parts.spec.parameters.values()}
-    if config.precision.operations is not None or dtypes & {torch.bfloat16, torch.float16}:
+    precision = config.precision
+    if (
+        precision.operations is not None
+        or precision.linear is not None
+        or dtypes & {torch.bfloat16, torch.float16}
+    ):
         return LossTolerance(2.0**-5, 1e-5)
     return LossTolerance(1e-4, 1e-12 if dtypes == {torch.float64} else 1e-8)
 

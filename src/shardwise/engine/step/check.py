@@ -12,7 +12,7 @@ runs the step's microbatches on it with the same dropout, and compares
     fp64, no tp    1e-9      1e-9
     fp64, rounded  1e-4      1e-3      to fp32 inside, as an operation of the uncut model's forward shows
     fp32, slices   1e-3      1e-2      sums in another order
-    16 bits        5e-2      0.3       relative to the whole gradient only: the uncut model computes in fp32. The same
+    16 bits, fp8   5e-2      0.3       relative to the whole gradient only: the uncut model computes in fp32. The same
                                        holds for models that round to 16 bits inside, and if torch may round products
                                        of matrices (torch.set_float32_matmul_precision)
 
@@ -546,7 +546,8 @@ class FirstStepCheck:
 
     @property
     def _is_rough(self) -> bool:
-        rounds = self._rounds_inside or self._settings.precision.operations is not None
+        precision = self._settings.precision
+        rounds = self._rounds_inside or precision.operations is not None or precision.linear is not None
         return self._is_low or rounds or torch.get_float32_matmul_precision() != "highest"
 
     def _tolerances(self) -> Tolerances:

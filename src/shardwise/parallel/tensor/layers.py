@@ -7,6 +7,9 @@
 Between a column and a row layer everything is local. Under sequence parallelism a column layer saves the shard of its
 input and gathers the input again in its backward pass, while the product for the input's gradient runs.
 
+In fp8 (``precision.linear``) the collective and the product are operations of their own, and the gathered input is kept
+in fp8 for the backward pass.
+
 The cut layers take the parameters of the layers that they replace, under the same names. They do not sum gradients of
 parameters over "tp": the layout states which gradients are addends, and the engine sums those.
 
@@ -32,6 +35,7 @@ from shardwise.kernels.head_loss import Change, LossTile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
 from shardwise.parallel.tensor.region import ParallelRegion, UnmadeLogits
+from shardwise.precision.fp8 import CutProducts
 
 
 class _CutLayer(nn.Module):
@@ -45,6 +49,8 @@ class _CutLayer(nn.Module):
         self.name = name
         self.region = region
         self.sees_whole = sees_whole
+        self.fp8: CutProducts | None = None
+        """The product in fp8, set from outside; None for a product in the dtype of the activations."""
         self.used_by: tuple[nn.Module, ...] = ()
         """The surrounding module whose forward uses this layer's parameters too.
 
@@ -98,6 +104,9 @@ class ColumnLinear(_CutLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs [B, T, F/tp]."""
+        if self.fp8 is not None:
+            y = self.fp8(self.enter(x), self.weight)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local or not self.enters:
             return F.linear(x, weight, self.bias)
@@ -145,6 +154,8 @@ class RowLinear(_CutLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks [B, T, F], cut along T with a cut sequence."""
+        if self.fp8 is not None:
+            return self.leave(self.fp8(x, self.weight))
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local:
             return F.linear(x, weight)

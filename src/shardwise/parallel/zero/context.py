@@ -12,6 +12,7 @@ from shardwise.comm.collectives import Group
 from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
+from shardwise.parallel.zero.scales import WeightScales
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.tiers.tier import TierResources
@@ -40,6 +41,8 @@ class BucketContext:
     device: torch.device
     tiers: TierResources | None = None
     """The tiers off the device, or None if all state lies on the device."""
+    scales: WeightScales | None = None
+    """The scales of weights that are gathered in fp8, or None if there are none."""
 
     @classmethod
     def of(
@@ -53,6 +56,7 @@ class BucketContext:
         ledger: Ledger,
         device: torch.device,
         tiers: TierResources | None = None,
+        scales: WeightScales | None = None,
     ) -> "BucketContext":
         """Make the context of the buckets that ``strategy`` places.
 
@@ -66,6 +70,7 @@ class BucketContext:
             ledger: The ledger that counts bytes.
             device: The device of the computation.
             tiers: The tiers off the device, or None.
+            scales: The scales of weights that are gathered in fp8, or None.
 
         Returns:
             The context.
@@ -73,7 +78,7 @@ class BucketContext:
         outer, inner = strategy.axes
         shard, replicate, both = (group_over(axes) for axes in ((inner,), (outer,), (outer, inner)))
         slots = (weights, shards, gradients, gradient_memory)
-        return cls(strategy, shard, replicate, both, *slots, ledger, device, tiers)
+        return cls(strategy, shard, replicate, both, *slots, ledger, device, tiers, scales)
 
     @property
     def owned_range(self) -> tuple[int, int]:

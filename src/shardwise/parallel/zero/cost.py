@@ -32,7 +32,8 @@ def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
     for bucket in unit.buckets:
         key = bucket.key
         if strategy.cuts_weight or (strategy.cuts_master and key.trained):
-            gather += elements_sent(Shard(), Replicate(), bucket.elements, shards) * key.dtype.itemsize
+            sent = elements_sent(Shard(), Replicate(), bucket.elements, shards)
+            gather += sent * key.gathered_dtype.itemsize
         if not key.trained:
             continue
         wire = (key.reduce_dtype or key.dtype).itemsize

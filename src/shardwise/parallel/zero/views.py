@@ -198,6 +198,13 @@ class ParameterViews:
                 f"parameter {names[0] if names else ''!r} of {self._what}, which engine.offload_states() has moved,\n"
                 "Call engine.reload_states() first"
             )
+        if self.layout.key.gather_dtype is not None:
+            return (
+                f"parameter {names[0] if names else ''!r} of {self._what}, which is gathered in fp8 for the products "
+                "of its layer alone (precision.linear: fp8),\n"
+                "Name the layer in precision.fp8_skip, or look at weights, and edit them, inside "
+                "engine.full_parameters()"
+            )
         return (
             f"parameter {names[0] if names else ''!r} of {self._what}, which is released now,\n"
             "At ZeRO stage 3 and with offload.parameters weights are there while the forward pass of their Unit runs. "

@@ -4,6 +4,9 @@
     shard           [P]      [P]           [P]            [P/N] + a slot [P] while unsharded
     master          [P]      [P/N]         [P/N]          [P/N]
 
+A weight whose key has a ``gather_dtype`` of fp8 lies in its slot in fp8, with scales that the ranks agree on
+(scales.py). Its parameters show nothing then: the products of their layers read the slot (``numbers_of``).
+
 A master of the compute dtype on the same tier is the stored weight itself or this rank's range of it. A master on a
 disk is an empty tensor between updates (tiers/tier.py).
 
@@ -105,8 +108,6 @@ class Weight:
         self.views = views
         self.what = what
         self.state = _SUMMONED
-        self.has_window = around.strategy.has_windows
-        """True if the parameters show the weight only inside its Unit's windows."""
         self._around = around
         strategy = around.strategy
         piece = layout.shard_elements
@@ -140,6 +141,19 @@ class Weight:
         """An update on another tier that has run since the step."""
         self._shown: dict[int, SummonedView] = {}
         """Parameters that show memory outside the engine, by index in the bucket."""
+        of_rank = around.scales if layout.key.gather_dtype is not None else None
+        self._scales = None if of_rank is None else of_rank.add(self, len(layout.slots))
+        """The scales of a weight that is gathered in fp8; None for any other."""
+
+    @property
+    def has_window(self) -> bool:
+        """True if the parameters show the weight only inside its Unit's windows."""
+        return self._around.strategy.has_windows
+
+    @property
+    def changes(self) -> int:
+        """Number of changes so far of the values of a weight that is gathered in fp8."""
+        return 0 if self._scales is None else self._scales.changes
 
     @property
     def shares_master(self) -> bool:
@@ -256,13 +270,55 @@ class Weight:
         held, around = self._held, self._around
         if held is None:
             self.finish_update()
-        self._full = around.weights.acquire(self.what, self.layout.elements, self.dtypes.compute)
+        scales = None if self._scales is None else self._scales.agree()
+        self._full = around.weights.acquire(self.what, self.layout.elements, self.layout.key.gathered_dtype)
         # Enter the state before the collective, which may fail: else ``reshard`` would not release the slot.
         self._enter(_GATHERING)
-        if held is None:
+        if scales is not None:
+            self._gathering = self._gather_in_fp8(self._full, scales)
+        elif held is None:
             self._gathering = around.shard.all_gather(self._full, self._shard, self.what)
         else:
             self._gathering = self._come_from(held, self._full)
+
+    def _gather_in_fp8(self, full: Tensor, scales: Tensor) -> PendingCollective:
+        """Begin to gather the weight in fp8: cast this rank's shard into its range of ``full``, and send the range."""
+        assert self._scales is not None, "a weight that is gathered in fp8 has scales"
+        own, first = full[self._own], self._own.start
+        with torch.no_grad():
+            for place, (slot, piece) in enumerate(zip(self.layout.slots, self.shard_pieces(), strict=True)):
+                if piece is not None:
+                    _, _, local = _overlap(slot, first, first + own.numel())
+                    own[local : local + piece.numel()].copy_(self._scales.numbers(piece, scales[place]))
+        # Transports move bytes: not every backend has a dtype of 8 bits.
+        sent, gathered = own.view(torch.uint8), full.view(torch.uint8)
+        return self._around.shard.all_gather(gathered, sent, self.what)
+
+    def shard_pieces(self) -> list[Tensor | None]:
+        """Return this rank's part of each parameter of a cut weight; None for a parameter without a part here."""
+        first, shard, found = self._own.start, self.shard, []
+        for slot in self.layout.slots:
+            start, stop, local = _overlap(slot, first, first + shard.numel())
+            found.append(shard[local : local + stop - start] if start < stop else None)
+        return found
+
+    def numbers_of(self, place: int) -> tuple[Tensor, Tensor]:
+        """Return the numbers of a parameter in fp8, in its shape, and their scale, while the weight is gathered.
+
+        Args:
+            place: Index of the parameter in the bucket.
+
+        Raises:
+            UsageError: If the weight is not in memory.
+        """
+        slot = self.layout.slots[place]
+        if self._scales is None or self._full is None or self.state is not _UNSHARDED:
+            raise UsageError(
+                f"{self.what}: the weight {slot.name} is multiplied while it is released; call the module's forward, "
+                "which gathers it, or name one Unit around what belongs together (zero.units)"
+            )
+        numbers = self._full[slot.offset : slot.offset + slot.elements].view(slot.shape)
+        return numbers, self._scales.agree()[place]
 
     def _come_from(self, held: TierState, full: Tensor) -> PendingCollective:
         """Begin to fill ``full`` from the tier that holds the weight.
@@ -293,6 +349,10 @@ class Weight:
         self._enter(_UNSHARDED)
         if not self.has_window:
             self.views.show()
+            return
+        if (
+            self._scales is not None
+        ):  # the parameters show nothing, because their dtype is not that of the numbers
             return
         self.views.point_into(self._full)
         self.views.restore_versions()
@@ -621,7 +681,7 @@ class Weight:
         self.renew()
 
     def _check(self) -> None:
-        if self.state is _UNSHARDED and self._full is not None:
+        if self.state is _UNSHARDED and self._full is not None and self._scales is None:
             self.views.check(self._full, None if self.shares_master else self.dtypes.master)
 
     @property
@@ -687,7 +747,9 @@ class Weight:
 
     def renew(self) -> None:
         """Invalidate what autograd saved of the parameters, because their values have changed."""
-        self.views.renew(is_shown=self._full is not None)
+        if self._scales is not None:
+            self._scales.forget()
+        self.views.renew(is_shown=self._full is not None and self._scales is None)
 
 
 def _overlap(slot: ParameterSlot, first: int, last: int) -> tuple[int, int, int]:
