@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from shardwise.base.caches import is_transformers_cache
 from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.comm import duals
+from shardwise.comm.operators import ExchangeSite
 from shardwise.parallel.tensor.region import ParallelRegion, WithheldValue
 from shardwise.passes.absent import AbsentTensor
 
@@ -205,9 +206,9 @@ class CutOutputs:
         if decision is _OutputDecision.SCALE:
             return region.inward(tensor, sees_whole=False)
         if decision is _OutputDecision.JOIN_TOKENS:
-            return duals.join(tensor, region.group, path)
+            return duals.join(tensor, ExchangeSite(region.group, path))
         if decision is _OutputDecision.JOIN_HEADS:
-            return duals.join(tensor, region.group, path, dim=1)
+            return duals.join(tensor, ExchangeSite(region.group, path), dim=1)
         return WithheldValue(
             f"{path or 'the output'} of {self._what}: under tensor parallelism each rank holds a part of it (its "
             f"heads, features or tokens, {list(tensor.shape)} here), and how parts make the whole is not known. Hidden "
