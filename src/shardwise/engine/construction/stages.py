@@ -133,7 +133,8 @@ class _StageSteps:
             return
         for state in self.states[1:]:
             own: Any = state.module
-            own.forward = compiled(own.forward)
+            if not getattr(own.forward, "runs_uncompiled", False):
+                own.forward = compiled(own.forward)
 
     def _recompute(self) -> None:
         outline = self._outline
