@@ -17,9 +17,9 @@ Parameters are no inputs: the code uses them as it does uncompiled, whether thei
 the backward pass adds to their gradients and calls their hooks.
 
 The graph of a pass lies in a Python object in whose memory a tensor of one byte was made (``state``), and is found by
-the address of that byte. The compiled code saves the tensor as it saves any other, and the object ends with the tensor's
-storage: after the backward pass, or with a loss that never has one. A pass that is computed again makes a new one, with
-the same value.
+the address of that byte. The compiled code saves the tensor as it saves any other, and the object ends with the storage
+of the tensor: after the backward pass, or with a loss that never has one. A pass that is computed again makes a new
+one, with the same value.
 
 [Note: results of an opaque module] Compiled code may write into the memory of the result. So the last operation of the
 code must not need its own result in the backward pass: an addition or an exchange is right, a sigmoid is wrong.
@@ -65,7 +65,7 @@ class OpaqueModule:
             self.tag = torch.tensor(number)
         """Number of this object, in a tensor on the CPU."""
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")
-        """Input that makes the result require gradients if parameters do and no other input does."""
+        """Input that makes the result require gradients if parameters do and no other input does; its gradient is 0."""
         _MODULES[number] = self
 
     def __deepcopy__(self, memo: Any) -> "OpaqueModule":
@@ -81,11 +81,12 @@ class OpaqueModule:
         device = first.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         tensors = [each for each in inputs if each is not None]
-        needs = [torch.is_grad_enabled() and each.requires_grad for each in tensors]
         present = [each is not None for each in inputs]
-        out: Tensor = _OpaqueFunction.apply(
-            self.tag, self._anchor, torch.is_grad_enabled(), present, needs, cast, *tensors
-        )
+        if not torch.is_grad_enabled():
+            found: Tensor = _OPAQUE(self.tag, False, present, [False] * len(tensors), cast, tensors)[0]
+            return found
+        needs = [each.requires_grad for each in tensors]
+        out: Tensor = _OpaqueFunction.apply(self.tag, self._anchor, present, needs, cast, *tensors)
         return out
 
     def run(self, present: Sequence[bool], tensors: Sequence[Tensor]) -> Tensor:
@@ -151,8 +152,8 @@ def _opaque_gradients(grad: Tensor, state: Tensor, wanted: Sequence[Tensor]) -> 
         torch.autograd.backward(out, grad)
     taken = {grad.untyped_storage()._cdata}
     results = []
-    for leaf, like in zip(leaves, wanted, strict=True):
-        found = leaf.grad
+    for leaf, like in zip(leaves or [None], wanted, strict=True):
+        found = None if leaf is None else leaf.grad
         if found is None:
             found = torch.zeros_like(like, memory_format=torch.contiguous_format)
         elif not found.is_contiguous() or found.untyped_storage()._cdata in taken:
@@ -202,20 +203,24 @@ class _OpaqueFunction(torch.autograd.Function):
         ctx: Any,
         tag: Tensor,
         anchor: Tensor,
-        keeps: bool,
         present: list[bool],
         needs: list[bool],
         cast: torch.dtype | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.needs = needs
-        out, state = _OPAQUE(tag, keeps, present, needs, cast, list(tensors))
-        ctx.save_for_backward(state, *(each for each, need in zip(tensors, needs, strict=True) if need))
+        out, state = _OPAQUE(tag, True, present, needs, cast, list(tensors))
+        # The compiler drops a backward operator without any result.
+        wanted = [each for each, need in zip(tensors, needs, strict=True) if need] or [anchor]
+        ctx.save_for_backward(state, *wanted)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         state, *wanted = ctx.saved_tensors
-        found = iter(_OPAQUE_GRADIENTS(grad.contiguous(), state, wanted))
-        return *(None for _ in range(6)), *(next(found) if need else None for need in ctx.needs)
+        found = _OPAQUE_GRADIENTS(grad.contiguous(), state, wanted)
+        if not any(ctx.needs):
+            return None, found[0], None, None, None, *(None for _ in ctx.needs)
+        rest = iter(found)
+        return None, None, None, None, None, *(next(rest) if need else None for need in ctx.needs)
