@@ -1,7 +1,9 @@
 """An opaque module in a compiled graph: no break, the gradients of uncompiled code, no graph that outlives its loss."""
 
+import copy
 import gc
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -84,3 +86,13 @@ def test_a_second_backward_pass_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(UsageError, match="runs its backward pass a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_runs_its_own_weights(how: Callable[[Ragged], Ragged]) -> None:
+    layer, x = Ragged(), torch.randn(5, 3).double()
+    other = how(layer)
+    with torch.no_grad():
+        other.weight.zero_()
+        found = torch.compile(other, backend="eager", fullgraph=True)(x)
+        assert torch.equal(found, other(x)) and not torch.equal(found, layer(x))

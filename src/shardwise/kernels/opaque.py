@@ -68,11 +68,9 @@ class OpaqueModule:
         """Input that makes the result require gradients if parameters do and no other input does; its gradient is 0."""
         _MODULES[number] = self
 
-    def __deepcopy__(self, memo: Any) -> "OpaqueModule":
-        """Return one for the copy of the module, which must be under way."""
-        module = memo.get(id(self._module()))
-        assert module is not None, "a module is copied before its attributes"
-        return OpaqueModule(module, self._function)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the parts of a copy, which belongs to the copy of the module."""
+        return OpaqueModule, (self._module(), self._function)
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         """Return the result; for code that a compiler traces."""
@@ -152,7 +150,8 @@ def _opaque_gradients(grad: Tensor, state: Tensor, wanted: Sequence[Tensor]) -> 
         torch.autograd.backward(out, grad)
     taken = {grad.untyped_storage()._cdata}
     results = []
-    for leaf, like in zip(leaves or [None], wanted, strict=True):
+    of_anchor: list[Tensor | None] = [None]
+    for leaf, like in zip(leaves or of_anchor, wanted, strict=True):
         found = None if leaf is None else leaf.grad
         if found is None:
             found = torch.zeros_like(like, memory_format=torch.contiguous_format)
