@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import duals
+from shardwise.comm.operators import ExchangeSite
 from shardwise.comm.world import World
 from tests.parallel.tensor.whole import tensor_group
 
@@ -49,7 +50,7 @@ def both_ways(world: World, name: str, strided: bool) -> list[bool]:
     if strided:
         leaf = leaf.mT.contiguous().mT
     leaf.requires_grad_()
-    y = getattr(duals, name)(leaf, group, "a test")
+    y = getattr(duals, name)(leaf, ExchangeSite(group, "a test"))
     grads = [given(rank, 1, y.shape[1]) for rank in range(world.size)]
     grad = grads[group.index].clone()
     y.backward(grad.mT.contiguous().mT if strided else grad)
@@ -75,7 +76,7 @@ def counted(world: World, name: str) -> dict[Any, Any]:
     group = tensor_group(world)
     lengths = {"gather": T // world.size, "join": T // world.size}
     leaf = given(group.index, 0, lengths.get(name, T)).requires_grad_()
-    getattr(duals, name)(leaf, group, "a test").sum().backward()
+    getattr(duals, name)(leaf, ExchangeSite(group, "a test")).sum().backward()
     return dict(group.traffic.counts)
 
 
@@ -90,7 +91,7 @@ def test_the_cut_sequence_sends_what_the_whole_one_does(ranks: Any, name: str) -
 def same_bits(world: World) -> list[Any]:
     group = tensor_group(world)
     x = given(group.index, 2, T).to(torch.float32)
-    return [duals.reduce(x, group, "a test").tolist(), int(group.traffic.sequence)]
+    return [duals.reduce(x, ExchangeSite(group, "a test")).tolist(), int(group.traffic.sequence)]
 
 
 def test_a_sum_has_the_same_bits_on_every_rank(ranks: Any) -> None:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm import duals
 from shardwise.comm.collectives import StepClock
+from shardwise.comm.operators import ExchangeSite
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -566,11 +567,11 @@ class Exchanging(nn.Module):
     def __init__(self, group: Any, index: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64)
-        self.group, self.index = group, index
+        self.site = ExchangeSite(group, f"block {index}")
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.up(duals.copy(x, self.group, f"block {self.index}")).tanh()
-        return x + duals.reduce(self.down(inner), self.group, f"block {self.index}").tanh()
+        inner = self.up(duals.copy(x, self.site)).tanh()
+        return x + duals.reduce(self.down(inner), self.site).tanh()
 
 
 def exchanged(world: World, keys: dict[str, Any]) -> tuple[list[Tensor], int]:

@@ -9,6 +9,9 @@
     join      all-gather          slice               pieces become whole for a computation alike on all ranks
     scale     identity            times a number      gradients that are alike become addends, and back
 
+Each takes an ``ExchangeSite``, which has the ranks and the name. The compiler traces into the functions here and keeps
+each collective as one operator (``comm/operators.py``).
+
 Read backwards, each row is its own transpose: copy and reduce, gather and scatter, cut and join. The all-reduce of the
 first pair is the gather and the scatter of the second: cutting the sequence sends the same bytes.
 
@@ -28,6 +31,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Group
+from shardwise.comm.operators import ExchangeSite, exchange_operator
 
 uncompiled = _disable_dynamo
 """Decorator of functions that run collectives: torch.compile does not trace them.
@@ -76,22 +80,30 @@ def start_gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Cal
 
     def finish() -> Tensor:
         pending.wait()
-        # Rank-major pieces become one tensor: a view if everything before ``dim`` is 1, else a copy.
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return joined(parts, dim)
 
     return finish
 
 
-def start_scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Callable[[], Tensor]:
+def joined(parts: Tensor, dim: int) -> Tensor:
+    """Return the ranks' pieces [N, ...] as one tensor: a view if everything before ``dim`` is 1, else a copy."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def start_scatter(
+    x: Tensor, group: Group, what: str, dim: int = SEQUENCE, keeps: bool = False
+) -> Callable[[], Tensor]:
     """Start to sum ``x`` over the ranks and keep this rank's piece, and return a function that waits for it.
 
     Args:
-        x: This rank's addend; undefined afterwards.
+        x: This rank's addend; undefined afterwards, unless ``keeps``.
         group: The ranks.
         what: Name of the tensor in errors.
         dim: Dim that is cut.
+        keeps: True if ``x`` stays as it is.
     """
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    pieces = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)
+    parts = pieces.clone(memory_format=torch.contiguous_format) if keeps else pieces.contiguous()
     piece = torch.empty_like(parts[0])
     pending = group.reduce_scatter(piece.view(-1), parts.view(-1), what, "activations")
 
@@ -102,161 +114,167 @@ def start_scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Ca
     return finish
 
 
-def piece_of(x: Tensor, group: Group, dim: int = SEQUENCE) -> Tensor:
+def piece_of(x: Tensor, group: Group | ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     """Return this rank's piece of ``x`` along ``dim``, a view."""
     size = x.shape[dim] // group.size
     return x.narrow(dim, group.index * size, size)
 
 
-def _summed(x: Tensor, group: Group, what: str) -> Tensor:
-    return start_sum(x.clone(memory_format=torch.contiguous_format), group, what)()
+@exchange_operator("summed(Tensor x) -> Tensor", lambda size, x: _empty(x))
+def summed(site: ExchangeSite, x: Tensor) -> Tensor:
+    """Return the sum over the ranks."""
+    return start_sum(x.clone(memory_format=torch.contiguous_format), site.group, site.what)()
 
 
-def _scattered(x: Tensor, group: Group, what: str, dim: int) -> Tensor:
-    return start_scatter(x.clone(memory_format=torch.contiguous_format), group, what, dim)()
+@exchange_operator("scattered(Tensor x, int dim) -> Tensor", lambda size, x, dim: _empty(x, dim, size))
+def scattered(site: ExchangeSite, x: Tensor, dim: int) -> Tensor:
+    """Return this rank's piece along ``dim`` of the sum over the ranks."""
+    return start_scatter(x, site.group, site.what, dim, keeps=True)()
 
 
-def _gathered(x: Tensor, group: Group, what: str, dim: int) -> Tensor:
-    return start_gather(x, group, what, dim)()
+@exchange_operator("gathered(Tensor x, int dim) -> Tensor", lambda size, x, dim: joined(_every(x, size), dim))
+def gathered(site: ExchangeSite, x: Tensor, dim: int) -> Tensor:
+    """Return the ranks' pieces joined along ``dim``."""
+    return start_gather(x, site.group, site.what, dim)()
+
+
+def _every(x: Tensor, size: int) -> Tensor:
+    return x.new_empty(size, *x.shape)
+
+
+def _empty(x: Tensor, dim: int = 0, size: int = 1) -> Tensor:
+    shape = list(x.shape)
+    if size > 1:
+        shape[dim] //= size
+    return x.new_empty(shape)
 
 
 # With gradients ----------------------------------------------------------------------------------------------------
 
 
-@uncompiled
-def copy(x: Tensor, group: Group, what: str) -> Tensor:
+def copy(x: Tensor, site: ExchangeSite) -> Tensor:
     """Return ``x``; in the backward pass, sum the gradients of the ranks."""
-    return x if group.size == 1 else _Copy.apply(x, group, what)
+    return x if site.size == 1 else _Copy.apply(x, site)
 
 
-@uncompiled
-def reduce(x: Tensor, group: Group, what: str) -> Tensor:
+def reduce(x: Tensor, site: ExchangeSite) -> Tensor:
     """Return the sum over the ranks; in the backward pass, pass the gradient, which is whole on every rank."""
-    return x if group.size == 1 else _Reduce.apply(x, group, what)
+    return x if site.size == 1 else _Reduce.apply(x, site)
 
 
-@uncompiled
-def gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+def gather(x: Tensor, site: ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     """Return the ranks' pieces joined; in the backward pass, sum the gradients of the ranks and cut the sum."""
-    return x if group.size == 1 else _Gather.apply(x, group, what, dim)
+    return x if site.size == 1 else _Gather.apply(x, site, dim)
 
 
-@uncompiled
-def scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+def scatter(x: Tensor, site: ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     """Return this rank's piece of the sum over the ranks; in the backward pass, join the gradients."""
-    return x if group.size == 1 else _Scatter.apply(x, group, what, dim)
+    return x if site.size == 1 else _Scatter.apply(x, site, dim)
 
 
-@uncompiled
-def cut(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+def cut(x: Tensor, site: ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     """Return this rank's piece; in the backward pass, join the gradients."""
-    return x if group.size == 1 else _PieceOf.apply(x, group, what, dim)
+    return x if site.size == 1 else _PieceOf.apply(x, site, dim)
 
 
-@uncompiled
-def join(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+def join(x: Tensor, site: ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     """Return the ranks' pieces joined; in the backward pass, cut the gradient, which is alike on every rank."""
-    return x if group.size == 1 else _Join.apply(x, group, what, dim)
+    return x if site.size == 1 else _Join.apply(x, site, dim)
 
 
-@uncompiled
 def scale(x: Tensor, factor: float) -> Tensor:
     """Return ``x``; in the backward pass, multiply the gradient by ``factor``."""
     return _Scale.apply(x, factor)
 
 
 class _Dual(torch.autograd.Function):
-    """A Function that keeps the group, the name and the dim; nothing of the activation is saved."""
+    """A Function that keeps the site and the dim; nothing of the activation is saved."""
 
     gives = ""
     """Form of the result on a rank, for a walk over the graph (parallel/tensor/outputs.py)."""
-
-    @staticmethod
-    def keep(ctx: Any, *place: Any) -> None:
-        ctx.place = place
 
 
 class _Copy(_Dual):
     gives = "HEADS"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
-        _Dual.keep(ctx, group, what)
+    def forward(ctx: Any, x: Tensor, site: ExchangeSite) -> Tensor:
+        ctx.site = site
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _summed(grad, *ctx.place), None, None
+        return summed(ctx.site, grad), None
 
 
 class _Reduce(_Dual):
     gives = "WHOLE"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
-        return _summed(x, group, what)
+    def forward(ctx: Any, x: Tensor, site: ExchangeSite) -> Tensor:
+        return summed(site, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad, None, None
+        return grad, None
 
 
 class _Gather(_Dual):
     gives = "HEADS"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
-        _Dual.keep(ctx, group, what, dim)
-        return _gathered(x, group, what, dim)
+    def forward(ctx: Any, x: Tensor, site: ExchangeSite, dim: int) -> Tensor:
+        ctx.site, ctx.dim = site, dim
+        return gathered(site, x, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _scattered(grad, *ctx.place), None, None, None
+        return scattered(ctx.site, grad, ctx.dim), None, None
 
 
 class _Scatter(_Dual):
     gives = "TOKENS"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
-        _Dual.keep(ctx, group, what, dim)
-        return _scattered(x, group, what, dim)
+    def forward(ctx: Any, x: Tensor, site: ExchangeSite, dim: int) -> Tensor:
+        ctx.site, ctx.dim = site, dim
+        return scattered(site, x, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _gathered(grad, *ctx.place), None, None, None
+        return gathered(ctx.site, grad, ctx.dim), None, None
 
 
 class _PieceOf(_Dual):
     gives = "TOKENS"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
-        _Dual.keep(ctx, group, what, dim)
-        return piece_of(x, group, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, site: ExchangeSite, dim: int) -> Tensor:
+        ctx.site, ctx.dim = site, dim
+        return piece_of(x, site, dim).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _gathered(grad, *ctx.place), None, None, None
+        return gathered(ctx.site, grad, ctx.dim), None, None
 
 
 class _Join(_Dual):
     gives = "WHOLE"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
-        _Dual.keep(ctx, group, dim)
-        return _gathered(x, group, what, dim)
+    def forward(ctx: Any, x: Tensor, site: ExchangeSite, dim: int) -> Tensor:
+        ctx.site, ctx.dim = site, dim
+        return gathered(site, x, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return piece_of(grad, *ctx.place), None, None, None
+        return piece_of(grad, ctx.site, ctx.dim), None, None
 
 
 class _Scale(torch.autograd.Function):

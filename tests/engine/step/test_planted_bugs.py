@@ -3,6 +3,7 @@
 Each bug is patched into the rank processes for the time of one layout, which is a row of the table.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shardwise import initialize
 from shardwise.base.errors import CommError, UsageError
+from shardwise.comm.operators import ExchangeSite
 from shardwise.comm.peers import PointToPoint
 from shardwise.comm.world import join
 from shardwise.compose import module_steps
@@ -88,9 +90,9 @@ def sequence_gradient_not_summed() -> Patch:
 
     right = duals.start_scatter
 
-    def wrong(x: Tensor, group: Any, what: str, dim: int = 1) -> Callable[[], Tensor]:
+    def wrong(x: Tensor, group: Any, what: str, dim: int = 1, keeps: bool = False) -> Callable[[], Tensor]:
         if torch._C._current_graph_task_id() < 0:
-            return right(x, group, what, dim)
+            return right(x, group, what, dim, keeps)
         piece = duals.piece_of(x, group, dim).contiguous()
         return lambda: piece
 
@@ -142,9 +144,11 @@ def _loss_with(change: Callable[..., tuple[int, Any]]) -> Patch:
 
     right = layers.vocabulary_cross_entropy
 
-    def wrong(logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Any) -> Tensor:
-        first, group = change(first, group)
-        return right(logits, targets, first, vocabulary, group)
+    def wrong(logits: Tensor, targets: Tensor, first: int, vocabulary: int, site: ExchangeSite) -> Tensor:
+        first, group = change(first, site.group)
+        changed = copy.copy(site)
+        changed.group = group
+        return right(logits, targets, first, vocabulary, changed)
 
     return patch.object(layers, "vocabulary_cross_entropy", wrong)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import duals
+from shardwise.comm.operators import ExchangeSite
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
@@ -110,9 +111,9 @@ def pair(world: World, columns_first: bool) -> list[int]:
     make_parallel(model, StyleTable(dict(zip(("w1", "w2"), words, strict=True))), group, sequence=False)
     x = torch.randn(1, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    given = ours if columns_first else duals.cut(ours, group, "input", dim=2)
+    given = ours if columns_first else duals.cut(ours, ExchangeSite(group, "input"), dim=2)
     if not columns_first:
-        model.behind = lambda y: duals.join(y, group, "output", dim=2)
+        model.behind = lambda y: duals.join(y, ExchangeSite(group, "output"), dim=2)
     y = model(given)
     forward = sum(count.calls for count in group.traffic.counts.values())
     expected = whole(theirs)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import duals
+from shardwise.comm.operators import ExchangeSite
 from shardwise.comm.world import World
 from shardwise.kernels.cross_entropy import plain_cross_entropy
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
@@ -35,7 +36,7 @@ def compare(
     (3 * expected).backward()
     (piece,) = pieces(Shard(0), vocabulary, group.index, group.size)
     local = logits[:, piece.start : piece.stop].clone().requires_grad_()
-    loss = vocabulary_cross_entropy(local, targets, piece.start, vocabulary, group)
+    loss = vocabulary_cross_entropy(local, targets, piece.start, vocabulary, ExchangeSite(group, "a loss"))
     (3 * loss).backward()
     assert local.grad is not None and reference.grad is not None
     part = reference.grad[:, piece.start : piece.stop]
@@ -70,8 +71,9 @@ def compare_head(
     (piece,) = pieces(Shard(0), vocabulary, group.index, group.size)
     here = slice(piece.start, piece.stop)
     x, local = x.requires_grad_(), weight[here].clone().requires_grad_()
-    place = (piece.start, vocabulary, group, 2, at_once)
-    loss = vocabulary_head_loss(duals.copy(x, group, "x"), local, None, targets, *place)
+    site = ExchangeSite(group, "x")
+    place = (piece.start, vocabulary, site, 2, at_once)
+    loss = vocabulary_head_loss(duals.copy(x, site), local, None, targets, *place)
     (3 * loss).backward()
     wanted = (expected.detach(), whole_x.grad, whole.grad[here])  # type: ignore[index]
     errors = [
@@ -108,11 +110,11 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 
 def largest(world: World, rows: int, vocabulary: int) -> int:
     group = tensor_group(world)
-    columns = vocabulary // group.size
+    columns, site = vocabulary // group.size, ExchangeSite(group, "a loss")
     local = torch.zeros(rows, columns, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.arange(rows) % vocabulary
     with LargestTensor() as seen:
-        loss = vocabulary_cross_entropy(local, targets, group.index * columns, vocabulary, group)
+        loss = vocabulary_cross_entropy(local, targets, group.index * columns, vocabulary, site)
         loss.backward()
     return seen.elements
 

@@ -136,7 +136,8 @@ class _StageSteps:
             return
         for state in self.states[1:]:
             own: Any = state.module
-            own.forward = compiled(own.forward)
+            if not getattr(own.forward, "runs_uncompiled", False):
+                own.forward = compiled(own.forward)
 
     def _multiply_in_fp8(self) -> None:
         fp8 = self._outline.fp8

@@ -155,6 +155,9 @@ def _piece(full: Tensor, cuts: Sequence[AxisCut]) -> Tensor:
 class _DispatchedForward:
     """Forward function of a stack that was cut."""
 
+    runs_uncompiled = True
+    """True: ``compile: blocks`` leaves this forward as it is, because its sizes are read on the host."""
+
     def __init__(
         self,
         name: str,

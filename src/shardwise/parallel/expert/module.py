@@ -28,11 +28,13 @@ Shapes: B batch, T sequence, D width, E experts, F hidden, k experts of a token,
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.initializers import Initializer, of_linear
+from shardwise.kernels.opaque import OpaqueModule
 from shardwise.parallel.expert.balance import inject
 from shardwise.parallel.expert.capacity import most_pairs
 from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
@@ -96,6 +98,7 @@ class MixtureOfExperts(nn.Module):
             self.mix = nn.Linear(width, 2)
         self.surroundings = ExpertContext()
         """Ranks, microbatch and sinks of the layer, which an engine fills in."""
+        self._opaque = OpaqueModule(self, _output_of)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Return the output of the layer, [B, T, D].
@@ -111,6 +114,8 @@ class MixtureOfExperts(nn.Module):
             UsageError: if ``x``, ``mask`` or ``labels`` has another shape.
             NonFiniteError: if the router produces a NaN and no engine runs.
         """
+        if torch.compiler.is_compiling():
+            return self._opaque(x, mask, labels)
         return self.routed(x, mask, labels)[0]
 
     @uncompiled
@@ -176,3 +181,7 @@ class MixtureOfExperts(nn.Module):
                 f"{name}: was given labels of shape {list(labels.shape)}; expected [{x.shape[0]}], how many each "
                 "sequence has"
             )
+
+
+def _output_of(layer: MixtureOfExperts, x: Tensor, mask: Tensor | None, labels: Tensor | None) -> Tensor:
+    return layer.routed(x, mask, labels)[0]

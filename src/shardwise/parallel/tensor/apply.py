@@ -20,6 +20,7 @@ from shardwise.base.pytree import tensors_in
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
+from shardwise.comm.operators import ExchangeSite
 from shardwise.kernels.cross_entropy import IGNORE
 from shardwise.parallel.tensor.layers import (
     ColumnLinear,
@@ -235,7 +236,8 @@ def _parallel(
     for argument, heads in style.arguments:
         _cut_argument(name, new, argument, heads, region.group)
     if "again" in style.flags:
-        new.register_forward_hook(lambda module, args, output: duals.copy(output, region.group, name))
+        site = ExchangeSite(region.group, name)
+        new.register_forward_hook(lambda module, args, output: duals.copy(output, site))
     if "region" in style.flags:
         _on_input(new, _entering(name, region, style.sees_whole))
     if region.sequence and "enter" in style.flags:
@@ -268,7 +270,8 @@ def _layer(name: str, module: nn.Module, style: CutStyle, region: ParallelRegion
         if not has_known_forward(module):
             OwnLookup(module, name, region, rows)
             if not whole:
-                module.register_forward_hook(lambda module, args, output: _beginning(name, region)(output))
+                begin = _beginning(name, region)
+                module.register_forward_hook(lambda module, args, output: begin(output))
             return module
         return VocabularyEmbedding(module, name, region, rows, module.num_embeddings, whole)
     if style.kind == "head":
@@ -312,6 +315,7 @@ def _cut_argument(name: str, module: nn.Module, argument: str, heads: int, group
     An argument that is not a tensor, or has one value for all heads, is passed unchanged.
     """
     signature, held = inspect.signature(module.forward), heads // group.size
+    site = ExchangeSite(group, name)
 
     def own(value: Tensor) -> Tensor:
         dim = 1 if value.dim() == 4 else 0
@@ -323,7 +327,7 @@ def _cut_argument(name: str, module: nn.Module, argument: str, heads: int, group
                 f"{dim}"
             )
         if value.requires_grad:
-            value = duals.copy(value, group, name)
+            value = duals.copy(value, site)
         apart = value.unflatten(dim, (-1, heads)).narrow(dim + 1, group.index * held, held)
         return apart.flatten(dim, dim + 1)
 
@@ -337,17 +341,21 @@ def _cut_argument(name: str, module: nn.Module, argument: str, heads: int, group
 
 
 def _entering(name: str, region: ParallelRegion, sees_whole: bool) -> Callable[[Tensor], Tensor]:
+    site = ExchangeSite(region.group, name)
+
     def enter(x: Tensor) -> Tensor:
         if not sees_whole and region.cut:
-            return duals.gather(x, region.group, name)
-        return duals.copy(region.inward(x, sees_whole), region.group, name)
+            return duals.gather(x, site)
+        return duals.copy(region.inward(x, sees_whole), site)
 
     return enter
 
 
 def _beginning(name: str, region: ParallelRegion) -> Callable[[Tensor], Tensor]:
+    site = ExchangeSite(region.group, name)
+
     def begin(x: Tensor) -> Tensor:
-        return duals.cut(x, region.group, name) if region.cut else region.outward(x, sees_whole=False)
+        return duals.cut(x, site) if region.cut else region.outward(x, sees_whole=False)
 
     return begin
 
@@ -404,8 +412,10 @@ def _on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _leaving(name: str, region: ParallelRegion) -> Callable[..., Any]:
+    site = ExchangeSite(region.group, name)
+
     def end(x: Tensor) -> Tensor:
-        return duals.join(x, region.group, name) if region.cut else region.inward(x, sees_whole=False)
+        return duals.join(x, site) if region.cut else region.inward(x, sees_whole=False)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -423,6 +433,7 @@ def _causal_loss(region: ParallelRegion, uncut: Callable[..., Tensor]) -> Callab
 
     With whole logits the loss calls ``uncut``.
     """
+    site = ExchangeSite(region.group, "the loss")
 
     @wraps(uncut)
     def loss(
@@ -451,7 +462,7 @@ def _causal_loss(region: ParallelRegion, uncut: Callable[..., Tensor]) -> Callab
         if isinstance(logits, UnmadeLogits):
             return logits.loss(targets, num_items_in_batch)
         first = _rows(vocab_size, region.group).start
-        return vocabulary_cross_entropy(logits, targets, first, vocab_size, region.group, num_items_in_batch)
+        return vocabulary_cross_entropy(logits, targets, first, vocab_size, site, num_items_in_batch)
 
     return loss
 

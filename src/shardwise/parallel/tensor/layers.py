@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.base.errors import PlanError
 from shardwise.comm import duals
-from shardwise.comm.collectives import Group
+from shardwise.comm.operators import ExchangeSite, exchange_operator
 from shardwise.kernels.head_loss import Change, LossTile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
@@ -48,6 +48,7 @@ class _CutLayer(nn.Module):
         self.train(replaced.training)
         self.name = name
         self.region = region
+        self.site = ExchangeSite(region.group, name)
         self.sees_whole = sees_whole
         self.fp8: CutProducts | None = None
         """The product in fp8, set from outside; None for a product in the dtype of the activations."""
@@ -111,14 +112,14 @@ class ColumnLinear(_CutLayer):
         if self.is_local or not self.enters:
             return F.linear(x, weight, self.bias)
         x = self.region.inward(x, self.sees_whole)
-        return column(x, weight, self.bias, self.region.group, self.cut, self.name)
+        return column(x, weight, self.bias, self.site, self.cut)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input [B, T, D] of a local product: the gathered or copied activation."""
         if not self.enters:
             return x
         x = self.region.inward(x, self.sees_whole)
-        return (duals.gather if self.cut else duals.copy)(x, self.region.group, self.name)
+        return (duals.gather if self.cut else duals.copy)(x, self.site)
 
 
 class RowLinear(_CutLayer):
@@ -159,12 +160,12 @@ class RowLinear(_CutLayer):
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local:
             return F.linear(x, weight)
-        y = _product(_RowProduct, x, weight, None, self.region.group, self.cut, self.name)
+        y = _product(_RowProduct, x, weight, None, self.site, self.cut)
         return self._end(y)
 
     def leave(self, addend: Tensor) -> Tensor:
         """Return the layer's output from this rank's local product: summed or scattered, with the bias."""
-        return self._end((duals.scatter if self.cut else duals.reduce)(addend, self.region.group, self.name))
+        return self._end((duals.scatter if self.cut else duals.reduce)(addend, self.site))
 
     def _end(self, y: Tensor) -> Tensor:
         y = self.region.outward(y, self.sees_whole)
@@ -208,10 +209,9 @@ class VocabularyEmbedding(_CutLayer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors of the tokens, summed over the ranks or scattered to a cut sequence."""
         rows = own_rows(tokens, self.weight, self.rows, self.vocabulary, self.padding_idx)
-        group = self.region.group
         if self.cut:
-            return duals.scatter(rows, group, self.name)
-        return self.region.outward(duals.reduce(rows, group, self.name), self.sees_whole)
+            return duals.scatter(rows, self.site)
+        return self.region.outward(duals.reduce(rows, self.site), self.sees_whole)
 
 
 def own_rows(tokens: Tensor, weight: Tensor, rows: slice, vocabulary: int, padding_idx: int | None) -> Tensor:
@@ -259,7 +259,8 @@ class OwnLookup(TorchFunctionMode):
 
     def __init__(self, module: nn.Embedding, name: str, region: ParallelRegion, rows: slice) -> None:
         super().__init__()
-        self.module, self.name, self.region, self.rows = module, name, region, rows
+        self.module, self.name, self.rows = module, name, rows
+        self.site = ExchangeSite(region.group, name)
         self.vocabulary = module.num_embeddings
         self._running = 0
         module.register_forward_pre_hook(self._begin)
@@ -281,7 +282,7 @@ class OwnLookup(TorchFunctionMode):
             inside = padding is not None and self.rows.start <= padding < self.rows.stop
             here = padding - self.rows.start if padding is not None and inside else None
             found = own_rows(args[0], weight, self.rows, self.vocabulary, here)
-            return duals.reduce(found, self.region.group, self.name)
+            return duals.reduce(found, self.site)
         if any(each is weight for each in (*args, *kwargs.values())) and not is_harmless(function):
             raise PlanError(
                 f"tensor: {self.name} is a {type(self.module).__name__}, whose forward uses its weight in "
@@ -325,7 +326,7 @@ class SequenceEmbedding(_CutLayer):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of this rank's tokens, or of all tokens if the sequence is not cut."""
         if self.cut:
-            ids = duals.piece_of(ids, self.region.group, dim=-1)
+            ids = duals.piece_of(ids, self.site, dim=-1)
         return F.embedding(ids, self.weight, self.padding_idx)
 
 
@@ -386,7 +387,7 @@ class VocabularyHead(_CutLayer):
         Returns:
             Logits, the loss, or ``UnmadeLogits``.
         """
-        group, held = self.region.group, self.rows.stop - self.rows.start
+        site, held = self.site, self.rows.stop - self.rows.start
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         padding = len(weight) - held
@@ -394,48 +395,46 @@ class VocabularyHead(_CutLayer):
             weight, bias = weight[:held], None if bias is None else bias[:held]
         if self.tile is not None and (targets is not None or self.region.loss_follows):
             # Computed from the padded length, so that all ranks decide alike.
-            tokens = self.tile.of(x.shape[:-1].numel() * (group.size if self.cut else 1), len(self.weight), x)
+            tokens = self.tile.of(x.shape[:-1].numel() * (site.size if self.cut else 1), len(self.weight), x)
             if tokens and targets is None:
                 return UnmadeLogits(x, self, self.region.model)
             if tokens and targets is not None:
                 x = self.region.inward(x, self.sees_whole)
-                x = (duals.gather if self.cut else duals.copy)(x, group, self.name)
-                place = (self.rows.start, self.vocabulary, group)
+                x = (duals.gather if self.cut else duals.copy)(x, site)
+                place = (self.rows.start, self.vocabulary, site)
                 return vocabulary_head_loss(
                     x, weight, bias, targets, *place, tokens, self.tile.at_once, count, change
                 )
         x = self.region.inward(x, self.sees_whole)
-        logits = column(x, weight, bias, group, self.cut, self.name)  # [B, T, V/tp]
+        logits = column(x, weight, bias, site, self.cut)  # [B, T, V/tp]
         if targets is not None:
-            return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group)
+            return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, site)
         if self.region.logits_cut:
             return logits
         if padding:
             logits = F.pad(logits, (0, padding))
-        return duals.join(logits, group, self.name, dim=logits.dim() - 1)[..., : self.vocabulary]
+        return duals.join(logits, site, dim=logits.dim() - 1)[..., : self.vocabulary]
 
 
 # Products ----------------------------------------------------------------------------------------------------------
 
 
-def column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str) -> Tensor:
+def column(x: Tensor, weight: Tensor, bias: Tensor | None, site: ExchangeSite, cut: bool) -> Tensor:
     """Return f(x) Wᵀ + b, where f is ``gather`` for a cut sequence and ``copy`` otherwise.
 
     Args:
         x: Input [B, T, D], or [B, T/tp, D] if ``cut``.
         weight: This rank's rows [F/tp, D].
         bias: This rank's part of the bias, or None.
-        group: The "tp" ranks.
+        site: The "tp" ranks and the name of the layer.
         cut: True for a cut sequence.
-        what: Name of the layer in errors and traces.
 
     Returns:
         Outputs [B, T, F/tp].
     """
-    return _product(_ColumnProduct, x, weight, bias, group, cut, what)
+    return _product(_ColumnProduct, x, weight, bias, site, cut)
 
 
-@duals.uncompiled
 @operation("product")
 def _product(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):  # Autocast does not act inside a custom autograd.Function.
@@ -446,55 +445,104 @@ def _product(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *res
     return result
 
 
+def _shape_of_product(size: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    batch, tokens, *_ = x.shape
+    return x.new_empty(batch, tokens * size, weight.shape[0])
+
+
+@exchange_operator("gathered_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _shape_of_product)
+def _gathered_product(site: ExchangeSite, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product of the gathered sequence: [B, T/tp, D] -> [B, T, F/tp]."""
+    return F.linear(duals.start_gather(x, site.group, site.what)(), weight, bias)
+
+
+def _shape_of_sum(size: int, x: Tensor, weight: Tensor, cut: bool) -> Tensor:
+    shape = [*x.shape[:-1], weight.shape[0]]
+    if cut:
+        shape[duals.SEQUENCE] //= size
+    return x.new_empty(shape)
+
+
+@exchange_operator("product_over_ranks(Tensor x, Tensor weight, bool cut) -> Tensor", _shape_of_sum)
+def _product_over_ranks(site: ExchangeSite, x: Tensor, weight: Tensor, cut: bool) -> Tensor:
+    """Return the sum over the ranks of the products: [..., D/tp] -> [..., F], or [B, T/tp, F] if ``cut``."""
+    addend = F.linear(x, weight).contiguous()
+    return (duals.start_scatter if cut else duals.start_sum)(addend, site.group, site.what)()
+
+
+def _shapes_of_gradients(
+    size: int, grad: Tensor, x: Tensor, weight: Tensor, cut: bool, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        grad.new_empty(x.shape) if needs_x else None,
+        grad.new_empty(weight.shape) if needs_weight else None,
+    )
+
+
+@exchange_operator(
+    "column_gradients(Tensor grad, Tensor x, Tensor weight, bool cut, bool needs_x, bool needs_weight)"
+    " -> (Tensor, Tensor)",
+    _shapes_of_gradients,
+)
+def _column_gradients(
+    site: ExchangeSite,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cut: bool,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of ``x`` and ``weight``, or None for one that is not needed.
+
+    The exchanges run beside the products.
+    """
+    group, what = site.group, site.what
+    gathered = duals.start_gather(x, group, what) if cut and needs_weight else None
+    d_x = d_weight = None
+    if needs_x:
+        d_full = grad.matmul(weight)
+        start = duals.start_scatter if cut else duals.start_sum
+        d_x = start(d_full.contiguous(), group, what)
+    if needs_weight:
+        full = x if gathered is None else gathered()
+        d_weight = grad.flatten(0, -2).mT.mm(full.flatten(0, -2))
+    return None if d_x is None else d_x(), d_weight
+
+
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: ExchangeSite, cut: bool
     ) -> Tensor:
-        ctx.group, ctx.cut, ctx.what, ctx.gives = group, cut, what, "HEADS"
+        ctx.site, ctx.cut, ctx.gives = site, cut, "HEADS"
         ctx.save_for_backward(x, weight)
-        full = duals.start_gather(x, group, what)() if cut else x
-        return F.linear(full, weight, bias)
+        return _gathered_product(site, x, weight, bias) if cut else F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        group, cut, what = ctx.group, ctx.cut, ctx.what
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gathered = duals.start_gather(x, group, what) if cut and needs_weight else None
-        d_x = None
-        if needs_x:
-            d_full = grad.matmul(weight)
-            start = duals.start_scatter if cut else duals.start_sum
-            d_x = start(d_full.contiguous(), group, what)
-        rows = grad.flatten(0, -2)
-        d_weight = d_bias = None
-        if needs_weight:
-            full = x if gathered is None else gathered()
-            d_weight = rows.mT.mm(full.flatten(0, -2))
-        if needs_bias:
-            d_bias = rows.sum(0)
-        return None if d_x is None else d_x(), d_weight, d_bias, None, None, None
+        d_x, d_weight = _column_gradients(ctx.site, grad, x, weight, ctx.cut, needs_x, needs_weight)
+        d_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return d_x if needs_x else None, d_weight if needs_weight else None, d_bias, None, None
 
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: None, group: Group, cut: bool, what: str
-    ) -> Tensor:
-        ctx.group, ctx.cut, ctx.what, ctx.gives = group, cut, what, "TOKENS" if cut else "WHOLE"
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: None, site: ExchangeSite, cut: bool) -> Tensor:
+        ctx.site, ctx.cut, ctx.gives = site, cut, "TOKENS" if cut else "WHOLE"
         ctx.save_for_backward(x, weight)
-        addend = F.linear(x, weight).contiguous()
-        return (duals.start_scatter if cut else duals.start_sum)(addend, group, what)()
+        return _product_over_ranks(site, x, weight, cut)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         if ctx.cut:
-            grad = duals.start_gather(grad, ctx.group, ctx.what)()
+            grad = duals.gathered(ctx.site, grad, duals.SEQUENCE)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         d_x = grad.matmul(weight) if needs_x else None
         d_weight = grad.flatten(0, -2).mT.mm(x.flatten(0, -2)) if needs_weight else None
-        return d_x, d_weight, None, None, None, None
+        return d_x, d_weight, None, None, None

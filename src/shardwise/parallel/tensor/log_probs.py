@@ -48,7 +48,7 @@ def log_probs_of(model: nn.Module, call: Callable[[], Any], targets: Tensor) -> 
     targets = targets.to(logits.device)
     if head is None:
         return log_probs(logits, targets)
-    return vocabulary_log_probs(logits, targets, head.rows.start, head.vocabulary, head.region.group)
+    return vocabulary_log_probs(logits, targets, head.rows.start, head.vocabulary, head.site)
 
 
 def _logits(output: Any) -> Tensor:

@@ -21,15 +21,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.comm.collectives import Group
-from shardwise.comm.duals import uncompiled
+from shardwise.comm.operators import ExchangeSite, exchange_operator
 from shardwise.kernels.cross_entropy import IGNORE, row_gradient
 from shardwise.kernels.head_loss import Change, RowTotals, TargetRows, numbers_of, summed_loss
 
 
-@uncompiled
 def vocabulary_cross_entropy(
-    logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group, count: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    vocabulary: int,
+    site: ExchangeSite,
+    count: Tensor | None = None,
 ) -> Tensor:
     """Return the mean loss over the targets that are not ``IGNORE``, in fp32 (fp64 for fp64 logits).
 
@@ -38,20 +41,19 @@ def vocabulary_cross_entropy(
         targets: Token ids [...] of the whole vocabulary.
         first: Index in the vocabulary of this rank's first column.
         vocabulary: Size of the whole vocabulary.
-        group: The "tp" ranks.
+        site: The "tp" ranks and the name of the loss.
         count: Divisor of the summed loss, or None for the number of counted targets.
 
     Returns:
         The loss, the same on every rank.
     """
-    found = vocabulary_log_probs(logits, targets, first, vocabulary, group).reshape(-1)
+    found = vocabulary_log_probs(logits, targets, first, vocabulary, site).reshape(-1)
     counts = (targets != IGNORE).reshape(-1)
     return -found.sum() / (counts.sum().clamp_min(1) if count is None else count)
 
 
-@uncompiled
 def vocabulary_log_probs(
-    logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
+    logits: Tensor, targets: Tensor, first: int, vocabulary: int, site: ExchangeSite
 ) -> Tensor:
     """Return log softmax(logits)[target] of every row, and 0 if the target is ``IGNORE``.
 
@@ -60,17 +62,16 @@ def vocabulary_log_probs(
         targets: Token ids [...] of the whole vocabulary.
         first: Index in the vocabulary of this rank's first column.
         vocabulary: Size of the whole vocabulary.
-        group: The "tp" ranks.
+        site: The "tp" ranks and the name of the loss.
 
     Returns:
         Log-probabilities [...], the same on every rank; fp32 (fp64 for fp64 logits).
     """
     rows = logits.flatten(0, -2)
-    found: Tensor = _VocabularyLogProbs.apply(rows, targets.reshape(-1), first, vocabulary, group)
+    found: Tensor = _VocabularyLogProbs.apply(rows, targets.reshape(-1), first, vocabulary, site)
     return found.view(targets.shape)
 
 
-@uncompiled
 def vocabulary_head_loss(
     x: Tensor,
     weight: Tensor,
@@ -78,7 +79,7 @@ def vocabulary_head_loss(
     targets: Tensor,
     first: int,
     vocabulary: int,
-    group: Group,
+    site: ExchangeSite,
     tokens: int,
     at_once: bool = True,
     count: Tensor | None = None,
@@ -93,7 +94,7 @@ def vocabulary_head_loss(
         targets: Token ids [...] of the whole vocabulary.
         first: Index in the vocabulary of this rank's first row.
         vocabulary: Size of the whole vocabulary.
-        group: The "tp" ranks.
+        site: The "tp" ranks and the name of the loss.
         tokens: Rows of ``x`` in a tile.
         at_once: True to compute the gradients in the forward pass.
         count: Divisor of the summed loss, or None for the number of counted targets.
@@ -107,7 +108,7 @@ def vocabulary_head_loss(
     divisor = counted.clamp_min(1) if count is None else torch.as_tensor(count, device=x.device)
     rows = TargetRows(columns, counts, owned, divisor, counted if count is None else divisor)
     return summed_loss(
-        x, weight, bias, rows, tokens, at_once, lambda numbers: _of_all_ranks(numbers, group), change
+        x, weight, bias, rows, tokens, at_once, lambda numbers: _of_all_ranks(numbers, site), change
     )
 
 
@@ -126,30 +127,49 @@ def _placed(targets: Tensor, first: int, held: int, vocabulary: int) -> tuple[Te
     return columns, counts, counts & ~foreign
 
 
-def _of_all_ranks(numbers: Tensor, group: Group) -> Callable[[], RowTotals]:
+def _of_all_ranks(numbers: Tensor, site: ExchangeSite) -> Callable[[], RowTotals]:
     """Begin to gather (m, s, t) [3, N] of every rank, and return the call that waits and combines them.
 
     The call returns lse [N] and the logit at the target [N].
     """
-    every = numbers.new_empty(group.size, *numbers.shape)
-    pending = group.all_gather(every.view(-1), numbers.view(-1), "the loss", "activations")
+    if torch.compiler.is_compiling():
+        every = _numbers_of_all(site, numbers)
+        return lambda: _totals(every)
+    finish = _start_numbers(site, numbers)
+    return lambda: _totals(finish())
 
-    def totals() -> RowTotals:
+
+def _start_numbers(site: ExchangeSite, numbers: Tensor) -> Callable[[], Tensor]:
+    every = numbers.new_empty(site.size, *numbers.shape)
+    pending = site.group.all_gather(every.view(-1), numbers.view(-1), "the loss", "activations")
+
+    def finish() -> Tensor:
         pending.wait()
-        largest = every[:, 0].amax(0)
-        total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
-        return largest + total.log_(), every[:, 2].sum(0)
+        return every
 
-    return totals
+    return finish
+
+
+@exchange_operator(
+    "numbers_of_all(Tensor numbers) -> Tensor", lambda size, numbers: numbers.new_empty(size, *numbers.shape)
+)
+def _numbers_of_all(site: ExchangeSite, numbers: Tensor) -> Tensor:
+    return _start_numbers(site, numbers)()
+
+
+def _totals(every: Tensor) -> RowTotals:
+    largest = every[:, 0].amax(0)
+    total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
+    return largest + total.log_(), every[:, 2].sum(0)
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, site: ExchangeSite
     ) -> Tensor:
         columns, counts, owned = _placed(targets, first, logits.shape[1], vocabulary)
-        lse, at_target = _of_all_ranks(numbers_of(logits, columns, owned), group)()
+        lse, at_target = _of_all_ranks(numbers_of(logits, columns, owned), site)()
         ctx.counted_rows = counts.sum()  # for code that weights a loss made from these log-probabilities
         ctx.gives = "WHOLE"
         ctx.save_for_backward(logits, columns[:, None], lse, counts, owned)

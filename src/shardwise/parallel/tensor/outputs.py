@@ -12,8 +12,8 @@ the nearest functions of the cut layers that the tensor was computed from.
     sum, join                                everything                     as it is
     scale by tp                              everything; gradient: addend   gradient divided by tp (region.py, the note)
 
-A tensor without a graph is compared over the ranks: if values differ, the shape determines what was cut. The first pass
-of each kind decides; later passes of the kind repeat the decision.
+A tensor without a graph, or from a compiled block, is compared over the ranks: if values differ, the shape determines
+what was cut. The first pass of each kind decides; later passes of the kind repeat the decision.
 
 Keys and values in a cache object of transformers (``cache``, or ``past_key_values`` in older releases) are this rank's
 heads, which is what the cut layers need in the next pass. A pass with gradients returns a stand-in that the model
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from shardwise.base.caches import is_transformers_cache
 from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.comm import duals
+from shardwise.comm.operators import ExchangeSite
 from shardwise.parallel.tensor.region import ParallelRegion, WithheldValue
 from shardwise.passes.absent import AbsentTensor
 
@@ -146,7 +147,7 @@ class CutOutputs:
         marks = self._differ([each for _, each in found])
         for i, (path, each) in enumerate(found):
             if decisions[i] is None:
-                decisions[i] = self._by_shape(path, each) if marks[i] else _OutputDecision.KEEP
+                decisions[i] = self._by_shape(path, each) if marks[i] else self._by_path(path, each)
             elif marks[i] and decisions[i] in (_OutputDecision.KEEP, _OutputDecision.SCALE):
                 decisions[i] = _OutputDecision.WITHHOLD  # made from slices past the cut layers
         return [each for each in decisions if each is not None]
@@ -179,6 +180,16 @@ class CutOutputs:
             return _OutputDecision.JOIN_TOKENS
         return _OutputDecision.WITHHOLD
 
+    def _by_path(self, path: str, tensor: Tensor) -> _OutputDecision:
+        """Return the decision for a tensor without a known graph that is equal on all ranks.
+
+        In a whole pass of a model that is made to be cut, the gradient of such a tensor is an addend inside the blocks
+        and whole behind them. A compiled graph hides which, except for the logits.
+        """
+        is_logits = path in ("", "logits")
+        hides = self._region.adds and not is_logits and _is_of_compiled_code(tensor)
+        return _OutputDecision.WITHHOLD if hides else _OutputDecision.KEEP
+
     def _is_cut_sequence(self, tensor: Tensor) -> bool:
         tokens = self._region.tokens
         dim = duals.SEQUENCE
@@ -205,9 +216,9 @@ class CutOutputs:
         if decision is _OutputDecision.SCALE:
             return region.inward(tensor, sees_whole=False)
         if decision is _OutputDecision.JOIN_TOKENS:
-            return duals.join(tensor, region.group, path)
+            return duals.join(tensor, ExchangeSite(region.group, path))
         if decision is _OutputDecision.JOIN_HEADS:
-            return duals.join(tensor, region.group, path, dim=1)
+            return duals.join(tensor, ExchangeSite(region.group, path), dim=1)
         return WithheldValue(
             f"{path or 'the output'} of {self._what}: under tensor parallelism each rank holds a part of it (its "
             f"heads, features or tokens, {list(tensor.shape)} here), and how parts make the whole is not known. Hidden "
@@ -294,7 +305,7 @@ def _with_caches(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] |
 
 def _state_of(tensor: Tensor) -> _OutputHolding:
     """Return what a rank's tensor holds, by the nearest functions of cut layers in its graph."""
-    if tensor.grad_fn is None:
+    if tensor.grad_fn is None or _is_of_compiled_code(tensor):
         return _OutputHolding.UNKNOWN
     waiting: deque[Any] = deque([tensor.grad_fn])
     seen: set[Any] = set()
@@ -317,6 +328,11 @@ def _state_of(tensor: Tensor) -> _OutputHolding:
         if state in states:
             return state
     return _OutputHolding.UNKNOWN
+
+
+def _is_of_compiled_code(tensor: Tensor) -> bool:
+    """Return True for a tensor that a graph of torch.compile returned, which hides the functions of the cut layers."""
+    return type(tensor.grad_fn).__name__ == "CompiledFunctionBackward"
 
 
 def _state_after(node: Any) -> _OutputHolding | None:
