@@ -17,6 +17,8 @@ Cost:  (L-1)/L · P elements within the host, (H-1)/N · P across; on a device a
 Shapes: P elements; N = H·L ranks.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -91,12 +93,17 @@ class TwoLevels:
                 total.copy_(_added(received, total.dtype))
 
         if self._stream is not None:
-            arrive = run_beside(self._stream, lambda: run(0, shard_out.numel()))
+            clock, meter = self.across.clock, self.across.clock.meter
+            with nullcontext() if meter is None else meter.beside():
+                arrive = run_beside(self._stream, lambda: run(0, shard_out.numel()))
 
             kept = [full, shard_out]
 
             def finish() -> None:
+                mark = None if meter is None else clock.mark_wait()
                 arrive()
+                if meter is not None:
+                    meter.end(self.across.axis, mark)
                 kept.clear()  # the other stream reads and writes them until here, so nobody may get their memory
 
             return PendingCollective(finish)
