@@ -33,6 +33,7 @@ from shardwise.base.errors import CommError
 from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, share
+from shardwise.kernels.expert_rows import owner_of, reaches
 from shardwise.parallel.expert.cost import expected_reach
 
 
@@ -49,19 +50,6 @@ class RowCounts(NamedTuple):
     """Number of pairs of the rank that has most; the same on all ranks."""
     is_bound: bool = False
     """True if the numbers are bounds, the same on all ranks, up to which messages are padded."""
-
-
-def owner_of(index: Tensor, local: int, places: int) -> Tensor:
-    """Return which of ``places``, with ``local`` experts each, holds the experts of ``index``.
-
-    ``places`` for no expert.
-    """
-    return torch.where(index < 0, places, index.div(local, rounding_mode="floor"))
-
-
-def reaches(owner: Tensor, places: int) -> Tensor:
-    """Return the mask of the ``places`` that each row goes to, from its experts' places: [N, k] -> bool [N, places]."""
-    return owner.new_zeros(len(owner), places + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :places]
 
 
 def row_counts(
