@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.world import World
-from shardwise.parallel.expert.cost import expected_rows
+from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.expert.dispatch import Dispatcher
 from tests.parallel.expert.layer import (
     WIDTH,
@@ -198,7 +198,7 @@ def test_blocks_of_another_layer_are_no_numbers(ranks: Any) -> None:
 class Sent(NamedTuple):
     """Over all ranks, once summed."""
 
-    elements: int
+    bytes: int
     """That all_to_all sent."""
     rows: int
     crossed: int
@@ -213,17 +213,17 @@ def sent(world: World, width: int, top_k: int, tokens: int, hosts: tuple[int, ..
     layer = given(drawn(tokens * world.size, top_k), [tokens] * world.size, EXPERTS, width)
     dispatched(world, layer, ep, etp, levels=hops)
     counts = ep.traffic.counts
-    elements = sum(count.elements for (operation, _), count in counts.items() if operation == "all_to_all")
+    sent_bytes = sum(count.bytes for (operation, _), count in counts.items() if operation == "all_to_all")
     own = layer.of(world.rank).index
     routes = Dispatcher(ep, etp, EXPERTS, levels=hops).routes(own)
     goes_to = [{int(e) * world.size // EXPERTS for e in token} for token in own]
     if not hops:
         rows = sum(len(each - {world.rank}) for each in goes_to)
-        return Sent(elements, routes.rows_sent, routes.rows_crossed, rows, 0)
+        return Sent(sent_bytes, routes.rows_sent, routes.rows_crossed, rows, 0)
     here, place = divmod(world.rank, world.size // 2)
     crossed = sum(len({rank // 2 for rank in each} - {here}) for each in goes_to)
     passed_on = sum(rank % 2 != place for each in goes_to for rank in each)
-    return Sent(elements, routes.rows_sent, routes.rows_crossed, crossed + passed_on, crossed)
+    return Sent(sent_bytes, routes.rows_sent, routes.rows_crossed, crossed + passed_on, crossed)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 0, 0), (0, 0, 1, 1)])
@@ -236,8 +236,8 @@ def test_a_row_goes_once_to_each_rank_of_its_experts(ranks: Any, hosts: tuple[in
         assert all(each.rows == each.expected for each in found)
     assert all_of.rows == all_of.expected
     assert [each.crossed for each in found] == [each.expected_crossed for each in found]
-    assert all_of.elements == all_of.rows * (4 * width + 3 * top_k)
-    assert 1 <= all_of.elements / (4 * width * all_of.rows) <= 1.05
+    assert all_of.bytes == all_of.rows * row_bytes(width, top_k, 8)
+    assert 1 <= all_of.bytes / (8 * 4 * width * all_of.rows) <= 1.05
     wanted = expected_rows(tokens, top_k, EXPERTS, size, len({*hosts}))
     assert all_of.rows / size == pytest.approx(wanted, rel=0.02)
     if all_of.crossed:

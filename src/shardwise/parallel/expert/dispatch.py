@@ -80,6 +80,10 @@ Compute = Callable[[Tensor, GroupSizes], Tensor]
 more rows than the numbers' sum; results of these are not read."""
 
 
+Beside = Callable[[], None]
+"""Computation that does not need the experts, and runs while rows travel."""
+
+
 @dataclass
 class RowRoutes:
     """Routes of rows in one hop. ``find`` completes them in the first pass."""
@@ -380,7 +384,7 @@ class Dispatcher:
         weights: Tensor,
         compute: Compute,
         routes: PassRoutes | None = None,
-        beside: Callable[[], None] | None = None,
+        beside: Beside | None = None,
     ) -> Tensor:
         """Return, for each token, the sum over j of ``weights[j]`` times expert ``index[j]`` of ``hidden``: [N, D].
 
@@ -529,7 +533,7 @@ def _carried(
     weights: Tensor,
     compute: Compute,
     round: RoundRoutes,
-    beside: Callable[[], None] | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """Return, for each token, the weighted sum of the results of the experts in this round: [N, D]."""
     trip = _Trip(round, [(each.shape[1], each.dtype) for each in (hidden, weights)])
