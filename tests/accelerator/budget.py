@@ -195,6 +195,7 @@ def measure(name: str) -> tuple[Budget, list[str]]:
     row, device = ROWS[name], register()
     with Bench() as bench, pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "DEVICES", frozenset({device.type} if row.has_kernels else ()))
+        patch.setattr(choice, "has_grouped_mm", lambda device: row.has_kernels and device.type != "cpu")
         config = {
             "batch": {"accumulation": MICROBATCHES},
             "optimizer": {"type": "adamw", "lr": 0.01},

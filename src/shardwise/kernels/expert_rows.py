@@ -102,7 +102,8 @@ def plain_message_places(
 
 
 @device_operation(
-    "message_places(Tensor index, SymInt first, SymInt experts, SymInt ranks, SymInt messages, bool is_padded) -> (Tensor, Tensor)",
+    "message_places(Tensor index, SymInt first, SymInt experts, SymInt ranks, SymInt messages, bool is_padded) -> "
+    "(Tensor, Tensor)",
     lambda index, first, experts, ranks, messages, is_padded: (
         index.new_empty(messages, dtype=torch.int64),
         index.new_empty(len(index), ranks, dtype=torch.int64),

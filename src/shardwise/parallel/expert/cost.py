@@ -9,7 +9,8 @@ that chooses evenly
 
 Each row is sent and comes back, and so does its gradient: 4·D. The numbers of its k experts travel with it, in 32 bits,
 and their weights and, backward, the gradients of these, in fp32 at least; messages are filled up to 16 bytes. A
-recomputed block sends its rows forward twice, half as much again; so do rounds. In two levels over H hosts a row makes two hops, each of which costs as much:
+recomputed block sends its rows forward twice, half as much again; so do rounds. In two levels over H hosts a row makes
+two hops, each of which costs as much:
 
     across      = tokens · (H - 1) · reached(H)                     rows that leave a host, and
     within      = tokens · (ep - H) · reached(ep)                   rows that a rank passes on within its host

@@ -98,23 +98,26 @@ class RowRoutes:
     is_padded: bool
     """True if every rank gets a block of one size, in which some messages are of no row."""
     tokens: Tensor | None = None
-    """Row of each message: [S]."""
+    """Row of each message, N for none: [S]."""
     messages: RowPlaces | None = None
     """Messages of each row."""
 
-    def find(self, numbers: Tensor) -> Tensor:
-        """Find the routes of rows with the experts ``numbers`` [N, k]; return each message's row, N for none: [S]."""
+    def find(self, numbers: Tensor) -> None:
+        """Find the routes of rows with the experts ``numbers`` [N, k]."""
         number, ranks = sum(self.counts[self.group.index]), self.group.size
-        tokens, places = message_places(numbers, self.first, self.experts, ranks, number, self.is_padded)
+        self.tokens, places = message_places(
+            numbers, self.first, self.experts, ranks, number, self.is_padded
+        )
         self.messages = RowPlaces(places, min(number, places.numel()), self.is_padded)
-        self.tokens = tokens.clamp(max=max(len(numbers) - 1, 0)) if self.is_padded else tokens
-        return tokens
 
-    def leaving(self, rows: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Return the rows that the messages hold: [N, ...] -> [S, ...]."""
-        tokens = self.tokens if tokens is None else tokens
-        assert tokens is not None, "routes are found before rows travel"
+    def leaving(self, rows: Tensor) -> Tensor:
+        """Return the rows that the messages hold: [N, ...] -> [S, ...].
+
+        Messages of no row hold row N, or the last row.
+        """
+        assert self.tokens is not None, "routes are found before rows travel"
         filled = rows if rows.shape[0] else rows.new_zeros(1, *rows.shape[1:])
+        tokens = self.tokens.clamp(max=len(filled) - 1) if self.is_padded else self.tokens
         return filled.index_select(0, tokens)
 
     def returned(self, rows: Tensor, what: str) -> Tensor:
@@ -231,17 +234,17 @@ class _Trip:
         if not round.hops:
             self._fields = [hidden, weights]
             return
-        hop, fields, tokens = round.hops[0], [hidden, weights], None
-        has_spare = self._is_first and round.tag is not None
+        hop, fields = round.hops[0], [hidden, weights]
         if self._is_first:
             assert round.index is not None, "experts are known until the routes are found"
             fields.append(round.numbers())
-            tokens = hop.find(round.index)
-        packed = pack(fields, has_spare)
-        if has_spare and round.tag is not None:
+            hop.find(round.index)
+        packed = pack(fields, has_spare=round.tag is not None)
+        if round.tag is not None:
             self._spare = packed[-1:]
-            self._unpacked(self._spare)[-1].fill_(round.tag << _TAG_FROM)
-        self._start(hop.leaving(packed, tokens), hop, "rows")
+            if self._is_first:
+                self._unpacked(self._spare)[-1].fill_(round.tag << _TAG_FROM)
+        self._start(hop.leaving(packed), hop, "rows")
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         """Return the rows and weights that arrived, [R, D] and [R, k], and find their pairs in the first pass."""
@@ -249,11 +252,10 @@ class _Trip:
         if round.hops:
             packed = self._wait()
             for hop in round.hops[1:]:
-                tokens = None
                 if self._is_first:
-                    tokens = hop.find(self._told(self._unpacked(packed)[-1]))
-                    packed = packed if self._spare is None else torch.cat([packed, self._spare])
-                self._start(hop.leaving(packed, tokens), hop, "rows")
+                    hop.find(self._told(self._unpacked(packed)[-1]))
+                packed = packed if self._spare is None else torch.cat([packed, self._spare])
+                self._start(hop.leaving(packed), hop, "rows")
                 packed = self._wait()
             packed = gather(packed, round.parts, round.etp, f"rows of {round.name}")
             self._fields = self._unpacked(packed)
@@ -270,7 +272,7 @@ class _Trip:
 
     def start_back(self, d_rows: Tensor, d_weights: Tensor) -> None:
         """Return the gradients of rows and weights, but for the last hop, which is started."""
-        round, fields, first = self.round, [d_rows, d_weights], True
+        round, fields = self.round, [d_rows, d_weights]
         if not round.hops:
             self._fields = fields
             return
@@ -284,11 +286,10 @@ class _Trip:
                 .to(field.dtype)
                 for field in self._unpacked(addends)
             ]
-        for hop in reversed(round.hops):
-            if not first:
-                fields = self._summed(hop_before)
+        for hop in round.hops[:0:-1]:
             self._start(pack(fields), hop, "gradients", to_senders=True)
-            hop_before, first = hop, False
+            fields = self._summed(hop)
+        self._start(pack(fields), round.hops[0], "gradients", to_senders=True)
 
     def finish_back(self) -> tuple[Tensor, Tensor]:
         """Return the sums of the gradients by token: [N, D], [N, k]."""
