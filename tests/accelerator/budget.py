@@ -165,6 +165,19 @@ def _rows() -> dict[str, Row]:
             {**_zero(2, "bf16"), "mesh": {"ep": 2}},
             True,
         ),
+        "8 experts, kernels, ep 2, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=8)), tokens, 2, {**_zero(2, "bf16"), "mesh": {"ep": 2}}, True
+        ),
+        "8 experts, kernels, one device, bf16": Row(
+            gpt(experts=GptExperts(count=8)), tokens, 1, _zero(0, "bf16"), True
+        ),
+        "8 experts in blocks, kernels, ep 2, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=8, router=RouterPolicy(capacity=1.5))),
+            tokens,
+            2,
+            {**_zero(2, "bf16"), "mesh": {"ep": 2}, "experts": {"exchange": "blocks"}},
+            True,
+        ),
         "masters in host memory, zero 2, bf16, dp 4": Row(
             gpt(), tokens, 4, {**_zero(2, "bf16"), "offload": {"optimizer": "host"}}
         ),

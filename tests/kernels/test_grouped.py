@@ -111,7 +111,9 @@ def one_launch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         calls.append(f"{a.dim()}d {b.dim()}d")
         assert a.stride(-1) == 1 or b.dim() == 2, "torch's kernel for devices takes rows only as they lie"
-        if b.dim() == 2:  # else torch's kernel refuses a group without rows, and one whose size 8 does not divide
+        if (
+            b.dim() == 2
+        ):  # else torch's kernel refuses a group without rows, and one whose size 8 does not divide
             assert a.stride(0) == 1 and b.stride(1) == 1
         return mm(a, b, offs=offs)
 
@@ -154,7 +156,11 @@ def test_one_launch_for_all_groups_gives_what_the_loop_gives(
 
 
 def test_a_frozen_stack_makes_no_product(one_launch: list[str]) -> None:
-    rows, gate_up, down = torch.ones(4, 8).bfloat16(), torch.ones(2, 16, 8).bfloat16(), torch.ones(2, 8, 8).bfloat16()
+    rows, gate_up, down = (
+        torch.ones(4, 8).bfloat16(),
+        torch.ones(2, 16, 8).bfloat16(),
+        torch.ones(2, 8, 8).bfloat16(),
+    )
     down.requires_grad_()
     gated_experts(rows, gate_up, down, (1, 3)).sum().backward()
     assert len(one_launch) == 3 and down.grad is not None

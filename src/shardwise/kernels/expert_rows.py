@@ -34,15 +34,17 @@ def message_bytes(*fields: int) -> int:
     return -(-sum(fields) // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def pack(fields: Sequence[Tensor], has_spare: bool = False) -> Tensor:
+def pack(
+    fields: Sequence[Tensor], columns: Sequence[tuple[int, torch.dtype]], has_spare: bool = False
+) -> Tensor:
     """Return rows that hold the bytes of the ``fields``, [n, columns] each: uint8 [n, bytes].
 
     Args:
         fields: tensors of n rows.
+        columns: columns of each field, and its dtype in a message.
         has_spare: True adds a last row of zeros.
     """
-    columns = [(field.shape[1], field.dtype) for field in fields]
-    n, width = fields[0].shape[0], message_bytes(*(field.shape[1] * field.itemsize for field in fields))
+    n, width = fields[0].shape[0], message_bytes(*(count * dtype.itemsize for count, dtype in columns))
     packed = fields[0].new_empty(n + has_spare, width, dtype=torch.uint8)
     if has_spare:
         packed[n:].zero_()

@@ -306,7 +306,7 @@ class _Gradients(NamedTuple):
     into_rows: Sequence[Tensor | None]
 
     def of_groups(self, start: int, stop: int, both: Tensor, counts: Sequence[int]) -> None:
-        """Write the gradients of the groups from ``start`` to ``stop``; ``both`` has their products with gate and up."""
+        """Write the gradients of groups ``start`` to ``stop``; ``both`` has their products with gate and up."""
         own = slice(start, stop)
         grads = self.grads[own]
         d_hidden = both.new_empty(both.shape[0], both.shape[1] // 2)

@@ -114,8 +114,7 @@ def test_sums_of_a_field_of_messages() -> None:
     """Fields lie in rows of bytes, not one row behind the other."""
     values, weights, index = sums(9, 24, torch.float32)
     places = pairs_by_expert(index, 0, 4, len(values), 0)[2]
-    packed = expert_rows.pack([values, torch.ones(len(values), 2, device=DEVICE)])
-    field = expert_rows.unpack(packed, [(24, torch.float32), (2, torch.float32)])[0]
-    assert torch.equal(
-        RowPlaces(places, len(values)).sum(field), RowPlaces(places, len(values)).sum(values)
-    )
+    columns = [(24, torch.float32), (2, torch.float64)]
+    packed = expert_rows.pack([values, torch.ones(len(values), 2, device=DEVICE)], columns)
+    field = expert_rows.unpack(packed, columns)[0]
+    assert torch.equal(RowPlaces(places, len(values)).sum(field), RowPlaces(places, len(values)).sum(values))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import Group
+from shardwise.comm.collectives import Group, PendingCollective
 from shardwise.comm.world import World
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.expert.dispatch import Dispatcher
@@ -289,3 +289,55 @@ def test_nan_in_weights_stays_with_its_token(ranks: Any) -> None:
     first, second = ranks(2).run(with_nan)
     assert first == [token == 2 for token in range(6)]
     assert not any(second)
+
+
+def order_of_calls(world: World, hosts: tuple[int, ...]) -> list[str]:
+    """What a pass does, in order: starts and waits of the all-to-alls of ep, and what runs beside them."""
+    ep, etp = groups(world, world.size, 1)
+    hops = levels(world, ep, hosts)
+    layer = cases(world.size)["drawn"]
+    own, said = layer.of(world.rank), []
+
+    def watched(group: Group, output: Tensor, *args: Any, **keys: Any) -> PendingCollective:
+        pending = start(group, output, *args, **keys)
+        said.append("start")
+
+        def wait() -> None:
+            said.append("wait")
+            pending.wait()
+
+        return PendingCollective(wait)
+
+    def beside() -> None:
+        said.append("beside")
+        shared.append(hidden * 2)
+        shared[0].register_hook(lambda grad: said.append("beside, backward"))
+
+    start, shared = Group.all_to_all, []
+    hidden = own.hidden.clone().requires_grad_()
+    dispatcher = Dispatcher(ep, etp, EXPERTS, levels=hops)
+    with patch.object(Group, "all_to_all", watched):
+        out = dispatcher(hidden, own.index, own.weights, compute_with(*stacks(layer, ep, etp)), None, beside)
+        (out + shared[0]).sum().backward()
+    return said
+
+
+def test_shared_experts_run_beside_the_exchange(ranks: Any) -> None:
+    """Rows, weights and numbers travel in one all-to-all a hop; a pass has four, of which two wait for nothing."""
+    one = ["start", "wait"]
+    beside = [["start", each, "wait"] for each in ("beside", "beside, backward")]
+    for said in ranks(2).run(order_of_calls, (0, 0)):
+        assert said == [*beside[0], *one, *one, *beside[1]]
+    for said in ranks(4).run(order_of_calls, (0, 0, 1, 1)):
+        assert said == [*beside[0], *one, *one * 2, *one * 2, *one, *beside[1]]
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_what_runs_beside_runs_once(rows: int | None) -> None:
+    layer = cases(1)["drawn"]
+    calls: list[str] = []
+    alone = Dispatcher(Group.alone("ep"), Group.alone("etp"), EXPERTS, rows)
+    hidden = layer.hidden.clone().requires_grad_()
+    compute = compute_with(layer.gate_up, layer.down)
+    alone(hidden, layer.index, layer.weights, compute, None, lambda: calls.append("beside")).sum().backward()
+    assert calls == ["beside"]

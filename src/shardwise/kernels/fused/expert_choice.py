@@ -37,6 +37,7 @@ def chosen_experts(logits: Tensor, bias: Tensor | None, top_k: int, is_sigmoid: 
             IS_SIGMOID=is_sigmoid,
             ROWS=rows,
             BLOCK=block,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -63,6 +64,7 @@ def expert_weights(
             NORMALIZES=normalizes,
             ROWS=rows,
             BLOCK=block,
+            enable_fp_fusion=True,
         )
     return weights, scores
 
@@ -96,6 +98,7 @@ def expert_weight_gradient(
             NORMALIZES=normalizes,
             ROWS=rows,
             BLOCK=block,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -120,6 +123,7 @@ def route_counts(index: Tensor, experts: int, places: Sequence[int], first: int)
             PADDED=padded,
             IS_FIRST=level == 0,
             TILE=tile,
+            enable_fp_fusion=True,
         )
         start += each
     return counts
@@ -145,6 +149,7 @@ def load_counts(chosen: Tensor, kept: Tensor, scores: Tensor, is_sigmoid: bool, 
             IS_SIGMOID=is_sigmoid,
             ROWS=rows,
             BLOCK=block,
+            enable_fp_fusion=True,
         )
         torch.sum(parts, 0, out=loads[-1])
     return loads
@@ -258,11 +263,8 @@ def _expert_weight_gradient(
         if NORMALIZES:
             given = (given - dot / total) / total
         pull += tl.where(expert[None, :] == own[:, None], given[:, None], 0.0)
-    if IS_SIGMOID:
-        found = pull * held * (1 - held)
-    else:
-        found = held * (pull - tl.sum(pull * held, 1)[:, None])
-    tl.store(out + at, found, here)
+    whole = pull if IS_SIGMOID else pull - tl.sum(pull * held, 1)[:, None]
+    tl.store(out + at, whole * held * (1 - held) if IS_SIGMOID else whole * held, here)
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
@@ -320,7 +322,9 @@ def _load_counts(
     if IS_SIGMOID:
         held = held / (tl.sum(held, 1)[:, None] + 1e-20)
     counts = tl.load(chosen + row * TOP_K, row < rows, other=-1) >= 0
-    entropy = tl.where(held > 0, -held * tl.log(tl.where(held > 0, held, 1.0)), tl.where(held == 0, 0.0, held))
+    entropy = tl.where(
+        held > 0, -held * tl.log(tl.where(held > 0, held, 1.0)), tl.where(held == 0, 0.0, held)
+    )
     entropy = tl.where(counts, tl.sum(entropy, 1), 0.0)
     tl.store(parts + tl.program_id(0), tl.sum(entropy.to(tl.float64), 0))
     tokens = tl.sum(counts.to(tl.int32), 0)

@@ -16,7 +16,7 @@ _WIDEST = 1024
 def message_places(
     index: Tensor, first: int, experts: int, ranks: int, messages: int, is_padded: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ``kernels.expert_rows.message_places``."""
+    """Return the row of each message and the places of each row, as ``kernels.expert_rows`` describes them."""
     rows, top_k = index.shape
     tokens = torch.empty(messages, dtype=torch.int64, device=index.device)
     places = torch.empty(rows, ranks, dtype=torch.int64, device=index.device)
@@ -37,6 +37,7 @@ def message_places(
         PADDED=padded,
         IS_PADDED=is_padded,
         TILE=max(_TILE // padded, 16),
+        enable_fp_fusion=True,
     )
     return tokens, places
 
@@ -44,7 +45,7 @@ def message_places(
 def pairs_by_expert(
     chosen: Tensor, first: int, experts: int, pairs: int, each: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``kernels.expert_rows.pairs_by_expert``."""
+    """Return slots, rows, places and ends of pairs, as ``kernels.expert_rows`` describes them."""
     slots, rows = torch.empty(2, pairs, dtype=torch.int64, device=chosen.device)
     places = torch.empty(chosen.shape, dtype=torch.int64, device=chosen.device)
     ends = torch.empty(experts, dtype=torch.int32, device=chosen.device)
@@ -62,6 +63,7 @@ def pairs_by_expert(
         TOP_K=chosen.shape[1],
         EXPERTS=experts,
         TILE=_TILE,
+        enable_fp_fusion=True,
     )
     return slots, rows, places, ends
 
@@ -83,6 +85,7 @@ def sum_rows(values: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
             PLACES=places.shape[1],
             HAS_WEIGHTS=weights is not None,
             BLOCK=block,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -105,6 +108,7 @@ def pair_gradients(
             weights.numel(),
             values.shape[1],
             BLOCK=min(triton.next_power_of_2(values.shape[1]), _WIDEST),
+            enable_fp_fusion=True,
         )
     return d_values, d_weights
 
@@ -131,7 +135,7 @@ def _message_places(
     start = (own * block).to(tl.int64)
     if not IS_PADDED:
         before = tl.zeros([PADDED], tl.int64)
-        for tile in range(0, tl.cdiv(rows, TILE)):
+        for tile in range(tl.cdiv(rows, TILE)):
             row = tile * TILE + tl.arange(0, TILE).to(tl.int64)
             hit = tl.zeros([TILE, PADDED], tl.int32)
             for j in range(TOP_K):
@@ -141,7 +145,7 @@ def _message_places(
             before += tl.sum(hit, 0).to(tl.int64)
         start = tl.sum(tl.where(rank < own, before, 0), 0)
     number = tl.zeros([1], tl.int64)
-    for tile in range(0, tl.cdiv(rows, TILE)):
+    for tile in range(tl.cdiv(rows, TILE)):
         row = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         goes = tl.zeros([TILE], tl.int32)
         for j in range(TOP_K):
@@ -153,7 +157,7 @@ def _message_places(
         tl.store(places + row * RANKS + own, tl.where(goes == 1, at, -1), row < rows)
         number += tl.sum(goes, 0)
     if IS_PADDED:
-        for tile in range(0, tl.cdiv(block, TILE)):
+        for tile in range(tl.cdiv(block, TILE)):
             at = tile * TILE + tl.arange(0, TILE)
             tl.store(tokens + start + at, tl.zeros([TILE], tl.int64) + rows, (at >= number) & (at < block))
 
@@ -176,7 +180,7 @@ def _pairs_by_expert(
 ):
     own = tl.program_id(0)
     below = tl.zeros([1], tl.int64)
-    for tile in range(0, tl.cdiv(slots_in, TILE)):
+    for tile in range(tl.cdiv(slots_in, TILE)):
         slot = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         expert = tl.load(chosen + slot, slot < slots_in, other=-1) - first
         below += tl.sum(((slot < slots_in) & (expert >= 0) & (expert < own)).to(tl.int64), 0)
@@ -184,7 +188,7 @@ def _pairs_by_expert(
     if each > 0:
         start = tl.zeros([1], tl.int64) + own * each
     number = tl.zeros([1], tl.int64)
-    for tile in range(0, tl.cdiv(slots_in, TILE)):
+    for tile in range(tl.cdiv(slots_in, TILE)):
         slot = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         expert = tl.load(chosen + slot, slot < slots_in, other=-1) - first
         mine = ((slot < slots_in) & (expert == own)).to(tl.int32)
@@ -202,7 +206,7 @@ def _pairs_by_expert(
         until = stop + 0
         if own == EXPERTS - 1:
             until = tl.zeros([1], tl.int64) + pairs
-    for tile in range(0, tl.cdiv(pairs, TILE)):
+    for tile in range(tl.cdiv(pairs, TILE)):
         at = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         here = (at >= stop) & (at < until) & (at < pairs)
         tl.store(slots + at, tl.zeros([TILE], tl.int64) + slots_in, here)
@@ -226,7 +230,9 @@ def _sum_rows(
     total = tl.zeros([BLOCK], tl.float32)
     for j in range(PLACES):
         place = tl.load(places + row * PLACES + j)
-        held = tl.load(values + place * stride + column, (column < width) & (place >= 0), other=0.0).to(tl.float32)
+        held = tl.load(values + place * stride + column, (column < width) & (place >= 0), other=0.0).to(
+            tl.float32
+        )
         if HAS_WEIGHTS:
             held = tl.where(place >= 0, held * tl.load(weights + row * PLACES + j).to(tl.float32), 0.0)
         total += held

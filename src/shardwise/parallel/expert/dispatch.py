@@ -105,9 +105,7 @@ class RowRoutes:
     def find(self, numbers: Tensor) -> None:
         """Find the routes of rows with the experts ``numbers`` [N, k]."""
         number, ranks = sum(self.counts[self.group.index]), self.group.size
-        self.tokens, places = message_places(
-            numbers, self.first, self.experts, ranks, number, self.is_padded
-        )
+        self.tokens, places = message_places(numbers, self.first, self.experts, ranks, number, self.is_padded)
         self.messages = RowPlaces(places, min(number, places.numel()), self.is_padded)
 
     def leaving(self, rows: Tensor) -> Tensor:
@@ -180,9 +178,9 @@ class RoundRoutes:
         return self.pairs is not None
 
     def numbers(self) -> Tensor:
-        """Return the numbers that travel with this rank's rows: int32 [N, k]."""
+        """Return the numbers that travel with this rank's rows: [N, k], in 31 bits."""
         assert self.index is not None, "numbers travel in the first pass"
-        return self.index.int() if self.tag is None else (self.index + 1 + (self.tag << _TAG_FROM)).int()
+        return self.index if self.tag is None else self.index + 1 + (self.tag << _TAG_FROM)
 
     def find(self, numbers: Tensor) -> None:
         """Find the pairs of the arrived rows with the experts ``numbers`` [R, k]."""
@@ -239,7 +237,7 @@ class _Trip:
             assert round.index is not None, "experts are known until the routes are found"
             fields.append(round.numbers())
             hop.find(round.index)
-        packed = pack(fields, has_spare=round.tag is not None)
+        packed = pack(fields, self._columns_now, has_spare=round.tag is not None)
         if round.tag is not None:
             self._spare = packed[-1:]
             if self._is_first:
@@ -279,7 +277,7 @@ class _Trip:
         self._is_first = False
         if round.etp.size > 1:
             ranks, what = round.etp.size, f"gradients of {round.name}"
-            addends = send(pack(fields), [round.parts] * ranks, round.etp, what)
+            addends = send(pack(fields, self.columns), [round.parts] * ranks, round.etp, what)
             fields = [
                 field.reshape(ranks, -1, field.shape[1])
                 .sum(0, dtype=torch.promote_types(field.dtype, torch.float32))
@@ -287,9 +285,9 @@ class _Trip:
                 for field in self._unpacked(addends)
             ]
         for hop in round.hops[:0:-1]:
-            self._start(pack(fields), hop, "gradients", to_senders=True)
+            self._start(pack(fields, self.columns), hop, "gradients", to_senders=True)
             fields = self._summed(hop)
-        self._start(pack(fields), round.hops[0], "gradients", to_senders=True)
+        self._start(pack(fields, self.columns), round.hops[0], "gradients", to_senders=True)
 
     def finish_back(self) -> tuple[Tensor, Tensor]:
         """Return the sums of the gradients by token: [N, D], [N, k]."""
@@ -312,9 +310,14 @@ class _Trip:
         pending.wait()
         return arrived
 
-    def _unpacked(self, packed: Tensor) -> list[Tensor]:
+    @property
+    def _columns_now(self) -> list[tuple[int, torch.dtype]]:
+        """Columns and dtypes of the fields of a message; experts' numbers travel in the first pass alone."""
         numbers = [(self.columns[1][0], torch.int32)] if self._is_first else []
-        return unpack(packed, self.columns + numbers)
+        return self.columns + numbers
+
+    def _unpacked(self, packed: Tensor) -> list[Tensor]:
+        return unpack(packed, self._columns_now)
 
     def _told(self, numbers: Tensor) -> Tensor:
         """Return the experts of arrived rows, -1 for none."""

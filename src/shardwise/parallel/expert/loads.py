@@ -135,9 +135,13 @@ class ExpertLoads:
 
         With a ``weight`` of 0 they are discarded.
         """
-        for layer, numbers in self._waiting.pop(microbatch, {}).items():
+        waiting = self._waiting.pop(microbatch, {})
+        is_unused: Tensor | None = None
+        for layer, numbers in waiting.items():
             if isinstance(weight, Tensor):
-                numbers = numbers.masked_fill(weight.to(numbers.device) == 0, 0.0)
+                if is_unused is None or is_unused.device != numbers.device:
+                    is_unused = weight.to(numbers.device) == 0
+                numbers = numbers.masked_fill(is_unused, 0.0)
             elif not weight:
                 continue
             before = self._counted.get(layer)
