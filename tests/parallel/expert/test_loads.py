@@ -547,14 +547,14 @@ def test_a_closed_engine_leaves_the_layer_alone() -> None:
 
 
 def test_what_runs_again_or_weighs_nothing_adds_nothing() -> None:
-    replay, pairs = DrawReplay(), torch.tensor([3, 1])
+    replay, numbers = DrawReplay(), torch.tensor([3, 1, 3, 1, 2, 0, 0, 0.5], dtype=torch.float64)
     loads = ExpertLoads({"moe": 2}, replay)
     for microbatch, weight in enumerate((2.0, 0.0, 1.0)):
         loads.microbatch = microbatch
-        loads.add("moe", pairs, pairs, 2, torch.tensor(0.5))
+        loads.add("moe", numbers.clone())
         loads.sent("moe", 7, 3)
         with replay.again():
-            loads.add("moe", pairs, pairs, 2, 0.5)
+            loads.add("moe", numbers.clone())
             loads.sent("moe", 7, 3)
         loads.count(microbatch, weight)
     assert loads.numbers(torch.device("cpu")).tolist() == [6, 2, 6, 2, 4, 14, 6, 1]

@@ -230,11 +230,11 @@ def _sum_rows(
     total = tl.zeros([BLOCK], tl.float32)
     for j in range(PLACES):
         place = tl.load(places + row * PLACES + j)
-        held = tl.load(values + place * stride + column, (column < width) & (place >= 0), other=0.0).to(
-            tl.float32
-        )
+        # A row that has no place reads nothing: a weight or a value there may be NaN.
+        here = column < tl.where(place >= 0, width, 0)
+        held = tl.load(values + place * stride + column, here, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
-            held = tl.where(place >= 0, held * tl.load(weights + row * PLACES + j).to(tl.float32), 0.0)
+            held *= tl.load(weights + row * PLACES + j, place >= 0, other=0.0).to(tl.float32)
         total += held
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), column < width)
 
@@ -251,7 +251,7 @@ def _pair_gradients(
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        here = (column < width) & lives
+        here = column < tl.where(lives, width, 0)
         g = tl.load(grad + row * width + column, here, other=0.0).to(tl.float32)
         held = tl.load(values + pair * width + column, here, other=0.0).to(tl.float32)
         dot += g * held

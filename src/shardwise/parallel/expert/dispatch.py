@@ -149,10 +149,8 @@ class RoundRoutes:
     """Experts of this rank's rows, [N, k], until the routes are found."""
     parts: list[int]
     """Number of rows that arrived at each rank of ``etp``."""
-    first: int
-    """First expert of this rank."""
-    experts: int
-    """Number of experts of this rank."""
+    own: range
+    """Experts of this rank."""
     number: int
     """Number of pairs, P."""
     counts: list[int] | None
@@ -186,7 +184,7 @@ class RoundRoutes:
         """Find the pairs of the arrived rows with the experts ``numbers`` [R, k]."""
         each = self.counts[0] if self.has_blocks and self.counts else 0
         self.slots, self.rows, places, ends = pairs_by_expert(
-            numbers, self.first, self.experts, self.number, each
+            numbers, self.own.start, len(self.own), self.number, each
         )
         is_bound = self.has_blocks or self.counts is None
         self.pairs = RowPlaces(places, min(self.number, places.numel()), is_bound)
@@ -494,7 +492,7 @@ class Dispatcher:
         ep, local = self.ep, self.experts // self.ep.size
         if counts is None:
             return RoundRoutes(
-                (), self.etp, self.name, index, [len(index)], 0, local, index.numel(), counts=None
+                (), self.etp, self.name, index, [len(index)], range(local), index.numel(), counts=None
             )
         hops, first, experts = [], 0, self.experts
         is_padded = counts.is_bound and not self._is_alone
@@ -513,8 +511,7 @@ class Dispatcher:
             self.name,
             index,
             counts.parts,
-            first=ep.index * local,
-            experts=local,
+            own=range(ep.index * local, (ep.index + 1) * local),
             number=number,
             counts=None if counts.is_bound and not has_blocks else sizes,
             tag=self._tag if is_padded else None,

@@ -125,18 +125,13 @@ class Router(nn.Module):
             NonFiniteError: if a logit is NaN or infinite and no engine runs; the step of an engine reports it on all
                 ranks.
         """
-        policy, experts = self.policy, len(self.weight)
-        hidden, shift = tokens.hidden, None
-        if self.training and policy.noise == "jitter":
-            hidden = hidden * jitter(surroundings, tokens, hidden.shape[-1]).to(_wide(hidden, self.weight))
-        elif self.training and policy.noise in ("gumbel", "gumbel_rest"):
-            shift = gumbel(surroundings, tokens, experts)
+        policy = self.policy
+        hidden, shift = self._noised(tokens, surroundings)
         logits = router_logits(hidden, self.weight)  # [n, E]
         if surroundings.replay is None:
             self._check_finite(logits)
         is_sigmoid = policy.score == "sigmoid"
-        in_one = self._chooses_in_one(logits)
-        scores = None if in_one else scores_of(logits, is_sigmoid)
+        scores = None if self._chooses_in_one(logits) else scores_of(logits, is_sigmoid)
         learns = self.training and torch.is_grad_enabled()
         adds = learns and (policy.balance == "loss" or policy.z_weight > 0)
 
@@ -144,9 +139,7 @@ class Router(nn.Module):
             if scores is None:
                 index = chosen_experts(logits.detach(), self.bias, policy.top_k, is_sigmoid)
             else:
-                seen = scores if shift is None else scores_of(logits + shift.to(logits.dtype), is_sigmoid)
-                if shift is not None and policy.noise == "gumbel_rest":
-                    seen = seen.scatter(-1, largest(scores, 1), torch.inf)
+                seen = self._seen(scores, logits, shift)
                 index = choice(seen.detach(), self.bias, policy)
             chosen = _counted_alone(index, counted)
             kept, counts = self._kept(
@@ -167,9 +160,32 @@ class Router(nn.Module):
         value = None
         if adds:
             assert counts is not None, "pairs are counted where a term needs them"
-            shares = shares_of(scores, policy)
-            value = term(policy, shares, logits, counts, tokens.sequence, counted, self.loads, labels)
+            value = term(
+                policy,
+                shares_of(scores, policy),
+                logits,
+                counts,
+                tokens.sequence,
+                counted,
+                self.loads,
+                labels,
+            )
         return Routing(stayed, weights, value, chosen, scores)
+
+    def _noised(self, tokens: RoutedTokens, surroundings: ExpertContext) -> tuple[Tensor, Tensor | None]:
+        """Return the input of the router with jitter, and the addend of the logits that choose, if there is one."""
+        hidden, noise = tokens.hidden, self.policy.noise if self.training else "none"
+        if noise == "jitter":
+            hidden = hidden * jitter(surroundings, tokens, hidden.shape[-1]).to(_wide(hidden, self.weight))
+        shift = gumbel(surroundings, tokens, len(self.weight)) if noise.startswith("gumbel") else None
+        return hidden, shift
+
+    def _seen(self, scores: Tensor, logits: Tensor, shift: Tensor | None) -> Tensor:
+        """Return the scores by which experts are chosen: those of the logits plus noise ``shift``, if there is any."""
+        if shift is None:
+            return scores
+        seen = scores_of(logits + shift.to(logits.dtype), self.policy.score == "sigmoid")
+        return seen.scatter(-1, largest(scores, 1), torch.inf) if self.policy.noise == "gumbel_rest" else seen
 
     def _chooses_in_one(self, logits: Tensor) -> bool:
         """Return whether choice and weights are one launch each: on a device, if all tokens keep what they choose."""
