@@ -82,7 +82,8 @@ class GroupSizes(Sequence[int]):
         return self.counts[place]
 
 
-def _sizes_of(sizes: Sequence[int]) -> GroupSizes:
+def sizes_of(sizes: Sequence[int]) -> GroupSizes:
+    """Return ``sizes`` itself, or numbers of the host as ``GroupSizes``."""
     return sizes if isinstance(sizes, GroupSizes) else GroupSizes(sizes)
 
 
@@ -91,7 +92,7 @@ def grouped_product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tens
     """Multiply each row by the matrix of its group: [R, N]. The first ``sizes[0]`` rows are of group 0, and so on."""
     rows, weights = _autocast(rows, weights)
     form = _GroupedMm if is_one_launch(rows, weights) else _GroupedProduct
-    product: Tensor = form.apply(rows, weights, _sizes_of(sizes))
+    product: Tensor = form.apply(rows, weights, sizes_of(sizes))
     return product
 
 
@@ -115,7 +116,7 @@ def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, sizes: Sequence[i
     """
     cast = _autocast(rows, gate_up, down)
     form = _GatedMm if is_one_launch(*cast) else _GatedExperts
-    out: Tensor = form.apply(*cast, _sizes_of(sizes), torch.is_grad_enabled())
+    out: Tensor = form.apply(*cast, sizes_of(sizes), torch.is_grad_enabled())
     return out
 
 

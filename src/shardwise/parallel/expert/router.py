@@ -130,22 +130,15 @@ class Router(nn.Module):
         logits = router_logits(hidden, self.weight)  # [n, E]
         if surroundings.replay is None:
             self._check_finite(logits)
-        is_sigmoid = policy.score == "sigmoid"
-        scores = None if self._chooses_in_one(logits) else scores_of(logits, is_sigmoid)
+        is_sigmoid, in_one = policy.score == "sigmoid", self._chooses_in_one(logits)
+        scores = None if in_one else scores_of(logits, is_sigmoid)
         learns = self.training and torch.is_grad_enabled()
         adds = learns and (policy.balance == "loss" or policy.z_weight > 0)
 
         def decide() -> tuple[Tensor, Tensor | None, Tensor | None]:
-            if scores is None:
-                index = chosen_experts(logits.detach(), self.bias, policy.top_k, is_sigmoid)
-            else:
-                seen = self._seen(scores, logits, shift)
-                index = choice(seen.detach(), self.bias, policy)
-            chosen = _counted_alone(index, counted)
-            kept, counts = self._kept(
-                chosen, scores, index, tokens, surroundings, adds and policy.balance == "loss"
-            )
-            return index, kept, counts
+            index = self._index(scores, logits.detach(), shift)
+            chosen, balances = _counted_alone(index, counted), adds and policy.balance == "loss"
+            return index, *self._kept(chosen, scores, index, tokens, surroundings, balances)
 
         index, kept, counts = surroundings.keep(f"router:{surroundings.name}", decide)
         if scores is None:
@@ -180,12 +173,18 @@ class Router(nn.Module):
         shift = gumbel(surroundings, tokens, len(self.weight)) if noise.startswith("gumbel") else None
         return hidden, shift
 
-    def _seen(self, scores: Tensor, logits: Tensor, shift: Tensor | None) -> Tensor:
-        """Return the scores by which experts are chosen: those of the logits plus noise ``shift``, if there is any."""
-        if shift is None:
-            return scores
-        seen = scores_of(logits + shift.to(logits.dtype), self.policy.score == "sigmoid")
-        return seen.scatter(-1, largest(scores, 1), torch.inf) if self.policy.noise == "gumbel_rest" else seen
+    def _index(self, scores: Tensor | None, logits: Tensor, shift: Tensor | None) -> Tensor:
+        """Return the experts of each token, by the scores of the logits plus noise ``shift``, if there is any."""
+        policy = self.policy
+        is_sigmoid = policy.score == "sigmoid"
+        if scores is None:
+            return chosen_experts(logits, self.bias, policy.top_k, is_sigmoid)
+        seen = scores.detach()
+        if shift is not None:
+            seen = scores_of(logits + shift.to(logits.dtype), is_sigmoid)
+            if policy.noise == "gumbel_rest":
+                seen = seen.scatter(-1, largest(scores.detach(), 1), torch.inf)
+        return choice(seen, self.bias, policy)
 
     def _chooses_in_one(self, logits: Tensor) -> bool:
         """Return whether choice and weights are one launch each: on a device, if all tokens keep what they choose."""
