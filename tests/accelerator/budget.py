@@ -213,6 +213,19 @@ def _rows() -> dict[str, Row]:
             {**_zero(2, "bf16"), "mesh": {"ep": 2}},
             True,
         ),
+        "8 experts, kernels, ep 2, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=8)), tokens, 2, {**_zero(2, "bf16"), "mesh": {"ep": 2}}, True
+        ),
+        "8 experts, kernels, one device, bf16": Row(
+            gpt(experts=GptExperts(count=8)), tokens, 1, _zero(0, "bf16"), True
+        ),
+        "8 experts in blocks, kernels, ep 2, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=8, router=RouterPolicy(capacity=1.5))),
+            tokens,
+            2,
+            {**_zero(2, "bf16"), "mesh": {"ep": 2}, "experts": {"exchange": "blocks"}},
+            True,
+        ),
         "masters in host memory, zero 2, bf16, dp 4": Row(
             gpt(), tokens, 4, {**_zero(2, "bf16"), "offload": {"optimizer": "host"}}
         ),
@@ -334,6 +347,7 @@ def measure_row(row: Row, name: str) -> tuple[Budget, list[str]]:
     norms = on_the_cpu(device.type) if row.has_kernels else nullcontext()
     with Bench(fuses_attention=True) as bench, pytest.MonkeyPatch.context() as patch, norms:
         patch.setattr(choice, "DEVICES", frozenset({device.type} if row.has_kernels else ()))
+        patch.setattr(choice, "has_grouped_mm", lambda device: row.has_kernels and device.type != "cpu")
         config = {
             "batch": {"accumulation": MICROBATCHES},
             "optimizer": {"type": "adamw", "lr": 0.01},

@@ -25,7 +25,7 @@ def test_the_gradient_of_the_single_operation_is_that_of_the_formula() -> None:
 
 def test_shapes_are_known_without_numbers() -> None:
     x = torch.empty(2, 6, device="meta")
-    assert module._gated(x).shape == (2, 3) and module._gated_gradient(module._gated(x), x).shape == (2, 6)
+    assert module.gate(x).shape == (2, 3) and module.gate_gradient(module.gate(x), x).shape == (2, 6)
 
 
 def test_a_tensor_that_overrides_functions_sees_one_operation() -> None:

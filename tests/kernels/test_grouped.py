@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.kernels import choice, grouped
 from shardwise.kernels.grouped import (
+    GroupSizes,
     gated_experts,
     grouped_product,
+    is_one_launch,
     plain_gated_experts,
     plain_grouped_product,
     stretches,
@@ -79,7 +82,7 @@ def test_as_many_tensors_are_kept_whatever_the_counts(counts: tuple[int, ...]) -
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         grouped_product(rows, weights, counts)
         gated_experts(rows, weights, down, counts)
-    assert kept == 2 + 3 + 2
+    assert kept == 2 + 4
 
 
 def test_dtypes_by_operation_are_those_of_a_product() -> None:
@@ -98,3 +101,106 @@ def test_stretches_cover_every_row_once() -> None:
         places = list(stretches(torch.empty(shape)))
         assert [row for place in places for row in range(place.start, place.stop)] == list(range(shape[0]))
     assert len(list(stretches(torch.empty(5, 1 << 16)))) == 3
+
+
+@pytest.fixture
+def one_launch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Devices are said to have torch's grouped product, which runs on a CPU too; the result names its calls."""
+    calls: list[str] = []
+
+    def noted(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        calls.append(f"{a.dim()}d {b.dim()}d")
+        assert a.stride(-1) == 1 or b.dim() == 2, "torch's kernel for devices takes rows only as they lie"
+        if (
+            b.dim() == 2
+        ):  # else torch's kernel refuses a group without rows, and one whose size 8 does not divide
+            assert a.stride(0) == 1 and b.stride(1) == 1
+        return mm(a, b, offs=offs)
+
+    mm = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(choice, "has_grouped_mm", lambda device: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", noted)
+    return calls
+
+
+@pytest.mark.parametrize("rest", [0, 3])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_one_launch_for_all_groups_gives_what_the_loop_gives(
+    one_launch: list[str], monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], rest: int
+) -> None:
+    """Also if there are more rows than the groups have; these belong to none."""
+    generator = torch.Generator().manual_seed(1)
+    n, total = sum(counts), sum(counts) + rest
+    shapes = [(total, 16), (len(counts), 16, 16), (len(counts), 16, 8), (total, 16)]
+    *leaves, grad = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    ends = torch.tensor(counts).cumsum(0).int()
+
+    def run(sizes: object) -> list[Tensor]:
+        found = []
+        for function, inputs in ((gated_experts, leaves), (grouped_product, leaves[:2])):
+            out = function(*inputs, sizes)  # type: ignore[operator]
+            d_rows, *d_weights = torch.autograd.grad(out, inputs, grad)
+            found += [out.detach()[:n], d_rows[:n], *d_weights]
+        return found
+
+    found = run(GroupSizes(None, ends))
+    assert one_launch == ["2d 3d"] * 2 + ["2d 2d", "2d 3d", "2d 2d", "2d 3d"] + ["2d 3d", "2d 3d", "2d 2d"]
+    assert all(torch.equal(a, b) for a, b in zip(found, run(counts), strict=True)), "numbers of the host"
+    one_launch.clear()
+    monkeypatch.setattr(choice, "has_grouped_mm", lambda device: False)
+    for a, b in zip(found, run(counts), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-2)
+    assert not one_launch
+
+
+def test_a_frozen_stack_makes_no_product(one_launch: list[str]) -> None:
+    rows, gate_up, down = (
+        torch.ones(4, 8).bfloat16(),
+        torch.ones(2, 16, 8).bfloat16(),
+        torch.ones(2, 8, 8).bfloat16(),
+    )
+    down.requires_grad_()
+    gated_experts(rows, gate_up, down, (1, 3)).sum().backward()
+    assert len(one_launch) == 3 and down.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "dtype", "start", "serves"),
+    [
+        (8, 8, torch.bfloat16, 0, True),
+        (8, 8, torch.float32, 0, False),
+        (8, 8, torch.float64, 0, False),
+        (4, 8, torch.bfloat16, 0, False),
+        (8, 4, torch.bfloat16, 0, False),
+        (8, 8, torch.bfloat16, 4, False),
+    ],
+)
+def test_one_launch_needs_bf16_that_begins_at_16_bytes(
+    one_launch: list[str], width: int, hidden: int, dtype: torch.dtype, start: int, serves: bool
+) -> None:
+    """torch's kernel refuses, or fails on the device, what it does not serve."""
+    stack = torch.zeros(start + 2 * hidden * width).to(dtype)[start:].view(2, hidden, width)
+    rows = torch.zeros(3, width).to(dtype)
+    assert is_one_launch(rows, stack) == serves
+    grouped_product(rows, stack, (1, 2))
+    assert bool(one_launch) == serves
+
+
+def test_sizes_are_read_once_and_only_if_the_host_needs_them() -> None:
+    sizes = GroupSizes(None, torch.tensor([2, 2, 5], dtype=torch.int32))
+    assert len(sizes) == 3 and sizes._counts is None
+    assert list(sizes) == [2, 0, 3] and sum(sizes) == 5 and sizes[1:] == (0, 3)
+    assert GroupSizes((2, 0, 3)).ends(torch.device("cpu")).tolist() == [2, 2, 5]
+
+
+@pytest.mark.parametrize("elements", [0, 1 << 30])
+def test_the_gate_of_all_groups_at_once_or_of_each(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(grouped, "_STRETCH_ELEMENTS", elements)
+    *leaves, grad = gated((3, 0, 4), torch.float64)
+    found, expected = gated_experts(*leaves, (3, 0, 4)), plain_gated_experts(*leaves, (3, 0, 4))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad)
+    )

@@ -1,7 +1,7 @@
 """Exchange of rows whose number differs from rank to rank: keys to owners, vectors back, gradients to owners.
 
     share     every rank sends to all others how much it sends to whom: counts[i][j], i to j
-    send      rows by those counts; what arrives lies in the order of the ranks it came from
+    send      rows by those counts; what arrives lies in the order of the ranks it came from; start_send does not wait
     back      the same rows in the other direction: counts read transposed
     gather    every rank gets the rows of all, in rank order
     scatter   every rank gets the sum of all ranks' addends for its rows
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Group
+from shardwise.comm.collectives import DONE, Group, PendingCollective
 from shardwise.comm.trace import Purpose
 
 Counts = list[list[int]]
@@ -55,14 +55,28 @@ def send(rows: Tensor, counts: Counts, group: Group, what: str, purpose: Purpose
         what: Name of the exchange in errors.
         purpose: Kind of traffic.
     """
+    output, pending = start_send(rows, counts, group, what, purpose)
+    pending.wait()
+    return output
+
+
+def start_send(
+    rows: Tensor, counts: Counts, group: Group, what: str, purpose: Purpose = "activations"
+) -> tuple[Tensor, PendingCollective]:
+    """Start to send rows as ``send`` does.
+
+    Returns:
+        The rows that arrive, which may be read when the collective has been waited for. Until then ``rows`` may not
+        change.
+    """
     if group.size == 1:
-        return rows
+        return rows, DONE
     arriving = sum(row[group.index] for row in counts)
     inner = math.prod(rows.shape[1:])
     output = rows.new_empty(arriving, *rows.shape[1:])
     elements = [[n * inner for n in row] for row in counts]
-    group.all_to_all(output.view(-1), rows.contiguous().view(-1), elements, what, purpose).wait()
-    return output
+    sent = rows.contiguous().view(-1)
+    return output, group.all_to_all(output.view(-1), sent, elements, what, purpose)
 
 
 def back(rows: Tensor, counts: Counts, group: Group, what: str, purpose: Purpose = "activations") -> Tensor:

@@ -17,8 +17,11 @@ of rows in ``do_not_specialize``.
 """
 
 import importlib.util
+import sys
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DEVICES: frozenset[str] = frozenset({"cuda"} if importlib.util.find_spec("triton") else ())
@@ -28,3 +31,22 @@ DEVICES: frozenset[str] = frozenset({"cuda"} if importlib.util.find_spec("triton
 def fused(*tensors: Tensor) -> bool:
     """Return whether Triton's form serves these tensors."""
     return all(tensor.device.type in DEVICES and tensor.dtype != torch.float64 for tensor in tensors)
+
+
+@cache
+def has_grouped_mm(device: torch.device) -> bool:
+    """Return whether torch multiplies groups of bf16 rows in one launch on this device, without waiting for the host.
+
+    On other devices, and on Windows, ``torch.nn.functional.grouped_mm`` reads the groups' sizes and loops.
+    """
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and sys.platform != "win32"
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(device)[0] in _MAJORS_OF_GROUPED_MM
+    )
+
+
+_MAJORS_OF_GROUPED_MM = (9, 10)
+"""Major compute capabilities of torch's kernel: Hopper, and Blackwell of data centers."""

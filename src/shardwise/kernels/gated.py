@@ -35,22 +35,22 @@ def gated(gate_up: Tensor) -> Tensor:
 
 def plain_gated(gate_up: Tensor) -> Tensor:
     """Return ``gated`` in plain torch operations: the reference."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    half, up = gate_up.chunk(2, -1)
+    return F.silu(half) * up
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        out: Tensor = _gated(gate_up)
+        out: Tensor = gate(gate_up)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        out: Tensor = _gated_gradient(grad, gate_up)
+        out: Tensor = gate_gradient(grad, gate_up)
         return out
 
 
@@ -58,7 +58,8 @@ class _Gated(torch.autograd.Function):
     "gated(Tensor gate_up) -> Tensor",
     lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
 )
-def _gated(gate_up: Tensor) -> Tensor:
+def gate(gate_up: Tensor) -> Tensor:
+    """Return ``gated`` without a gradient, as one operation."""
     if not fused(gate_up):
         return plain_gated(gate_up)
     from shardwise.kernels.fused import gated as kernels
@@ -71,10 +72,11 @@ def _gated(gate_up: Tensor) -> Tensor:
     "gated_gradient(Tensor grad, Tensor gate_up) -> Tensor",
     lambda grad, gate_up: gate_up.new_empty(gate_up.shape),
 )
-def _gated_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+def gate_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the gradient of ``gate_up``, of which ``grad`` is that of ``gated``, as one operation: [..., 2F]."""
     if not fused(grad, gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], -1)
+        half, up = gate_up.chunk(2, -1)
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, half), grad * F.silu(half)], -1)
     from shardwise.kernels.fused import gated as kernels
 
     rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()

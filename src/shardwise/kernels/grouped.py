@@ -6,32 +6,93 @@
 
 It is one operation of autograd, whatever the counts: a rank without a row keeps as many tensors as the others, and a
 checkpoint stops at the same place on all of them. Products go straight into the result.
-``torch.nn.functional.grouped_mm`` is no faster than this loop on a CPU, and refuses fp64.
 
-Two products with silu(gate) · up between them are one operation too: the intermediate is as large as a group, not as
-all rows, so that it stays in a cache and in memory that was touched before. On a CPU, fresh memory is what costs time.
+Each product has two forms. The loop makes one matrix product for each group, and needs the numbers of rows on the host.
+``torch.nn.functional.grouped_mm`` is one launch for all groups, and reads where they end on the device: it serves bf16
+on devices where it does not wait for the host (``choice.has_grouped_mm``), if rows and matrices begin at multiples of
+16 bytes. On a CPU it is no faster than the loop, and it refuses fp64.
+
+Two products with silu(gate) · up between them are one operation too. On a CPU the loop's intermediate is as large as a
+group, not as all rows, so that it stays in a cache and in memory that was touched before: fresh memory is what costs
+time there. Where all rows fit into a cache, and on a device, the gate of all groups is computed at once.
 
 Cost:   2·R·K·N operations forward, twice that backward.
-Shapes: rows [R, K], weights [G, N, K], counts G numbers whose sum is R, out [R, N].
+Shapes: rows [R, K], weights [G, N, K], sizes: G numbers whose sum is at most R, out [R, N]. Rows behind the last group
+        belong to none; their results and gradients are undefined.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels import choice
+from shardwise.kernels.gated import gate, gate_gradient
 from shardwise.kernels.operation import operation
 
 _STRETCH_ELEMENTS = 1 << 17
+_ALIGNED_BYTES = 16
+
+
+class GroupSizes(Sequence[int]):
+    """Numbers of rows of groups, which lie on the host or on a device until they are needed on the other.
+
+    Args:
+        counts: the numbers; None if the host does not have them.
+        ends: where each group ends, int32 [G]; None if the device does not have them.
+    """
+
+    def __init__(self, counts: Sequence[int] | None, ends: Tensor | None = None) -> None:
+        assert counts is not None or ends is not None, "sizes are given in one of two forms"
+        self._counts = None if counts is None else tuple(counts)
+        self._ends = ends
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of rows of each group; the host waits for the device if only the device has them."""
+        if self._counts is None:
+            assert self._ends is not None, "sizes are given in one of two forms"
+            ends = self._ends.tolist()
+            self._counts = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+        return self._counts
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Return where each group ends, on ``device``: int32 [G]."""
+        if self._ends is None:
+            ends = torch.tensor(list(accumulate(self.counts)), dtype=torch.int32)
+            self._ends = ends if device.type == "cpu" else ends.pin_memory().to(device, non_blocking=True)
+        return self._ends
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self.counts) if self._ends is None else len(self._ends)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+        """Return the number of rows of a group."""
+        return self.counts[place]
+
+
+def sizes_of(sizes: Sequence[int]) -> GroupSizes:
+    """Return ``sizes`` itself, or numbers of the host as ``GroupSizes``."""
+    return sizes if isinstance(sizes, GroupSizes) else GroupSizes(sizes)
 
 
 @operation("product")
-def grouped_product(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiply each row by the matrix of its group: [R, N]. The first ``counts[0]`` rows are of group 0, and so on."""
-    product: Tensor = _GroupedProduct.apply(*_autocast(rows, weights), tuple(counts))
+def grouped_product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Multiply each row by the matrix of its group: [R, N]. The first ``sizes[0]`` rows are of group 0, and so on."""
+    rows, weights = _autocast(rows, weights)
+    form = _GroupedMm if is_one_launch(rows, weights) else _GroupedProduct
+    product: Tensor = form.apply(rows, weights, sizes_of(sizes))
     return product
 
 
@@ -42,20 +103,20 @@ def plain_grouped_product(rows: Tensor, weights: Tensor, counts: Sequence[int]) 
 
 
 @operation("product")
-def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
+def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, sizes: Sequence[int]) -> Tensor:
     """Compute each row with the gated net of its group: [R, D].
 
-    The outputs of gate and up are kept for each row. Their product is computed again in backward, group by group, in
-    memory that is still in a cache.
+    The outputs of gate and up are kept for each row. Their product is computed again in backward.
 
     Args:
         rows: rows sorted by group, [R, D].
         gate_up: weights of gate, then up, [G, 2F, D].
         down: weights of the second layer, [G, D, F].
-        counts: number of rows of each group.
+        sizes: number of rows of each group.
     """
     cast = _autocast(rows, gate_up, down)
-    out: Tensor = _GatedExperts.apply(*cast, tuple(counts), torch.is_grad_enabled())
+    form = _GatedMm if is_one_launch(*cast) else _GatedExperts
+    out: Tensor = form.apply(*cast, sizes_of(sizes), torch.is_grad_enabled())
     return out
 
 
@@ -63,6 +124,23 @@ def plain_gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Seq
     """Return ``gated_experts`` in plain torch operations: the reference."""
     gate, up = plain_grouped_product(rows, gate_up, counts).chunk(2, -1)
     return plain_grouped_product(F.silu(gate) * up, down, counts)
+
+
+def is_one_launch(rows: Tensor, *stacks: Tensor) -> bool:
+    """Return whether ``grouped_mm`` serves these rows [R, K] and stacks of matrices [G, N, K]."""
+    if rows.dtype != torch.bfloat16 or not choice.has_grouped_mm(rows.device):
+        return False
+    sizes = {size for stack in stacks for size in stack.shape[1:]}
+    return (
+        all(stack.dtype == torch.bfloat16 and stack.is_contiguous() for stack in stacks)
+        and all(size * rows.itemsize % _ALIGNED_BYTES == 0 for size in sizes)
+        and all(tensor.data_ptr() % _ALIGNED_BYTES == 0 for tensor in (rows, *stacks))
+        and len(stacks[0]) <= _MOST_GROUPS
+    )
+
+
+_MOST_GROUPS = 1023
+"""Number of groups that torch's kernel takes."""
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
@@ -94,14 +172,61 @@ def _places(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start += count
 
 
+class _GroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.sizes = sizes
+        return _mm(rows, weights.mT, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rows, weights = ctx.saved_tensors
+        needs_rows, needs_weights, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        d_rows = _mm(grad, weights, ctx.sizes) if needs_rows else None
+        return d_rows, _mm(grad.mT, rows.contiguous(), ctx.sizes) if needs_weights else None, None
+
+
+class _GatedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, sizes: GroupSizes, keeps: bool
+    ) -> Tensor:
+        both = _mm(rows, gate_up.mT, sizes)
+        ctx.save_for_backward(rows, gate_up, down, both)
+        ctx.sizes = sizes
+        return _mm(gate(both), down.mT, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rows, gate_up, down, both = ctx.saved_tensors
+        needs_rows, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        grad, sizes = grad.contiguous(), ctx.sizes
+        d_down = _mm(grad.mT, gate(both), sizes) if needs_down else None
+        if not needs_rows and not needs_gate_up:
+            return None, None, d_down, None, None
+        d_both = gate_gradient(_mm(grad, down, sizes), both)
+        d_gate_up = _mm(d_both.mT, rows.contiguous(), sizes) if needs_gate_up else None
+        return _mm(d_both, gate_up, sizes) if needs_rows else None, d_gate_up, d_down, None, None
+
+
+def _mm(a: Tensor, b: Tensor, sizes: GroupSizes) -> Tensor:
+    """Return the products of the groups: [R, K], [G, K, N] -> [R, N], or [M, R], [R, N] -> [G, M, N]."""
+    return F.grouped_mm(a, b, offs=sizes.ends(a.device))
+
+
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
         ctx.save_for_backward(rows, weights)
-        ctx.counts = counts
+        ctx.counts = sizes.counts
         out = rows.new_empty(rows.shape[0], weights.shape[1])
-        for group, place in _places(counts):
-            torch.mm(rows[place], weights[group].T, out=out[place])
+        matrices = weights.mT.unbind()
+        for group, place in _places(ctx.counts):
+            torch.mm(rows[place], matrices[group], out=out[place])
         return out
 
     @staticmethod
@@ -126,45 +251,92 @@ class _GroupedProduct(torch.autograd.Function):
 class _GatedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...], keeps: bool
+        ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, sizes: GroupSizes, keeps: bool
     ) -> Tensor:
-        out, kept = rows.new_empty(rows.shape[0], down.shape[1]), []
+        counts, columns = sizes.counts, gate_up.shape[1]
+        at_once = _is_at_once(rows, columns)
+        out = rows.new_empty(rows.shape[0], down.shape[1])
+        both = rows.new_empty(rows.shape[0] if keeps or at_once else 0, columns)
         # Each tensor is cut once for all groups: with many groups, the cuts would take longer than the products.
-        cuts = (rows.split(counts), out.split(counts), gate_up.mT.unbind(), down.mT.unbind())
-        for part, result, first, second in zip(*cuts, strict=True):
-            both = torch.mm(part, first)
-            kept.append(both if keeps else part)
-            if len(part):
-                torch.mm(_gated(both), second, out=result)
-        ctx.save_for_backward(rows, gate_up, down, *kept)
+        parts, results, firsts, seconds = (
+            _split(rows, counts), _split(out, counts), gate_up.mT.unbind(), down.mT.unbind()
+        )  # fmt: skip
+        kept: Sequence[Tensor | None] = _split(both, counts) if len(both) else [None] * len(counts)
+        if at_once:
+            _multiply(parts, firsts, kept)
+            _multiply(_split(_gated(both), counts), seconds, results)
+        else:
+            for part, first, second, into, result in zip(parts, firsts, seconds, kept, results, strict=True):
+                product = torch.mm(part, first) if into is None else torch.mm(part, first, out=into)
+                torch.mm(_gated(product), second, out=result)
+        ctx.save_for_backward(rows, gate_up, down, both)
         ctx.counts = counts
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        rows, gate_up, down, *kept = ctx.saved_tensors
+        rows, gate_up, down, both = ctx.saved_tensors
+        counts, groups = ctx.counts, len(ctx.counts)
         d_rows, d_gate_up, d_down = (
             torch.empty_like(tensor) if needed else None
             for tensor, needed in zip((rows, gate_up, down), ctx.needs_input_grad, strict=False)
         )
-        cuts = (rows.split(ctx.counts), grad.split(ctx.counts), kept, gate_up.unbind(), down.unbind())
-        into_first = _cut(d_gate_up, len(kept))
-        into_second = _cut(d_down, len(kept))
-        into_rows = [None] * len(kept) if d_rows is None else d_rows.split(ctx.counts)
-        results = (into_first, into_second, into_rows)
-        for part, own, both, first, second, d_first, d_second, d_part in zip(*cuts, *results, strict=True):
-            d_hidden = torch.mm(own, second)
-            hidden, d_both = torch.empty_like(d_hidden), torch.empty_like(both)
-            for place in stretches(both):
-                _silu_backward(both[place], d_hidden[place], hidden[place], d_both[place])
-            if d_second is not None:
-                torch.mm(own.T, hidden, out=d_second)
-            if d_first is not None:
-                torch.mm(d_both.T, part, out=d_first)
-            if d_part is not None:
-                torch.mm(d_both, first, out=d_part)
+        into_rows = [None] * groups if d_rows is None else _split(d_rows, counts)
+        places = _Gradients(
+            _split(grad, counts), _split(rows, counts), gate_up.unbind(), down.unbind(),
+            _cut(d_gate_up, groups), _cut(d_down, groups), into_rows,
+        )  # fmt: skip
+        if not _is_at_once(rows, gate_up.shape[1]):
+            for group, product in enumerate(_split(both, counts)):
+                places.of_groups(group, group + 1, product, counts[group : group + 1])
+        else:
+            places.of_groups(0, groups, both, counts)
         return d_rows, d_gate_up, d_down, None, None
+
+
+class _Gradients(NamedTuple):
+    """Tensors of each group in a backward pass, and the tensors that get its gradients; None where none is needed."""
+
+    grads: Sequence[Tensor]
+    rows: Sequence[Tensor]
+    firsts: Sequence[Tensor]
+    seconds: Sequence[Tensor]
+    into_firsts: Sequence[Tensor | None]
+    into_seconds: Sequence[Tensor | None]
+    into_rows: Sequence[Tensor | None]
+
+    def of_groups(self, start: int, stop: int, both: Tensor, counts: Sequence[int]) -> None:
+        """Write the gradients of groups ``start`` to ``stop``; ``both`` has their products with gate and up."""
+        own = slice(start, stop)
+        grads = self.grads[own]
+        d_hidden = both.new_empty(both.shape[0], both.shape[1] // 2)
+        _multiply(grads, self.seconds[own], _split(d_hidden, counts))
+        hidden, d_both = torch.empty_like(d_hidden), torch.empty_like(both)
+        for place in stretches(both):
+            _silu_backward(both[place], d_hidden[place], hidden[place], d_both[place])
+        of_both = _split(d_both, counts)
+        _multiply([grad.T for grad in grads], _split(hidden, counts), self.into_seconds[own])
+        _multiply([part.T for part in of_both], self.rows[own], self.into_firsts[own])
+        _multiply(of_both, self.firsts[own], self.into_rows[own])
+
+
+def _is_at_once(rows: Tensor, columns: int) -> bool:
+    """Return whether the gate of all groups is computed at once: on a device, and where ``columns`` stay in a cache."""
+    return rows.device.type != "cpu" or rows.shape[0] * columns <= _STRETCH_ELEMENTS
+
+
+def _split(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the rows of each group; rows behind the last group are left out."""
+    rest = rows.shape[0] - sum(counts)
+    return rows.split([*counts, rest])[:-1] if rest else rows.split(counts)  # type: ignore[arg-type]
+
+
+def _multiply(lefts: Sequence[Tensor], rights: Sequence[Tensor], into: Sequence[Tensor | None]) -> None:
+    """Write the product of each pair of matrices."""
+    for left, right, result in zip(lefts, rights, into, strict=True):
+        if result is not None:
+            torch.mm(left, right, out=result)
 
 
 def _cut(stacked: Tensor | None, groups: int) -> Sequence[Tensor | None]:

@@ -20,6 +20,8 @@ from shardwise.kernels import choice
 from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.dropout import EqualPart, MaskKey, keyed_dropout
+from shardwise.kernels.expert_choice import chosen_experts, expert_weights, load_counts, route_counts
+from shardwise.kernels.expert_rows import RowPlaces, message_places, pair_gradients, pairs_by_expert
 from shardwise.kernels.gated import gated
 from shardwise.kernels.rms_norm import rms_norm, rms_norm_of_sum
 from shardwise.kernels.rotary import angles, rotate, split_heads
@@ -96,7 +98,36 @@ def uniform(dtype: torch.dtype) -> None:
     uniform_rows(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 5, 1 << 63, 1, 2)
 
 
-CALLS: list[Callable[[torch.dtype], None]] = [dropout, norm, rotary, gate, loss, adam, tables, uniform]
+def choices(dtype: torch.dtype) -> None:
+    for is_sigmoid, bias in ((False, None), (True, torch.zeros(12))):
+        logits = torch.zeros(3, 12, requires_grad=True)
+        index = chosen_experts(logits.detach(), bias, 2, is_sigmoid) % 12
+        weights, scores = expert_weights(logits, index, is_sigmoid, not is_sigmoid, 1.0)
+        (weights.sum() + (scores.sum() if is_sigmoid else 0)).backward()
+        load_counts(index, index, scores.detach(), is_sigmoid, 4)
+        route_counts(index, 12, (2, 4), 1)
+
+
+def rows(dtype: torch.dtype) -> None:
+    index, values, weights = (
+        torch.zeros(3, 2, dtype=torch.int64),
+        torch.zeros(6, 40, dtype=dtype),
+        torch.zeros(3, 2),
+    )
+    for is_padded in (False, True):
+        message_places(index, 0, 8, 2, 6, is_padded)
+    for chosen in (index, index.int()):
+        pairs_by_expert(chosen, 0, 8, 6, 0)
+    places = torch.zeros(3, 2, dtype=torch.int64)
+    for held in (None, weights):
+        RowPlaces(places, 6).sum(values, held)
+    slots = torch.zeros(6, dtype=torch.int64)
+    pair_gradients(torch.zeros(3, 40, dtype=dtype), values, weights, slots, slots)
+
+
+CALLS: list[Callable[[torch.dtype], None]] = [
+    *(dropout, norm, rotary, gate, loss, adam, tables, uniform, choices, rows)
+]
 
 
 def compile_all(target: GPUTarget) -> dict[str, int]:

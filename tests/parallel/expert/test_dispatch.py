@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import Group
+from shardwise.comm.collectives import Group, PendingCollective
 from shardwise.comm.world import World
-from shardwise.parallel.expert.cost import expected_rows
+from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.expert.dispatch import Dispatcher
 from tests.parallel.expert.layer import (
     WIDTH,
@@ -198,7 +198,7 @@ def test_blocks_of_another_layer_are_no_numbers(ranks: Any) -> None:
 class Sent(NamedTuple):
     """Over all ranks, once summed."""
 
-    elements: int
+    bytes: int
     """That all_to_all sent."""
     rows: int
     crossed: int
@@ -213,17 +213,17 @@ def sent(world: World, width: int, top_k: int, tokens: int, hosts: tuple[int, ..
     layer = given(drawn(tokens * world.size, top_k), [tokens] * world.size, EXPERTS, width)
     dispatched(world, layer, ep, etp, levels=hops)
     counts = ep.traffic.counts
-    elements = sum(count.elements for (operation, _), count in counts.items() if operation == "all_to_all")
+    sent_bytes = sum(count.bytes for (operation, _), count in counts.items() if operation == "all_to_all")
     own = layer.of(world.rank).index
     routes = Dispatcher(ep, etp, EXPERTS, levels=hops).routes(own)
     goes_to = [{int(e) * world.size // EXPERTS for e in token} for token in own]
     if not hops:
         rows = sum(len(each - {world.rank}) for each in goes_to)
-        return Sent(elements, routes.rows_sent, routes.rows_crossed, rows, 0)
+        return Sent(sent_bytes, routes.rows_sent, routes.rows_crossed, rows, 0)
     here, place = divmod(world.rank, world.size // 2)
     crossed = sum(len({rank // 2 for rank in each} - {here}) for each in goes_to)
     passed_on = sum(rank % 2 != place for each in goes_to for rank in each)
-    return Sent(elements, routes.rows_sent, routes.rows_crossed, crossed + passed_on, crossed)
+    return Sent(sent_bytes, routes.rows_sent, routes.rows_crossed, crossed + passed_on, crossed)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 0, 0), (0, 0, 1, 1)])
@@ -236,8 +236,8 @@ def test_a_row_goes_once_to_each_rank_of_its_experts(ranks: Any, hosts: tuple[in
         assert all(each.rows == each.expected for each in found)
     assert all_of.rows == all_of.expected
     assert [each.crossed for each in found] == [each.expected_crossed for each in found]
-    assert all_of.elements == all_of.rows * (4 * width + 3 * top_k)
-    assert 1 <= all_of.elements / (4 * width * all_of.rows) <= 1.05
+    assert all_of.bytes == all_of.rows * row_bytes(width, top_k, 8)
+    assert 1 <= all_of.bytes / (8 * 4 * width * all_of.rows) <= 1.05
     wanted = expected_rows(tokens, top_k, EXPERTS, size, len({*hosts}))
     assert all_of.rows / size == pytest.approx(wanted, rel=0.02)
     if all_of.crossed:
@@ -289,3 +289,55 @@ def test_nan_in_weights_stays_with_its_token(ranks: Any) -> None:
     first, second = ranks(2).run(with_nan)
     assert first == [token == 2 for token in range(6)]
     assert not any(second)
+
+
+def order_of_calls(world: World, hosts: tuple[int, ...]) -> list[str]:
+    """What a pass does, in order: starts and waits of the all-to-alls of ep, and what runs beside them."""
+    ep, etp = groups(world, world.size, 1)
+    hops = levels(world, ep, hosts)
+    layer = cases(world.size)["drawn"]
+    own, said = layer.of(world.rank), []
+
+    def watched(group: Group, output: Tensor, *args: Any, **keys: Any) -> PendingCollective:
+        pending = start(group, output, *args, **keys)
+        said.append("start")
+
+        def wait() -> None:
+            said.append("wait")
+            pending.wait()
+
+        return PendingCollective(wait)
+
+    def beside() -> None:
+        said.append("beside")
+        shared.append(hidden * 2)
+        shared[0].register_hook(lambda grad: said.append("beside, backward"))
+
+    start, shared = Group.all_to_all, []
+    hidden = own.hidden.clone().requires_grad_()
+    dispatcher = Dispatcher(ep, etp, EXPERTS, levels=hops)
+    with patch.object(Group, "all_to_all", watched):
+        out = dispatcher(hidden, own.index, own.weights, compute_with(*stacks(layer, ep, etp)), None, beside)
+        (out + shared[0]).sum().backward()
+    return said
+
+
+def test_shared_experts_run_beside_the_exchange(ranks: Any) -> None:
+    """Rows, weights and numbers travel in one all-to-all a hop; a pass has four, of which two wait for nothing."""
+    one = ["start", "wait"]
+    beside = [["start", each, "wait"] for each in ("beside", "beside, backward")]
+    for said in ranks(2).run(order_of_calls, (0, 0)):
+        assert said == [*beside[0], *one, *one, *beside[1]]
+    for said in ranks(4).run(order_of_calls, (0, 0, 1, 1)):
+        assert said == [*beside[0], *one, *one * 2, *one * 2, *one, *beside[1]]
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_what_runs_beside_runs_once(rows: int | None) -> None:
+    layer = cases(1)["drawn"]
+    calls: list[str] = []
+    alone = Dispatcher(Group.alone("ep"), Group.alone("etp"), EXPERTS, rows)
+    hidden = layer.hidden.clone().requires_grad_()
+    compute = compute_with(layer.gate_up, layer.down)
+    alone(hidden, layer.index, layer.weights, compute, None, lambda: calls.append("beside")).sum().backward()
+    assert calls == ["beside"]

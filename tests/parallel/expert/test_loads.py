@@ -411,7 +411,7 @@ def test_the_plan_expects_the_rows_that_are_sent(ranks: Any, precision: str) -> 
     assert every == expected == 2 * 400  # each token once to the other rank
     assert all(sent == pytest.approx(wanted, rel=0.05) for wanted, sent in even)
     assert mine + other == priced
-    size = {"fp64": 4 * 4 * 8 + 3 * 20, "bf16": 4 * 4 * 2 + 3 * 12}[precision]
+    size = {"fp64": 80 + 2 * 32 + 64, "bf16": 32 + 2 * 8 + 32}[precision]  # filled up to 16 bytes
     share = 1 - 4 / 56  # of 56 choices of 3 among 8, those without one of the other rank's 4
     assert (
         f"experts of layers.0 .. layers.1, each: 3 of 8 over ep=2; chosen evenly, {share:.3g} rows a token leave their "
@@ -547,14 +547,14 @@ def test_a_closed_engine_leaves_the_layer_alone() -> None:
 
 
 def test_what_runs_again_or_weighs_nothing_adds_nothing() -> None:
-    replay, pairs = DrawReplay(), torch.tensor([3, 1])
+    replay, numbers = DrawReplay(), torch.tensor([3, 1, 3, 1, 2, 0, 0, 0.5], dtype=torch.float64)
     loads = ExpertLoads({"moe": 2}, replay)
     for microbatch, weight in enumerate((2.0, 0.0, 1.0)):
         loads.microbatch = microbatch
-        loads.add("moe", pairs, pairs, 2, torch.tensor(0.5))
+        loads.add("moe", numbers.clone())
         loads.sent("moe", 7, 3)
         with replay.again():
-            loads.add("moe", pairs, pairs, 2, 0.5)
+            loads.add("moe", numbers.clone())
             loads.sent("moe", 7, 3)
         loads.count(microbatch, weight)
     assert loads.numbers(torch.device("cpu")).tolist() == [6, 2, 6, 2, 4, 14, 6, 1]

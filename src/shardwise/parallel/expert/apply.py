@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import PlanError, UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.parallel.expert.dispatch import Dispatcher
+from shardwise.parallel.expert.dispatch import Beside, Dispatcher
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.stacks import ExpertStack
@@ -186,16 +186,19 @@ class _DispatchedForward:
 
         The arguments may have any names that the class gives them.
         """
-        _, hidden, index, weights, *_ = self._signature.bind(None, *args, **kwargs).arguments.values()
-        index = torch.where(index < self._stack.experts, index, -1)  # E is "no expert" in transformers
+        given = self._signature.bind(None, *args, **kwargs).arguments
+        _, hidden, index, weights, *_ = given.values()
         if self._surroundings is None:
-            return self._dispatch(hidden, index, weights)
+            return self._dispatch(hidden, index, weights, given.get("beside") if self._layer else None)
+        index = torch.where(index < self._stack.experts, index, -1)  # E is "no expert" in transformers
         tokens = self._surroundings.take(hidden[None])
         own_weights = self._surroundings.take(weights[None]).hidden
         own_index = index if len(index) == len(tokens.place) else index[tokens.place]
         return self._surroundings.give(self._dispatch(tokens.hidden, own_index, own_weights), hidden[None])[0]
 
-    def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _dispatch(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside | None = None
+    ) -> Tensor:
         layer, room = self._layer, None
         if layer is not None and self._in_blocks and torch.is_grad_enabled():
             room = layer.surroundings.room
@@ -204,7 +207,7 @@ class _DispatchedForward:
             around = layer.surroundings
             if around.loads is not None:
                 around.loads.sent(around.name, routes.rows_sent, routes.rows_crossed)
-        return self._dispatcher(hidden, index, weights, self._compute, routes)
+        return self._dispatcher(hidden, index, weights, self._compute, routes, beside)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UsageError(

@@ -8,8 +8,9 @@ that chooses evenly
     elements    = rows · (4·D + 3·k)                                all-to-all, forward and backward
 
 Each row is sent and comes back, and so does its gradient: 4·D. The numbers of its k experts travel with it, in 32 bits,
-and their weights and, backward, the gradients of these, in fp32 at least. A recomputed block sends its rows forward
-twice, half as much again; so do rounds. In two levels over H hosts a row makes two hops, each of which costs as much:
+and their weights and, backward, the gradients of these, in fp32 at least; messages are filled up to 16 bytes. A
+recomputed block sends its rows forward twice, half as much again; so do rounds. In two levels over H hosts a row makes
+two hops, each of which costs as much:
 
     across      = tokens · (H - 1) · reached(H)                     rows that leave a host, and
     within      = tokens · (ep - H) · reached(ep)                   rows that a rank passes on within its host
@@ -23,6 +24,8 @@ Shapes: D width, E experts, H hosts, k experts of a token.
 """
 
 from math import comb
+
+from shardwise.kernels.expert_rows import message_bytes
 
 _NUMBER_BYTES = 4
 """Bytes of an expert's number in a message."""
@@ -67,4 +70,5 @@ def row_bytes(width: int, top_k: int, itemsize: int) -> int:
         top_k: experts of a token.
         itemsize: bytes of an element of a token.
     """
-    return 4 * width * itemsize + top_k * (_NUMBER_BYTES + 2 * max(4, itemsize))
+    row, weights = width * itemsize, top_k * max(4, itemsize)
+    return message_bytes(row, weights, top_k * _NUMBER_BYTES) + 2 * row + message_bytes(row, weights)

@@ -1,23 +1,32 @@
 """Dispatch and combine: sends rows to the ranks that hold their experts, and one weighted sum of each back.
 
     hidden -> messages  ==>  arrived -> rows sorted by expert -> results -> sums  ==>  returned -> out
-    [N, D]     [S, D]        [R, D]           [P, D]              [P, D]   [R, D]       [S, D]    [N, D]
+    [N, D]     [S, B]        [R, B]           [P, D]              [P, D]   [R, D]       [S, D]    [N, D]
 
-A message is a (token, rank) pair: a row goes once to each rank that holds any of its experts, with its weights, and the
-rank sends back the weighted sum of its experts' results. A pair is (arrived row, local expert). Both sums are gathers
-by ``embedding_bag``, which writes no intermediate tensor.
+A message is a (token, rank) pair: a row goes once to each rank that holds any of its experts, and the rank sends back
+the weighted sum of its experts' results. The bytes of a message are those of the row, of its k weights and of the
+numbers of its k experts, so that a hop is one all-to-all; gradients of a row and of its weights return in one too. A
+pair is (arrived row, local expert). Sums are gathers over places (``kernels.expert_rows``), which write no intermediate
+tensor.
 
 If the ranks of ep are spread over hosts, with the same number on each, a row makes two hops. The first goes once to
 each host that holds any of its experts, to the rank with the sender's index within its host; the second goes to the
 ranks of that host that hold the experts. On the way back a host's results are summed before they leave the host.
 
-``PassRoutes`` describe which rows a message holds. They are computed from ``index`` before any row travels: the numbers
-of rows between ranks in each hop (``row_counts``, the one wait for a device), then, hop by hop, the numbers of their
-experts. A recomputation reuses the PassRoutes of the first pass.
+``PassRoutes`` describe which rows a message holds. The numbers of rows between ranks in each hop come before any row
+travels (``row_counts``, the one wait for a device); the places of rows follow from the numbers of their experts, which
+arrive with the rows. A recomputation reuses the PassRoutes of the first pass, and sends no numbers of experts.
+
+[Note: beside the exchange] The first hop of the forward pass, and the last one of the backward pass, are started by
+``_Depart`` and ``_Arrive``, and waited for by the other one. What is computed between them, such as shared experts,
+runs beside the exchange: forward because it is called there, backward because autograd runs what came later first.
 
 If a router has a capacity, messages may travel in padded blocks of fixed size (``row_counts.block_counts``): no host
 waits. Sums have the same addends in the same order. The check that ranks are at one layer then runs on the device:
 numbers of experts carry the layer's tag, and a tag of another layer makes the weights NaN.
+
+On a device that multiplies groups whose sizes it has itself (``kernels.grouped``), a single rank reads no counts at
+all, and a block's padding is not computed.
 
 If a rank would take more than ``rows`` pairs, all ranks cut what they send it into as many rounds as the fullest rank
 needs. A round keeps nothing and runs again in backward, its messages too: routing that goes to few ranks costs time,
@@ -33,8 +42,8 @@ recomputation ends before the exchange.
 
 Cost:   ``parallel.expert.cost``; half as much again in rounds. Kept for backward, except in rounds: results and weights
         of P pairs, besides what ``compute`` keeps.
-Shapes: N tokens of this rank, k experts a token, D width, S messages that this rank sends in a hop, R rows that arrive
-        (over ``etp`` too), P pairs.
+Shapes: N tokens of this rank, k experts a token, D width, S messages that this rank sends in a hop, B bytes of a
+        message, R rows that arrive (over ``etp`` too), P pairs.
 """
 
 import zlib
@@ -49,69 +58,76 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import Group
+from shardwise.comm.collectives import Group, PendingCollective
 from shardwise.comm.duals import uncompiled
-from shardwise.comm.exchange import Counts, back, gather, scatter, send, share
-from shardwise.kernels.grouped import stretches
-from shardwise.parallel.expert.row_counts import (
-    RowCounts,
-    block_counts,
-    even_counts,
+from shardwise.comm.exchange import Counts, back, gather, scatter, send, share, start_send, transposed
+from shardwise.kernels import choice
+from shardwise.kernels.expert_rows import (
+    RowPlaces,
+    message_places,
     owner_of,
-    reaches,
-    row_counts,
+    pack,
+    pair_gradients,
+    pairs_by_expert,
+    unpack,
 )
+from shardwise.kernels.grouped import GroupSizes
+from shardwise.parallel.expert.row_counts import RowCounts, block_counts, even_counts, row_counts
 from shardwise.precision.operations import running_dtypes_again
 
-Compute = Callable[[Tensor, list[int]], Tensor]
-"""Function from (rows sorted by local expert [P, D], number of rows of each expert) to results [P, D]."""
+Compute = Callable[[Tensor, GroupSizes], Tensor]
+"""Function from (rows sorted by local expert [P, D], number of rows of each expert) to results [P, D]. There may be
+more rows than the numbers' sum; results of these are not read."""
 
 
-@dataclass(frozen=True)
-class RowSums:
-    """Sums of rows: sum b is over ``rows[starts[b] : starts[b + 1]]``."""
-
-    rows: Tensor
-    starts: Tensor
-    has_rest: bool = False
-    """True if the last sum collects rows that belong to none."""
-
-    def of(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the sums of these rows of ``values`` [n, D], times ``weights`` if given: [sums, D]."""
-        number = self.starts.shape[0] - self.has_rest
-        if not number or not self.rows.shape[0]:
-            return values.new_zeros(number, values.shape[1])
-        return torch.embedding_bag(
-            values.contiguous(), self.rows, self.starts, mode=0, per_sample_weights=weights
-        )[0][:number]
+Beside = Callable[[], None]
+"""Computation that does not need the experts, and runs while rows travel."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowRoutes:
-    """Routes of rows in one exchange."""
+    """Routes of rows in one hop. ``find`` completes them in the first pass."""
 
     group: Group
-    tokens: Tensor
-    """Row of each message: [S]."""
-    messages: RowSums | None
-    """Messages of each row; None if each row has one, in order."""
+    first: int
+    """First expert that lies on ``group``."""
+    experts: int
+    """Number of experts that lie on ``group``."""
     counts: Counts
     """Number of messages from rank to rank of ``group``."""
+    is_padded: bool
+    """True if every rank gets a block of one size, in which some messages are of no row."""
+    tokens: Tensor | None = None
+    """Row of each message, N for none: [S]."""
+    messages: RowPlaces | None = None
+    """Messages of each row."""
 
-    def go(self, rows: Tensor, what: str) -> Tensor:
-        """Send rows as messages to the ranks: [N, ...] -> [R, ...]."""
-        leaving = rows
-        if self.messages is not None:
-            filled = rows if rows.shape[0] else rows.new_zeros(1, *rows.shape[1:])
-            leaving = filled.index_select(0, self.tokens)
-        return send(leaving, self.counts, self.group, what)
+    def find(self, numbers: Tensor) -> None:
+        """Find the routes of rows with the experts ``numbers`` [N, k]."""
+        number, ranks = sum(self.counts[self.group.index]), self.group.size
+        self.tokens, places = message_places(numbers, self.first, self.experts, ranks, number, self.is_padded)
+        self.messages = RowPlaces(places, min(number, places.numel()), self.is_padded)
 
-    def back(self, rows: Tensor, what: str) -> Tensor:
-        """Return messages and sum them by row: [R, ...] -> [N, ...]. The reverse of ``go``."""
-        returned = back(rows, self.counts, self.group, what)
-        return returned if self.messages is None else self.messages.of(returned)
+    def leaving(self, rows: Tensor) -> Tensor:
+        """Return the rows that the messages hold: [N, ...] -> [S, ...].
 
-    def leaving(self, places: Sequence[int]) -> int:
+        Messages of no row hold row N, or the last row.
+        """
+        assert self.tokens is not None, "routes are found before rows travel"
+        filled = rows if rows.shape[0] else rows.new_zeros(1, *rows.shape[1:])
+        tokens = self.tokens.clamp(max=len(filled) - 1) if self.is_padded else self.tokens
+        return filled.index_select(0, tokens)
+
+    def returned(self, rows: Tensor, what: str) -> Tensor:
+        """Return results of messages to their senders and sum them by row: [R, D] -> [N, D]."""
+        return self.sum(back(rows, self.counts, self.group, what))
+
+    def sum(self, returned: Tensor) -> Tensor:
+        """Return the sums of messages that came back, by row: [S, D] -> [N, D]."""
+        assert self.messages is not None, "routes are found before rows travel"
+        return self.messages.sum(returned)
+
+    def crossing(self, places: Sequence[int]) -> int:
         """Return the number of messages to ranks in other places.
 
         ``places`` has one entry for each rank of the group.
@@ -120,41 +136,190 @@ class RowRoutes:
         return sum(self.counts[here][rank] for rank, place in enumerate(places) if place != places[here])
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundRoutes:
-    """Routes of the rows that travel together."""
+    """Routes of the rows that travel together. ``find`` completes them in the first pass."""
 
     hops: tuple[RowRoutes, ...]
+    """Routes of each hop; none if this rank is alone."""
     etp: Group
     name: str
     """Name of the layer in errors and traces."""
+    index: Tensor | None
+    """Experts of this rank's rows, [N, k], until the routes are found."""
     parts: list[int]
     """Number of rows that arrived at each rank of ``etp``."""
-    rows: Tensor
+    own: range
+    """Experts of this rank."""
+    number: int
+    """Number of pairs, P."""
+    counts: list[int] | None
+    """Number of pairs of each expert; None if only the device has them."""
+    tag: int | None = None
+    """For padded blocks: number that distinguishes this layer from others."""
+    has_blocks: bool = False
+    """True if each expert gets a block of pairs of one size, in which some are of no row."""
+    rows: Tensor | None = None
     """Arrived row of each pair, in the order of the experts: [P]."""
-    slots: Tensor
-    """Index of each pair in the flattened arrived weights [R, k]; R·k for a pair of padding: [P]."""
-    pairs: RowSums
+    slots: Tensor | None = None
+    """Index of each pair in the flattened arrived weights [R, k]; R·k for a pair of no row: [P]."""
+    pairs: RowPlaces | None = None
     """Pairs of each arrived row."""
-    experts: list[int]
-    """Number of pairs of each local expert."""
+    sizes: GroupSizes | None = None
+    """Number of pairs of each expert."""
     alike: Tensor | None = None
     """For padded blocks: 0, or NaN if some messages came from another layer. Otherwise None."""
 
+    @property
+    def is_found(self) -> bool:
+        """True if the places of the rows are known."""
+        return self.pairs is not None
+
+    def numbers(self) -> Tensor:
+        """Return the numbers that travel with this rank's rows: [N, k], in 31 bits."""
+        assert self.index is not None, "numbers travel in the first pass"
+        return self.index if self.tag is None else self.index + 1 + (self.tag << _TAG_FROM)
+
+    def find(self, numbers: Tensor) -> None:
+        """Find the pairs of the arrived rows with the experts ``numbers`` [R, k]."""
+        each = self.counts[0] if self.has_blocks and self.counts else 0
+        self.slots, self.rows, places, ends = pairs_by_expert(
+            numbers, self.own.start, len(self.own), self.number, each
+        )
+        is_bound = self.has_blocks or self.counts is None
+        self.pairs = RowPlaces(places, min(self.number, places.numel()), is_bound)
+        self.sizes = GroupSizes(self.counts, None if self.has_blocks else ends)
+        self.index = None
+
     def go(self, rows: Tensor, what: str) -> Tensor:
-        """Send rows of tokens to the ranks of their experts: [N, ...] -> [R, ...]."""
+        """Send rows of tokens to the ranks of their experts: [N, D] -> [R, D]."""
         what = f"{what} of {self.name}"
         for hop in self.hops:
-            rows = hop.go(rows, what)
+            rows = send(hop.leaving(rows), hop.counts, hop.group, what)
         return gather(rows, self.parts, self.etp, what)
 
     def back(self, rows: Tensor, what: str) -> Tensor:
-        """Return rows and sum them by token: [R, ...] -> [N, ...]. The reverse of ``go``."""
+        """Return rows and sum them by token: [R, D] -> [N, D]. The reverse of ``go``."""
         what = f"{what} of {self.name}"
         rows = scatter(rows, self.parts, self.etp, what)
         for hop in reversed(self.hops):
-            rows = hop.back(rows, what)
+            rows = hop.returned(rows, what)
         return rows
+
+
+class _Trip:
+    """One pass of a round's rows: what is in flight between ``_Depart`` and ``_Arrive``, forward and backward.
+
+    [Note: beside the exchange] in the module's docstring explains the two halves.
+    """
+
+    def __init__(self, round: RoundRoutes, columns: Sequence[tuple[int, torch.dtype]]) -> None:
+        self.round = round
+        self.columns = list(columns)
+        """Columns and dtypes of rows and weights."""
+        self._fields: list[Tensor] = []
+        self._arriving: tuple[Tensor, PendingCollective] | None = None
+        self._spare: Tensor | None = None
+        """A message of no row."""
+        self._is_first = not round.is_found
+
+    def depart(self, hidden: Tensor, weights: Tensor) -> None:
+        """Start the first hop of rows and weights to their experts."""
+        round = self.round
+        self._is_first = not round.is_found
+        if not round.hops:
+            self._fields = [hidden, weights]
+            return
+        hop, fields = round.hops[0], [hidden, weights]
+        if self._is_first:
+            assert round.index is not None, "experts are known until the routes are found"
+            fields.append(round.numbers())
+            hop.find(round.index)
+        packed = pack(fields, self._columns_now, has_spare=round.tag is not None)
+        if round.tag is not None:
+            self._spare = packed[-1:]
+            if self._is_first:
+                self._unpacked(self._spare)[-1].fill_(round.tag << _TAG_FROM)
+        self._start(hop.leaving(packed), hop, "rows")
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        """Return the rows and weights that arrived, [R, D] and [R, k], and find their pairs in the first pass."""
+        round, numbers = self.round, self.round.index
+        if round.hops:
+            packed = self._wait()
+            for hop in round.hops[1:]:
+                if self._is_first:
+                    hop.find(self._told(self._unpacked(packed)[-1]))
+                packed = packed if self._spare is None else torch.cat([packed, self._spare])
+                self._start(hop.leaving(packed), hop, "rows")
+                packed = self._wait()
+            packed = gather(packed, round.parts, round.etp, f"rows of {round.name}")
+            self._fields = self._unpacked(packed)
+            if self._is_first:
+                numbers = self._told(self._fields[-1])
+                if round.tag is not None:
+                    others = (self._fields[-1] >> _TAG_FROM != round.tag).any()
+                    round.alike = torch.zeros((), device=packed.device).masked_fill_(others, torch.nan)
+        if self._is_first:
+            assert numbers is not None, "experts are known until the routes are found"
+            round.find(numbers)
+        (rows, weights, *_), self._fields, self._spare = self._fields, [], None
+        return rows, weights
+
+    def start_back(self, d_rows: Tensor, d_weights: Tensor) -> None:
+        """Return the gradients of rows and weights, but for the last hop, which is started."""
+        round, fields = self.round, [d_rows, d_weights]
+        if not round.hops:
+            self._fields = fields
+            return
+        self._is_first = False
+        if round.etp.size > 1:
+            ranks, what = round.etp.size, f"gradients of {round.name}"
+            addends = send(pack(fields, self.columns), [round.parts] * ranks, round.etp, what)
+            fields = [
+                field.reshape(ranks, -1, field.shape[1])
+                .sum(0, dtype=torch.promote_types(field.dtype, torch.float32))
+                .to(field.dtype)
+                for field in self._unpacked(addends)
+            ]
+        for hop in round.hops[:0:-1]:
+            self._start(pack(fields, self.columns), hop, "gradients", to_senders=True)
+            fields = self._summed(hop)
+        self._start(pack(fields, self.columns), round.hops[0], "gradients", to_senders=True)
+
+    def finish_back(self) -> tuple[Tensor, Tensor]:
+        """Return the sums of the gradients by token: [N, D], [N, k]."""
+        fields = self._summed(self.round.hops[0]) if self.round.hops else self._fields
+        self._fields = []
+        d_hidden, d_weights = fields
+        return d_hidden, d_weights
+
+    def _summed(self, hop: RowRoutes) -> list[Tensor]:
+        return [hop.sum(field) for field in self._unpacked(self._wait())]
+
+    def _start(self, rows: Tensor, hop: RowRoutes, what: str, to_senders: bool = False) -> None:
+        what = f"{what} of {self.round.name}"
+        counts = transposed(hop.counts) if to_senders else hop.counts
+        self._arriving = start_send(rows, counts, hop.group, what)
+
+    def _wait(self) -> Tensor:
+        assert self._arriving is not None, "an exchange is started before its end"
+        (arrived, pending), self._arriving = self._arriving, None
+        pending.wait()
+        return arrived
+
+    @property
+    def _columns_now(self) -> list[tuple[int, torch.dtype]]:
+        """Columns and dtypes of the fields of a message; experts' numbers travel in the first pass alone."""
+        numbers = [(self.columns[1][0], torch.int32)] if self._is_first else []
+        return self.columns + numbers
+
+    def _unpacked(self, packed: Tensor) -> list[Tensor]:
+        return unpack(packed, self._columns_now)
+
+    def _told(self, numbers: Tensor) -> Tensor:
+        """Return the experts of arrived rows, -1 for none."""
+        return numbers if self.round.tag is None else (numbers & ((1 << _TAG_FROM) - 1)) - 1
 
 
 @dataclass(frozen=True)
@@ -170,12 +335,12 @@ class PassRoutes:
         A token counts once for every other rank that holds any of its experts. With two hops, a token counts once for
         every other host, and a row that this rank passes on counts once for every other rank of its host.
         """
-        return sum(hop.leaving(range(hop.group.size)) for each in self.rounds for hop in each.hops)
+        return sum(hop.crossing(range(hop.group.size)) for each in self.rounds for hop in each.hops)
 
     @property
     def rows_crossed(self) -> int:
         """Number of those rows that leave this host."""
-        return sum(hop.leaving(hop.group.hosts) for each in self.rounds for hop in each.hops)
+        return sum(hop.crossing(hop.group.hosts) for each in self.rounds for hop in each.hops)
 
 
 class Dispatcher:
@@ -221,6 +386,7 @@ class Dispatcher:
         weights: Tensor,
         compute: Compute,
         routes: PassRoutes | None = None,
+        beside: Beside | None = None,
     ) -> Tensor:
         """Return, for each token, the sum over j of ``weights[j]`` times expert ``index[j]`` of ``hidden``: [N, D].
 
@@ -233,10 +399,14 @@ class Dispatcher:
             weights: weights of these experts, [N, k].
             compute: computes rows that are sorted by expert; with ``etp`` its result is this rank's addend.
             routes: result of an earlier ``self.routes(index)``; None computes the routes.
+            beside: computation that does not need the experts; it is called once, while rows travel if there is a
+                single round.
         """
         first, *rest = (routes or self.routes(index)).rounds
         if not rest:
-            return _carried(hidden, weights, compute, first)
+            return _carried(hidden, weights, compute, first, beside)
+        if beside is not None:
+            beside()
         again = partial(checkpoint, _carried, use_reentrant=False, context_fn=running_dtypes_again)
         out: Tensor = again(hidden, weights, compute, first)
         for each in rest:
@@ -256,6 +426,8 @@ class Dispatcher:
         Raises:
             UsageError: if there are more rows than the blocks were made for.
         """
+        if self._is_alone and self.rows is None and self._counts_rows and self._counts_on_device(index):
+            return PassRoutes((self._round(index, None),))
         if room is not None:
             return PassRoutes((self._round(index, self._blocks(index, room)),))
         [counts] = self._counts([index])
@@ -306,45 +478,44 @@ class Dispatcher:
         # A rank cuts between tokens, so that its part of a round may have k pairs more than the mean.
         return -(-fullest // max(self.rows - self.ep.size * self.etp.size * top_k, 1))
 
-    def _round(self, index: Tensor, counts: RowCounts) -> RoundRoutes:
-        """Return the round of the pairs in ``index`` [N, k]."""
-        etp, name, local, top_k = self.etp, self.name, self.experts, index.shape[1]
-        hops, alike = [], None
-        fills = counts.is_bound and self.ep.size * etp.size > 1
-        if fills:
-            alike = torch.zeros((), device=index.device)
+    @property
+    def _is_alone(self) -> bool:
+        return self.ep.size == self.etp.size == 1
+
+    @staticmethod
+    def _counts_on_device(index: Tensor) -> bool:
+        """Return whether products of groups may do without numbers of rows on the host."""
+        return index.device.type != "cpu" and choice.has_grouped_mm(index.device)
+
+    def _round(self, index: Tensor, counts: RowCounts | None) -> RoundRoutes:
+        """Return the round of the pairs in ``index`` [N, k]; without counts on one rank, which has all experts."""
+        ep, local = self.ep, self.experts // self.ep.size
+        if counts is None:
+            return RoundRoutes(
+                (), self.etp, self.name, index, [len(index)], range(local), index.numel(), counts=None
+            )
+        hops, first, experts = [], 0, self.experts
+        is_padded = counts.is_bound and not self._is_alone
         for group, between in zip(self.levels, counts.hops, strict=True):
-            hop, index = self._hop(index, group, local, between, fills)
-            if alike is not None:
-                index, layers = _told(index)
-                alike = alike.masked_fill((layers != self._tag).any(), torch.nan)
-            hops.append(hop)
-            local //= group.size
-        chosen = gather(index.to(torch.int32), counts.parts, etp, f"numbers of {name}", "control")
-        chosen = chosen.flatten().long()
-        lives = chosen >= 0
-        number = sum(counts.experts)
-        slots = torch.where(lives, chosen, local).argsort(stable=True)
-        place = torch.empty_like(chosen)
-        if counts.is_bound:
-            each, expert = counts.experts[0], torch.where(lives, chosen, local)[slots]  # rising
-            behind = torch.arange(len(slots), device=slots.device) - torch.searchsorted(expert, expert)
-            place[slots] = torch.where(expert < local, expert * each + behind, number)
-            slots = _holders(place, number, nobody=len(chosen))
-            place.clamp_(max=max(number - 1, 0))
-        else:
-            slots = slots[:number]
-            place[slots] = torch.arange(number, device=slots.device)
+            if not self._is_alone:
+                hops.append(RowRoutes(group, first, experts, between, is_padded))
+            experts //= group.size
+            first += group.index * experts
+        number, sizes = sum(counts.experts), counts.experts
+        has_blocks = counts.is_bound and not self._counts_on_device(index)
+        if counts.is_bound and not has_blocks:
+            number = min(number, sum(counts.parts) * index.shape[1])
         return RoundRoutes(
             tuple(hops),
-            etp,
-            name,
-            parts=counts.parts,
-            rows=slots.div(top_k, rounding_mode="floor").clamp_(max=max(len(chosen) // top_k - 1, 0)),
-            slots=slots,
-            pairs=_sums(place, lives.view(-1, top_k), min(number, len(chosen)), counts.is_bound),
-            experts=counts.experts,
-            alike=alike,
+            self.etp,
+            self.name,
+            index,
+            counts.parts,
+            own=range(ep.index * local, (ep.index + 1) * local),
+            number=number,
+            counts=None if counts.is_bound and not has_blocks else sizes,
+            tag=self._tag if is_padded else None,
+            has_blocks=has_blocks,
         )
 
     @property
@@ -352,107 +523,65 @@ class Dispatcher:
         """Number that distinguishes this layer from others."""
         return zlib.crc32(self.name.encode()) & _MOST_TAGS
 
-    def _hop(
-        self, index: Tensor, group: Group, experts: int, counts: Counts, fills: bool
-    ) -> tuple[RowRoutes, Tensor]:
-        """Return the hop of rows with the experts ``index`` [N, k], of ``experts`` that lie on ``group``.
-
-        The second result has the experts of the arrived rows, counted from the first of this rank: [R, k], -1 for
-        experts of other ranks. In padded blocks it includes the layer's tag.
-        """
-        size, local, count = group.size, experts // group.size, index.shape[0]
-        owner = owner_of(index, local, size)
-        goes = reaches(owner, size)
-        if size == self.etp.size == 1:  # no exchange: rows keep their order, those without experts too
-            goes, counts = torch.ones_like(goes), [[count]]
-        messages, most = (sum(counts[group.index]),) * 2
-        if fills:
-            block, ranks = counts[0][0], torch.arange(size, device=index.device)
-            message = torch.where(goes.T, ranks[:, None] * block + goes.T.cumsum(1) - 1, messages)
-            rows = torch.arange(count, device=index.device).repeat(size)
-            tokens = _holders(message.flatten(), messages, nobody=count, values=rows)
-            rank = ranks.repeat_interleave(block, output_size=messages)
-            index, owner = (
-                torch.cat([each, each.new_full((1, each.shape[1]), nobody)])
-                for each, nobody in ((index, -1), (owner, size))
-            )
-            message, most = message.T.clamp(max=max(messages - 1, 0)), min(messages, goes.numel())
-        else:
-            rank, tokens = goes.T.nonzero_static(size=messages).unbind(1)
-            message = goes.T.flatten().cumsum(0).view(size, count).T - 1  # of each (row, rank): [N, size]
-        here = torch.where(owner[tokens] == rank[:, None], index[tokens] - rank[:, None] * local, -1)
-        if fills:
-            here, tokens = here + 1 + (self._tag << _TAG_FROM), tokens.clamp(max=max(count - 1, 0))
-        arrived = send(here.to(torch.int32), counts, group, f"numbers of {self.name}", "control")
-        sums = None
-        if size > 1 or messages < count or fills:
-            sums = _sums(message.flatten(), goes, most, fills)
-        return RowRoutes(group, tokens, sums, counts), arrived.long()
-
 
 _TAG_FROM = 15
 """Lowest bit of the layer's tag in an expert's number; both fit in 31 bits."""
 _MOST_TAGS = (1 << 16) - 1
 
 
-def _told(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the experts, -1 for none, and the tags of their layers."""
-    return (numbers & ((1 << _TAG_FROM) - 1)) - 1, numbers >> _TAG_FROM
-
-
-def _holders(place: Tensor, places: int, nobody: int, values: Tensor | None = None) -> Tensor:
-    """Return the index (or the ``values``) of the element of ``place`` that has each of ``places``: [n] -> [places].
-
-    An element without a place has the number ``places``; a place without an element gets ``nobody``.
-    """
-    found = place.new_full((places + 1,), nobody)
-    found[place] = torch.arange(len(place), device=place.device) if values is None else values
-    return found[:places]
-
-
-def _sums(place: Tensor, marks: Tensor, most: int, has_rest: bool) -> RowSums:
-    """Return the sums whose row r adds the elements of ``place`` [n·m] where ``marks`` [n, m] is true in row r.
-
-    There are ``most`` such elements, or at most so many if ``has_rest``: the host need not ask the device.
-    """
-    marked = marks.flatten().nonzero_static(size=most, fill_value=0)[:, 0]
-    sizes = marks.sum(1)
-    ends = sizes.cumsum(0)
-    starts = torch.cat([ends.new_zeros(1), ends]) if has_rest else ends - sizes
-    return RowSums(place[marked], starts, has_rest)
-
-
-def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: RoundRoutes) -> Tensor:
+def _carried(
+    hidden: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    round: RoundRoutes,
+    beside: Beside | None = None,
+) -> Tensor:
     """Return, for each token, the weighted sum of the results of the experts in this round: [N, D]."""
-    rows, pair_weights = _Dispatch.apply(hidden, weights, round)
-    out: Tensor = _Combine.apply(compute(rows, round.experts), pair_weights, hidden.dtype, round)
+    trip = _Trip(round, [(each.shape[1], each.dtype) for each in (hidden, weights)])
+    edge = _Depart.apply(hidden, weights, trip)
+    if beside is not None:
+        beside()
+    rows, arrived_weights = _Arrive.apply(edge, trip)
+    assert round.sizes is not None, "routes are found when rows arrive"
+    out: Tensor = _Combine.apply(compute(rows, round.sizes), arrived_weights, hidden.dtype, round)
     return out
 
 
-class _Dispatch(torch.autograd.Function):
-    """Autograd function that sends rows and weights to the experts; backward returns and sums their gradients."""
+class _Depart(torch.autograd.Function):
+    """Autograd function that starts to send rows and weights to the experts; backward gets their gradients.
+
+    Its result is empty: it makes autograd run ``_Arrive`` before.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, round: RoundRoutes) -> tuple[Tensor, Tensor]:
-        ctx.round, ctx.top_k = round, weights.shape[1]
-        arrived, arrived_weights = round.go(hidden, "rows"), round.go(weights, "weights")
-        slots = arrived_weights.flatten()
-        if round.pairs.has_rest:
-            slots = torch.cat([slots, slots.new_zeros(1)])  # the weight of padding
-        if round.alike is not None:
-            slots = slots + round.alike.to(slots.dtype)
-        return arrived.index_select(0, round.rows), slots.index_select(0, round.slots)
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.depart(hidden, weights)
+        return hidden.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_rows: Tensor, d_pairs: Tensor) -> tuple[Any, ...]:
-        round: RoundRoutes = ctx.round
-        d_arrived = round.pairs.of(d_rows)
-        d_hidden = round.back(d_arrived, "gradients")
-        slots = d_arrived.shape[0] * ctx.top_k
-        d_weights = d_pairs.new_zeros(slots + round.pairs.has_rest).index_copy_(0, round.slots, d_pairs)
-        d_weights = d_weights[:slots].view(-1, ctx.top_k)
-        return d_hidden, round.back(d_weights, "gradients of weights"), None
+    def backward(ctx: Any, edge: Tensor) -> tuple[Any, ...]:
+        return *ctx.trip.finish_back(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Autograd function that returns the rows of all pairs and the weights that arrived; backward sends gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip, round = trip, trip.round
+        arrived, weights = trip.arrive()
+        assert round.rows is not None, "routes are found when rows arrive"
+        weights = weights.contiguous() if round.alike is None else weights + round.alike.to(weights.dtype)
+        rows = arrived if arrived.shape[0] else arrived.new_zeros(1, arrived.shape[1])
+        return rows.index_select(0, round.rows), weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor, d_weights: Tensor) -> tuple[Any, ...]:
+        ctx.trip.start_back(ctx.trip.round.pairs.sum(d_rows), d_weights)
+        return d_rows.new_empty(0), None
 
 
 class _Combine(torch.autograd.Function):
@@ -463,22 +592,20 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, dtype: torch.dtype, round: RoundRoutes) -> Tensor:
+        assert round.pairs is not None, "routes are found when rows arrive"
         ctx.round = round
         ctx.save_for_backward(results, weights)
-        of_pairs = weights.index_select(0, round.pairs.rows).to(results.dtype)
-        return round.back(round.pairs.of(results, of_pairs).to(dtype), "results")
+        return round.back(round.pairs.sum(results, weights).to(dtype), "results")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         results, weights = ctx.saved_tensors
         round: RoundRoutes = ctx.round
-        arrived = round.go(grad, "gradients of results")
-        arrived, own = arrived.to(results.dtype), weights.to(results.dtype)[:, None]
-        d_results, d_weights = torch.empty_like(results), torch.empty_like(weights)
-        for place in stretches(results):
-            part = torch.index_select(arrived, 0, round.rows[place], out=d_results[place])
-            # Gradients of a router are as precise as its weights, which may be wider than the rows.
-            d_weights[place] = torch.linalg.vecdot(part.to(weights.dtype), results[place].to(weights.dtype))
-            part.mul_(own[place])
-        return d_results, d_weights, None, None
+        assert round.slots is not None and round.rows is not None, "routes are found when rows arrive"
+        arrived, number = round.go(grad, "gradients of results"), len(results)
+        return (
+            *pair_gradients(arrived, results, weights, round.slots[:number], round.rows[:number]),
+            None,
+            None,
+        )

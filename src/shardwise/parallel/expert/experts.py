@@ -7,7 +7,7 @@ rows runs too: its weights then have a gradient of 0 instead of none, and every 
 Shapes: E experts, D width, F hidden, k experts of a token; N tokens, R rows of (token, expert).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,20 @@ from shardwise.comm.collectives import Group
 from shardwise.kernels.gated import gated
 from shardwise.kernels.grouped import gated_experts
 from shardwise.kernels.initializers import Initializer, of_linear, of_torch
-from shardwise.parallel.expert.dispatch import Compute, Dispatcher, PassRoutes
+from shardwise.parallel.expert.dispatch import Beside, Compute, Dispatcher, PassRoutes
 from shardwise.parallel.expert.stacks import ExpertStack, StackPlacement, gated_stack
 from shardwise.parallel.expert.surroundings import Keep, make_anew
 from shardwise.plan.placement import Replicate
 
 
 def by_expert(
-    compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, experts: int, keep: Keep
+    compute: Compute,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    experts: int,
+    keep: Keep,
+    beside: Beside | None = None,
 ) -> Tensor:
     """Run ``compute`` for all experts on one rank and return the weighted sum by token, [N, D].
 
@@ -36,10 +42,11 @@ def by_expert(
         weights: weights of these experts, [N, k].
         experts: number of experts, E.
         keep: stores the routes for a recomputation; see ``surroundings.Keep``.
+        beside: computation that runs while rows travel.
     """
     alone = Dispatcher(Group.alone("ep"), Group.alone("etp"), experts)
     routes: PassRoutes = keep("routes", lambda: alone.routes(index))
-    return alone(hidden, index, weights, compute, routes)
+    return alone(hidden, index, weights, compute, routes, beside)
 
 
 class Experts(nn.Module):
@@ -71,14 +78,21 @@ class Experts(nn.Module):
         """Return the placement of the tensors on ranks that share experts."""
         return gated_stack(len(self.down), self.down.shape[-1])
 
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, keep: Keep = make_anew) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        keep: Keep = make_anew,
+        beside: Beside | None = None,
+    ) -> Tensor:
         """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].
 
-        An index of -1 adds nothing.
+        An index of -1 adds nothing. ``beside`` is called once, while rows travel.
         """
-        return by_expert(self.compute, hidden, index, weights, len(self.down), keep)
+        return by_expert(self.compute, hidden, index, weights, len(self.down), keep, beside)
 
-    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute rows with their experts: [R, D] -> [R, D].
 
         Rows are sorted by expert; expert e has ``counts[e]`` of them.
@@ -142,14 +156,21 @@ class MadeExperts(nn.Module):
         whole = StackPlacement(Replicate(), Replicate())
         return ExpertStack(self.count, 0, {name: whole for name, _ in self.named_parameters()})
 
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, keep: Keep = make_anew) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        keep: Keep = make_anew,
+        beside: Beside | None = None,
+    ) -> Tensor:
         """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].
 
-        An index of -1 adds nothing.
+        An index of -1 adds nothing. ``beside`` is called once, while rows travel.
         """
-        return by_expert(self.compute, hidden, index, weights, self.count, keep)
+        return by_expert(self.compute, hidden, index, weights, self.count, keep, beside)
 
-    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute rows with their experts: [R, D] -> [R, D].
 
         Rows are sorted by expert; expert e has ``counts[e]`` of them.
@@ -160,7 +181,7 @@ class MadeExperts(nn.Module):
         (one,) = self._one
         stacks = dict(self.named_parameters())
         results = []
-        for e, part in enumerate(rows.split(counts)):
+        for e, part in enumerate(rows[: sum(counts)].split(list(counts))):
             result = functional_call(one, {name: stack[e] for name, stack in stacks.items()}, (part,))
             if not isinstance(result, Tensor) or result.shape != part.shape:
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.expert.router import Router
+from shardwise.parallel.expert.surroundings import BESIDE_PAIRS
 from shardwise.passes.replay import DrawReplay
 
 _TOKENS, _ROWS_SENT, _ROWS_CROSSED, _ENTROPY = -4, -3, -2, -1
-_BESIDE = 4
 """Number of entries of a layer behind those by expert, in this order."""
 
 
@@ -101,59 +101,47 @@ class ExpertLoads:
         """Numbers by microbatch and layer until its backward pass: fp64 [2·E + 4]."""
         self._counted: dict[str, Tensor] = {}
 
-    def add(
-        self,
-        layer: str,
-        routed: Tensor,
-        kept: Tensor,
-        tokens: Tensor | int,
-        entropy: Tensor | float,
-    ) -> None:
+    def add(self, layer: str, loads: Tensor) -> None:
         """Add the choices of this rank's tokens in a forward pass of ``layer``.
 
         Args:
             layer: name of the layer.
-            routed: pairs that chose each expert, [E].
-            kept: pairs of each expert that had room, [E].
-            tokens: number of tokens that counted.
-            entropy: entropy of the scores, summed over the tokens.
+            loads: pairs that chose each expert, [E], and that had room, [E], the number of tokens, 0, 0, and the
+                entropy of the scores, summed over the tokens: fp64 [2·E + 4].
         """
-        beside = [
-            each.view(1) if isinstance(each, Tensor) else routed.new_full((1,), each, dtype=torch.float64)
-            for each in (tokens, 0, 0, entropy)
-        ]
-        self._add(layer, [routed, kept, *beside])
+        if self._counts_now:
+            waiting = self._waiting.setdefault(self.microbatch, {})
+            before = waiting.get(layer)
+            waiting[layer] = loads if before is None else before.to(loads.device) + loads
 
     def sent(self, layer: str, rows: int, crossed: int) -> None:
         """Add the rows that left this rank in a forward pass of ``layer``; ``crossed`` of them left its host."""
-        chosen = self._waiting.get(self.microbatch, {}).get(layer)
-        device = (
-            None if chosen is None else chosen.device
-        )  # made on the device: a copy from the host would wait for the device
-        numbers = torch.zeros(2 * self.layers[layer] + _BESIDE, dtype=torch.float64, device=device)
-        numbers[_ROWS_SENT].fill_(rows)
-        numbers[_ROWS_CROSSED].fill_(crossed)
-        self._add(layer, [numbers])
-
-    @torch.no_grad()
-    def _add(self, layer: str, parts: Sequence[Tensor]) -> None:
-        in_backward = (
-            torch._C._current_graph_task_id() >= 0
-        )  # true in recomputations of the user's own checkpoints
-        if self._replay.runs_again or in_backward:
+        if not self._counts_now:
             return
-        waiting, device = self._waiting.setdefault(self.microbatch, {}), parts[0].device
-        numbers = torch.cat([each.detach().to(device, torch.float64) for each in parts])
-        waiting[layer] = waiting[layer].to(device) + numbers if layer in waiting else numbers
+        waiting = self._waiting.setdefault(self.microbatch, {})
+        if layer not in waiting:
+            waiting[layer] = torch.zeros(2 * self.layers[layer] + BESIDE_PAIRS, dtype=torch.float64)
+        for place, number in ((_ROWS_SENT, rows), (_ROWS_CROSSED, crossed)):
+            if number:
+                waiting[layer][place].add_(number)
+
+    @property
+    def _counts_now(self) -> bool:
+        """False in a pass that runs again, also in recomputations of the user's own checkpoints."""
+        return not self._replay.runs_again and torch._C._current_graph_task_id() < 0
 
     def count(self, microbatch: int, weight: float | Tensor) -> None:
         """Count the numbers of ``microbatch``, whose backward pass begins.
 
         With a ``weight`` of 0 they are discarded.
         """
-        for layer, numbers in self._waiting.pop(microbatch, {}).items():
+        waiting = self._waiting.pop(microbatch, {})
+        is_unused: Tensor | None = None
+        for layer, numbers in waiting.items():
             if isinstance(weight, Tensor):
-                numbers = numbers.masked_fill(weight.to(numbers.device) == 0, 0.0)
+                if is_unused is None or is_unused.device != numbers.device:
+                    is_unused = weight.to(numbers.device) == 0
+                numbers = numbers.masked_fill(is_unused, 0.0)
             elif not weight:
                 continue
             before = self._counted.get(layer)
@@ -164,14 +152,14 @@ class ExpertLoads:
         found = [torch.zeros(0, dtype=torch.float64, device=device)]
         for layer, experts in self.layers.items():
             mine = self._counted.get(layer)
-            found.append(found[0].new_zeros(2 * experts + _BESIDE) if mine is None else mine.to(device))
+            found.append(found[0].new_zeros(2 * experts + BESIDE_PAIRS) if mine is None else mine.to(device))
         return torch.cat(found)
 
     def settle(self, sums: Sequence[float]) -> None:
         """Store the loads of the step, from the ``sums`` of all ranks' ``numbers``."""
         rest = iter(sums)
         for layer, experts in self.layers.items():
-            mine = list(islice(rest, 2 * experts + _BESIDE))
+            mine = list(islice(rest, 2 * experts + BESIDE_PAIRS))
             tokens = mine[_TOKENS]
             self.last[layer] = ExpertTally(
                 tuple(map(int, mine[:experts])),

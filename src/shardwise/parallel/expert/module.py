@@ -128,12 +128,23 @@ class MixtureOfExperts(nn.Module):
         counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
         routing = self.router(tokens, self.surroundings, counted, labels)
         self.surroundings.room = most_pairs(self.router.policy, tokens, len(self.router.weight))
-        y = self.experts(tokens.hidden, routing.index, routing.weights, self.surroundings.keep)  # [n, D]
-        if self.shared is not None:
-            y = y + self.shared(tokens.hidden)
-        if self.residual is not None and self.mix is not None:
+        every: dict[str, Tensor] = {}
+
+        def of_every_token() -> None:
+            for name, dense in (("shared", self.shared), ("residual", self.residual)):
+                if dense is not None:
+                    every[name] = dense(tokens.hidden)
+
+        # What every token uses is computed while rows travel to the experts.
+        beside = of_every_token if self.shared is not None or self.residual is not None else None
+        y = self.experts(
+            tokens.hidden, routing.index, routing.weights, self.surroundings.keep, beside
+        )  # [n, D]
+        if "shared" in every:
+            y = y + every["shared"]
+        if "residual" in every and self.mix is not None:
             shares = self.mix(tokens.hidden).softmax(-1)  # [n, 2]
-            y = y * shares[:, :1] + self.residual(tokens.hidden) * shares[:, 1:]
+            y = y * shares[:, :1] + every["residual"] * shares[:, 1:]
         if routing.balance is not None:
             y = inject(y, routing.balance, self.surroundings.scale)
         return self.surroundings.give(y, x), routing

@@ -29,13 +29,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, NonFiniteError
+from shardwise.kernels.expert_choice import (
+    chosen_experts,
+    expert_weights,
+    is_fused,
+    largest,
+    load_counts,
+    normalized,
+    scores_of,
+)
 from shardwise.kernels.initializers import of_linear
 from shardwise.kernels.operation import operation
 from shardwise.parallel.expert.balance import move_bias, note_loads, pair_counts, term
 from shardwise.parallel.expert.capacity import choose_kept
 from shardwise.parallel.expert.noise import gumbel, jitter
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.parallel.expert.surroundings import ExpertContext, RoutedTokens
+from shardwise.parallel.expert.surroundings import BESIDE_PAIRS, ExpertContext, RoutedTokens
 
 
 @dataclass(frozen=True)
@@ -116,40 +125,73 @@ class Router(nn.Module):
             NonFiniteError: if a logit is NaN or infinite and no engine runs; the step of an engine reports it on all
                 ranks.
         """
-        policy, experts = self.policy, len(self.weight)
-        hidden, shift = tokens.hidden, None
-        if self.training and policy.noise == "jitter":
-            hidden = hidden * jitter(surroundings, tokens, hidden.shape[-1]).to(_wide(hidden, self.weight))
-        elif self.training and policy.noise in ("gumbel", "gumbel_rest"):
-            shift = gumbel(surroundings, tokens, experts)
+        policy = self.policy
+        hidden, shift = self._noised(tokens, surroundings)
         logits = router_logits(hidden, self.weight)  # [n, E]
         if surroundings.replay is None:
             self._check_finite(logits)
-        scores = scores_of(logits, policy)
+        is_sigmoid, in_one = policy.score == "sigmoid", self._chooses_in_one(logits)
+        scores = None if in_one else scores_of(logits, is_sigmoid)
         learns = self.training and torch.is_grad_enabled()
         adds = learns and (policy.balance == "loss" or policy.z_weight > 0)
 
-        def decide() -> tuple[Tensor, ...]:
-            seen = scores if shift is None else scores_of(logits + shift.to(logits.dtype), policy)
-            if shift is not None and policy.noise == "gumbel_rest":
-                seen = seen.scatter(-1, largest(scores, 1), torch.inf)
-            index = choice(seen.detach(), self.bias, policy)
-            chosen = _counted_alone(index, counted)
-            kept, counts = self._kept(
-                chosen, scores, index, tokens, surroundings, adds and policy.balance == "loss"
-            )
-            return index, kept, counts
+        def decide() -> tuple[Tensor, Tensor | None, Tensor | None]:
+            index = self._index(scores, logits.detach(), shift)
+            chosen, balances = _counted_alone(index, counted), adds and policy.balance == "loss"
+            return index, *self._kept(chosen, scores, index, tokens, surroundings, balances)
 
         index, kept, counts = surroundings.keep(f"router:{surroundings.name}", decide)
+        if scores is None:
+            weights, scores = expert_weights(logits, index, is_sigmoid, policy.normalizes, policy.scale)
+        else:
+            weights = weights_of(scores, index, policy)
+        chosen = _counted_alone(index, counted)
+        stayed = chosen if kept is None else index.masked_fill(~kept, -1)
         if learns:
-            self._count(index, kept, scores.detach(), counted, surroundings)
-        weights = weights_of(scores, index, policy).masked_fill(~kept, 0)
+            self._count(chosen, stayed, scores.detach(), surroundings)
+        weights = weights if kept is None else weights.masked_fill(~kept, 0)
         value = None
         if adds:
-            shares = shares_of(scores, policy)
-            value = term(policy, shares, logits, counts, tokens.sequence, counted, self.loads, labels)
-        chosen = _counted_alone(index, counted)
-        return Routing(index.masked_fill(~kept, -1), weights, value, chosen, scores)
+            assert counts is not None, "pairs are counted where a term needs them"
+            value = term(
+                policy,
+                shares_of(scores, policy),
+                logits,
+                counts,
+                tokens.sequence,
+                counted,
+                self.loads,
+                labels,
+            )
+        return Routing(stayed, weights, value, chosen, scores)
+
+    def _noised(self, tokens: RoutedTokens, surroundings: ExpertContext) -> tuple[Tensor, Tensor | None]:
+        """Return the input of the router with jitter, and the addend of the logits that choose, if there is one."""
+        hidden, noise = tokens.hidden, self.policy.noise if self.training else "none"
+        if noise == "jitter":
+            hidden = hidden * jitter(surroundings, tokens, hidden.shape[-1]).to(_wide(hidden, self.weight))
+        shift = gumbel(surroundings, tokens, len(self.weight)) if noise.startswith("gumbel") else None
+        return hidden, shift
+
+    def _index(self, scores: Tensor | None, logits: Tensor, shift: Tensor | None) -> Tensor:
+        """Return the experts of each token, by the scores of the logits plus noise ``shift``, if there is any."""
+        policy = self.policy
+        is_sigmoid = policy.score == "sigmoid"
+        if scores is None:
+            return chosen_experts(logits, self.bias, policy.top_k, is_sigmoid)
+        seen = scores.detach()
+        if shift is not None:
+            seen = scores_of(logits + shift.to(logits.dtype), is_sigmoid)
+            if policy.noise == "gumbel_rest":
+                seen = seen.scatter(-1, largest(scores.detach(), 1), torch.inf)
+        return choice(seen, self.bias, policy)
+
+    def _chooses_in_one(self, logits: Tensor) -> bool:
+        """Return whether choice and weights are one launch each: on a device, if all tokens keep what they choose."""
+        policy = self.policy
+        limits = policy.top_groups is not None and policy.top_groups < policy.groups
+        draws = self.training and policy.noise in ("gumbel", "gumbel_rest")
+        return is_fused(logits) and policy.capacity is None and not limits and not draws
 
     def _check_finite(self, logits: Tensor) -> None:
         bad = int((~logits.isfinite().all(-1)).sum())
@@ -162,40 +204,40 @@ class Router(nn.Module):
     def _kept(
         self,
         chosen: Tensor,
-        scores: Tensor,
+        scores: Tensor | None,
         index: Tensor,
         tokens: RoutedTokens,
         surroundings: ExpertContext,
         balances: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the pairs that have room, and the number of pairs of each expert in whole sequences."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the pairs that have room, and the number of pairs of each expert in whole sequences.
+
+        None stands for all pairs, and for numbers that nothing needs.
+        """
         policy, experts, group = self.policy, len(self.weight), surroundings.group
         name = surroundings.name or "MixtureOfExperts"
         if policy.capacity is not None:
+            assert scores is not None, "room goes by scores"
             weights = weights_of(scores.detach(), index, policy)
             return choose_kept(policy, chosen, weights, tokens, experts, group, name)
+        kept = None if chosen is index else chosen >= 0
+        if policy.balance != "loss" and not policy.z_weight:
+            return kept, None
         counts = pair_counts(chosen, tokens.sequence, tokens.sequences, experts)
         if group is not None and (balances or policy.z_weight):
             group.all_reduce(counts.view(-1), f"loads of {name}", "control").wait()
-        return chosen >= 0, counts
+        return kept, counts
 
-    def _count(
-        self, index: Tensor, kept: Tensor, scores: Tensor, counted: Tensor | None, surroundings: ExpertContext
-    ) -> None:
+    def _count(self, chosen: Tensor, stayed: Tensor, scores: Tensor, surroundings: ExpertContext) -> None:
         """Report the loads of this rank's tokens to ``surroundings.loads``, or add them to ``surroundings.routed``."""
-        chosen = _counted_alone(index, counted)
-        one = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
-        experts = len(self.weight)
-        routed = pair_counts(chosen, one, 1, experts)[0]
         if surroundings.loads is None:
+            one = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
+            routed = pair_counts(chosen, one, 1, len(self.weight))[0]
             before = surroundings.routed
             surroundings.routed = routed if before is None else before + routed
             return
-        stayed = pair_counts(chosen.masked_fill(~kept, -1), one, 1, experts)[0]
-        entropy = torch.special.entr(shares_of(scores, self.policy)).sum(-1)
-        entropy = entropy if counted is None else entropy.masked_fill(~counted, 0)
-        tokens = routed.sum().div(self.policy.top_k, rounding_mode="floor")
-        surroundings.loads.add(surroundings.name, routed, stayed, tokens, entropy.sum())
+        loads = load_counts(chosen, stayed, scores, self.policy.score == "sigmoid", BESIDE_PAIRS)
+        surroundings.loads.add(surroundings.name, loads)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to the module and keep the buffers in fp32, because 16 bits would lose the steps of the bias."""
@@ -241,14 +283,9 @@ def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.linear(hidden.to(dtype), weight.to(dtype))
 
 
-def scores_of(logits: Tensor, policy: RouterPolicy) -> Tensor:
-    """Return the scores of the experts, softmax or sigmoid of the logits: [n, E] -> [n, E]."""
-    return logits.softmax(-1) if policy.score == "softmax" else logits.sigmoid()
-
-
 def shares_of(scores: Tensor, policy: RouterPolicy) -> Tensor:
     """Return the scores of each token divided by their sum: [n, E] -> [n, E]."""
-    return scores if policy.score == "softmax" else _normalized(scores)
+    return scores if policy.score == "softmax" else normalized(scores)
 
 
 def choice(scores: Tensor, bias: Tensor | None, policy: RouterPolicy) -> Tensor:
@@ -265,23 +302,7 @@ def choice(scores: Tensor, bias: Tensor | None, policy: RouterPolicy) -> Tensor:
     return largest(scores, policy.top_k)
 
 
-def largest(x: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest of the last dim: int64 [..., k].
-
-    The largest comes first; of equals the lower index comes first.
-    """
-    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
-
-
 def weights_of(scores: Tensor, index: Tensor, policy: RouterPolicy) -> Tensor:
     """Return the weights of the chosen experts: [n, E], [n, k] -> [n, k]."""
     chosen = scores.gather(-1, index)
-    return (_normalized(chosen) if policy.normalizes else chosen) * policy.scale
-
-
-_SMALLEST = 1e-20
-"""Addend to the sum of scores, because sigmoids may all be 0; as in DeepSeek, it changes no other sum."""
-
-
-def _normalized(scores: Tensor) -> Tensor:
-    return scores / (scores.sum(-1, keepdim=True) + _SMALLEST)
+    return (normalized(chosen) if policy.normalizes else chosen) * policy.scale

@@ -33,6 +33,7 @@ from shardwise.base.errors import CommError
 from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, share
+from shardwise.kernels.expert_choice import route_counts
 from shardwise.parallel.expert.cost import expected_reach
 
 
@@ -49,19 +50,6 @@ class RowCounts(NamedTuple):
     """Number of pairs of the rank that has most; the same on all ranks."""
     is_bound: bool = False
     """True if the numbers are bounds, the same on all ranks, up to which messages are padded."""
-
-
-def owner_of(index: Tensor, local: int, places: int) -> Tensor:
-    """Return which of ``places``, with ``local`` experts each, holds the experts of ``index``.
-
-    ``places`` for no expert.
-    """
-    return torch.where(index < 0, places, index.div(local, rounding_mode="floor"))
-
-
-def reaches(owner: Tensor, places: int) -> Tensor:
-    """Return the mask of the ``places`` that each row goes to, from its experts' places: [N, k] -> bool [N, places]."""
-    return owner.new_zeros(len(owner), places + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :places]
 
 
 def row_counts(
@@ -84,14 +72,16 @@ def row_counts(
     """
     sizes = [group.size for group in levels]
     places = [math.prod(sizes[: level + 1]) for level in range(len(sizes))]
-    lines = torch.stack([_line(index, experts, places, zlib.crc32(name.encode())) for index in choices])
+    layer = zlib.crc32(name.encode())
+    each = [route_counts(index, experts, places, layer) for index in choices]
+    lines = torch.stack(each) if len(each) > 1 else each[0][None]
     what = f"counts of {name}"
     table = share(share(lines, ep, what), etp, what).cpu()  # [etp, ep, choices, 1 + E + Σ places]
     ep.clock.check_intact()
     _check_layers(table[etp.index, :, 0, 0].tolist(), ep, name)
     found = []
-    for each in table.unbind(2):
-        _, pairs, *reached = each.split([1, experts, *places], -1)
+    for line in table.unbind(2):
+        _, pairs, *reached = line.split([1, experts, *places], -1)
         to_me = reached[-1][:, :, ep.index].sum(1)
         of_ranks = pairs.reshape(etp.size, ep.size, ep.size, -1).sum((0, 1))  # [ep, E/ep]
         hops = tuple(
@@ -157,14 +147,6 @@ def _check_layers(layers: Sequence[int], ep: Group, name: str) -> None:
             f"rank {ranks[ep.index]}, step {ep.clock.step}, is at {name}, {named_ranks(others)} at another layer of "
             "experts: the ranks of mesh.ep use one another's, so all run every such layer, whatever their data are"
         )
-
-
-def _line(index: Tensor, experts: int, places: Sequence[int], layer: int) -> Tensor:
-    """Return this rank's line of the table: [1 + E + Σ places]."""
-    chosen = torch.where(index < 0, experts, index).view(-1)
-    pairs = chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
-    reached = [reaches(owner_of(index, experts // each, each), each).sum(0) for each in places]
-    return torch.cat([pairs.new_full((1,), layer), pairs[:experts], *reached])
 
 
 def _between(reached: Tensor, sizes: Sequence[int], level: int, own: int) -> Tensor:

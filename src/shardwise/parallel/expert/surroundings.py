@@ -53,11 +53,15 @@ def _one() -> float:
     return 1.0
 
 
+BESIDE_PAIRS = 4
+"""Numbers of a layer's loads behind the pairs: tokens, rows sent, rows that left a host, entropy."""
+
+
 class LoadSink(Protocol):
     """Interface of the sink for the loads of a layer's forward pass."""
 
-    def add(self, layer: str, routed: Tensor, kept: Tensor, tokens: Tensor, entropy: Tensor) -> None:
-        """Add the pairs that chose each expert, those that had room, the tokens and the entropy of a forward pass."""
+    def add(self, layer: str, loads: Tensor) -> None:
+        """Add the loads of a forward pass (``kernels.expert_choice.load_counts``): fp64 [2·E + 4]."""
         ...
 
     def sent(self, layer: str, rows: int, crossed: int) -> None:

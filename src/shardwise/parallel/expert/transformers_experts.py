@@ -9,13 +9,13 @@ Cost:   2·R·(D·2F + F·D) operations forward.
 Shapes: R rows, D width, F hidden features of an expert on this rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels.grouped import grouped_product
-from shardwise.memory.streams import to_device
+from shardwise.kernels.grouped import grouped_product, sizes_of
 from shardwise.parallel.expert.dispatch import Compute
 from shardwise.parallel.expert.stacks import flags_of
 
@@ -45,20 +45,21 @@ class _TheirCompute:
         self.adds_bias = adds_bias
         self.has_gate, self.has_bias, _, self.is_transposed, _ = flags
 
-    def __call__(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         module, first = self.module, "gate_up_proj" if self.has_gate else "up_proj"
         hidden = self._product(rows, counts, first, True)
         hidden = module._apply_gate(hidden) if self.has_gate else module.act_fn(hidden)
         return self._product(hidden, counts, "down_proj", self.adds_bias)
 
-    def _product(self, rows: Tensor, counts: list[int], name: str, adds_bias: bool) -> Tensor:
+    def _product(self, rows: Tensor, counts: Sequence[int], name: str, adds_bias: bool) -> Tensor:
         weights = getattr(self.module, name)
         out = grouped_product(rows, weights.transpose(1, 2) if self.is_transposed else weights, counts)
         if not self.has_bias:
             return out
         bias = getattr(self.module, f"{name}_bias")
-        expert = torch.arange(len(counts), device=rows.device).repeat_interleave(
-            to_device(torch.tensor(counts), rows.device), output_size=rows.shape[0]
+        places = torch.arange(len(rows), device=rows.device)
+        expert = torch.searchsorted(sizes_of(counts).ends(rows.device), places, right=True).clamp_(
+            max=len(counts) - 1
         )
         # A rank that does not add the bias still uses it: otherwise its gradient would be None instead of 0.
         return out + (bias if adds_bias else bias * 0)[expert]
