@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from shardwise.base.packed import message_bytes
 from shardwise.kernels import expert_rows
 from shardwise.kernels.expert_rows import (
     RowPlaces,
-    message_bytes,
     message_places,
     pack,
     pairs_by_expert,

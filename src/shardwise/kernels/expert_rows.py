@@ -19,19 +19,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from shardwise.base.packed import message_bytes
 from shardwise.kernels.choice import fused
 from shardwise.kernels.grouped import stretches
 from shardwise.kernels.operation import device_operation
 
-_ALIGNED_BYTES = 16
-
-
 # Messages ----------------------------------------------------------------------------------------------------------
-
-
-def message_bytes(*fields: int) -> int:
-    """Return the bytes of a message whose fields have these sizes in bytes."""
-    return -(-sum(fields) // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def pack(

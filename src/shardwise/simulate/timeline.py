@@ -36,6 +36,7 @@ from shardwise.parallel.zero.waiting import most_waiting_bytes
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import BucketBuffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.tiers.scratch import SPARE_BYTES
@@ -133,7 +134,6 @@ class _WalkedStep:
         """Tiers in the memory whose peak is computed."""
         self._plan = plan
         self._passed = passed
-        self._strategies = self.ranks.strategies
         keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
         ahead = int(policies.zero.prefetch_bytes) if policies.zero.prefetch_bytes != "auto" else 0
         shares = policies.zero.reuse_buffers and not keeps
@@ -150,7 +150,7 @@ class _WalkedStep:
         self._limit = policies.offload.leaving
         self._leaving: deque[int] = deque()
         alike = {unit: size for each in passed.values() for unit, size in each.alike_bytes.items()}
-        units = zip(self.ranks.units, self._strategies, strict=True)
+        units = zip(self.ranks.units, self.ranks.strategies, strict=True)
         moving = {unit.name for unit, strategy in units if strategy.saved_tier != "device"}
         self.blocks = _KeptBlocks(moving, alike, plan.mesh.tp)
         self._received: dict[tuple[int, int, bool], int] = {}
@@ -177,6 +177,10 @@ class _WalkedStep:
         }
 
     # Reading the Plan ----------------------------------------------------------------------------------------------
+
+    @property
+    def _strategies(self) -> Sequence[Strategy]:
+        return self.ranks.strategies
 
     def _buckets(self, unit: int) -> Sequence[tuple[int, Bucket, Mapping[str, BucketBuffers]]]:
         return [

@@ -25,7 +25,7 @@ Shapes: D width, E experts, H hosts, k experts of a token.
 
 from math import comb
 
-from shardwise.kernels.expert_rows import message_bytes
+from shardwise.base.packed import message_bytes
 
 _NUMBER_BYTES = 4
 """Bytes of an expert's number in a message."""
