@@ -81,6 +81,8 @@ class Layout(NamedTuple):
     told: bool = True
     """Whether the engine knows which backward pass is the last of its step."""
     exchange: str = "counted"
+    ahead: bool = False
+    """Whether all weights are gathered ahead, as on a device."""
 
     @property
     def size(self) -> int:
@@ -136,7 +138,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "ep": layout.ep,
             "etp": layout.etp,
         },
-        "zero": {"stage": layout.stage},
+        "zero": {"stage": layout.stage, "prefetch_bytes": layout.ahead << 26},
         "tensor": {"sequence_parallel": layout.sequence},
         "pipeline": {
             "schedule": "interleaved_1f1b" if layout.virtual_stages > 1 else "1f1b",
@@ -217,6 +219,7 @@ def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
 
 PAIRS = [
     Layout(dp=2, ep=2, stage=3, recompute="full"),
+    Layout(dp=2, tp=2, ep=2, stage=3, recompute="full", ahead=True),
     Layout(dp=2, ep=2, stage=1, microbatches=2, rows=13),
     Layout(dp=2, stage=3, rows=9, recompute="full"),
     Layout(tp=2, ep=2, sequence=False, recompute="selective"),

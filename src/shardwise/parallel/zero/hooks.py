@@ -355,7 +355,7 @@ class UnitHooks:
             return
         if self._is_backward:
             if state.window is WindowState.RECOMPUTING:
-                self.windows.close(state)
+                self.windows.end_recompute(state)
                 self._watch_output(index, output)
             return
         if self._pass is PassKind.FORWARD:

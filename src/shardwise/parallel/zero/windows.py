@@ -83,6 +83,8 @@ class UnitState:
     """True if the walker has passed the Unit's B of the running backward pass."""
     is_kept: bool = False
     """True if the step's list gathered the Unit for more than one pass."""
+    is_ahead: bool = False
+    """True if the list gathered the Unit ahead of its backward pass, and its forward runs again before that."""
 
     @cached_property
     def has_windows(self) -> bool:
@@ -362,8 +364,19 @@ class UnitWindows:
 
     def recompute(self, state: UnitState) -> None:
         """Gather a Unit for a forward pass that runs inside the backward pass."""
+        state.is_ahead = state.is_whole_here or state.unit.index in self._deferred
         self.need(state, recomputes=True, is_listed=False)
         state.enter(WindowState.BACKWARD if state.is_in_backward else WindowState.RECOMPUTING)
+
+    def end_recompute(self, state: UnitState) -> None:
+        """End the window of a forward pass that ran inside the backward pass.
+
+        The weights stay if the list has gathered them for the backward pass that follows; no other UNSHARD comes.
+        """
+        if state.is_ahead:
+            state.enter(WindowState.CLOSED)
+        else:
+            self.close(state)
 
     def close(self, state: UnitState) -> None:
         """End the window of a Unit and release its memory, unless the step's list keeps the weights."""
