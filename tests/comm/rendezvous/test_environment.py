@@ -6,7 +6,6 @@ import resource
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,11 +53,7 @@ def test_on_one_host_all_stay_on_loopback() -> None:
 def test_nccl_leaves_failures_to_the_watch(adopts: bool) -> None:
     env: dict[str, str] = {}
     prepare_for_groups(False, "nccl", 2, adopts, env)
-    assert env == {
-        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_GLOO_LAZY_INIT": "1",
-    }
+    assert env == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     prepare_for_groups(False, "nccl", 2, adopts, own)
     assert own["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
@@ -72,50 +67,6 @@ def test_a_default_group_that_came_first_is_warned_about(
     with caplog.at_level(logging.WARNING):
         prepare_for_groups(False, "nccl", 2, True, {})
     assert ("import shardwise before init_process_group" in caplog.text) is came_late
-
-
-SOCKETS = """
-import os, sys, torch, torch.distributed as dist
-from shardwise.comm.rendezvous.environment import prepare_for_groups
-
-backend, rank, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-prepare_for_groups(True, backend, 3, False)
-
-
-def sockets():
-    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(each).startswith("socket") for each in links if os.path.lexists(each))
-
-
-dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
-before = sockets()
-groups = [dist.new_group([0, 1, 2]) for _ in range(4)]
-made = sockets() - before
-dist.all_reduce(torch.ones(1), group=groups[0])
-print(made, sockets() - before - made)
-dist.barrier()
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_groups_beside_a_device_connect_when_they_send(tmp_path: Path, backend: str) -> None:
-    """Each of four groups has one socket to listen on, and two more where it connects when it is made.
-
-    A rank that is ahead may have begun to send, over the first group.
-    """
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SOCKETS, backend, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    for process in started:
-        said = process.communicate(timeout=120)[0].split()
-        assert process.returncode == 0
-        assert int(said[0]) in ((12,) if backend == "gloo" else (4, 5, 6)), said
 
 
 IMPORTED_LATE = """

@@ -4,9 +4,8 @@
                                              interfaces that NCCL is told to use
     NCCL_LAUNCH_ORDER_IMPLICIT               kernels of several communicators start in the order of the calls
     TORCH_NCCL_ASYNC_ERROR_HANDLING          torch's own thread leaves a failed communicator to the watch
-    TORCH_GLOO_LAZY_INIT                     beside a device, ranks connect when they first send host tensors
     CUBLAS_WORKSPACE_CONFIG                  cuBLAS sums in a fixed order; only for ``deterministic: true``
-    RLIMIT_NOFILE                            a group of gloo opens a socket to each rank that it has sent to
+    RLIMIT_NOFILE                            a group of gloo opens a socket to each of its ranks
 
 A value that is set already stays. NCCL reads a variable when it makes its first communicator, so ``import shardwise``
 imports this module, which sets the order and loads nothing.
@@ -75,9 +74,6 @@ def prepare_for_groups(
                 "before init_process_group, or set the variable in the job's environment",
                 _ORDER,
             )
-    if backend != "gloo":
-        # Each group of a device has a group of gloo for host tensors, and most of these never send any.
-        env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if size >= _MANY_RANKS:
         raise_descriptor_limit()
 
