@@ -89,7 +89,7 @@ def test_vectors_and_rows_are_those_of_the_cpu(device_process: RankPool) -> None
 
 
 def test_only_the_gradients_of_rows_on_the_host_are_waited_for(device_process: RankPool) -> None:
-    assert device_process.run(syncs) == [{("copy to the host", "parallel/embedding/transfer.py:on_host"): 1}]
+    assert device_process.run(syncs) == [{("synchronize", "memory/streams.py:wait_for_copies_down"): 1}]
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
