@@ -1,4 +1,4 @@
-"""The keys of a step in one exchange: the same bits as an exchange for each microbatch, and a way back for each refusal."""
+"""The keys of a step in one exchange: the bits of an exchange for each microbatch, and a way back for each refusal."""
 
 from collections.abc import Callable
 from typing import Any

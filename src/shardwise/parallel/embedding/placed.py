@@ -239,7 +239,7 @@ class PlacedTables:
         return [part.way.kinds for part in self.parts]
 
     def exchanged(self, features: Mapping[str, Ragged]) -> PreparedKeys | None:
-        """Return the keys of a batch that were exchanged when the step began, None if there are none of these features."""
+        """Return the keys of a batch that were exchanged when the step began, None if the tensors are others."""
         for each in self.at_hand:
             if each.is_of(features):
                 each.is_taken = True
