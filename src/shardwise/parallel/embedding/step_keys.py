@@ -49,7 +49,7 @@ _MOST_PADDING = 2
 
 
 class _Verdict(IntEnum):
-    """What a rank says of its step."""
+    """The state of a rank's step: whether its keys can be exchanged before its forward passes."""
 
     READY = 0
     REFUSED = 1
