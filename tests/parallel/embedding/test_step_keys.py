@@ -1,6 +1,6 @@
 """The keys of a step in one exchange: the bits of an exchange for each microbatch, and a way back for each refusal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -16,7 +16,19 @@ from tests.engine import tables_net
 
 ROUTED = {"large": "row", "grows": "row", "rare": "table", "wide": "column"}
 COPIES = {"large": "data_parallel", "grows": "data_parallel", "rare": "data_parallel", "wide": "table"}
+POOLED = {"large": "row", "grows": "column", "rare": "row", "wide": "table"}
 STEPS, MICROBATCHES = 5, 2
+
+
+class PooledNet(tables_net.Net):
+    """The net with static tables that exchange pooled vectors."""
+
+    def __init__(self, placements: Mapping[str, str], seed: int = 3) -> None:
+        super().__init__(placements, seed)
+        self.tables.tables = tuple(
+            table if table.rows is None else table.model_copy(update={"exchange": "pooled"})
+            for table in self.tables.tables
+        )
 
 
 def halves(world: World, step: int) -> list[dict[str, Any]]:
@@ -70,12 +82,16 @@ def trained(
     """(losses, norms and rows), (counts of exchanges)."""
     with pytest.MonkeyPatch.context() as patch:
         counted = Counted(patch)
+        if placements == POOLED:
+            patch.setattr(tables_net, "Net", PooledNet)
         engine = tables_net.build(
             world, placements, batch={"accumulation": MICROBATCHES}, tables={"prefetch_steps": int(together)}
         )
         if change is not None:
             change(engine, patch)
         found = []
+        is_pooled = any(part.way.parcels == 2 for part in engine.tables["tables"].placed.parts)
+        assert is_pooled == (placements == POOLED)
         for step in range(STEPS):
             batches = halves(world, step)
             if weighted:
@@ -98,7 +114,7 @@ def both(world: World, placements: dict[str, str], weighted: bool) -> Any:
     return [trained(world, placements, together, weighted=weighted) for together in (True, False)]
 
 
-@pytest.mark.parametrize("placements", [ROUTED, COPIES], ids=["routed", "copies"])
+@pytest.mark.parametrize("placements", [ROUTED, COPIES, POOLED], ids=["routed", "copies", "pooled"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_one_exchange_has_the_bits_of_one_for_each_microbatch(
     ranks: Any, placements: dict[str, str], weighted: bool
