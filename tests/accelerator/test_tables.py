@@ -89,7 +89,7 @@ def test_vectors_and_rows_are_those_of_the_cpu(device_process: RankPool) -> None
 
 
 def test_only_the_gradients_of_rows_on_the_host_are_waited_for(device_process: RankPool) -> None:
-    assert device_process.run(syncs) == [{("copy to the host", "parallel/embedding/transfer.py:on_host"): 1}]
+    assert device_process.run(syncs) == [{("synchronize", "memory/streams.py:wait_for_copies_down"): 1}]
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
@@ -240,3 +240,27 @@ STAGES = 1
 )
 def test_tables_beside_stages_equal_one_process(device_process: RankPool, places: list[int]) -> None:
     assert device_process.run(beside, places, timeout_s=300.0) == [[]]
+
+
+def trained_on_two(world: World) -> list[float]:
+    """Losses of six steps of two microbatches, whose gradients are delivered together."""
+    engine = tables_net.build(world, MIXED, batch={"accumulation": 2})
+    losses = tables_net.train(engine, 6, microbatches=2)
+    engine.close()
+    return losses
+
+
+def two_on_both(_world: Any) -> list[str]:
+    device = register()
+    with Bench() as bench:
+        found = Crew(2, device).run(trained_on_two)
+        wrong = list(bench.misplaced)
+    losses = trained_on_two(World(0, 1))
+    for rank, mine in enumerate(found):
+        gap = max(abs(a - b) for a, b in zip(mine, losses, strict=True))
+        wrong += [f"rank {rank}: losses differ by {gap}"] * (not gap < 1e-12)
+    return wrong
+
+
+def test_two_ranks_deliver_a_step_at_once_and_equal_one_process(device_process: RankPool) -> None:
+    assert device_process.run(two_on_both) == [[]]

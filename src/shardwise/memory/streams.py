@@ -199,6 +199,20 @@ def down_by_now(device: torch.device) -> Callable[[], object]:
     return lambda: torch.accelerator.current_stream(device).wait_event(arrived)
 
 
+def begin_down_freely(tensor: Tensor) -> Tensor:
+    """Begin to copy a device tensor into pinned memory as ``begin_down`` does; the caller need not keep the tensor."""
+    there = begin_down(tensor)
+    keep_for(_copies_down(tensor.device), (tensor,))
+    return there
+
+
+def wait_for_copies_down(device: torch.device) -> None:
+    """Wait, once for all, until the copies to the host begun so far are over."""
+    arrived = torch.Event(device)
+    arrived.record(_copies_down(device))
+    arrived.synchronize()
+
+
 def to_host(tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
     """Begin to copy a tensor, as it is at this point of the current stream, into pinned memory.
 

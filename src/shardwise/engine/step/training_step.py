@@ -46,6 +46,7 @@ from shardwise.engine.step.scaled import check_unscaled
 from shardwise.engine.step.unstepped import UnsteppedWarning
 from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
+from shardwise.parallel.embedding.step_keys import StepKeys
 from shardwise.passes.recompute import told_again
 from shardwise.plan.action import Action
 
@@ -145,6 +146,8 @@ class TrainingStep:
         self._plain: PlainBackward | None = None
         self._has_told_of_nothing = False
         self._unstepped = UnsteppedWarning(parts.accumulation, parts.world.rank == 0)
+        is_together = pipeline is None and parts.config.tables.prefetch_steps > 0
+        self._keys = StepKeys([each.placed for each in parts.tables.collections.values() if is_together])
         self.stop = StopRequest()
         """Requests to stop, which the ranks exchange with the numbers of a step."""
 
@@ -374,7 +377,7 @@ class TrainingStep:
             return result
         self._check_between_steps("train_step")
         result = None
-        with self._discard.on_error():
+        with self._discard.on_error(), self._keys.of_step(batches):
             for i, batch in enumerate(batches):
                 loss = find_loss(self._forward.loss((batch,), {}))
                 self.backward(loss, None if weights is None else weights[i])

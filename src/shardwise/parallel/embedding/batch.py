@@ -6,7 +6,7 @@ The node returns vectors and stores their gradients; it sends nothing.
 Shapes: N keys, B samples, F features, D width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.base.errors import UsageError
 from shardwise.base.ragged import Ragged
+from shardwise.memory.streams import begin_down_freely, wait_for_copies_down
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.store import RowStore
 from shardwise.parallel.embedding.transfer import on_host
@@ -32,6 +33,19 @@ class SequenceVectors(NamedTuple):
     """Start of each sample in ``values``, and the end: int64 [B + 1]."""
 
 
+class AskedFeatures(NamedTuple):
+    """A batch whose keys have been found and counted on this rank, before any was sent."""
+
+    samples: int
+    """Number of samples, B."""
+    offsets: dict[str, Tensor]
+    """Offsets of the features that are not pooled, by feature name."""
+    asked: list[KeyRequest]
+    """Keys of each group."""
+    weights: list[Tensor | None]
+    """Weights of the keys of each group if they require gradients, else None: [N]."""
+
+
 @dataclass
 class PreparedKeys:
     """A batch whose keys have been sent to the owners of their rows."""
@@ -46,10 +60,45 @@ class PreparedKeys:
     """True once a training forward pass has run on the batch."""
     gradients_came: bool = False
     """True once the backward pass has delivered gradients of the batch's vectors."""
+    arriving: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """Gradients of the runs of groups whose rows are on the host, by index of the group: on their way from a device."""
     weights: list[Tensor | None] = field(default_factory=list)
     """Weights of the keys of each group if they require gradients, else None: [N]."""
     ahead: TraceRow | None = None
     """The INPUT_DIST that prepared the batch; None if the forward pass prepared it."""
+
+
+class KeysAtHand:
+    """The keys of one microbatch, exchanged before the model asks for the vectors of its features.
+
+    The keys are used for the tensors that they were found in and for no others: a model that builds new features, or
+    writes into the tensors, gets the vectors of what it built.
+
+    Args:
+        features: the features that the tables read.
+        prepared: their keys.
+    """
+
+    def __init__(self, features: Mapping[str, Ragged], prepared: PreparedKeys):
+        self.prepared = prepared
+        self.is_taken = False
+        """True once a forward pass has used the keys."""
+        self._features = features
+        self._versions = _versions_of(features)
+
+    def is_of(self, features: Mapping[str, Ragged]) -> bool:
+        """Return whether ``features`` has the same tensors, unchanged, and no training pass has used the keys yet."""
+        if self.prepared.is_learning or not isinstance(features, Mapping):
+            return False
+        for name, mine in self._features.items():
+            given = features.get(name)
+            if given is None or any(a is not b for a, b in zip(mine, given, strict=True)):
+                return False
+        return _versions_of(self._features) == self._versions
+
+
+def _versions_of(features: Mapping[str, Ragged]) -> list[int]:
+    return [part._version for each in features.values() for part in each if part is not None]
 
 
 class PlacedGroup(NamedTuple):
@@ -95,33 +144,73 @@ class BatchVectors(torch.autograd.Function):
                 "embedding: a second backward pass through the same vectors; run the forward pass again for it"
             )
         prepared.gradients_came = learns
-        gradients = iter(_where_rows_are(parts, grads))
+        by_part = _by_part(parts, grads)
+        if learns and all(weights is None for weights in prepared.weights):
+            prepared.arriving = _begin_to_host(parts, by_part)
+        else:
+            _bring_to_rows(parts, by_part)
         of_weights: list[Tensor | None] = []
-        for part, asked, weights in zip(parts, prepared.asked, prepared.weights, strict=True):
-            of_part = next(gradients)
+        for place, (part, asked, weights) in enumerate(
+            zip(parts, prepared.asked, prepared.weights, strict=True)
+        ):
+            of_part = by_part[place]
             came = any(grad is not None for grad in of_part)
-            if came and learns:
+            if came and learns and place not in prepared.arriving:
                 part.way.keep(asked, of_part)
             wanted = came and weights is not None
             of_weights.append(part.way.of_weights(asked, of_part).to(weights.device) if wanted else None)
         return (None, None, None, None, *of_weights, *(None for _ in grads))
 
 
-def _where_rows_are(
-    parts: Sequence[PlacedGroup], grads: Sequence[Tensor | None]
-) -> list[list[Tensor | None]]:
-    """Return the gradients of each part's runs, moved to the host if the part's rows are on the host."""
-    left: Iterator[Tensor | None] = iter(grads)
-    found = [[next(left) for _ in part.tables.runs] for part in parts]
-    at_host = [
-        (of_part, run)
-        for part, of_part in zip(parts, found, strict=True)
+def keep_arrived(parts: Sequence[PlacedGroup], passes: Sequence[PreparedKeys], device: torch.device) -> None:
+    """Wait once for the gradients of all ``passes`` that are on their way to the host, and store them there."""
+    if any(each.arriving for each in passes):
+        wait_for_copies_down(device)
+    for prepared in passes:
+        for place, of_part in prepared.arriving.items():
+            parts[place].way.keep(prepared.asked[place], of_part)
+        prepared.arriving = {}
+
+
+def _by_part(parts: Sequence[PlacedGroup], grads: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    left = iter(grads)
+    return [[next(left) for _ in part.tables.runs] for part in parts]
+
+
+def _away(
+    parts: Sequence[PlacedGroup], by_part: Sequence[Sequence[Tensor | None]]
+) -> list[tuple[int, int, Tensor]]:
+    """Return (part, run, gradient) of the gradients on a device whose rows are on the host."""
+    return [
+        (place, run, grad)
+        for place, (part, of_part) in enumerate(zip(parts, by_part, strict=True))
         for run, grad in enumerate(of_part)
         if grad is not None and grad.device != part.store.device
     ]
-    came = on_host([grad for of_part, run in at_host if (grad := of_part[run]) is not None])
-    for (of_part, run), grad in zip(at_host, came, strict=True):
-        of_part[run] = grad
+
+
+def _bring_to_rows(parts: Sequence[PlacedGroup], by_part: list[list[Tensor | None]]) -> None:
+    """Move gradients to the host, which waits for them, if the part's rows are on the host."""
+    away = _away(parts, by_part)
+    for (place, run, _), there in zip(away, on_host([grad for *_, grad in away]), strict=True):
+        by_part[place][run] = there
+
+
+def _begin_to_host(
+    parts: Sequence[PlacedGroup], by_part: Sequence[list[Tensor | None]]
+) -> dict[int, list[Tensor | None]]:
+    """Begin to copy gradients to the host in one transfer, and return those of each part whose rows are there.
+
+    The numbers may be read after ``wait_for_copies_down``.
+    """
+    away = _away(parts, by_part)
+    if not away:
+        return {}
+    flat = torch.cat([grad.reshape(-1) for *_, grad in away])
+    coming = begin_down_freely(flat).split([grad.numel() for *_, grad in away])
+    found = {place: list(by_part[place]) for place, *_ in away}
+    for (place, run, grad), part in zip(away, coming, strict=True):
+        found[place][run] = part.view(grad.shape)
     return found
 
 

@@ -379,7 +379,10 @@ class EmbeddingCollection(nn.Module):
         else:
             if not self._has_looked and isinstance(features, Mapping):
                 self._tell_of_unread(features)
-            before = features.of(self) if isinstance(features, PreparedFeatures) else None
+            if isinstance(features, PreparedFeatures):
+                before = features.of(self)
+            else:
+                before = self.placed.exchanged(features) if self.placed.at_hand else None
             prepared = before or self.placed.prepare(features)
         if not learns:
             self._check_copy()

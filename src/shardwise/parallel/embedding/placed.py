@@ -24,10 +24,18 @@ from shardwise.base.policy import nearest
 from shardwise.base.ragged import Ragged
 from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
-from shardwise.comm.exchange import carry, share
+from shardwise.comm.exchange import RowParcel, carry, share
 from shardwise.kernels.tables.unique import UniqueScratch
 from shardwise.optim.clip import clip_factor
-from shardwise.parallel.embedding.batch import BatchVectors, PlacedGroup, PreparedKeys, features_on_host
+from shardwise.parallel.embedding.batch import (
+    AskedFeatures,
+    BatchVectors,
+    KeysAtHand,
+    PlacedGroup,
+    PreparedKeys,
+    features_on_host,
+    keep_arrived,
+)
 from shardwise.parallel.embedding.dynamic import DynamicIndex, is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
@@ -116,6 +124,8 @@ class PlacedTables:
         """Forward passes whose gradients have not been delivered."""
         self._delivered: list[tuple[PreparedKeys, list[Tensor]]] = []
         """Passes delivered but not settled, with the gradients of each part's rows that came here."""
+        self.at_hand: list[KeysAtHand] = []
+        """Keys of the microbatches of the running step that were exchanged before its first forward pass."""
         self.on_fetch: Callable[[PreparedKeys, bool], None] | None = None
         """Callback before vectors are fetched, with the batch and whether the pass learns."""
 
@@ -155,42 +165,86 @@ class PlacedTables:
         """
         lane = self._ahead if ahead else self._here
         try:
-            samples = batch_size(features)
-            asked, weights = [], []
-            names = [feature.name for part in self.parts for feature in part.tables.features]
-            features = features_on_host(features, names)
-            if not self._is_led:  # an engine checks the results for non-finite numbers and names the batch
-                _check_weights(features, names)
-            for part in self.parts:
-                fused = fuse(part.tables, features, self.dtype)
-                weights.append(_live(fused.weights, part))
-                if fused.weights is not None:
-                    fused = fused._replace(weights=fused.weights.detach())
-                asked.append(part.way.ask(fused, lane))
-                asked[-1].keeps_vectors = weights[-1] is not None
+            found = self.ask(features, lane)
         except Exception:
             # The other ranks wait in the exchange of counts: without this message they would hang there.
             with contextlib.suppress(CommError):
                 self._numbers([], lane)
             raise
-        numbers = self._numbers(asked, lane)
-        parcels = [
-            part.way.leave(each, everyone)
-            for part, each, everyone in zip(self.parts, asked, numbers, strict=True)
-        ]
+        numbers = self._numbers(found.asked, lane)
+        parcels = self.leave(found, numbers)
         name = f"keys of embedding {', '.join(str(part.tables) for part in self.parts)}"
-        came = iter(carry([parcel for of_part in parcels for parcel in of_part], lane.group, name, "keys"))
-        for part, each, everyone, of_part in zip(self.parts, asked, numbers, parcels, strict=True):
-            part.way.arrive(each, [next(came) for _ in of_part], everyone, lane)
+        return self.arrive(found, numbers, carry(parcels, lane.group, name, "keys"), lane)
+
+    def ask(self, features: Mapping[str, Ragged], lane: PreparationLane | None = None) -> AskedFeatures:
+        """Find and count the distinct keys of a batch on this rank, without traffic.
+
+        Args:
+            features: keys of the batch, by feature name.
+            lane: the lane of the calling thread; None is that of the forward pass.
+
+        Raises:
+            DataError: if this rank's batch is refused.
+        """
+        lane = lane or self._here
+        samples = batch_size(features)
+        asked, weights = [], []
+        names = self.feature_names
+        features = features_on_host(features, names)
+        if not self._is_led:  # an engine checks the results for non-finite numbers and names the batch
+            _check_weights(features, names)
+        for part in self.parts:
+            fused = fuse(part.tables, features, self.dtype)
+            weights.append(_live(fused.weights, part))
+            if fused.weights is not None:
+                fused = fused._replace(weights=fused.weights.detach())
+            asked.append(part.way.ask(fused, lane))
+            asked[-1].keeps_vectors = weights[-1] is not None
         flat = {
             feature.name: features[feature.name].offsets
             for part in self.parts
             for feature in part.tables.features
             if feature.pooling == "none"
         }
+        return AskedFeatures(samples, flat, asked, weights)
+
+    def leave(self, found: AskedFeatures, numbers: Sequence[Tensor]) -> list[RowParcel]:
+        """Return the int64 parcels to send for one batch; ``numbers`` are those of ``kinds``, by part."""
+        parts = zip(self.parts, found.asked, numbers, strict=True)
+        return [parcel for part, each, everyone in parts for parcel in part.way.leave(each, everyone)]
+
+    def arrive(
+        self,
+        found: AskedFeatures,
+        numbers: Sequence[Tensor],
+        came: Sequence[Tensor],
+        lane: PreparationLane | None = None,
+    ) -> PreparedKeys:
+        """Store the keys that came for one batch, in the order of ``leave``, and send what the device reads."""
+        lane, arrived = lane or self._here, iter(came)
+        for part, each, everyone in zip(self.parts, found.asked, numbers, strict=True):
+            part.way.arrive(each, [next(arrived) for _ in range(part.way.parcels)], everyone, lane)
         if self.device.type != "cpu":
-            self._send(asked, flat)
-        return PreparedKeys(samples, flat, asked, weights=weights)
+            self._send(found.asked, found.offsets)
+        return PreparedKeys(found.samples, found.offsets, found.asked, weights=found.weights)
+
+    @property
+    def feature_names(self) -> list[str]:
+        """Names of the features that the tables read."""
+        return [feature.name for part in self.parts for feature in part.tables.features]
+
+    @property
+    def kinds(self) -> list[int]:
+        """Number of counts that leave for each rank, by part."""
+        return [part.way.kinds for part in self.parts]
+
+    def exchanged(self, features: Mapping[str, Ragged]) -> PreparedKeys | None:
+        """Return the keys of a batch that were exchanged when the step began, None if the tensors are others."""
+        for each in self.at_hand:
+            if each.is_of(features):
+                each.is_taken = True
+                return each.prepared
+        return None
 
     def _send(self, asked: Sequence[KeyRequest], flat: dict[str, Tensor]) -> None:
         """Copy everything that the device needs of a batch in one transfer. [Note: host and device, in transfer.py]."""
@@ -217,7 +271,7 @@ class PlacedTables:
         group = lane.group
         if group.size == 1:
             return [each.leaving[None] for each in asked]
-        kinds = [part.way.kinds for part in self.parts]
+        kinds = self.kinds
         refused = torch.full((group.size, sum(kinds)), _REFUSED)
         leaving = torch.cat([each.leaving for each in asked], 1) if asked else refused
         everyone = share(leaving, group, "numbers of keys")
@@ -294,13 +348,41 @@ class PlacedTables:
         sends zeros. Without a forward pass since the last call nothing happens. ``settle`` follows before the step.
         """
         open_passes, self._open = self._open, []
-        for prepared in open_passes:
+        keep_arrived(self.parts, open_passes, self.device)
+        on_host = self._delivered_on_host(open_passes)
+        for number, prepared in enumerate(open_passes):
             of_pass = [
                 part.way.deliver(asked, part.store)
-                for part, asked in zip(self.parts, prepared.asked, strict=True)
+                if (place, number) not in on_host
+                else part.way.delivered(asked, on_host[place, number])
+                for place, (part, asked) in enumerate(zip(self.parts, prepared.asked, strict=True))
             ]
             self._delivered.append((prepared, of_pass))
             self._add(prepared, of_pass)
+
+    def _delivered_on_host(self, passes: Sequence[PreparedKeys]) -> dict[tuple[int, int], Tensor]:
+        """Exchange the gradients of rows on the host beside a device, those of all passes in one message of a kind.
+
+        Each message of the host makes the host wait for the other ranks, which wait for their devices.
+
+        Returns:
+            What came, by part and pass.
+        """
+        places = [
+            (place, number)
+            for number in range(len(passes))
+            for place, part in enumerate(self.parts)
+            if part.store.device != self.device
+        ]
+        if not places or self.group.size == 1:
+            return {}
+        parcels = [
+            self.parts[place].way.gradients(passes[number].asked[place], self.parts[place].store)
+            for place, number in places
+        ]
+        names = ", ".join(str(part.tables) for part in self.parts if part.store.device != self.device)
+        came = carry(parcels, self.group, f"gradients of embedding {names}", "gradients")
+        return dict(zip(places, came, strict=True))
 
     def _add(self, prepared: PreparedKeys, gradients: Sequence[Tensor]) -> None:
         for part, asked, of_part in zip(self.parts, prepared.asked, gradients, strict=True):

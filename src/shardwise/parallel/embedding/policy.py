@@ -275,8 +275,9 @@ class TablesPolicy(Policy):
     placement: Mapping[str, PlacementName] = {}
     """Placements by patterns of table names; they take precedence over the placements of single tables."""
     prefetch_steps: NonNegativeInt = 1
-    """Steps whose keys ``engine.prefetch`` prepares and exchanges in a thread, ahead of their computation; 0: none.
-    Losses and weights do not depend on this number.
+    """Steps whose keys ``engine.prefetch`` prepares and exchanges in a thread, ahead of their computation; 0: none, and
+    ``engine.train_step`` exchanges keys in each forward pass, not once for the whole step. Losses and weights do not
+    depend on this number.
     """
     memory_bytes: PositiveInt | None = None
     """Memory of a rank that tables may take; left out, the host's memory divided among its ranks. On an accelerator

@@ -4,7 +4,7 @@
 counted, exchanged and converted to indices there. Operations on an accelerator need indices and weights of a batch,
 which go there as one copy (``together``), so that no operation on the accelerator has a size that the host must wait
 for. Rows of dynamic tables stay on the host with their indexes; their vectors go to the device as one copy, and the
-vectors' gradients come back as one.
+vectors' gradients come back as one for each microbatch, which the host waits for at the end of the step.
 
 Cost: the bytes, packed once in pinned memory on the way to the device.
 """

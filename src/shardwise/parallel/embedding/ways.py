@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.exchange import Counts, RowParcel, back, gather, send
+from shardwise.comm.exchange import Counts, RowParcel, back, carry, gather, send
 from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.unique import DistinctKeys, UniqueScratch, dealt, grouped, unique
@@ -134,6 +134,8 @@ class TableExchange:
 
     sees_rows = True
     """True if this rank gets the vectors of single rows, False if it only gets sums."""
+    parcels = 1
+    """Number of parcels of ``leave``."""
 
     def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
         self.tables = tables
@@ -166,6 +168,16 @@ class TableExchange:
 
     def deliver(self, asked: KeyRequest, store: RowStore) -> Tensor:
         """Send the gradients to the owners of the rows and return those of ``asked.rows``. Collective."""
+        what = f"gradients of {self._name}"
+        (came,) = carry([self.gradients(asked, store)], self.group, what, "gradients")
+        return self.delivered(asked, came)
+
+    def gradients(self, asked: KeyRequest, store: RowStore) -> RowParcel:
+        """Return the numbers of the gradients that ``deliver`` sends."""
+        raise NotImplementedError
+
+    def delivered(self, asked: KeyRequest, came: Tensor) -> Tensor:
+        """Return the gradients of ``asked.rows`` from the numbers that came for ``gradients``."""
         raise NotImplementedError
 
     def of_weights(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> Tensor:
@@ -300,20 +312,25 @@ class GatheredKeysExchange(TableExchange):
         """Store the gradients, merged to distinct keys."""
         asked.gradient = self._merged(asked, grads)
 
-    def deliver(self, asked: KeyRequest, store: RowStore) -> Tensor:
-        """Gather the gradients of all ranks, or send each rank those of its columns."""
-        assert asked.rows is not None, "gradients follow vectors"
-        me, parts = self.group.index, [part for (part,) in asked.counts]
+    def gradients(self, asked: KeyRequest, store: RowStore) -> RowParcel:
+        """Return the gradients for all ranks, or for each rank those of its columns."""
+        parts = [part for (part,) in asked.counts]
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
-        what = f"gradients of {self._name}"
-        if self.tables.place.placement == "data_parallel" or self.group.size == 1:
-            return gather(gradient, parts, self.group, what, "gradients")
+        if not self._cuts_columns:
+            return RowParcel(gradient.reshape(-1), [[part * self.tables.width] for part in parts])
         columns = [self.tables.columns(rank) for rank in self._ranks]
         sent = torch.cat([gradient[:, held.start : held.stop].reshape(-1) for held in columns])
-        elements = [[part * len(held) for held in columns] for part in parts]
-        output = sent.new_empty(sum(row[me] for row in elements))
-        self.group.all_to_all(output, sent, elements, what, "gradients").wait()
-        return output.view(asked.rows.here.numel(), len(columns[me]))
+        return RowParcel(sent, [[part * len(held) for held in columns] for part in parts])
+
+    def delivered(self, asked: KeyRequest, came: Tensor) -> Tensor:
+        """Return the gradients of all ranks, of this rank's columns if columns are spread."""
+        assert asked.rows is not None, "gradients follow vectors"
+        width = len(self.tables.columns(self.group.index)) if self._cuts_columns else self.tables.width
+        return came.view(asked.rows.here.numel(), width)
+
+    @property
+    def _cuts_columns(self) -> bool:
+        return self.tables.place.placement == "column" and self.group.size > 1
 
     @property
     def _ranks(self) -> range:
@@ -376,16 +393,22 @@ class DistinctRowsExchange(TableExchange):
         """Store the gradients, merged to distinct keys."""
         asked.gradient = self._merged(asked, grads)
 
-    def deliver(self, asked: KeyRequest, store: RowStore) -> Tensor:
-        """Send the gradients of distinct rows to their owners."""
-        gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
-        return send(gradient, asked.counts, self.group, f"gradients of {self._name}", "gradients")
+    def gradients(self, asked: KeyRequest, store: RowStore) -> RowParcel:
+        """Return the gradients of distinct rows for their owners."""
+        width = self.tables.width
+        gradient = _or_zeros(asked, asked.keys.numel(), width, store)
+        return RowParcel(gradient.reshape(-1), [[count * width for count in row] for row in asked.counts])
+
+    def delivered(self, asked: KeyRequest, came: Tensor) -> Tensor:
+        """Return the gradients of the rows that this rank owns."""
+        return came.view(-1, self.tables.width)
 
 
 class PooledSumsExchange(TableExchange):
     """Exchange for placements table and row of static tables, with (partial) sums of bags."""
 
     sees_rows = False
+    parcels = 2
 
     def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
         super().__init__(tables, group, dtype)
