@@ -7,8 +7,11 @@ of zeros with the width and the dtype of the layer's activations. A kernel that 
 the first step.
 
     RmsNorm                      rms_normed, rms_norm_gradients
-    Attention with rotations     turned, of queries and of keys, both ways
-    SwiGlu, shared experts       gated, gated_gradient
+    TransformerBlock's norms     rms_normed, rms_normed_sum, rms_norm_sum_gradients
+    Attention with rotations     split_heads, join_heads
+    SwiGlu, experts              gated, gated_gradient
+    Router                       chosen_experts, expert_weights and their gradient, load_counts
+    experts of a MixtureOfExperts   pairs_by_expert, sum_rows, pair_gradients
     Head, cut or not             row_numbers, row_gradient
     KeyedDropout                 dropped
     Adam, AdamW                  adam_step
@@ -28,11 +31,12 @@ from shardwise.kernels import choice
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.dropout import MaskKey, keyed_dropout
 from shardwise.kernels.gated import gated
-from shardwise.kernels.rms_norm import rms_norm
-from shardwise.kernels.rotary import angles, rotate
+from shardwise.kernels.rms_norm import rms_norm, rms_norm_of_sum
+from shardwise.kernels.rotary import angles, split_heads
 from shardwise.models.dropout import KeyedDropout
-from shardwise.models.layers import Attention, Head, RmsNorm
+from shardwise.models.layers import Attention, Head, RmsNorm, TransformerBlock
 from shardwise.optim.flat import FlatOptimizer
+from shardwise.parallel.pipeline.stand_in import AbsentModule
 from shardwise.parallel.tensor.layers import VocabularyHead
 from shardwise.parallel.zero.bucket import BucketState
 
@@ -71,10 +75,17 @@ def _calls_of(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[tuple[objec
     """Yield what each layer launches, with a key that is equal for equal launches."""
     has_rotations = any(isinstance(each, RmsNorm) for each in root.modules())  # the LLaMA family
     for module in root.modules():
+        if isinstance(module, AbsentModule):
+            continue  # a stand-in for a module of another stage launches nothing
         if isinstance(module, RmsNorm):
             yield ("norm", dtype, module.weight.dtype, *module.weight.shape), _norm(module, dtype)
         elif isinstance(module, Attention) and has_rotations:
             yield ("rotary", dtype, module.head_size, module.head_counts), _rotations(module, dtype)
+        elif isinstance(module, TransformerBlock):
+            for norm, adds in ((module.attention_norm, False), (module.mlp_norm, True)):
+                if isinstance(norm, RmsNorm):
+                    key = ("norm of a sum", dtype, norm.weight.dtype, *norm.weight.shape, adds)
+                    yield key, _norm_of_sum(norm, adds, dtype)
         elif isinstance(module, Head | VocabularyHead):
             yield ("loss", dtype, len(module.weight)), _loss(len(module.weight), dtype)
         elif isinstance(module, KeyedDropout):
@@ -99,16 +110,27 @@ def _norm(module: RmsNorm, dtype: torch.dtype) -> Call:
     return call
 
 
+def _norm_of_sum(norm: RmsNorm, adds: bool, dtype: torch.dtype) -> Call:
+    width, kind, eps = norm.weight.shape[0], norm.weight.dtype, norm.eps or 0.0
+
+    def call(device: torch.device) -> None:
+        x, added = (_zeros(_ROWS, width, dtype=dtype, device=device) for _ in range(2))
+        if not norm.joins_sum(x):
+            return
+        weight = _zeros(width, dtype=kind, device=device)
+        total, y = rms_norm_of_sum(x, added if adds else None, weight, eps)
+        torch.autograd.backward([total, y], [torch.zeros_like(total), torch.zeros_like(y)])
+
+    return call
+
+
 def _rotations(module: Attention, dtype: torch.dtype) -> Call:
     counts, size = module.head_counts, module.head_size
 
     def call(device: torch.device) -> None:
-        at = angles(0, _ROWS, size, 1e4, device)
-        heads = _zeros(1, _ROWS, sum(counts), size, dtype=dtype, device=device).transpose(1, 2)
-        for part in heads.split(counts, 1)[:2]:
-            turned = rotate(part, at)
-            for grad in (torch.zeros_like(turned), torch.zeros_like(turned.transpose(1, 2)).transpose(1, 2)):
-                turned.backward(grad, retain_graph=True)
+        product = _zeros(1, _ROWS, sum(counts) * size, dtype=dtype, device=device)
+        parts = split_heads(product, counts, size, angles(0, _ROWS, size, 1e4, device))
+        torch.autograd.backward(parts, [torch.zeros_like(part) for part in parts])
 
     return call
 
