@@ -98,7 +98,10 @@ def _calls_of(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[tuple[objec
         elif isinstance(module, MixtureOfExperts):
             own = len(next(module.experts.parameters()))
             yield ("choice", module.router.policy, len(module.router.weight)), _choice(module.router)
-            yield ("rows", dtype, module.router.policy, module.width, own), _rows_of_experts(module, own, dtype)
+            yield (
+                ("rows", dtype, module.router.policy, module.width, own),
+                _rows_of_experts(module, own, dtype),
+            )
         elif isinstance(module, KeyedDropout):
             yield ("dropout", dtype, module.p), _dropout(module.p, dtype)
         gate_up = getattr(getattr(module, "gate_up", None), "weight", None)
@@ -210,7 +213,10 @@ def _rows_of_experts(layer: MixtureOfExperts, own: int, dtype: torch.dtype) -> C
             messages.sum(torch.zeros(_ROWS, width, dtype=dtype, device=device))
             index = index.int()  # experts' numbers arrive in 32 bits
         slots, rows, places, _ = pairs_by_expert(index, 0, own, _ROWS * top_k, 0)
-        pairs, values = RowPlaces(places, _ROWS * top_k), _zeros(_ROWS * top_k, width, dtype=dtype, device=device)
+        pairs, values = (
+            RowPlaces(places, _ROWS * top_k),
+            _zeros(_ROWS * top_k, width, dtype=dtype, device=device),
+        )
         pairs.sum(values)
         grad = pairs.sum(values, weights)
         pair_gradients(grad, values, weights, slots, rows)
