@@ -20,6 +20,7 @@ from shardwise.comm.collectives import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import World
 from tests.accelerator.pretend import Bench, is_on_device
+from tests.accelerator.timelines import run_all
 
 
 class MirrorTransport:
@@ -79,6 +80,7 @@ class _collective:  # noqa: N801
         if len(sides) == 2:
             bench.misplaced.append(f"{name}: tensors on both sides")
         if True in sides:
+            run_all(bench.line.mark())  # copies that the current stream has waited for may fill these tensors
             bench.operation(name)
         else:
             bench.sync(f"{name} of the host")

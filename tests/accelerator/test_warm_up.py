@@ -23,12 +23,15 @@ from tests.ranks import RankPool
 
 LLAMA = {"family": "llama", "kv_heads": 2}
 GPT2 = {"family": "gpt2", "dropout": 0.1}
+EXPERTS = {"experts": {"count": 4, "shared": 1, "router": {"score": "sigmoid", "balance": "bias"}}}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "llama, bf16": (LLAMA, 1, {"precision": "bf16"}),
     "llama, fp32": (LLAMA, 1, {}),
     "llama, zero 3, bf16": (LLAMA, 4, {"precision": "bf16", "zero": {"stage": 3}}),
     "llama, tp 2, bf16": (LLAMA, 2, {"precision": "bf16", "mesh": {"tp": 2}}),
     "llama, plain adam": (LLAMA, 1, {"precision": "bf16", "optimizer": {"type": "adam", "lr": 0.1}}),
+    "experts, bf16": (LLAMA | EXPERTS, 1, {"precision": "bf16"}),
+    "experts, ep 2, bf16": (LLAMA | EXPERTS, 2, {"precision": "bf16", "mesh": {"ep": 2}}),
     "gpt2, bf16": (GPT2, 1, {"precision": "bf16"}),
     "gpt2, fp32": (GPT2, 1, {}),
     "sgd": (GPT2, 1, {"optimizer": {"type": "sgd", "lr": 0.1}}),
@@ -73,12 +76,13 @@ def built_and_stepped(_: Any, name: str) -> tuple[set[Launch], set[Launch], int]
         torch.manual_seed(0)
         world = mirror_world(ranks, device)
         return shardwise.initialize(
-            Gpt(GptPolicy(**policy)), {**config, "check_first_step": "off"}, world=world
+            Gpt(GptPolicy.model_validate(policy)), {**config, "check_first_step": "off"}, world=world
         )
 
     with Bench(), launches() as found:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(choice, "DEVICES", frozenset({device.type}))
+            patch.setattr(choice, "has_grouped_mm", lambda device: device.type != "cpu")
             engine = build()
             warm = set(found)
             found.clear()

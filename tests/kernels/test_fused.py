@@ -67,7 +67,8 @@ def _not_specialized(kernel: ast.FunctionDef) -> tuple[bool, set[str]]:
 
 def test_kernels_are_not_compiled_again_for_another_number_of_rows() -> None:
     """Numbers of rows change from batch to batch: choice.py, [Note: compiled once]."""
-    counts, seen = {"rows", "count", "given", "places", "length"}, set()
+    counts = {"rows", "count", "given", "places", "length", "messages", "pairs", "slots_in", "programs"}
+    seen = set()
     for path in (Path(shardwise.__file__).parent / "kernels" / "fused").glob("*.py"):
         for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(kernel, ast.FunctionDef):
@@ -78,4 +79,4 @@ def test_kernels_are_not_compiled_again_for_another_number_of_rows() -> None:
             if is_kernel and given:
                 assert given <= named, f"{path.name}: {kernel.name} specializes {given - named}"
                 seen.add(kernel.name)
-    assert len(seen) == 10, seen
+    assert len(seen) == 21, seen

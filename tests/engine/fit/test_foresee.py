@@ -135,7 +135,9 @@ def test_the_peak_of_experts_on_several_ranks_is_foreseen(ranks: Any, given: dic
     step = foresee(lambda: gpt(experts=EXPERTS), given, 2, example=tokens()).step
     assert step is not None
     for most in ranks(2).run(most_held, {"experts": EXPERTS}, given):
-        assert 0.93 * passing(step) <= most <= 1.05 * passing(step)
+        # What is foreseen holds the buffer of the experts' gradients beside the gate's gradients of all groups, which
+        # are computed at once where rows are few. When the step makes the buffer, the gate's gradients are gone.
+        assert 0.92 * passing(step) <= most <= 1.05 * passing(step)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

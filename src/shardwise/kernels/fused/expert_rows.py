@@ -117,7 +117,7 @@ def pair_gradients(
 def _message_places(
     index,
     tokens,
-    places,
+    row_places,
     rows,
     first,
     experts,
@@ -154,7 +154,7 @@ def _message_places(
             goes = tl.where(owner == own, 1, goes)
         at = start + number + tl.cumsum(goes, 0) - 1
         tl.store(tokens + at, row, (goes == 1) & (at < messages))
-        tl.store(places + row * RANKS + own, tl.where(goes == 1, at, -1), row < rows)
+        tl.store(row_places + row * RANKS + own, tl.where(goes == 1, at, -1), row < rows)
         number += tl.sum(goes, 0)
     if IS_PADDED:
         for tile in range(tl.cdiv(block, TILE)):
@@ -166,8 +166,8 @@ def _message_places(
 def _pairs_by_expert(
     chosen,
     slots,
-    rows,
-    places,
+    pair_rows,
+    slot_places,
     ends,
     slots_in,
     last,
@@ -194,9 +194,9 @@ def _pairs_by_expert(
         mine = ((slot < slots_in) & (expert == own)).to(tl.int32)
         at = start + number + tl.cumsum(mine, 0) - 1
         tl.store(slots + at, slot, (mine == 1) & (at < pairs))
-        tl.store(rows + at, slot // TOP_K, (mine == 1) & (at < pairs))
+        tl.store(pair_rows + at, slot // TOP_K, (mine == 1) & (at < pairs))
         nobody = tl.where(own == 0, ((expert < 0) | (expert >= EXPERTS)).to(tl.int32), 0)
-        tl.store(places + slot, tl.where(mine == 1, at, -1), (slot < slots_in) & (mine + nobody > 0))
+        tl.store(slot_places + slot, tl.where(mine == 1, at, -1), (slot < slots_in) & (mine + nobody > 0))
         number += tl.sum(mine, 0)
     tl.store(ends + own + tl.arange(0, 1), (below + number).to(tl.int32))
     # What is left of this expert's block, or behind the last expert, is of no row.
@@ -210,13 +210,13 @@ def _pairs_by_expert(
         at = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         here = (at >= stop) & (at < until) & (at < pairs)
         tl.store(slots + at, tl.zeros([TILE], tl.int64) + slots_in, here)
-        tl.store(rows + at, tl.zeros([TILE], tl.int64) + last, here)
+        tl.store(pair_rows + at, tl.zeros([TILE], tl.int64) + last, here)
 
 
 @triton.jit
 def _sum_rows(
     values,
-    places,
+    row_places,
     weights,
     out,
     width,
@@ -229,7 +229,7 @@ def _sum_rows(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for j in range(PLACES):
-        place = tl.load(places + row * PLACES + j)
+        place = tl.load(row_places + row * PLACES + j)
         # A row that has no place reads nothing: a weight or a value there may be NaN.
         here = column < tl.where(place >= 0, width, 0)
         held = tl.load(values + place * stride + column, here, other=0.0).to(tl.float32)
@@ -241,11 +241,11 @@ def _sum_rows(
 
 @triton.jit(do_not_specialize=["slots_in"])
 def _pair_gradients(
-    grad, values, weights, slots, rows, d_values, d_weights, slots_in, width, BLOCK: tl.constexpr
+    grad, values, weights, slots, pair_rows, d_values, d_weights, slots_in, width, BLOCK: tl.constexpr
 ):
     pair = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + pair)
-    row = tl.load(rows + pair)
+    row = tl.load(pair_rows + pair)
     lives = slot < slots_in
     own = tl.load(weights + slot, lives, other=0.0).to(tl.float32)
     dot = tl.zeros([BLOCK], tl.float32)

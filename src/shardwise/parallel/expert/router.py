@@ -130,7 +130,7 @@ class Router(nn.Module):
         logits = router_logits(hidden, self.weight)  # [n, E]
         if surroundings.replay is None:
             self._check_finite(logits)
-        is_sigmoid, in_one = policy.score == "sigmoid", self._chooses_in_one(logits)
+        is_sigmoid, in_one = policy.score == "sigmoid", self.chooses_in_one(logits)
         scores = None if in_one else scores_of(logits, is_sigmoid)
         learns = self.training and torch.is_grad_enabled()
         adds = learns and (policy.balance == "loss" or policy.z_weight > 0)
@@ -186,7 +186,7 @@ class Router(nn.Module):
                 seen = seen.scatter(-1, largest(scores.detach(), 1), torch.inf)
         return choice(seen, self.bias, policy)
 
-    def _chooses_in_one(self, logits: Tensor) -> bool:
+    def chooses_in_one(self, logits: Tensor) -> bool:
         """Return whether choice and weights are one launch each: on a device, if all tokens keep what they choose."""
         policy = self.policy
         limits = policy.top_groups is not None and policy.top_groups < policy.groups
