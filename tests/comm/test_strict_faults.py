@@ -317,7 +317,7 @@ def planted(world: World) -> dict[str, str]:
         try:
             # What never comes is waited for in vain; what comes otherwise may take its time on a busy host.
             is_absent = any("not all have come" in each for each in FAULTS[fault])
-            with patch.object(strict, "patience_s", lambda s=1.0 if is_absent else 60.0: s):
+            with patch.object(strict, "patience_s", lambda s=0.5 if is_absent else 60.0: s):
                 try:
                     fault(seat)
                 finally:
