@@ -169,11 +169,11 @@ def outcome_of(_: Any, way: Way) -> Outcome:
 
 WAYS = [
     Way(dropout=0.2, tokens=5),
-    Way(recompute="full"),
     Way(recompute="full", tokens=5, sequence=True, dropout=0.2),
     Way(pp=2, recompute="selective", microbatches=2),
 ]
 MORE = [
+    Way(recompute="full"),
     *(Way(recompute=how, family="gpt2", dropout=0.2) for how in ("none", "full", "selective")),
     *(Way(pp=2, recompute=how, microbatches=3, tokens=5, dropout=0.2) for how in ("none", "full")),
     *(Way(experts=True, recompute=how) for how in ("none", "full")),

@@ -100,8 +100,8 @@ def test_a_job_that_does_not_end_is_ended_with_its_ranks(
     inner = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])\n")
     monkeypatch.setattr(run, "HERE", tmp_path)
-    found = run.run("resume", 1, run.Setting("cpu", True, limit_s=10.0))
-    assert found.said == "FAILED: not over after 10 s"
+    found = run.run("resume", 1, run.Setting("cpu", True, limit_s=4.0))
+    assert found.said == "FAILED: not over after 4 s"
     pid = int((tmp_path / "pid").read_text())
     assert is_gone(pid)
 

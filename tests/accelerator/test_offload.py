@@ -70,7 +70,8 @@ def compare_on(_: Any, size: int, cases: list[Case]) -> list[Any]:
     ("size", "cases"),
     [
         (1, [Case(), Case(precision="bf16", step="at_end", accumulation=2, parameters="host")]),
-        (2, [Case(3, parameters="host"), Case(2, precision="bf16")]),
+        (2, [Case(3, parameters="host")]),
+        pytest.param(2, [Case(2, precision="bf16")], marks=pytest.mark.soak),
     ],
 )
 def test_masters_in_host_memory(device_process: RankPool, size: int, cases: list[Case]) -> None:
@@ -236,7 +237,13 @@ def compare_all_away(_: Any, size: int, cases: list[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), [(1, [Case(), Case(precision="bf16")]), (2, [Case(2), Case(3, precision="bf16")])]
+    ("size", "cases"),
+    [
+        (1, [Case()]),
+        (2, [Case(3, precision="bf16")]),
+        pytest.param(1, [Case(precision="bf16")], marks=pytest.mark.soak),
+        pytest.param(2, [Case(2)], marks=pytest.mark.soak),
+    ],
 )
 def test_state_that_leaves_between_steps(device_process: RankPool, size: int, cases: list[Case]) -> None:
     [found] = device_process.run(compare_all_away, size, cases)

@@ -33,7 +33,7 @@ SUITES = {
     ),
     "experts": Suite([(each.size, each) for each in test_experts.PAIRS], test_experts.measure),
 }
-FUSED = ["dp2-microbatches2-stage3-recomputeselective", "pp2-dp2-microbatches3-stage2", "tp2-kv_heads2"]
+FUSED = ["dp2-microbatches2-stage3-recomputeselective", "pp2-microbatches2", "tp2-kv_heads2"]
 """Layouts of the suite "model" that run with the fused forms in the quick suite."""
 FEW = {"zero": "zero3-x3-adamw-fp64-torch-ahead2", "model": "pp2-microbatches2"}
 

@@ -41,6 +41,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,13 @@ from tests.comm.late import Held, poison
 
 PATIENCE_S = 5.0
 """In which the other members of a communicator must have come to the same operation, on a machine that is idle."""
-_MEETING_S = 5.0
+_LONGEST_S = 90.0
+"""Longest wait of a host for an operation, which may have to wait for others before it. No wait is without a bound."""
 _HEAD_BYTES = 512
+_GRACE_S = 5.0
+"""Time for gloo to say that its own timeout is over."""
+_GLOO_S = 60.0
+"""Timeout of the groups of gloo, and longest time in which bytes come once all members have said what they are at."""
 _HEAD, _BODY, _BATCH = 7, 8, 9
 """Tags of gloo's messages."""
 
@@ -116,7 +122,7 @@ class Work:
         self._check_held()
         if timeout is not None:
             blocks[self._operation] += 1
-            if not self._ended.wait(timeout.total_seconds()):
+            if not self.ends_in(timeout.total_seconds()):
                 raise RuntimeError(f"{self._operation}: timed out after {timeout}")
         self.tensors = ()
         bench = pretend.Bench.current
@@ -129,9 +135,14 @@ class Work:
             run_all(self.known)
         return True
 
+    def ends_in(self, limit_s: float) -> bool:
+        """Wait for the communicator to be past it; False if the time is over before."""
+        return self._ended.wait(limit_s)
+
     def come(self) -> None:
-        """Wait until the communicator is past it."""
-        self._ended.wait()
+        """Wait until the communicator is past it, for a bounded time."""
+        if not self.ends_in(_LONGEST_S):
+            raise Refused(f"{self._operation} has not ended in {_LONGEST_S:.0f} s")
         self._raise()
 
     def deliver(self) -> None:
@@ -177,8 +188,15 @@ class Communicator:
         self._jobs: queue.SimpleQueue[tuple[Work, str, Callable[[list[Any]], Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._meet(json.dumps({"operation": "first use", "by": first}))
+        # gloo may hold a thread for longer than its timeout, so no thread that others wait for calls gloo.
         threading.Thread(target=self._run, name="strict", daemon=True).start()
+        opening = Work("first use", Held(f"first use of {name}"), _nothing)
+        head = json.dumps({"operation": "first use", "by": first})
+        limit_s = patience_s()
+        self._jobs.put((opening, head, _nothing))
+        if not opening.ends_in(limit_s + _GRACE_S):
+            raise self._absent(head, limit_s + _GRACE_S)
+        opening.come()
 
     def start(self, work: Work, head: dict[str, Any], run: Callable[[list[Any]], Any]) -> Work:
         """``run`` gets what every member said of this operation, and moves the bytes."""
@@ -246,14 +264,18 @@ class Communicator:
                 for work in works:
                     work.wait(patience)
         except RuntimeError as error:
-            others = self._members if self._peer is None else [self._members[self._peer]]
-            raise Refused(
-                f"rank {self._members[self._index]} is at {head} of {self._name}, and of {others} not all have come to "
-                f"an operation there in {limit_s:.1f} s"
-            ) from error
+            raise self._absent(head, limit_s) from error
         said = [json.loads(line.numpy().tobytes().rstrip(b"\0")) for line in every]
         self._compare(said)
         return said
+
+    def _absent(self, head: str, limit_s: float) -> Refused:
+        """Return the error of an operation to which some members have not come."""
+        others = self._members if self._peer is None else [self._members[self._peer]]
+        return Refused(
+            f"rank {self._members[self._index]} is at {head} of {self._name}, and of {others} not all have come to an "
+            f"operation there in {limit_s:.1f} s"
+        )
 
     def _run_batch(self, parts: Sequence[Part]) -> None:
         """Tell each peer what goes there and what is to come from there, compare, and move the bytes."""
@@ -291,7 +313,7 @@ class Communicator:
             for part in parts
         ]
         for work in works:
-            work.wait()
+            work.wait(_limit())
 
     def _compare(self, said: list[Any]) -> None:
         if self._peer is not None:
@@ -333,8 +355,15 @@ class StrictGroup(dist.ProcessGroup):
         self._number = next(_NUMBERS)
 
     def _connect(self, part: str, options: Any) -> Any:
+        """Return a group of gloo whose ranks are connected.
+
+        A lazy one connects in the first send, which then waits for the other rank five times as long as its timeout.
+        """
         store = dist.PrefixStore(part, options.store)
-        return dist.ProcessGroupGloo(store, options.group_rank, options.group_size, timedelta(seconds=60))
+        with patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="0"):
+            return dist.ProcessGroupGloo(
+                store, options.group_rank, options.group_size, timedelta(seconds=_GLOO_S)
+            )
 
     def _compare(self, base: dist.Store, ranks: list[int], name: str, rank: int) -> None:
         """Against every other member: the groups that hold both, by name and in the order in which they were made."""
@@ -345,7 +374,7 @@ class StrictGroup(dist.ProcessGroup):
             turn = base.add(f"{pair}/count/{rank}", 1)
             mine, theirs = (f"{pair}/{turn}/{each}" for each in (rank, other))
             base.set(mine, json.dumps([name, ranks]))
-            end = time.monotonic() + _MEETING_S
+            end = time.monotonic() + patience_s()
             while not base.check([theirs]):
                 if time.monotonic() > end:
                     raise Refused(
@@ -458,7 +487,7 @@ class StrictGroup(dist.ProcessGroup):
         every = torch.empty(self.size(), mine.numel() * mine.itemsize, dtype=torch.uint8)
         _named(self._gloo, "all_gather_single", "_allgather_base")(
             every.view(-1), mine.view(-1).view(torch.uint8), c10d.AllgatherOptions()
-        ).wait()
+        ).wait(_limit())
         return every.view(-1).view(mine.dtype).view(self.size(), -1)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
@@ -546,7 +575,7 @@ class StrictGroup(dist.ProcessGroup):
                 [n * width for n in came],
                 [n * width for n in goes],
                 c10d.AllToAllOptions(),
-            ).wait()
+            ).wait(_limit())
 
         # Every member's counts are the others', in rows whose shape is one everywhere.
         head = {"dtype": _shape(tensor)["dtype"], "inner": list(given.shape[1:]), "to": goes, "from": came}
@@ -572,7 +601,7 @@ class StrictGroup(dist.ProcessGroup):
         sent = _bytes_of(_here(tensor).clone())
 
         def run(_: Any) -> None:
-            self._gloo.send([sent], to, _BODY).wait()
+            self._gloo.send([sent], to, _BODY).wait(_limit())
 
         return self._start("send", {**_shape(tensor), "tag": tag}, {"tensor": tensor}, None, None, run, to)
 
@@ -586,7 +615,7 @@ class StrictGroup(dist.ProcessGroup):
         poison(there)
 
         def run(_: Any) -> None:
-            self._gloo.recv([_bytes_of(came)], source, _BODY).wait()
+            self._gloo.recv([_bytes_of(came)], source, _BODY).wait(_limit())
 
         return self._start("recv", {**_shape(tensor), "tag": tag}, {}, tensor, came, run, source)
 
@@ -699,8 +728,12 @@ def _into(written: Tensor, result: Tensor) -> None:
     written.copy_(result.view(written.shape))
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     pass
+
+
+def _limit() -> timedelta:
+    return timedelta(seconds=_GLOO_S)
 
 
 def _named(group: Any, *names: str) -> Any:

@@ -30,10 +30,19 @@ BACKEND = DEVICE.split(":")[0] + ":strict"
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2, backend="strict", device=DEVICE)
-    yield pool
-    pool.close()
+def pools() -> Iterator[list[RankPool]]:
+    made: list[RankPool] = []
+    yield made
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture
+def pair(pools: list[RankPool]) -> RankPool:
+    """Two ranks; new ones after a call that has failed."""
+    if not pools or not pools[-1].is_alive:
+        pools.append(RankPool(2, backend="strict", device=DEVICE))
+    return pools[-1]
 
 
 def ones(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -308,7 +317,7 @@ def planted(world: World) -> dict[str, str]:
         try:
             # What never comes is waited for in vain; what comes otherwise may take its time on a busy host.
             is_absent = any("not all have come" in each for each in FAULTS[fault])
-            with patch.object(strict, "patience_s", lambda s=1.0 if is_absent else 60.0: s):
+            with patch.object(strict, "patience_s", lambda s=0.5 if is_absent else 60.0: s):
                 try:
                     fault(seat)
                 finally:
@@ -424,11 +433,10 @@ def sum_in_the_wire_dtype(
     received = torch.empty_like(shard_out, dtype=full.dtype)
     work: Any = _scatter_call()(received, full, group=transport._open_group, async_op=True)
 
-    def finish() -> None:
-        work.wait()
+    def compute() -> None:
         shard_out.add_(received) if accumulate else shard_out.copy_(received)
 
-    return transport._pending(finish, [work], full)
+    return transport._waiting([work], timeout_s, full, compute)
 
 
 def norms_in_bf16(world: World) -> tuple[list[float], list[float]]:
