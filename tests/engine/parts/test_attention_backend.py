@@ -170,7 +170,9 @@ def test_our_models_leave_their_own_blocks_for_a_named_kernel(world: World) -> N
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # dynamo's own
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute", "ignore:.*should not be instantiated"
+)  # dynamo's own
 def test_compiled_code_of_another_choice_is_not_run(world: World) -> None:
     """A graph contains the kernel of the choice under which it was traced, and no guard on the choice."""
     torch._dynamo.reset()
