@@ -81,7 +81,8 @@ def _takes_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _chooses_freely() -> bool:
     """Return True unless ``attention.backend`` or ``sdpa_kernel`` leaves torch less than its two kernels on the CPU."""
-    return torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+    # A compiler breaks its graph at torch.backends.cuda.flash_sdp_enabled(), and computes these two while it traces.
+    return torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

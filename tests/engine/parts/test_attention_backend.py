@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
@@ -167,6 +168,30 @@ def test_our_models_leave_their_own_blocks_for_a_named_kernel(world: World) -> N
         losses.append(loss)
         assert any("flash_attention_for_cpu" in name for name in names) == (backend == "flash")
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute", "ignore:.*should not be instantiated"
+)  # dynamo's own
+def test_compiled_code_of_another_choice_is_not_run(world: World) -> None:
+    """A graph contains the kernel of the choice under which it was traced, and no guard on the choice."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    batch, losses = torch.arange(16).view(2, 8), []
+    words = {"compile": {"scope": "blocks", "backend": "aot_eager"}, "check_first_step": "off"}
+    for backend in ("auto", "flash", "auto"):
+        torch.manual_seed(0)
+        model = Gpt(GptPolicy(layers=1, width=16, heads=2, hidden=32, context=8, vocab=31))
+        engine = shardwise.initialize(model, {**words, "attention": {"backend": backend}}, world=world)
+        with profile(activities=[ProfilerActivity.CPU]) as ran:  # a mode like Operations ends compilation
+            losses.append(engine.train_step([(batch, batch)]).loss)
+        assert not engine.graph_breaks
+        engine.close()
+        names = [event.name for event in ran.events()]
+        assert any("flash_attention_for_cpu" in name for name in names) == (backend == "flash"), backend
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    torch._dynamo.reset()
 
 
 def test_the_choice_holds_until_close(world: World, found: Any) -> None:

@@ -18,9 +18,13 @@ everywhere. This repository has not measured any of the kernels on a device.
 torch keeps the choice for the whole process, so it holds for every model of the process between ``initialize`` and
 ``close``: for recomputed blocks in a backward pass and for evaluation too. A model's own ``with sdpa_kernel(...)``
 still wins inside. Open engines must agree.
+
+torch compiles the chosen kernel into a graph and does not check later whether the choice is still the same. So compiled
+code of the process is dropped, and compiled again at its next call, whenever an engine changes the choice.
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -147,6 +151,10 @@ class _ProcessChoice:
                 if "flash3" in names:
                     _activate_flash3(found)
                 kernels = list(dict.fromkeys(_KERNELS[name] for name in names))
+                before = attention._cur_sdpa_kernel_backends(with_priority=True)
+                if "flash3" in names or kernels != before:
+                    _drop_compiled_code()
+                    found.callback(_drop_compiled_code)
                 found.enter_context(attention.sdpa_kernel(kernels, set_priority=True))
                 self._found, self._names = found.pop_all(), names
         self._holders += 1
@@ -155,6 +163,11 @@ class _ProcessChoice:
         self._holders -= 1
         if not self._holders:
             self._found.close()
+
+
+def _drop_compiled_code() -> None:
+    if "torch._dynamo" in sys.modules:  # slow to import, and nothing is compiled without it
+        torch.compiler.reset()
 
 
 def _activate_flash3(found: ExitStack) -> None:
