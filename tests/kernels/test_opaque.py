@@ -44,6 +44,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
