@@ -50,7 +50,6 @@ LAYOUTS = [
 ]
 FEW = [
     (Layout(dp=2, stage=3, layers=2), "bf16"),
-    (Layout(tp=2, family="gpt2", layers=2), "fp32"),
     (Layout(pp=2, microbatches=2, layers=2), "bf16"),
 ]
 

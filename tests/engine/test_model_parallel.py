@@ -201,13 +201,12 @@ LAYOUTS = [
     Layout(tp=3, heads=6, kv_heads=1, sequence=False),
     Layout(tp=3, heads=6, kv_heads=6, sequence=False, family="gpt2"),
     Layout(tp=4, kv_heads=2),
-    Layout(tp=4, family="gpt2"),
-    Layout(tp=4, sequence=False),
     Layout(tp=4, kv_heads=1, recompute="full"),
     *(
         scheduled(pp, SCHEDULES[(pp + place) % 3], microbatches)
         for pp in (2, 3, 4)
         for place, microbatches in enumerate(MICROBATCHES)
+        if pp < 4 or microbatches in (2, 5)
     ),
     Layout(pp=2, microbatches=5),
     *(
