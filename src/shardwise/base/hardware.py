@@ -1,0 +1,89 @@
+"""Hardware: the peaks, memories and links of one rank's device, its host and their cluster, by which work is priced.
+
+    seconds of a product      flops / (peak of its dtype * efficiency at its size)
+    seconds of other work     bytes read and written / rate of the memory
+    seconds of a message      latency of the link + bytes / rate of the link
+
+Large products reach a larger share of the peak than small ones, so ``efficiency`` is a table of shares by the FLOPs of
+one product, between which the share is interpolated over the logarithm of the FLOPs.
+
+Cost: a look into a table.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Level = Literal["device", "host", "cluster"]
+"""What a link joins: a device and its host, the ranks of one host, or the hosts of a cluster."""
+ProductKind = Literal["product", "attention", "convolution"]
+"""Kind of an operation that is priced by its FLOPs."""
+
+
+class Link(NamedTuple):
+    """A connection over which one rank sends while it receives as many bytes."""
+
+    bytes_s: float
+    """Bytes per second in each direction."""
+    latency_s: float
+    """Seconds before the first byte of a message arrives."""
+
+
+class Product(NamedTuple):
+    """A class of operations that are priced by their FLOPs: products of one kind, dtype and size."""
+
+    kind: ProductKind
+    dtype: str
+    """Name of the dtype, such as ``bf16``."""
+    flops: int
+    """FLOPs of one of the operations."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The rates of one rank, with the load that its neighbours put on the host."""
+
+    name: str
+    peaks: Mapping[str, float]
+    """Dense FLOP/s by name of the dtype: ``fp32``, ``fp16``, ``bf16``, ``fp64``, ``fp8``."""
+    efficiency: Mapping[ProductKind, tuple[tuple[float, float], ...]]
+    """Shares of the peak that operations reach, as (FLOPs of one operation, share), ascending, by kind."""
+    memory_bytes: Mapping[str, int]
+    """Bytes of memory by tier: ``device``, ``host``, ``disk``; a tier that is left out is not limited."""
+    memory_bytes_s: Mapping[str, float]
+    """Bytes read and written per second, by tier."""
+    links: Mapping[Level, Link]
+    operation_s: float = 0.0
+    """Seconds that one operation takes however small it is."""
+    action_s: float = 0.0
+    """Seconds that Python takes for one Action of the Plan."""
+    row_bytes_s: float = 4e9
+    """Bytes of scattered rows of embedding tables that are read and written per second."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Source of each figure, for people."""
+
+    def share_of_peak(self, product: Product) -> float:
+        """Return the share of the peak that an operation of this class reaches."""
+        table = self.efficiency[product.kind]
+        sizes = [math.log(size) for size, _ in table]
+        here = math.log(max(product.flops, 1))
+        above = bisect_left(sizes, here)
+        if above == 0 or above == len(table):
+            return table[min(above, len(table) - 1)][1]
+        (_, low), (_, high) = table[above - 1], table[above]
+        part = (here - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+        return low + part * (high - low)
+
+    def product_s(self, product: Product, calls: int = 1) -> float:
+        """Return the seconds of ``calls`` operations of one class.
+
+        Raises:
+            KeyError: if the device has no peak in the dtype.
+        """
+        return calls * product.flops / (self.peaks[product.dtype] * self.share_of_peak(product))
+
+    def touched_s(self, nbytes: float, tier: str = "device") -> float:
+        """Return the seconds in which so many bytes of a tier are read or written."""
+        return nbytes / self.memory_bytes_s[tier]
