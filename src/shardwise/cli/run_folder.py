@@ -15,6 +15,7 @@ profile/           torch traces, with --profile
 cache/             tokenised text, packed clicks
 run.json           versions, host, process and command line of every start
 .running           exists and is locked while a run is on; names its process
+outcome.json       what was foreseen of the run beside what it took, and the seconds of every rank
 sample.txt         the text that the model generates at the end
 """
 
@@ -94,6 +95,11 @@ class RunFolder:
     def lanes(self) -> Path:
         """Picture of the lanes of a run over clicks."""
         return self.root / "lanes.png"
+
+    @property
+    def outcome(self) -> Path:
+        """File of what was foreseen of the run beside what it took."""
+        return self.root / "outcome.json"
 
     @property
     def sample(self) -> Path:

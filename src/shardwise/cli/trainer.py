@@ -14,16 +14,18 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import nn
 
 import shardwise
 from shardwise.base.errors import DataError, MismatchError, UsageError
-from shardwise.base.words import bytes_text
+from shardwise.base.words import bytes_text, in_words
 from shardwise.cli.evaluations import RunEvaluations
+from shardwise.cli.outcome import outcome_of, write_outcome
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest, step_windows
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.run_saves import RunSaves
@@ -37,6 +39,7 @@ from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import examine_step
 from shardwise.engine.step.end import StepResult
+from shardwise.observe.memory import peak_resident_bytes
 from shardwise.observe.metrics import Record, Sink, exposed_columns
 from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
@@ -169,8 +172,11 @@ class Trainer(ABC):
         opened = self.open_data(resolved.config)
         self.config, self.validation = opened.config, opened.validation
         self._check_data(opened.fingerprint)
+        if self.config.monitor.rank_seconds is None:
+            monitor = self.config.monitor.model_copy(update={"rank_seconds": True})
+            self.config = self.config.model_copy(update={"monitor": monitor})
         self.engine: Engine = shardwise.initialize(self.make_model(), self.config, world=world)
-        if self.engine.is_main:
+        if self.engine.is_main or self.config.monitor.rank_seconds:
             self.engine.measure_waits()
         self.validation = self.to_read(self.validation)
         batch, data = self.config.batch, self.config.data
@@ -194,6 +200,8 @@ class Trainer(ABC):
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """Timelines of the last step of a pipeline, predicted and measured."""
+        self.forecast: Mapping[str, Any] | None = None
+        """What was foreseen of this run, for ``outcome.json``; None if nothing was."""
         self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
 
@@ -392,6 +400,7 @@ class Trainer(ABC):
         batches = next(steps)
         waited_s = time.perf_counter() - started
         self.waited_s += waited_s
+        self.engine.count_seconds("data", waited_s)
         weights = self.weights(batches)
         result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
@@ -451,7 +460,33 @@ class Trainer(ABC):
         Raises:
             CheckpointError: if the save fails and may not fail.
         """
+        started = time.perf_counter()
         self.saves.save(self._score)
+        self.engine.count_seconds("save", time.perf_counter() - started)
+        self.keep_outcome()
+
+    def keep_outcome(self) -> None:
+        """Write ``outcome.json`` on rank 0; a file that cannot be written does not end the run."""
+        if self.world.rank != 0:
+            return
+        device = self.world.device
+        peak = (
+            peak_resident_bytes() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+        )
+        phases = self.engine.rank_seconds()
+        outcome = outcome_of(
+            ranks=self.world.size,
+            device=device.type,
+            forecast=self.forecast,
+            held=self.engine.held_bytes(),
+            peak_bytes=peak,
+            phases=[each._asdict() for each in phases],
+            steps=self.engine.measured_steps,
+        )
+        try:
+            write_outcome(self.folder.outcome, outcome)
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", self.folder.outcome, in_words(error))
 
     def finish_saving(self) -> None:
         """Wait for the last save, which must not fail. Collective.

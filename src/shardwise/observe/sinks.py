@@ -73,6 +73,10 @@ class MonitorPolicy(Policy):
     ``metrics.csv``, as ``unit_norm/NAME`` in the other monitors that are on, and as ``unit_norms`` of the result of a
     step. NAME is the name of the Unit in the printed Plan; all embedding tables together have one norm,
     ``(tables)``."""
+    rank_seconds: bool | None = None
+    """Exchange in every step how long each rank waited for data, computed, waited for others and updated, with the
+    numbers that the ranks exchange anyway. ``shardwise doctor`` reads the result. If left out, ``shardwise train`` does
+    it and an engine in a loop of your own does not."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Columns of ``metrics.csv`` and the names under which the other monitors get them; columns without a name are then
     not sent. If left out, all columns are sent, as ``loss/train``, ``step/lr`` ..."""

@@ -252,6 +252,11 @@ class Trace:
             spent["F" if self.actions[place].kind is Kind.F else "B"] += stop_s - start_s
         return PassSeconds(spent["F"], spent["B"], times[-1] - times[-2] if update else 0.0)
 
+    def update_start(self) -> Any:
+        """Return the mark at which the first Action that ends the step began; None before it."""
+        found = self._update()
+        return None if found is None else found[0]
+
     def _update(self) -> tuple[Any, Any] | None:
         """Return the marks from the start of the first Action that ends the step to the end of the last Action."""
         first = next((place for place, action in enumerate(self.actions) if action.kind.ends_step), None)

@@ -4,7 +4,7 @@
 ``convert_clicks`` makes packed files.
 """
 
-from shardwise.data.clicks.build import ClickCorpus, build_clicks, convert_clicks
+from shardwise.data.clicks.build import ClickColumns, ClickCorpus, build_clicks, columns_of, convert_clicks
 from shardwise.data.clicks.criteo import read_criteo
 from shardwise.data.clicks.malformed import MalformedRows
 from shardwise.data.clicks.packed import PackedClicks, PackedWriter
@@ -27,6 +27,7 @@ __all__ = [
     "BatchForm",
     "TeacherScores",
     "ClickBatch",
+    "ClickColumns",
     "ClickCorpus",
     "ClickPolicy",
     "ClickDataset",
@@ -41,6 +42,7 @@ __all__ = [
     "SyntheticClicks",
     "SyntheticPolicy",
     "build_clicks",
+    "columns_of",
     "convert_clicks",
     "parquet_schema",
     "read_criteo",

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -99,6 +100,37 @@ class ClickCorpus:
     def fingerprint(self) -> str:
         """Return a digest that is equal on two ranks that read the same clicks."""
         return self.train.fingerprint()
+
+
+class ClickColumns(NamedTuple):
+    """Columns of a click log, known without its rows."""
+
+    schema: ClickSchema
+    table_rows: dict[str, int]
+    """Rows of the features whose keys are known to lie below a number."""
+
+
+def columns_of(policy: ClickPolicy) -> ClickColumns:
+    """Return the columns of the clicks that the policy names, by the keys of ``data:`` or the head of the first file.
+
+    Raises:
+        DataError: if the first file cannot be read, or its columns do not follow from its head.
+    """
+    if policy.source == SYNTHETIC:
+        corpus = _synthetic(policy, BatchForm())
+        return ClickColumns(corpus.schema, corpus.table_rows)
+    first = _files([policy.source] if isinstance(policy.source, str) else policy.source, policy.pattern)[0]
+    kind = _kind(first, policy.separator)
+    return ClickColumns(
+        _schema_of(first, kind, _named(policy), policy.label, policy.separator, tells=False), {}
+    )
+
+
+def _named(policy: ClickPolicy) -> ClickSchema | None:
+    """Return the columns that the policy names; None if it leaves them to the types of a file."""
+    if policy.dense is None or policy.sparse is None:
+        return None
+    return ClickSchema(tuple(policy.dense), tuple(SparseFeature(name) for name in policy.sparse))
 
 
 def build_clicks(policy: ClickPolicy, cache: Path, progress: Progress | None = None) -> ClickCorpus:
@@ -286,9 +318,7 @@ def _open(
     files = _files([source] if isinstance(source, str) else source, policy.pattern)
     if len(files) == 1 and _kind(files[0]) == "packed":
         return PackedClicks(files[0])
-    schema = None
-    if policy.dense is not None and policy.sparse is not None:
-        schema = ClickSchema(tuple(policy.dense), tuple(SparseFeature(name) for name in policy.sparse))
+    schema = _named(policy)
     decisive = (schema, policy.label, policy.malformed_limit, policy.separator)
     digest = hashlib.sha256(repr(decisive).encode())
     for file in files:

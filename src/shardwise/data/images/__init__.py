@@ -1,6 +1,6 @@
 """Pictures: CIFAR's binary files, folders, a synthetic set with planted classes; cropped, mirrored and normalised."""
 
-from shardwise.data.images.build import ImageCorpus, build_images
+from shardwise.data.images.build import ImageCorpus, build_images, classes_of
 from shardwise.data.images.cifar import CifarFiles
 from shardwise.data.images.folders import PictureFolders
 from shardwise.data.images.form import ImageBatch, ImageSamples, LabelsOnly
@@ -20,4 +20,5 @@ __all__ = [
     "SyntheticImagePolicy",
     "SyntheticImages",
     "build_images",
+    "classes_of",
 ]

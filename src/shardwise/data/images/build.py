@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwise.base.errors import SourceError
 from shardwise.base.regular_files import expanded
-from shardwise.data.images.cifar import CifarFiles
+from shardwise.data.images.cifar import SIDE, CifarFiles
 from shardwise.data.images.folders import PictureFolders
 from shardwise.data.images.form import ImageSamples
 from shardwise.data.images.pictures import Pictures
@@ -42,6 +42,17 @@ class ImageCorpus:
 class _OpenedImages(NamedTuple):
     train: Pictures
     held_out: Pictures | None
+
+
+def classes_of(policy: ImagePolicy) -> int:
+    """Return the number of classes of the pictures that the policy names, without decoding a picture.
+
+    Raises:
+        DataError: if the source has no pictures.
+    """
+    if policy.source == SYNTHETIC:
+        return policy.synthetic.classes
+    return len(_found(policy.source, policy, SIDE).train.class_names)
 
 
 def build_images(policy: ImagePolicy, size: int) -> ImageCorpus:

@@ -23,6 +23,7 @@ from shardwise.engine.parts.followers import (
     EditsFollower,
     LoadsFollower,
     OwnUseFollower,
+    PhasesFollower,
     ProfileFollower,
     ScalesFollower,
     StepFollower,
@@ -33,6 +34,7 @@ from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.parts import EngineParts, RuntimeContext, Stage, TrainedBucket
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.engine.parts.program import ActionLists
+from shardwise.engine.parts.rank_phases import MOST_RANKS, RankPhases
 from shardwise.engine.parts.shared import SharedGradients
 from shardwise.engine.parts.table_units import TableUnits
 from shardwise.engine.parts.tables import ModelTables
@@ -197,11 +199,20 @@ def _followers(
         found.append(ScalesFollower(fp8.scales, walker))
     if units is not None:
         found.append(UnitNormsFollower(units))
+    if _exchanges_phases(site):
+        found.append(PhasesFollower(RankPhases(site.world.rank, site.world.size)))
     if site.mesh.tp > 1:
         found.append(OwnUseFollower(passes.own_use))
     if passes.is_profiled:
         found.append(ProfileFollower(passes.profile))
     return tuple(found)
+
+
+def _exchanges_phases(site: RuntimeContext) -> bool:
+    """Return True if any rank asks for the seconds of all ranks, and there are not too many ranks. Collective."""
+    asks = bool(site.settings.monitor.rank_seconds)
+    agree = site.groups["world"].all_equal(int(asks), "monitor.rank_seconds", site.world.device)
+    return (asks or not agree) and 1 <= site.world.size <= MOST_RANKS
 
 
 def _unit_squares(

@@ -26,6 +26,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.model import single_tensors, views
 from shardwise.engine.model.held import ModelHandle
 from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.parts.rank_phases import PhaseSeconds, Reported
 from shardwise.engine.state import mapped_state, state
 from shardwise.engine.state.together import named, together, within
 from shardwise.engine.step.check import FirstStepCheck
@@ -163,6 +164,30 @@ class StateAccess:
             print(engine.trace.waits.seconds())   # {'dp_shard': 0.0021, 'dp': 0.0003}
         """
         self._parts.measure_waits()
+
+    def count_seconds(self, phase: Reported, seconds: float) -> None:
+        """Count seconds that the loop around the engine waited for data or for a save in the running step.
+
+        Does nothing without ``monitor.rank_seconds``.
+
+        Args:
+            phase: ``data`` or ``save``.
+            seconds: Seconds of the wait.
+        """
+        if self._parts.phases is not None:
+            self._parts.phases.count(phase, seconds)
+
+    def rank_seconds(self) -> list[PhaseSeconds]:
+        """Return the mean seconds of a step by phase, for each rank; an empty list without ``monitor.rank_seconds``.
+
+        The first step of a process and the last step before this call are left out.
+        """
+        return [] if self._parts.phases is None else self._parts.phases.mean()
+
+    @property
+    def measured_steps(self) -> int:
+        """Number of steps in :meth:`rank_seconds`."""
+        return 0 if self._parts.phases is None else self._parts.phases.steps
 
     def action_ranges(self) -> AbstractContextManager[None]:
         """Return a context that names the Actions of this rank's steps in a running ``torch.profiler.profile``.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.parts.module_profile import ModuleProfile
+from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.engine.parts.sums import Number
 from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.parts.unit_norms import UnitSquares
@@ -256,6 +257,27 @@ class UnitNormsFollower(StepFollower):
     def results(self, weight: float, divisor: float) -> Mapping[str, Any]:
         """Return the norms by Unit."""
         return {"unit_norms": self._squares.norms(self._sums, weight, divisor)}
+
+
+class PhasesFollower(StepFollower):
+    """``monitor.rank_seconds``: how long each rank took for the parts of a step."""
+
+    name = "phases"
+
+    def __init__(self, phases: RankPhases):
+        self.phases = phases
+
+    def numbers(self, squares: BucketSquares) -> Sequence[Number]:
+        """Return the rows of all ranks, with this rank's step before in its own."""
+        return self.phases.numbers()
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
+        """Add the rows of all ranks."""
+        self.phases.settle(sums if over_model is None else over_model)
+
+    def after_step(self, step: int, trace: Trace) -> None:
+        """Measure the step that is over."""
+        self.phases.end_step(trace)
 
 
 class OwnUseFollower(StepFollower):

@@ -19,9 +19,10 @@ from shardwise.engine.parts.accumulation import Accumulation
 from shardwise.engine.parts.attention_backend import AttentionHold
 from shardwise.engine.parts.deterministic import DeterministicMode
 from shardwise.engine.parts.folders import StepFolders
-from shardwise.engine.parts.followers import StepFollower
+from shardwise.engine.parts.followers import PhasesFollower, StepFollower
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.engine.parts.program import ActionLists
+from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.engine.parts.shared import SharedGradients
 from shardwise.engine.parts.tables import ModelTables
 from shardwise.memory.ledger import Ledger
@@ -136,6 +137,11 @@ class EngineParts:
     stage_peers: Group | None = None
     """The ranks that hold the same stage, if matrices are dealt among them."""
     progress: RunProgress = field(default_factory=RunProgress)
+
+    @property
+    def phases(self) -> RankPhases | None:
+        """The seconds of all ranks by phase, if the ranks exchange them."""
+        return next((each.phases for each in self.followers if isinstance(each, PhasesFollower)), None)
 
     @property
     def walker(self) -> Walker:

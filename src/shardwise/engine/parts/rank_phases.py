@@ -1,0 +1,142 @@
+"""Phases of every rank: how long each rank waited for data, computed, waited for others, updated and saved.
+
+    compute     forward and backward passes, without the waits for other ranks inside
+    exchange    waits of the computation for other ranks, by axis (plan/waits.py)
+    update      from the last backward pass to the end of the step, without the waits inside
+    data, save  seconds that the loop around the engine reports (``count``)
+    rest        the other time from the end of the step before to the end of this step
+
+so the phases of a rank add up to its time. Each rank has a row of its own in the numbers that NORM sums, zeros in the
+rows of others, and the sums are the rows of all ranks. A row describes the step before, which is over when NORM runs.
+
+A rank that is slow in its own work lets the others wait for it: their exchange grows, and its compute or data does.
+That tells a slow rank from a slow link (observe/diagnosis.py).
+
+Cost: 9 numbers a rank and step in an all-reduce that runs anyway; nothing without ``monitor.rank_seconds``. Above
+``MOST_RANKS`` ranks the rows would be larger than what they measure, and the numbers are left out.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from shardwise.plan.trace import Trace
+
+MOST_RANKS = 4096
+"""Ranks above which no rows are exchanged."""
+
+_AXES = ("dp", "tp", "pp", "ep")
+
+Reported = Literal["data", "save"]
+"""Phases that the loop around the engine reports."""
+
+
+class PhaseSeconds(NamedTuple):
+    """Seconds of one rank by phase; they add up to the time of its steps."""
+
+    data: float = 0.0
+    """Waits for batches."""
+    compute: float = 0.0
+    dp: float = 0.0
+    """Waits for data-parallel ranks, and for all ranks together."""
+    tp: float = 0.0
+    pp: float = 0.0
+    ep: float = 0.0
+    update: float = 0.0
+    save: float = 0.0
+    """Waits for checkpoints."""
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases."""
+        return sum(self)
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of waits for other ranks on all axes."""
+        return self.dp + self.tp + self.pp + self.ep
+
+
+class RankPhases:
+    """The phases of all ranks, summed over steps.
+
+    Args:
+        rank: This rank.
+        ranks: Number of ranks.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank = rank
+        self._sums = [PhaseSeconds()] * ranks
+        self._own = PhaseSeconds()
+        self._reported: dict[Reported, float] = {"data": 0.0, "save": 0.0}
+        self._ended_s: float | None = None
+        self.steps = 0
+        """Steps whose phases are in the sums."""
+
+    def count(self, phase: Reported, seconds: float) -> None:
+        """Add seconds of a phase that the loop around the engine measures to the running step."""
+        self._reported[phase] += seconds
+
+    def end_step(self, trace: Trace) -> None:
+        """Measure the step that has just ended. The first step of a process has no beginning and is left out."""
+        now_s, before_s = time.perf_counter(), self._ended_s
+        data, save = self._reported["data"], self._reported["save"]
+        self._reported = {"data": 0.0, "save": 0.0}
+        self._ended_s = now_s
+        if before_s is None:
+            return
+        passes = trace.seconds()
+        waits, in_update = _waits_of(trace)
+        exchange = sum(waits.values())
+        compute = max(passes.forward_s + passes.backward_s - (exchange - in_update), 0.0)
+        update = max(passes.update_s - in_update, 0.0)
+        known = PhaseSeconds(data=data, compute=compute, update=update, save=save, **waits)
+        self._own = known._replace(rest=max(now_s - before_s - known.total, 0.0))
+
+    def numbers(self) -> list[float]:
+        """Return the rows of all ranks: this rank's last step in its own row, zeros in the others."""
+        width = len(PhaseSeconds._fields)
+        found = [0.0] * (width * len(self._sums))
+        found[self._rank * width : (self._rank + 1) * width] = self._own
+        return found
+
+    def settle(self, sums: Sequence[float]) -> None:
+        """Add the rows of all ranks, as NORM has summed them."""
+        width = len(PhaseSeconds._fields)
+        if not any(sums):
+            return
+        rows = [sums[start : start + width] for start in range(0, len(sums), width)]
+        self._sums = [
+            PhaseSeconds(*(a + b for a, b in zip(old, new, strict=True)))
+            for old, new in zip(self._sums, rows, strict=True)
+        ]
+        self.steps += 1
+
+    def mean(self) -> list[PhaseSeconds]:
+        """Return the mean phases of a step by rank; an empty list before the second step."""
+        if not self.steps:
+            return []
+        return [PhaseSeconds(*(seconds / self.steps for seconds in row)) for row in self._sums]
+
+
+def _waits_of(trace: Trace) -> tuple[dict[str, float], float]:
+    """Return the waits of a step by axis, and the seconds of those behind the last backward pass.
+
+    On a device the times of the update are not known yet when its step ends, so all waits count to the passes.
+    """
+    found = dict.fromkeys(_AXES, 0.0)
+    behind_s = 0.0
+    begin_s = None if trace.clock.runs_behind else trace.update_start()
+    for span in trace.waits.spans():
+        axis = span.axis.partition(" ")[0]
+        seconds = span.stop_s - span.start_s
+        # Waits over several axes together, such as NORM's, are waits for any rank, which are counted as data-parallel.
+        found[_AXIS_OF.get(axis, "dp")] += seconds
+        if begin_s is not None and span.start_s >= begin_s:
+            behind_s += seconds
+    return found, behind_s
+
+
+_AXIS_OF = {"tp": "tp", "pp": "pp", "ep": "ep", "etp": "tp"}
