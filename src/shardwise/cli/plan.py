@@ -1,0 +1,102 @@
+"""``shardwise plan CONFIG|RUN``: bytes, seconds and reasons of a layout before a rank exists."""
+
+from typing import Annotated
+
+import typer
+
+_Config = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG|RUN",
+        help="The run as YAML or JSON, the name of an example, or the folder of a run, whose outcome is then shown too.",
+    ),
+]
+_Ranks = Annotated[int | None, typer.Option("--ranks", "-n", help="Ranks of the job; of a run, those it had.")]
+_Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in zero.stage=3.")
+]
+_Device = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="Hardware of a rank: a name that --devices lists, a file of the same form, or cpu: this machine.",
+    ),
+]
+_PerHost = Annotated[int | None, typer.Option(help="Ranks of one host; left out: the usual number, or all.")]
+_Memory = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of a rank instead of the device's, as 16GiB, or host=64GiB or disk=1TB beside it.",
+    ),
+]
+_Devices = Annotated[bool, typer.Option("--devices", help="List the hardware that is known by name.")]
+_Why = Annotated[bool, typer.Option("--why", help="Explain every byte at the peak, and what removes it.")]
+_Against = Annotated[
+    str | None,
+    typer.Option(metavar="CONFIG|RUN", help="Another job on the same hardware: print what differs."),
+]
+_Mfu = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Use this model FLOP/s utilization in place of foreseen seconds."),
+]
+_StepS = Annotated[
+    float | None, typer.Option("--step-s", min=0.0, help="Use this many seconds a step in place of those foreseen.")
+]
+_Failures = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Failures of the whole job in a day: the best interval of checkpoints, and goodput."),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
+
+
+def command(
+    config: _Config = None,
+    ranks: _Ranks = None,
+    overrides: _Overrides = None,
+    device: _Device = "cpu",
+    per_host: _PerHost = None,
+    memory: _Memory = None,
+    devices: _Devices = False,
+    why: _Why = False,
+    against: _Against = None,
+    mfu: _Mfu = None,
+    step_s: _StepS = None,
+    failures_per_day: _Failures = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Print what a job needs, how long it takes and why, without data, devices or processes.
+
+    The exit code is 0 if the job fits, and 2 if it does not or the call is wrong.
+    """
+    from shardwise.base.errors import UsageError
+    from shardwise.cli import planned
+    from shardwise.cli.check import memory_of
+
+    if devices:
+        for line in planned.device_lines():
+            typer.echo(line)
+        return
+    if config is None:
+        raise UsageError("plan: CONFIG is missing: a configuration, the name of an example, or the folder of a run")
+    if mfu is not None and step_s is not None:
+        raise UsageError("plan: --mfu and --step-s both replace the seconds of a step; give one")
+    request = planned.PlanRequest(
+        config,
+        tuple(overrides or ()),
+        ranks,
+        device,
+        per_host,
+        None if memory is None else memory_of(memory),
+        mfu,
+        step_s,
+        failures_per_day,
+        against,
+    )
+    report = planned.plan(request)
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        for line in report.lines(why=why):
+            typer.echo(line)
+    raise typer.Exit(0 if report.fits else 2)

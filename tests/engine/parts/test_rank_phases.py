@@ -1,0 +1,71 @@
+"""Every rank learns how long all ranks took for the parts of a step, with the numbers that NORM sums."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.comm.world import World
+from shardwise.engine.parts.rank_phases import PhaseSeconds, RankPhases
+from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.trace import Trace
+
+SLOW_S = 0.05
+STEPS = 5
+
+
+class Slow(Gpt):
+    """A language model whose forward pass takes longer on one rank."""
+
+    def __init__(self, seconds: float) -> None:
+        torch.manual_seed(0)
+        super().__init__(GptPolicy(layers=2, width=16, heads=2, context=8, vocab=32))
+        self.seconds = seconds
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().forward(*args, **kwargs)
+
+
+def trained(world: World, mesh: dict[str, int], wants: bool) -> tuple[list[PhaseSeconds], float]:
+    """Phases of all ranks after a few steps of which rank 1 is late, and the last gradient norm."""
+    given: dict[str, Any] = {"mesh": mesh, "monitor": {"csv": False, "rank_seconds": wants}}
+    given |= {"batch": {"duplicates": "allow"}, "check_first_step": "off"}
+    engine = shardwise.initialize(Slow(SLOW_S * (world.rank == 1)), given, world=world)
+    if wants:
+        engine.measure_waits()
+    tokens = torch.arange(16).view(2, 8)
+    norm = 0.0
+    for _ in range(STEPS):
+        engine.count_seconds("data", 0.001 * (world.rank + 1))
+        norm = engine.train_step([{"tokens": tokens, "targets": tokens}]).grad_norm
+    found = engine.rank_seconds()
+    assert engine.measured_steps == (STEPS - 2 if wants else 0)
+    engine.close()
+    return found, norm
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_all_ranks_know_the_phases_of_all(ranks: Any, mesh: dict[str, int]) -> None:
+    (first, norm), (second, _) = ranks(2).run(trained, mesh, True)
+    assert first == second and len(first) == 2
+    assert first[1].compute >= SLOW_S, "it slept inside of every forward pass"
+    assert [row.data for row in first] == pytest.approx([0.001, 0.002])
+    (nothing, without), _ = ranks(2).run(trained, mesh, False)
+    assert nothing == [] and without == norm
+
+
+def test_seconds_of_a_rank_add_up_to_its_time() -> None:
+    phases = RankPhases(0, 1)
+    phases.end_step(Trace())
+    phases.count("save", 0.01)
+    begin = time.perf_counter()
+    time.sleep(0.02)
+    phases.end_step(Trace())
+    took = time.perf_counter() - begin
+    phases.settle(phases.numbers())
+    (mean,) = phases.mean()
+    assert mean.save == pytest.approx(0.01)
+    assert 0.02 <= mean.total <= took + 0.01 and phases.steps == 1
