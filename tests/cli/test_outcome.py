@@ -30,7 +30,9 @@ def test_a_run_without_one_is_told_how_to_get_it(tmp_path: Path) -> None:
         read_outcome(tmp_path / "outcome.json")
 
 
-@pytest.mark.parametrize("change", [{"ranks": 0}, {"ranks": "2"}, {"phases": [{"dp": "x"}]}, {"version": None}])
+@pytest.mark.parametrize(
+    "change", [{"ranks": 0}, {"ranks": "2"}, {"phases": [{"dp": "x"}]}, {"version": None}]
+)
 def test_a_damaged_one_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "outcome.json"
     path.write_text(json.dumps(made().model_dump() | change))

@@ -104,7 +104,9 @@ def _language_model(config: RunConfig, vocab: int | None) -> tuple[RunConfig, Ca
     elif isinstance(model, BertPolicy):
         whole = model if vocab is None else model.resolved(vocab)
     else:
-        assert isinstance(model, TargetPolicy), "rules of the configuration: text for a gpt, a bert or a target"
+        assert isinstance(model, TargetPolicy), (
+            "rules of the configuration: text for a gpt, a bert or a target"
+        )
         return config, lambda: build_model(model, seed=seed)
     return config.model_copy(update={"model": whole}), lambda: build_model(whole)
 

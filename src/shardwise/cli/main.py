@@ -15,7 +15,7 @@ import typer
 
 import shardwise
 from shardwise.base.errors import ShardwiseError
-from shardwise.cli import config, convert, doctor, examples, generate, inspect, launch, train
+from shardwise.cli import config, convert, doctor, examples, generate, inspect, launch, plan, train
 from shardwise.launch.failure import exit_code, headline, users_part
 from shardwise.launch.report import show_answer
 from shardwise.launch.terminal import lasting_console, open_standard_streams
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.command)
+app.command("plan")(plan.command)
 # Everything behind the script's name belongs to the script, including options.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.command)
 app.command("generate")(generate.command)

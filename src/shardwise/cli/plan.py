@@ -11,7 +11,9 @@ _Config = Annotated[
         help="The run as YAML or JSON, the name of an example, or the folder of a run, whose outcome is then shown too.",
     ),
 ]
-_Ranks = Annotated[int | None, typer.Option("--ranks", "-n", help="Ranks of the job; of a run, those it had.")]
+_Ranks = Annotated[
+    int | None, typer.Option("--ranks", "-n", help="Ranks of the job; of a run, those it had.")
+]
 _Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in zero.stage=3.")
 ]
@@ -41,11 +43,14 @@ _Mfu = Annotated[
     typer.Option(min=0.0, max=1.0, help="Use this model FLOP/s utilization in place of foreseen seconds."),
 ]
 _StepS = Annotated[
-    float | None, typer.Option("--step-s", min=0.0, help="Use this many seconds a step in place of those foreseen.")
+    float | None,
+    typer.Option("--step-s", min=0.0, help="Use this many seconds a step in place of those foreseen."),
 ]
 _Failures = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Failures of the whole job in a day: the best interval of checkpoints, and goodput."),
+    typer.Option(
+        min=0.0, help="Failures of the whole job in a day: the best interval of checkpoints, and goodput."
+    ),
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
 
@@ -78,7 +83,9 @@ def command(
             typer.echo(line)
         return
     if config is None:
-        raise UsageError("plan: CONFIG is missing: a configuration, the name of an example, or the folder of a run")
+        raise UsageError(
+            "plan: CONFIG is missing: a configuration, the name of an example, or the folder of a run"
+        )
     if mfu is not None and step_s is not None:
         raise UsageError("plan: --mfu and --step-s both replace the seconds of a step; give one")
     request = planned.PlanRequest(

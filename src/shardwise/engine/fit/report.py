@@ -11,6 +11,7 @@ The parts come from the modules that compute them (``foresee.py``, ``fits.py``, 
 them together, so the text for people and the JSON for programs cannot differ.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -184,8 +185,16 @@ class JobReport:
             "outcome": self.outcome,
         }
 
-    def lines(self) -> list[str]:
-        """Return the report as lines for people."""
+    def to_json(self) -> str:
+        """Return the report as JSON for programs."""
+        return json.dumps(self.plain(), indent=2)
+
+    def lines(self, why: bool = False) -> list[str]:
+        """Return the report as lines for people.
+
+        Args:
+            why: Explain the bytes at the peak.
+        """
         mesh = self.outlook.plan.mesh
         said = [
             f"{count_text(self.parameters)} parameters on {counted(self.ranks, 'rank')} of {self.device}: {mesh}"
