@@ -52,7 +52,7 @@ def _diagnosed(folder: "Path") -> "tuple[RunOutcome, StepDiagnosis]":  # type: i
     outcome = read_outcome(RunFolder(folder).outcome)
     if not outcome.phases:
         raise UsageError(
-            f"{folder}: no step of this run was measured; it needs three steps and monitor.rank_seconds other than false"
+            f"{folder}: no step of this run was measured; it needs three steps, and monitor.rank_seconds not false"
         )
     foreseen = {name: each.foreseen for name, each in outcome.lanes.items() if each.foreseen is not None}
     return outcome, diagnose(outcome.phases, foreseen)

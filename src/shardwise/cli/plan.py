@@ -8,7 +8,7 @@ _Config = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="The run as YAML or JSON, the name of an example, or the folder of a run, whose outcome is then shown too.",
+        help="The run as YAML or JSON, the name of an example, or the folder of a run, with its outcome.",
     ),
 ]
 _Ranks = Annotated[

@@ -1,4 +1,4 @@
-"""Diagnosis of a step: its seconds by phase on every rank, the first cause of what is lost, and the rank that causes it.
+"""Diagnosis of a step: its seconds by phase on every rank, the first cause of what is lost, and the rank to blame.
 
 The ranks of a step meet, so a rank that is slow in its own work appears twice: with more seconds of its own, and with
 seconds of waiting on the ranks that are not slow. For each rank r

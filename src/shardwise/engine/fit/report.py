@@ -114,7 +114,7 @@ def restart_seconds(read_s: float) -> float:
 
 @dataclass(frozen=True)
 class JobReport:
-    """What is foreseen of a job."""
+    """Holds everything that is foreseen of a job."""
 
     config: RunConfig
     ranks: int
