@@ -5,7 +5,7 @@ A row holds everything that other modules must know of a Kind, so a new Kind is 
     field        read by
     uses         plan/validate.py: where the Kind may stand in a list, how often, and next to which other Kinds
     handler      engine/construction/handlers.py: the object and the method that do the Action
-    moves        simulate/price.py: the lanes on which bytes travel, and what the Action waits for
+    moves        simulate/clocks.py: the lanes on which bytes travel, and what the Action waits for
     memory       simulate/timeline.py: the rows of memory that the Action takes and releases
     meaning      the glossary, the printed Plan, errors
 
@@ -26,9 +26,10 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.plan.strategy import Strategy
 
-Lane = Literal["compute", "exchange", "updates", "disk", "leaving", "down", "up"]
-"""What moves or changes bytes: the device that computes, the network between ranks, the thread of updates off the
-device, a disk, a disk with few requests at once (gradients), the link from the device to the host, and back."""
+Lane = Literal["compute", "exchange", "update", "disk", "down", "up", "data", "wait"]
+"""What works, or moves bytes, beside other lanes: the device that computes, the network between ranks, the thread of
+updates off the device, a disk, the link from the device to the host, and back, and the reader of batches. Time in which
+the computation waits is the lane "wait"."""
 
 
 class Times(Enum):
@@ -158,13 +159,16 @@ class Use(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Bytes that an Action moves on a lane."""
+    """Bytes that an Action moves or changes on a lane."""
 
     lane: Lane
     quantity: str
-    """Name of the Unit's bytes, a field of ``simulate.quantities.UnitQuantities``."""
+    """Name of the bytes of the Action's Unit or rank, a field of ``UnitQuantities`` or ``RankQuantities``
+    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks; ``work``: its operations."""
     is_aside: bool = False
     """True if no later move of the Action waits for this one."""
+    is_limited: bool = False
+    """True if the computation waits when too many such moves are under way."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +192,9 @@ class Definition:
     """Results of earlier Actions of the Unit that the computation waits for before it goes on."""
     waits_for: tuple[str, ...] = ()
     """Results of earlier Actions of the Unit that the Action's moves wait for, while the computation goes on."""
-    moves: tuple[Move, ...] = ()
-    """Bytes that travel one after another."""
+    moves: tuple[Move, ...] | None = None
+    """Work of the Action, one after another; empty if the Action takes the time of Python alone. None: no list has the
+    Kind, so that it needs no price."""
     gives: str = ""
     """Result that is there after the moves, for the ``waits_for`` of other Actions."""
     memory: tuple[str, ...] = ()
@@ -264,7 +269,7 @@ class Kind(AnyKind):
         of="pass",
         handler=("passes", "forward"),
         holds=("updated", "gathered"),
-        moves=(Move("down", "saved"),),
+        moves=(Move("exchange", "sent"), Move("compute", "work"), Move("down", "saved")),
         gives="saved",
         memory=("forward",),
     )
@@ -274,6 +279,7 @@ class Kind(AnyKind):
         of="pass",
         handler=("passes", "backward"),
         holds=("updated", "gathered", "recalled"),
+        moves=(Move("exchange", "sent"), Move("compute", "work"), Move("compute", "accumulated")),
         memory=("backward",),
     )
     I = Definition("compute the gradient of a stage's input", "dgrad", of="pass")  # noqa: E741 - the field's letter
@@ -283,12 +289,14 @@ class Kind(AnyKind):
         "p2p",
         of="message",
         handler=("schedule", "send"),
+        moves=(Move("exchange", "sent"),),
     )
     RECV = Definition(
         "receive an activation or its gradient from another stage",
         "p2p",
         of="message",
         handler=("schedule", "receive"),
+        moves=(Move("exchange", "sent"),),
         memory=("receive",),
     )
     LOAD_WEIGHT = Definition(
@@ -327,7 +335,7 @@ class Kind(AnyKind):
         opens="gathered",
         closes="brought",
         waits_for=("updated", "brought"),
-        moves=(Move("disk", "whole_read"), Move("up", "whole_brought"), Move("exchange", "gathered")),
+        moves=(Move("disk", "whole_read"), Move("up", "whole_brought"), Move("exchange", "sent")),
         gives="gathered",
         memory=("take brought", "take gathered"),
     )
@@ -337,6 +345,7 @@ class Kind(AnyKind):
         uses=(Use("pass", _windows, _WHOLE),),
         handler=("windows", "reshard"),
         closes="gathered",
+        moves=(),
         memory=("free gathered",),
     )
     OFFLOAD = Definition(
@@ -347,6 +356,7 @@ class Kind(AnyKind):
         ),
         handler=("windows", "offload"),
         holds=("saved",),
+        moves=(),
         memory=("offload",),
     )
     RELOAD = Definition(
@@ -356,7 +366,7 @@ class Kind(AnyKind):
             Use("pass", _recalls, "of a Unit whose forward saves everything on the device", inside=("B",)),
         ),
         handler=("windows", "reload"),
-        moves=(Move("up", "saved"), Move("exchange", "saved_elsewhere")),
+        moves=(Move("up", "saved"), Move("exchange", "sent")),
         gives="recalled",
         memory=("recall",),
     )
@@ -373,7 +383,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("windows", "reduce"),
-        moves=(Move("exchange", "reduced"),),
+        moves=(Move("exchange", "sent"),),
         gives="reduced",
         memory=("reduce",),
     )
@@ -393,7 +403,7 @@ class Kind(AnyKind):
         moves=(
             Move("down", "gradients_down"),
             Move("up", "gradients_brought", is_aside=True),
-            Move("leaving", "gradients_left"),
+            Move("disk", "gradients_left", is_aside=True, is_limited=True),
         ),
         memory=("arrive",),
     )
@@ -401,6 +411,7 @@ class Kind(AnyKind):
         "send the keys of a batch to the owners of their rows, ahead of the batch's step",
         "input dist",
         of="tables",
+        moves=(Move("compute", "keys_found"),),
     )
     FETCH = Definition(
         "gather the table rows that a batch uses",
@@ -408,6 +419,7 @@ class Kind(AnyKind):
         of="tables",
         uses=(Use("pass", lambda facts: Times.MICROBATCH, inside=("F",)),),
         handler=("tables", "passed_by"),
+        moves=(Move("compute", "keys_found"), Move("compute", "rows_read"), Move("exchange", "sent")),
     )
     DELIVER = Definition(
         "send the gradients of table rows to the owners of the rows",
@@ -425,6 +437,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("tables", "deliver"),
+        moves=(Move("compute", "rows_merged"), Move("exchange", "sent")),
     )
     SUM = Definition(
         "sum the gradients that model-parallel ranks hold in common",
@@ -440,6 +453,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "sum"),
+        moves=(Move("exchange", "sent"),),
     )
     NORM = Definition(
         "compute the norm of all gradients and what all ranks derive from it: scale, clip, or skip",
@@ -461,6 +475,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "norm"),
+        moves=(Move("exchange", "sent"), Move("compute", "normed")),
     )
     DIRECTION = Definition(
         "compute a Unit's moments and update directions, if the update needs more than its own element",
@@ -474,6 +489,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "direction"),
+        moves=(Move("compute", "directed"),),
     )
     TRUST_RATIO = Definition(
         "compute the norms of whole tensors, of weights and of directions",
@@ -489,6 +505,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "trust_ratio"),
+        moves=(Move("compute", "compared"), Move("exchange", "sent")),
     )
     ALL_TO_ALL = Definition(
         "send whole matrices of directions to one rank each, and receive the updates back",
@@ -504,6 +521,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "all_to_all"),
+        moves=(Move("exchange", "sent"), Move("compute", "work")),
     )
     BALANCE = Definition(
         "move the bias of each router by the number of tokens that its experts got in the step",
@@ -518,6 +536,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("experts", "balance"),
+        moves=(Move("compute", "balanced"),),
     )
     SCALE = Definition(
         "agree on the scales of the weights that are gathered in fp8, after their update",
@@ -533,6 +552,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("scales", "scale"),
+        moves=(Move("compute", "scaled"), Move("exchange", "sent")),
     )
     SWAP_WEIGHT = Definition(
         "replace a Unit's weights by the result of the previous step's update (delayed updates)",
@@ -548,6 +568,7 @@ class Kind(AnyKind):
         ),
         handler=("end", "swap_weight"),
         holds=("update",),
+        moves=(Move("up", "adopted"),),
         memory=("drop late gradients",),
     )
     LOAD = Definition(
@@ -593,7 +614,8 @@ class Kind(AnyKind):
         waits_for=("loaded",),
         moves=(
             Move("compute", "updated_on_device"),
-            Move("updates", "updated_on_host"),
+            Move("compute", "rows_updated"),
+            Move("update", "updated_on_host"),
             Move("up", "updated_up"),
         ),
         gives="update",
@@ -631,4 +653,5 @@ class Kind(AnyKind):
         ),
         handler=("end", "wait"),
         holds=("update",),
+        moves=(),
     )

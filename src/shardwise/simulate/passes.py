@@ -41,12 +41,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.base.errors import UsageError
+from shardwise.base.hardware import Product
 from shardwise.base.pytree import rebuilt, tensors_in
 from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import flops_of
 from shardwise.plan.action import Kind
+from shardwise.simulate.work import NO_WORK, Work, WorkCounter
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
 
@@ -69,6 +71,18 @@ class UnitPass(NamedTuple):
     """Bytes read and written by operations other than products."""
     sent_bytes: int = 0
     """Bytes sent to other ranks by modules that are cut along "tp" and "ep"."""
+    work: Work = NO_WORK
+    """Operations, by class."""
+
+    @property
+    def products(self) -> Mapping[Product, int]:
+        """Number of products of each class."""
+        return self.work.products
+
+    @property
+    def calls(self) -> int:
+        """Number of operations that read or write memory."""
+        return self.work.calls
 
     def then(self, later: "UnitPass") -> "UnitPass":
         """Return both shares as one, with ``later`` after this."""
@@ -79,6 +93,7 @@ class UnitPass(NamedTuple):
             self.flops + later.flops,
             self.touched_bytes + later.touched_bytes,
             self.sent_bytes + later.sent_bytes,
+            work=self.work.then(later.work),
         )
 
 
@@ -250,6 +265,7 @@ class LiveBytes(TorchDispatchMode):
         self.held = 0
         self.most = 0
         self.flops = 0
+        self.work = WorkCounter()
         self.touched = 0
         """Bytes read and written by operations other than products."""
         self._seen: dict[int, Any] = {}
@@ -265,6 +281,7 @@ class LiveBytes(TorchDispatchMode):
                     self._see(tensor)
         flops = flops_of(func, args, kwargs or {}, out)
         self.flops += flops
+        self.work.count(func, args, kwargs or {}, out, flops)
         if not flops and not func.is_view:
             self.touched += _touched(func, args, kwargs, out)
         return out
@@ -370,6 +387,7 @@ class _UnitStarts:
         live.most = live.held
         self._now = kind, unit, is_behind
         self._then = live.held, live.flops, live.touched, self._traffic.bytes
+        live.work.take()
 
     def end(self) -> None:
         """End the running share."""
@@ -382,6 +400,7 @@ class _UnitStarts:
             live.flops - flops,
             live.touched - touched,
             self._traffic.bytes - sent,
+            work=live.work.take(),
         )
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
