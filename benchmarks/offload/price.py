@@ -11,6 +11,7 @@ there; the last two columns are the setting over the first one, foreseen and mea
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from pathlib import Path
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 
 import shardwise
-from shardwise.base.rates import RankRates
+from shardwise.base.hardware import Hardware, Link
 from shardwise.comm.world import join
 from shardwise.models import Gpt, GptPolicy
-from shardwise.simulate.rates import measured_rates
+from shardwise.simulate.rates import measured_hardware
 
 ONE: dict[str, dict[str, Any]] = {
     "memory": {},
@@ -66,7 +67,7 @@ def config(given: argparse.Namespace, setting: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-def foreseen(given: argparse.Namespace, setting: dict[str, Any], ranks: int, rates: RankRates) -> Any:
+def foreseen(given: argparse.Namespace, setting: dict[str, Any], ranks: int, hardware: Hardware) -> Any:
     """Seconds of a step, by what takes them."""
     ids = torch.empty(given.rows, given.tokens, dtype=torch.int64, device="meta")
 
@@ -75,7 +76,9 @@ def foreseen(given: argparse.Namespace, setting: dict[str, Any], ranks: int, rat
             return Gpt(policy(given))
 
     example = {"tokens": ids, "targets": ids}
-    fit = shardwise.fits(make, config(given, setting), {"device": "1 TB"}, example, ranks=ranks, rates=rates)
+    fit = shardwise.fits(
+        make, config(given, setting), {"device": "1 TB"}, example, ranks=ranks, hardware=hardware
+    )
     return fit.seconds
 
 
@@ -103,9 +106,9 @@ def main() -> None:
     ids = torch.randint(0, given.vocab, (given.rows, given.tokens + 1))
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     seconds: dict[str, list[float]] = {name: [] for name in settings}
-    rates: list[RankRates] = []
+    measured: list[Hardware] = []
     for number in range(given.rounds + 1):
-        rates.append(measured_rates(torch.device("cpu"), torch.float32, given.folder))
+        measured.append(measured_hardware(torch.device("cpu"), torch.float32, given.folder))
         for name, engine in engines.items():
             batches = [batch] * engine.accumulation
             engine.train_step(batches)  # what the last turn of another engine left in caches goes
@@ -118,22 +121,41 @@ def main() -> None:
             given,
             seconds,
             world.size,
-            RankRates(*(statistics.median(row) for row in zip(*rates, strict=True))),
+            median(measured),
         )
     for engine in engines.values():
         engine.close()
 
 
-def table(given: argparse.Namespace, seconds: dict[str, list[float]], ranks: int, rates: RankRates) -> None:
+def median(measured: list[Hardware]) -> Hardware:
+    """Of each figure."""
+
+    def of(rows: list[Any]) -> Any:
+        return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+    links = {
+        level: Link(
+            statistics.median(each.links[level].bytes_s for each in measured),
+            statistics.median(each.links[level].latency_s for each in measured),
+        )
+        for level in measured[0].links
+    }
+    peaks, memory = (of([getattr(each, name) for each in measured]) for name in ("peaks", "memory_bytes_s"))
+    return dataclasses.replace(measured[0], peaks=peaks, memory_bytes_s=memory, links=links)
+
+
+def table(given: argparse.Namespace, seconds: dict[str, list[float]], ranks: int, hardware: Hardware) -> None:
     """For people."""
     settings = ONE if ranks == 1 else TWO
-    print(", ".join(f"{name} {rate:.3g}" for name, rate in rates._asdict().items()))
+    print(
+        f"{hardware.flops_s('fp32'):.3g} FLOP/s, {hardware.memory_bytes_s} and {hardware.links} bytes a second"
+    )
     heads = ["setting", "foreseen, ms", "measured, ms", "the best", "foreseen / measured", "/ the best"]
     heads += ["over the first: foreseen", "measured"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     first, said = next(iter(seconds)), {}
     for name, found in seconds.items():
-        told = foreseen(given, settings[name], ranks, rates)
+        told = foreseen(given, settings[name], ranks, hardware)
         median, best = statistics.median(found), min(found)
         said[name] = told.total
         over = statistics.median(a / b for a, b in zip(found, seconds[first], strict=True))

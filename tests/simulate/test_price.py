@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.base.rates import RankRates
+from shardwise.base.hardware import Hardware, even_hardware
 from shardwise.comm.world import World
 from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.models import Gpt, GptPolicy
@@ -33,8 +33,10 @@ def tokens() -> dict[str, Tensor]:
     return {"tokens": ids, "targets": ids}
 
 
-def rates(**given: float) -> RankRates:
-    return RankRates(**(dict.fromkeys(RankRates._fields, NEVER) | given))
+def rates(**given: float) -> Hardware:
+    names = ("flops_s", "host_bytes_s", "device_bytes_s", "link_bytes_s", "disk_bytes_s", "exchange_bytes_s")
+    every: dict[str, Any] = dict.fromkeys(names, NEVER) | given
+    return even_hardware("given", **every)
 
 
 def priced(known: JobFacts, is_cpu: bool = False, **given: float) -> StepSeconds:

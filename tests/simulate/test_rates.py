@@ -9,19 +9,19 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.memory.direct_io import DirectFile
-from shardwise.simulate.rates import measured_rates
+from shardwise.simulate.rates import measured_hardware
 
 
 def test_a_folder_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--check --memory`` ended in a FileNotFoundError of a file that nobody had named."""
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match="offload.disk_path: .*/none does not exist"):
-        measured_rates(cpu, torch.float32, tmp_path / "none")
+        measured_hardware(cpu, torch.float32, tmp_path / "none")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(DirectFile, "write", full)
     with pytest.raises(ConfigError, match="offload.disk_path: .*No space left"):
-        measured_rates(cpu, torch.float32, tmp_path)
+        measured_hardware(cpu, torch.float32, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ Cost: a look into a table.
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -64,6 +64,14 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each figure, for people."""
 
+    def flops_s(self, dtype: str) -> float:
+        """Return the FLOP/s that the largest products of a dtype reach.
+
+        Raises:
+            KeyError: if the device has no peak in the dtype.
+        """
+        return self.peaks[dtype] * self.efficiency["product"][-1][1]
+
     def share_of_peak(self, product: Product) -> float:
         """Return the share of the peak that an operation of this class reaches."""
         table = self.efficiency[product.kind]
@@ -87,3 +95,59 @@ class Hardware:
     def touched_s(self, nbytes: float, tier: str = "device") -> float:
         """Return the seconds in which so many bytes of a tier are read or written."""
         return nbytes / self.memory_bytes_s[tier]
+
+
+def even_hardware(
+    name: str,
+    flops_s: float,
+    *,
+    host_bytes_s: float,
+    device_bytes_s: float,
+    link_bytes_s: float,
+    disk_bytes_s: float,
+    exchange_bytes_s: float,
+    message_s: float = 0.0,
+    dtypes: Sequence[str] = ("fp64", "fp32", "bf16", "fp16"),
+    source: str = "",
+) -> Hardware:
+    """Return hardware whose operations all reach one rate, whatever their dtype and size.
+
+    Args:
+        name: Name of the hardware.
+        flops_s: FLOP/s of products.
+        host_bytes_s: Bytes read and written per second in host memory.
+        device_bytes_s: The same of the device's memory; on CPU ranks equal to ``host_bytes_s``.
+        link_bytes_s: Bytes per second between host and device, in one direction.
+        disk_bytes_s: Bytes read or written per second on a disk.
+        exchange_bytes_s: Bytes per second that a rank sends to others, on its host or not, while it receives as many.
+        message_s: Seconds of delay of one message to other ranks.
+        dtypes: Dtypes that the device computes in.
+        source: Source of the figures.
+    """
+    between = Link(exchange_bytes_s, message_s)
+    even = ((1.0, 1.0),)
+    return Hardware(
+        name,
+        peaks=dict.fromkeys(dtypes, flops_s),
+        efficiency={"product": even, "attention": even, "convolution": even},
+        memory_bytes={},
+        memory_bytes_s={"device": device_bytes_s, "host": host_bytes_s, "disk": disk_bytes_s},
+        links={"device": Link(link_bytes_s, 0.0), "host": between, "cluster": between},
+        sources={"": source} if source else {},
+    )
+
+
+ASSUMED_HARDWARE = even_hardware(
+    "assumed",
+    100e9,
+    host_bytes_s=6e9,
+    device_bytes_s=6e9,
+    link_bytes_s=6e9,
+    disk_bytes_s=1e9,
+    exchange_bytes_s=1.5e9,
+    message_s=1e-4,
+    source="two CPU ranks on one host, whose exchange takes four passes over memory",
+)
+"""Hardware by which the planner of embedding tables chooses placements, because all ranks must come to the same
+placement before anything is measured. A faster exchange changes all placements of a table alike.
+"""

@@ -27,14 +27,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+import torch
+
+from shardwise.base.hardware import Hardware
 from shardwise.compose.plan import PlanPolicies
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import need, result, stages_of
 from shardwise.plan.kinds import Lane
 from shardwise.plan.plan import Plan, class_of
+from shardwise.precision.policy import NAMES
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.quantities import Quantities
-from shardwise.simulate.rates import RankRates
 
 _STEPS = 3
 """Number of simulated steps; the first has no update before it."""
@@ -66,7 +69,7 @@ def step_seconds(
     plan: Plan,
     policies: PlanPolicies,
     passed: Mapping[int, MeasuredPass],
-    rates: RankRates,
+    hardware: Hardware,
     is_cpu: bool,
 ) -> StepSeconds:
     """Return the seconds of a step on the rank that takes longest.
@@ -75,12 +78,13 @@ def step_seconds(
         plan: The Plan.
         policies: Inputs of the Plan.
         passed: Measured pass of one microbatch, by stage.
-        rates: Rates of the hardware.
+        hardware: Rates of a rank.
         is_cpu: True if ranks compute on CPUs.
     """
     firsts = plan.mesh.ranks("pp", 0)
+    dtype = NAMES[policies.precision.compute_dtype or torch.float32]
     clocks = {
-        place: _RankClocks(Quantities(plan, passed, rank), rates, is_cpu, policies.offload.leaving)
+        place: _RankClocks(Quantities(plan, passed, rank), hardware, dtype, is_cpu, policies.offload.leaving)
         for place, rank in enumerate(firsts)
     }
     lists = {place: plan.classes[class_of(plan.mesh, rank)].actions for place, rank in enumerate(firsts)}
@@ -123,11 +127,14 @@ def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_RankCl
 class _RankClocks:
     """Clocks of one rank, in seconds since the first step."""
 
-    def __init__(self, job: Quantities, rates: RankRates, is_cpu: bool, leaving: int):
+    def __init__(self, job: Quantities, hardware: Hardware, dtype: str, is_cpu: bool, leaving: int):
         self._job = job
-        self._rates = rates
         self._is_cpu = is_cpu
-        self._near_bytes_s = rates.host_bytes_s if is_cpu else rates.device_bytes_s
+        self._flops_s = hardware.flops_s(dtype)
+        self._bytes_s = hardware.memory_bytes_s
+        self._near_bytes_s = self._bytes_s["host" if is_cpu else "device"]
+        self._link_bytes_s = hardware.links["device"].bytes_s
+        self._exchange_bytes_s = hardware.links["host"].bytes_s
         self.spent: dict[Spent, float] = {}
         self.sent_s = 0.0
         """Time at which the last message has arrived."""
@@ -162,7 +169,7 @@ class _RankClocks:
 
     def _exchange(self, nbytes: float, after_s: float = 0.0) -> float:
         """Return the time at which so many bytes, available from ``after_s`` on, have been sent to other ranks."""
-        seconds = nbytes / self._rates.exchange_bytes_s
+        seconds = nbytes / self._exchange_bytes_s
         if not self._is_cpu:
             return self._beside("exchange", seconds, after_s)
         if seconds:
@@ -179,12 +186,12 @@ class _RankClocks:
         if lane == "exchange":
             return self._exchange(nbytes, after_s)
         if lane == "updates":
-            return self._beside(lane, nbytes / self._rates.host_bytes_s, after_s)
+            return self._beside(lane, nbytes / self._bytes_s["host"], after_s)
         if lane == "disk":
-            return self._beside(lane, nbytes / self._rates.disk_bytes_s, after_s)
+            return self._beside(lane, nbytes / self._bytes_s["disk"], after_s)
         if lane == "leaving":
             return self._leave(nbytes, after_s)
-        return self._beside(lane, 0.0 if self._is_cpu else nbytes / self._rates.link_bytes_s, after_s)
+        return self._beside(lane, 0.0 if self._is_cpu else nbytes / self._link_bytes_s, after_s)
 
     def _leave(self, nbytes: float, after_s: float) -> float:
         """Return ``after_s``: gradients go to a disk behind the computation, which waits if too many are going."""
@@ -246,8 +253,8 @@ class _RankClocks:
 
     def _compute(self, action: Action) -> None:
         share = self._job.share(action.kind, action.unit)
-        seconds = share.flops / self._rates.flops_s + share.touched_bytes / self._near_bytes_s
-        self._do(share.sent_bytes / self._rates.exchange_bytes_s, "exchange")
+        seconds = share.flops / self._flops_s + share.touched_bytes / self._near_bytes_s
+        self._do(share.sent_bytes / self._exchange_bytes_s, "exchange")
         if action.kind is Kind.B:
             # The first microbatch writes gradients into their buffer, and later ones add to it.
             times = 3 if action.microbatch > 0 else 2

@@ -1,9 +1,9 @@
 """Measurements of a rank's rates, as far as the price of memory tiers and recomputation depends on them.
 
-``measured_rates`` takes a tenth of a second for each, beside whatever else runs on the machine: right to a factor, and
-good for comparing one change with another. One process cannot measure the rate between ranks. CPU ranks of one host
-copy through memory, whose rate is measured; devices are assumed to send as fast as over their host's link, the least
-that two devices of one host reach. A caller with better numbers can pass them.
+``measured_hardware`` takes a tenth of a second for each, beside whatever else runs on the machine: right to a factor,
+and good for comparing one change with another. One process cannot measure the rate between ranks. CPU ranks of one
+host copy through memory, whose rate is measured; devices are assumed to send as fast as over their host's link, the
+least that two devices of one host reach. A caller with better numbers can pass them.
 """
 
 import contextlib
@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.rates import ASSUMED_RATES, RankRates
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, even_hardware
 from shardwise.base.words import bytes_text, in_words
 from shardwise.memory.direct_io import DirectFile, aligned_empty, bytes_of
 from shardwise.observe.flops import measured_peak, peak_of
+from shardwise.precision.policy import NAMES
 from shardwise.tiers.scratch_folder import check_folder
 
 _BYTES = 32 << 20
@@ -27,25 +28,36 @@ _REACHED = 0.5
 """Share of a device's data-sheet peak that products of a step reach."""
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> RankRates:
-    """Measure the rates of this machine.
+def measured_hardware(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> Hardware:
+    """Measure the rates of this machine in about a second.
 
     Args:
         device: Device that computes.
         dtype: Dtype of the products.
-        disk_path: Folder on the disk; None: the disk of ``ASSUMED_RATES``.
+        disk_path: Folder on the disk; None: the disk of ``ASSUMED_HARDWARE``.
 
     Raises:
         ConfigError: if the folder cannot be used.
     """
     host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
-    disk = ASSUMED_RATES.disk_bytes_s if disk_path is None else _disk_rate(disk_path)
+    disk = ASSUMED_HARDWARE.memory_bytes_s["disk"] if disk_path is None else _disk_rate(disk_path)
     if device.type == "cpu":
         # One rank copies data into shared memory and another copies it out, and both copies read and write.
-        return RankRates(measured_peak(dtype), host, host, host, disk, host / 4)
-    flops = (peak_of(device, dtype) or 100e12) * _REACHED
-    link = _copy_rate(torch.device("cpu"), device) / 2
-    return RankRates(flops, host, _copy_rate(device, device), link, disk, link)
+        flops_s, near, link, exchange = measured_peak(dtype), host, host, host / 4
+    else:
+        flops_s, near = (peak_of(device, dtype) or 100e12) * _REACHED, _copy_rate(device, device)
+        link = exchange = _copy_rate(torch.device("cpu"), device) / 2
+    return even_hardware(
+        f"{device.type}, measured here",
+        flops_s,
+        host_bytes_s=host,
+        device_bytes_s=near,
+        link_bytes_s=link,
+        disk_bytes_s=disk,
+        exchange_bytes_s=exchange,
+        dtypes=[NAMES[dtype]],
+        source="measured here, in about a second",
+    )
 
 
 def _copy_rate(source: torch.device, target: torch.device) -> float:

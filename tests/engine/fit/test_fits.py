@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError
-from shardwise.base.rates import RankRates
+from shardwise.base.hardware import even_hardware
 from shardwise.engine.fit import foresee as foreseeing
 from shardwise.engine.fit.fits import FitReport, Memory, budget, fits, longest
 from shardwise.engine.fit.foresee import read
@@ -18,8 +18,9 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.tiers.offload import OffloadPolicy
 from shardwise.tiers.tier_cost import tier_traffic
 
-RATES = RankRates(
-    flops_s=1e10,
+RATES = even_hardware(
+    "given",
+    1e10,
     host_bytes_s=1e10,
     device_bytes_s=1e10,
     link_bytes_s=1e10,
@@ -47,7 +48,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fit(given: dict[str, Any], memory: Memory, rows: int = 4) -> FitReport:
     tokens = torch.empty(rows, 64, dtype=torch.int64, device="meta")
-    return fits(gpt, given, memory, {"tokens": tokens, "targets": tokens}, rates=RATES)
+    return fits(gpt, given, memory, {"tokens": tokens, "targets": tokens}, hardware=RATES)
 
 
 def test_the_cheapest_change_is_named_with_its_price(alone: None) -> None:
@@ -55,7 +56,7 @@ def test_the_cheapest_change_is_named_with_its_price(alone: None) -> None:
     assert not found.fits and found.changes[0].overrides == ("recompute=full",)
     more = found.changes[0].outlook.flops - found.outlook.flops
     change = found.changes[0].seconds.compute - found.seconds.compute
-    assert found.changes[0].price_s == pytest.approx(change) and change > more / RATES.flops_s > 0
+    assert found.changes[0].price_s == pytest.approx(change) and change > more / RATES.flops_s("fp32") > 0
     assert any(line.startswith("  --set recompute=full: 3") and "MiB, +" in line for line in found.lines())
 
 

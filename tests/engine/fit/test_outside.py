@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.base.rates import RankRates
+from shardwise.base.hardware import even_hardware
 from shardwise.comm.world import World
 from shardwise.engine.fit.fits import FitReport, fits, longest
 from shardwise.engine.fit.foresee import foresee
@@ -28,8 +28,9 @@ from shardwise.models import Gpt, GptPolicy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE: dict[str, Any] = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocab": 64}
-RATES = RankRates(
-    flops_s=1e10,
+RATES = even_hardware(
+    "given",
+    1e10,
     host_bytes_s=1e10,
     device_bytes_s=1e10,
     link_bytes_s=1e10,
@@ -160,7 +161,7 @@ def test_ranks_on_a_cpu_have_neither_row() -> None:
 
 
 def fit(device: torch.device, memory: int) -> FitReport:
-    return fits(gpt, {}, {"device": memory}, tokens(), ranks=2, device=device, rates=RATES)
+    return fits(gpt, {}, {"device": memory}, tokens(), ranks=2, device=device, hardware=RATES)
 
 
 def test_what_lies_outside_torch_is_compared_with_the_memory_of_a_device() -> None:

@@ -1,13 +1,14 @@
 """The planner says why, obeys, refuses; and what it computes is what is sent."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from shardwise.base.errors import PlanError
+from shardwise.base.hardware import ASSUMED_HARDWARE
 from shardwise.base.ragged import Ragged
-from shardwise.base.rates import ASSUMED_RATES
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent
@@ -98,11 +99,12 @@ def test_rates_of_the_hardware_decide() -> None:
     """Copies of a table send nothing forward, but every rank updates the rows of all ranks."""
     table = TablePolicy(name="t", rows=1000, width=64)
     chosen = {}
-    for name, rates in {
-        "slow memory": ASSUMED_RATES._replace(row_bytes_s=1e8),
-        "slow messages": ASSUMED_RATES._replace(message_s=1.0),
+    slow = {"host": ASSUMED_HARDWARE.links["host"]._replace(latency_s=1.0)}
+    for name, hardware in {
+        "slow memory": replace(ASSUMED_HARDWARE, row_bytes_s=1e8),
+        "slow messages": replace(ASSUMED_HARDWARE, links=slow),
     }.items():
-        choice = plan_tables([table], ROWWISE, 4, 1000, torch.float32, rates=rates)[0]
+        choice = plan_tables([table], ROWWISE, 4, 1000, torch.float32, hardware=hardware)[0]
         chosen[name] = choice.place.placement
     assert chosen["slow memory"] != "data_parallel" and chosen["slow messages"] == "data_parallel"
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, PlanError, UsageError
-from shardwise.base.rates import RankRates
+from shardwise.base.hardware import Hardware
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate, process_bytes, read
@@ -32,9 +32,10 @@ from shardwise.engine.parts.inputs import Loss
 from shardwise.observe.flops import flops_text
 from shardwise.plan.action import Kind
 from shardwise.plan.placement import Tier
+from shardwise.precision.policy import NAMES
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.price import StepSeconds, step_seconds
-from shardwise.simulate.rates import measured_rates
+from shardwise.simulate.rates import measured_hardware
 from shardwise.tiers.offload import OffloadPolicy
 
 Memory = Mapping[Tier, int | str]
@@ -86,7 +87,10 @@ class FitReport(NamedTuple):
     outlook: MemoryEstimate
     """The outlook of the configuration without changes."""
     seconds: StepSeconds
-    rates: RankRates
+    hardware: Hardware
+    """Rates by which the seconds are computed."""
+    dtype: str
+    """Name of the dtype of products."""
     changes: tuple[ConfigChange, ...]
     """The changes that make the job fit, the cheapest first; empty if it fits without a change, or nothing makes it
     fit."""
@@ -144,17 +148,27 @@ class FitReport(NamedTuple):
                 said.append(f"  (the driver and the communicators alone take {bytes_text(outside)} of them)")
         return said
 
+    def _rates(self) -> dict[str, float]:
+        """Return the rates that the seconds depend on, by name."""
+        hardware = self.hardware
+        return {
+            "flops_s": hardware.flops_s(self.dtype),
+            **{f"{tier}_bytes_s": rate for tier, rate in hardware.memory_bytes_s.items()},
+            "link_bytes_s": hardware.links["device"].bytes_s,
+            "exchange_bytes_s": hardware.links["host"].bytes_s,
+        }
+
     def _rates_text(self) -> str:
         """Return the rates that the seconds depend on, as text."""
-        rates, mesh = self.rates, self.outlook.plan.mesh
-        said = [f"{flops_text(rates.flops_s)}/s", f"{rates.host_bytes_s / 1e9:.3g} GB/s of host memory"]
+        rates, mesh = self._rates(), self.outlook.plan.mesh
+        said = [f"{flops_text(rates['flops_s'])}/s", f"{rates['host_bytes_s'] / 1e9:.3g} GB/s of host memory"]
         tiers = {*self.memory, *self.outlook.bytes_by_tier}
         if "host" in tiers:
-            said.append(f"{rates.link_bytes_s / 1e9:.3g} GB/s between host and device")
+            said.append(f"{rates['link_bytes_s'] / 1e9:.3g} GB/s between host and device")
         if "disk" in tiers:
-            said.append(f"{rates.disk_bytes_s / 1e9:.3g} GB/s of disk")
+            said.append(f"{rates['disk_bytes_s'] / 1e9:.3g} GB/s of disk")
         if mesh.world_size > 1:
-            said.append(f"{rates.exchange_bytes_s / 1e9:.3g} GB/s between ranks")
+            said.append(f"{rates['exchange_bytes_s'] / 1e9:.3g} GB/s between ranks")
         return f"by {', '.join(said)}"
 
     def __str__(self) -> str:
@@ -170,7 +184,7 @@ class FitReport(NamedTuple):
             "needs": self.outlook.bytes_by_tier,
             "rows": dict(step.peak.rows),
             "seconds": self.seconds._asdict(),
-            "rates": self.rates._asdict(),
+            "rates": self._rates(),
             "changes": [
                 {
                     "set": list(change.overrides),
@@ -191,7 +205,7 @@ def fits(
     ranks: int = 1,
     device: torch.device | None = None,
     loss: Loss | None = None,
-    rates: RankRates | None = None,
+    hardware: Hardware | None = None,
 ) -> FitReport:
     """Check whether a step of the job fits ``memory``, and find the changes that make it fit.
 
@@ -205,7 +219,7 @@ def fits(
         ranks: number of ranks of the job.
         device: device of the ranks; None: CPU.
         loss: the loss function, as ``initialize`` takes it.
-        rates: rates of the hardware; None: measured in this process, in about a second.
+        hardware: rates of a rank; None: measured in this process, in about a second.
 
     Returns:
         The needs of the job, and the changes that make it fit.
@@ -221,11 +235,13 @@ def fits(
     if not known.passed:
         raise UsageError("fits: an example is missing: a microbatch, or tensors of its shapes")
     folder = known.settings.offload.disk_path
-    rates = rates or measured_rates(device, known.settings.precision.compute_dtype or torch.float32, folder)
+    compute_dtype = known.settings.precision.compute_dtype or torch.float32
+    hardware = hardware or measured_hardware(device, compute_dtype, folder)
+    dtype = NAMES[compute_dtype]
     outlook = known.outlook(known.settings.offload)
-    now = _seconds(known, outlook, known.settings.offload, rates)
+    now = _seconds(known, outlook, known.settings.offload, hardware)
     if _is_within(outlook, have):
-        return FitReport(have, outlook, now, rates, (), None)
+        return FitReport(have, outlook, now, hardware, dtype, (), None)
     jobs = itertools.chain(
         [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
     )
@@ -233,13 +249,13 @@ def fits(
     found: list[ConfigChange] = []
     least: ConfigChange | None = None
     for overrides, job in _with_unlike_passes(jobs):
-        for change in _on_tiers(job, overrides, have, rates, now.total, (known.process_bytes, with_disk)):
+        for change in _on_tiers(job, overrides, have, hardware, now.total, (known.process_bytes, with_disk)):
             if _is_within(change.outlook, have):
                 found.append(change)
             elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
                 least = change
     found.sort(key=lambda change: (change.price_s, len(change.overrides)))
-    return FitReport(have, outlook, now, rates, tuple(found), None if found else least)
+    return FitReport(have, outlook, now, hardware, dtype, tuple(found), None if found else least)
 
 
 def budget(memory: Memory) -> dict[Tier, int]:
@@ -293,7 +309,7 @@ def _on_tiers(
     job: JobFacts,
     overrides: tuple[str, ...],
     have: Mapping[Tier, int],
-    rates: RankRates,
+    hardware: Hardware,
     before_s: float,
     process: tuple[int, int],
 ) -> Iterator[ConfigChange]:
@@ -310,7 +326,7 @@ def _on_tiers(
             policy = offload.model_copy(update={"fraction": fraction})
             alike = job._replace(process_bytes=process[policy.optimizer == "disk"])
             outlook = alike.outlook(policy)
-            seconds = _seconds(job, outlook, policy, rates)
+            seconds = _seconds(job, outlook, policy, hardware)
             share = (f"offload.fraction={fraction:g}",) * (fraction != job.settings.offload.fraction)
             return ConfigChange((*overrides, *words, *share), outlook, seconds, seconds.total - before_s)
 
@@ -357,8 +373,12 @@ def _ways(job: JobFacts, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPoli
         yield now.model_copy(update=changed), words
 
 
-def _seconds(job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, rates: RankRates) -> StepSeconds:
-    return step_seconds(outlook.plan, job.policies_with(offload), job.passed, rates, job.device.type == "cpu")
+def _seconds(
+    job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, hardware: Hardware
+) -> StepSeconds:
+    return step_seconds(
+        outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type == "cpu"
+    )
 
 
 def _is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:

@@ -4,8 +4,8 @@ Tables are placed one after another, the largest first. Of the placements that t
 memory that is left, the planner chooses the one that takes the least time. Beside an accelerator there are two
 memories: device memory for static tables and the host's for dynamic ones. On a CPU both kinds share one memory.
 
-    seconds = bytes sent / exchange_bytes_s + rows touched · 2 · line / row_bytes_s
-              + messages · message_s / tables that share them                           (base/rates.py)
+    seconds = bytes sent / rate of the link + rows touched · 2 · line / row_bytes_s
+              + messages · latency of the link / tables that share them                 (base/hardware.py)
 
 A table placed by table goes to the rank with the least time so far. Its time counts 5 % more than the formula, because
 owners are never equally busy. A table that fits nowhere is an error; no table is left out.
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.base.errors import PlanError
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware
 from shardwise.base.ragged import Ragged
-from shardwise.base.rates import ASSUMED_RATES, RankRates
 from shardwise.base.words import bytes_text
 from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.dynamic import capacity_of
@@ -101,7 +101,7 @@ def plan_tables(
     dtype: torch.dtype,
     memory_bytes: float | None = None,
     host_memory_bytes: float | None = None,
-    rates: RankRates = ASSUMED_RATES,
+    hardware: Hardware = ASSUMED_HARDWARE,
 ) -> list[PlacementChoice]:
     """Choose a placement for each table.
 
@@ -113,7 +113,7 @@ def plan_tables(
         dtype: dtype of the rows.
         memory_bytes: memory of a rank for tables; None is without limit.
         host_memory_bytes: memory of a rank for dynamic tables; None means that they share ``memory_bytes``.
-        rates: rates of the hardware, which must be the same on every rank.
+        hardware: rates of a rank, which must be given alike on every rank.
 
     Returns:
         The choices, in the order of ``tables``.
@@ -124,7 +124,7 @@ def plan_tables(
     room = _RankBudget(ranks, memory_bytes, host_memory_bytes)
     sized = sorted(tables, key=lambda table: -_rows(table, optimizer, dtype) * _line(table, optimizer, dtype))
     found = {
-        table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables), rates)
+        table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables), hardware)
         for table in sized
     }
     return [found[table.name] for table in tables]
@@ -163,14 +163,14 @@ def _choose(
     dtype: torch.dtype,
     room: _RankBudget,
     tables: int,
-    rates: RankRates,
+    hardware: Hardware,
 ) -> PlacementChoice:
     rows, line = _rows(table, optimizer, dtype), _line(table, optimizer, dtype)
     number = (
         f"up to {rows:,.0f}" if table.dynamic and rows else ("dynamic" if table.dynamic else f"{rows:,.0f}")
     )
     text = f"{number} x {table.width}, {(table.optimizer or optimizer).type}, {bytes_text(rows * line)}"
-    load = load_of(table, batch)
+    load, link = load_of(table, batch), hardware.links["host"]
     fitting: list[tuple[float, TablePlacement, float]] = []
     too_large: list[str] = []
     for place in _candidates(table, ranks):
@@ -182,9 +182,9 @@ def _choose(
         place = TablePlacement(place.placement, owner, place.exchange)
         sent = bytes_sent(place, load, table.width, dtype.itemsize, ranks).total
         seconds = (
-            sent / rates.exchange_bytes_s
-            + rows_touched(place, load, ranks) * 2 * line / rates.row_bytes_s
-            + (collectives(place) * rates.message_s / tables if ranks > 1 else 0.0)
+            sent / link.bytes_s
+            + rows_touched(place, load, ranks) * 2 * line / hardware.row_bytes_s
+            + (collectives(place) * link.latency_s / tables if ranks > 1 else 0.0)
         )
         fitting.append((seconds * (_OWNERS_DIFFER if place.placement == "table" else 1.0), place, sent))
     if not fitting:
