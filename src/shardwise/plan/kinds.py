@@ -248,6 +248,10 @@ class AnyKind(Enum):
         """True for the Kinds that follow all passes of a step."""
         self.updates: bool = phases == {"update"}
         """True for the Kinds that follow NORM. A skipped step runs only SWAP_WEIGHT of these."""
+        self.lane: Lane = (row.moves or (Move("compute", ""),))[0].lane
+        """Lane of the Action's own row in a trace: that of its first move."""
+        if self.computes or self.ends_step:
+            self.lane = "compute"
         self.is_announced: bool = self.computes or (row.of == "tables" and "pass" in phases)
         """True for the Kinds that the user's model reaches by itself inside a pass, as module hooks report."""
 

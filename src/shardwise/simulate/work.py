@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwise.base.errors import UsageError
 from shardwise.base.hardware import Hardware, Product, ProductKind
 from shardwise.observe.flops import is_repeated
 from shardwise.precision.policy import NAMES
@@ -66,22 +65,23 @@ class Work(NamedTuple):
             hardware: Rates of a rank.
             touched_bytes: Bytes that operations other than products read and write.
             tier: Tier of the memory in which the rank computes.
-
-        Raises:
-            UsageError: if the device has no peak in a dtype of the products.
         """
         seconds = hardware.touched_s(touched_bytes, tier) + self.calls * hardware.operation_s
         for product, calls in self.products.items():
             memory_s = hardware.touched_s(self.product_bytes.get(product, 0), tier)
-            try:
-                seconds += max(hardware.product_s(product, calls), memory_s)
-            except KeyError:
-                raise UsageError(
-                    f"hardware {hardware.name!r} has no peak for products in {product.dtype}, only for "
-                    f"{', '.join(hardware.peaks)}; choose a precision that the device computes in, or add the peak "
-                    "to its table"
-                ) from None
+            product_s = hardware.product_s(product._replace(dtype=peak_dtype(hardware, product.dtype)), calls)
+            seconds += max(product_s, memory_s)
         return seconds
+
+
+def peak_dtype(hardware: Hardware, dtype: str) -> str:
+    """Return the dtype by whose peak products in ``dtype`` are priced.
+
+    A device without units for a dtype computes in fp32; without a figure for fp32, the slowest known one is taken.
+    """
+    if dtype in hardware.peaks:
+        return dtype
+    return "fp32" if "fp32" in hardware.peaks else min(hardware.peaks, key=lambda each: hardware.peaks[each])
 
 
 NO_WORK = Work()

@@ -65,7 +65,9 @@ from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
 from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
+from shardwise.simulate.table_rows import table_rows
 from shardwise.simulate.timeline import StepMemory, step_memory
+from shardwise.simulate.touched import TableRows
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
@@ -159,6 +161,20 @@ class JobFacts(NamedTuple):
     has_experts: bool
     process_bytes: int
     """Bytes in a rank's memory beside the engine; on CPU ranks, those of this process when it was measured."""
+
+    @property
+    def rows(self) -> dict[str, TableRows]:
+        """Rows of each collection of embedding tables in one microbatch, by name of the collection."""
+        ranks, batch = self.mesh.size("dp"), self.settings.batch.micro_size or 1024
+        return {
+            name: table_rows(
+                each,
+                batch,
+                ranks,
+                torch.promote_types(self.settings.precision.dtypes("", each.dtype).master, torch.float32),
+            )
+            for name, each in self.tables.everywhere.items()
+        }
 
     def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
