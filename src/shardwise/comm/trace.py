@@ -60,6 +60,45 @@ class TrafficCount(NamedTuple):
     bytes: int = 0
 
 
+class ExchangeCall(NamedTuple):
+    """Equal calls of one collective or message, of one rank."""
+
+    operation: Operation
+    purpose: Purpose
+    axis: str
+    """Axis of the group, with its level if the exchange has two levels."""
+    elements: int
+    """Elements that one call sends, by the ring algorithm's lower bound (``elements_sent_by``)."""
+    itemsize: int
+    """Bytes of an element."""
+    calls: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all calls send."""
+        return self.calls * self.elements * self.itemsize
+
+
+def collective(
+    operation: Operation, purpose: Purpose, axis: str, elements: int, itemsize: int, ranks: int
+) -> tuple[ExchangeCall, ...]:
+    """Return one call of a collective as ``Traffic`` counts it; nothing for a group of one rank.
+
+    Args:
+        operation: Operation.
+        purpose: Kind of traffic.
+        axis: Axis of the group.
+        elements: Elements of the full tensor; for a send and an all-to-all, the elements that leave this rank.
+        itemsize: Bytes of an element.
+        ranks: Ranks of the group.
+    """
+    if ranks == 1:
+        return ()
+    return (
+        ExchangeCall(operation, purpose, axis, elements_sent_by(operation, elements, ranks), itemsize),
+    )
+
+
 @dataclass
 class Traffic:
     """Running totals by (operation, purpose, axis)."""

@@ -7,6 +7,7 @@ A row holds everything that other modules must know of a Kind, so a new Kind is 
     handler      engine/construction/handlers.py: the object and the method that do the Action
     moves        simulate/price.py: the lanes on which bytes travel, and what the Action waits for
     memory       simulate/timeline.py: the rows of memory that the Action takes and releases
+    sends        simulate/sent.py: the collectives and messages of the Action
     meaning      the glossary, the printed Plan, errors
 
 What a Kind asks of a Unit follows from the Unit's placements and tiers (``UnitFacts``), never from a policy:
@@ -194,6 +195,8 @@ class Definition:
     """Result that is there after the moves, for the ``waits_for`` of other Actions."""
     memory: tuple[str, ...] = ()
     """Effects on the memory of a step, by their names in simulate/timeline.py."""
+    sends: str = ""
+    """What the Action sends to other ranks, by its name in simulate/sent.py; ``nothing`` if it sends nothing."""
 
 
 def _once(fact: str) -> Callable[[Any], Times]:
@@ -267,6 +270,7 @@ class Kind(AnyKind):
         moves=(Move("down", "saved"),),
         gives="saved",
         memory=("forward",),
+        sends="pass",
     )
     B = Definition(
         "compute the backward pass of a stage or of a Unit (I and W together)",
@@ -275,14 +279,16 @@ class Kind(AnyKind):
         handler=("passes", "backward"),
         holds=("updated", "gathered", "recalled"),
         memory=("backward",),
+        sends="pass",
     )
-    I = Definition("compute the gradient of a stage's input", "dgrad", of="pass")  # noqa: E741 - the field's letter
-    W = Definition("compute the gradients of a stage's weights", "wgrad", of="pass")
+    I = Definition("compute the gradient of a stage's input", "dgrad", of="pass", sends="pass")  # noqa: E741 - the field's letter
+    W = Definition("compute the gradients of a stage's weights", "wgrad", of="pass", sends="pass")
     SEND = Definition(
         "send an activation or its gradient to another stage",
         "p2p",
         of="message",
         handler=("schedule", "send"),
+        sends="message",
     )
     RECV = Definition(
         "receive an activation or its gradient from another stage",
@@ -290,6 +296,7 @@ class Kind(AnyKind):
         of="message",
         handler=("schedule", "receive"),
         memory=("receive",),
+        sends="nothing",
     )
     LOAD_WEIGHT = Definition(
         "copy a rank's shard of a Unit's weights from host memory or a disk to the device, ahead of its UNSHARD",
@@ -301,6 +308,7 @@ class Kind(AnyKind):
         moves=(Move("disk", "weights_read"), Move("up", "weights_brought")),
         gives="brought",
         memory=("take brought",),
+        sends="nothing",
     )
     UNSHARD = Definition(
         "gather a Unit's weights from the ranks that hold a shard each",
@@ -330,6 +338,7 @@ class Kind(AnyKind):
         moves=(Move("disk", "whole_read"), Move("up", "whole_brought"), Move("exchange", "gathered")),
         gives="gathered",
         memory=("take brought", "take gathered"),
+        sends="weights",
     )
     RESHARD = Definition(
         "release the memory of a Unit's gathered weights",
@@ -338,6 +347,7 @@ class Kind(AnyKind):
         handler=("windows", "reshard"),
         closes="gathered",
         memory=("free gathered",),
+        sends="nothing",
     )
     OFFLOAD = Definition(
         "wait until host memory has a copy of what a Unit's forward saved, and release the device memory",
@@ -348,6 +358,7 @@ class Kind(AnyKind):
         handler=("windows", "offload"),
         holds=("saved",),
         memory=("offload",),
+        sends="nothing",
     )
     RELOAD = Definition(
         "bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it",
@@ -359,6 +370,7 @@ class Kind(AnyKind):
         moves=(Move("up", "saved"), Move("exchange", "saved_elsewhere")),
         gives="recalled",
         memory=("recall",),
+        sends="saved",
     )
     REDUCE = Definition(
         "sum a Unit's gradients over the data-parallel ranks",
@@ -376,6 +388,7 @@ class Kind(AnyKind):
         moves=(Move("exchange", "reduced"),),
         gives="reduced",
         memory=("reduce",),
+        sends="gradients",
     )
     ARRIVE = Definition(
         "wait for the sum of a Unit's gradients; a gradient that is updated on another tier leaves for it",
@@ -396,11 +409,13 @@ class Kind(AnyKind):
             Move("leaving", "gradients_left"),
         ),
         memory=("arrive",),
+        sends="arrival",
     )
     INPUT_DIST = Definition(
         "send the keys of a batch to the owners of their rows, ahead of the batch's step",
         "input dist",
         of="tables",
+        sends="keys",
     )
     FETCH = Definition(
         "gather the table rows that a batch uses",
@@ -408,6 +423,7 @@ class Kind(AnyKind):
         of="tables",
         uses=(Use("pass", lambda facts: Times.MICROBATCH, inside=("F",)),),
         handler=("tables", "passed_by"),
+        sends="vectors",
     )
     DELIVER = Definition(
         "send the gradients of table rows to the owners of the rows",
@@ -425,6 +441,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("tables", "deliver"),
+        sends="row gradients",
     )
     SUM = Definition(
         "sum the gradients that model-parallel ranks hold in common",
@@ -440,6 +457,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "sum"),
+        sends="shared gradients",
     )
     NORM = Definition(
         "compute the norm of all gradients and what all ranks derive from it: scale, clip, or skip",
@@ -461,6 +479,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "norm"),
+        sends="numbers",
     )
     DIRECTION = Definition(
         "compute a Unit's moments and update directions, if the update needs more than its own element",
@@ -474,6 +493,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "direction"),
+        sends="nothing",
     )
     TRUST_RATIO = Definition(
         "compute the norms of whole tensors, of weights and of directions",
@@ -489,6 +509,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "trust_ratio"),
+        sends="norms",
     )
     ALL_TO_ALL = Definition(
         "send whole matrices of directions to one rank each, and receive the updates back",
@@ -504,6 +525,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "all_to_all"),
+        sends="matrices",
     )
     BALANCE = Definition(
         "move the bias of each router by the number of tokens that its experts got in the step",
@@ -518,6 +540,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("experts", "balance"),
+        sends="nothing",
     )
     SCALE = Definition(
         "agree on the scales of the weights that are gathered in fp8, after their update",
@@ -533,6 +556,7 @@ class Kind(AnyKind):
             ),
         ),
         handler=("scales", "scale"),
+        sends="scales",
     )
     SWAP_WEIGHT = Definition(
         "replace a Unit's weights by the result of the previous step's update (delayed updates)",
@@ -549,6 +573,7 @@ class Kind(AnyKind):
         handler=("end", "swap_weight"),
         holds=("update",),
         memory=("drop late gradients",),
+        sends="nothing",
     )
     LOAD = Definition(
         "read a Unit's masters and moments from a disk into host memory",
@@ -565,6 +590,7 @@ class Kind(AnyKind):
         handler=("end", "load"),
         moves=(Move("disk", "state_read"),),
         gives="loaded",
+        sends="nothing",
     )
     STEP = Definition(
         "update a Unit's masters and moments where they lie",
@@ -597,6 +623,7 @@ class Kind(AnyKind):
             Move("up", "updated_up"),
         ),
         gives="update",
+        sends="nothing",
     )
     STORE = Definition(
         "write a Unit's masters and moments to the disk after their update",
@@ -613,6 +640,7 @@ class Kind(AnyKind):
         handler=("end", "store"),
         waits_for=("update",),
         moves=(Move("disk", "state_written"),),
+        sends="nothing",
     )
     WAIT = Definition(
         "wait for a Unit's update on another tier (offload.step: at_end)",
@@ -631,4 +659,5 @@ class Kind(AnyKind):
         ),
         handler=("end", "wait"),
         holds=("update",),
+        sends="nothing",
     )
