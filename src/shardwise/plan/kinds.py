@@ -7,6 +7,7 @@ A row holds everything that other modules must know of a Kind, so a new Kind is 
     handler      engine/construction/handlers.py: the object and the method that do the Action
     moves        simulate/clocks.py: the lanes on which bytes travel, and what the Action waits for
     memory       simulate/timeline.py: the rows of memory that the Action takes and releases
+    sends        simulate/sent.py: the collectives and messages of the Action
     meaning      the glossary, the printed Plan, errors
 
 What a Kind asks of a Unit follows from the Unit's placements and tiers (``UnitFacts``), never from a policy:
@@ -164,7 +165,7 @@ class Move(NamedTuple):
     lane: Lane
     quantity: str
     """Name of the bytes of the Action's Unit or rank, a field of ``UnitQuantities`` or ``RankQuantities``
-    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks; ``work``: its operations."""
+    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks (simulate/sent.py); ``work``: its operations."""
     is_aside: bool = False
     """True if no later move of the Action waits for this one."""
     is_limited: bool = False
@@ -199,6 +200,8 @@ class Definition:
     """Result that is there after the moves, for the ``waits_for`` of other Actions."""
     memory: tuple[str, ...] = ()
     """Effects on the memory of a step, by their names in simulate/timeline.py."""
+    sends: str = ""
+    """What the Action sends to other ranks, by its name in simulate/sent.py; ``nothing`` if it sends nothing."""
 
 
 def _once(fact: str) -> Callable[[Any], Times]:
@@ -276,6 +279,7 @@ class Kind(AnyKind):
         moves=(Move("exchange", "sent"), Move("compute", "work"), Move("down", "saved")),
         gives="saved",
         memory=("forward",),
+        sends="pass",
     )
     B = Definition(
         "compute the backward pass of a stage or of a Unit (I and W together)",
@@ -285,15 +289,17 @@ class Kind(AnyKind):
         holds=("updated", "gathered", "recalled"),
         moves=(Move("exchange", "sent"), Move("compute", "work"), Move("compute", "accumulated")),
         memory=("backward",),
+        sends="pass",
     )
-    I = Definition("compute the gradient of a stage's input", "dgrad", of="pass")  # noqa: E741 - the field's letter
-    W = Definition("compute the gradients of a stage's weights", "wgrad", of="pass")
+    I = Definition("compute the gradient of a stage's input", "dgrad", of="pass", sends="pass")  # noqa: E741 - the field's letter
+    W = Definition("compute the gradients of a stage's weights", "wgrad", of="pass", sends="pass")
     SEND = Definition(
         "send an activation or its gradient to another stage",
         "p2p",
         of="message",
         handler=("schedule", "send"),
         moves=(Move("exchange", "sent"),),
+        sends="message",
     )
     RECV = Definition(
         "receive an activation or its gradient from another stage",
@@ -302,6 +308,7 @@ class Kind(AnyKind):
         handler=("schedule", "receive"),
         moves=(Move("exchange", "sent"),),
         memory=("receive",),
+        sends="nothing",
     )
     LOAD_WEIGHT = Definition(
         "copy a rank's shard of a Unit's weights from host memory or a disk to the device, ahead of its UNSHARD",
@@ -313,6 +320,7 @@ class Kind(AnyKind):
         moves=(Move("disk", "weights_read"), Move("up", "weights_brought")),
         gives="brought",
         memory=("take brought",),
+        sends="nothing",
     )
     UNSHARD = Definition(
         "gather a Unit's weights from the ranks that hold a shard each",
@@ -342,6 +350,7 @@ class Kind(AnyKind):
         moves=(Move("disk", "whole_read"), Move("up", "whole_brought"), Move("exchange", "sent")),
         gives="gathered",
         memory=("take brought", "take gathered"),
+        sends="weights",
     )
     RESHARD = Definition(
         "release the memory of a Unit's gathered weights",
@@ -351,6 +360,7 @@ class Kind(AnyKind):
         closes="gathered",
         moves=(),
         memory=("free gathered",),
+        sends="nothing",
     )
     OFFLOAD = Definition(
         "wait until host memory has a copy of what a Unit's forward saved, and release the device memory",
@@ -362,6 +372,7 @@ class Kind(AnyKind):
         holds=("saved",),
         moves=(),
         memory=("offload",),
+        sends="nothing",
     )
     RELOAD = Definition(
         "bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it",
@@ -373,6 +384,7 @@ class Kind(AnyKind):
         moves=(Move("up", "saved"), Move("exchange", "sent")),
         gives="recalled",
         memory=("recall",),
+        sends="saved",
     )
     REDUCE = Definition(
         "sum a Unit's gradients over the data-parallel ranks",
@@ -390,6 +402,7 @@ class Kind(AnyKind):
         moves=(Move("exchange", "sent"),),
         gives="reduced",
         memory=("reduce",),
+        sends="gradients",
     )
     ARRIVE = Definition(
         "wait for the sum of a Unit's gradients; a gradient that is updated on another tier leaves for it",
@@ -405,17 +418,20 @@ class Kind(AnyKind):
         handler=("windows", "arrive"),
         holds=("reduced",),
         moves=(
+            Move("exchange", "sent"),
             Move("down", "gradients_down"),
             Move("up", "gradients_brought", is_aside=True),
             Move("disk", "gradients_left", is_aside=True, is_limited=True),
         ),
         memory=("arrive",),
+        sends="arrival",
     )
     INPUT_DIST = Definition(
         "send the keys of a batch to the owners of their rows, ahead of the batch's step",
         "input dist",
         of="tables",
-        moves=(Move("compute", "keys_found"),),
+        moves=(Move("compute", "keys_found"), Move("exchange", "sent")),
+        sends="keys",
     )
     FETCH = Definition(
         "gather the table rows that a batch uses",
@@ -424,6 +440,7 @@ class Kind(AnyKind):
         uses=(Use("pass", lambda facts: Times.MICROBATCH, inside=("F",)),),
         handler=("tables", "passed_by"),
         moves=(Move("compute", "keys_found"), Move("compute", "rows_read"), Move("exchange", "sent")),
+        sends="vectors",
     )
     DELIVER = Definition(
         "send the gradients of table rows to the owners of the rows",
@@ -442,6 +459,7 @@ class Kind(AnyKind):
         ),
         handler=("tables", "deliver"),
         moves=(Move("compute", "rows_merged"), Move("exchange", "sent")),
+        sends="row gradients",
     )
     SUM = Definition(
         "sum the gradients that model-parallel ranks hold in common",
@@ -458,6 +476,7 @@ class Kind(AnyKind):
         ),
         handler=("end", "sum"),
         moves=(Move("exchange", "sent"),),
+        sends="shared gradients",
     )
     NORM = Definition(
         "compute the norm of all gradients and what all ranks derive from it: scale, clip, or skip",
@@ -480,6 +499,7 @@ class Kind(AnyKind):
         ),
         handler=("end", "norm"),
         moves=(Move("exchange", "sent"), Move("compute", "normed")),
+        sends="numbers",
     )
     DIRECTION = Definition(
         "compute a Unit's moments and update directions, if the update needs more than its own element",
@@ -494,6 +514,7 @@ class Kind(AnyKind):
         ),
         handler=("end", "direction"),
         moves=(Move("compute", "directed"),),
+        sends="nothing",
     )
     TRUST_RATIO = Definition(
         "compute the norms of whole tensors, of weights and of directions",
@@ -510,6 +531,7 @@ class Kind(AnyKind):
         ),
         handler=("end", "trust_ratio"),
         moves=(Move("compute", "compared"), Move("exchange", "sent")),
+        sends="norms",
     )
     ALL_TO_ALL = Definition(
         "send whole matrices of directions to one rank each, and receive the updates back",
@@ -526,6 +548,7 @@ class Kind(AnyKind):
         ),
         handler=("end", "all_to_all"),
         moves=(Move("exchange", "sent"), Move("compute", "work")),
+        sends="matrices",
     )
     BALANCE = Definition(
         "move the bias of each router by the number of tokens that its experts got in the step",
@@ -541,6 +564,7 @@ class Kind(AnyKind):
         ),
         handler=("experts", "balance"),
         moves=(Move("compute", "balanced"),),
+        sends="nothing",
     )
     SCALE = Definition(
         "agree on the scales of the weights that are gathered in fp8, after their update",
@@ -557,6 +581,7 @@ class Kind(AnyKind):
         ),
         handler=("scales", "scale"),
         moves=(Move("compute", "scaled"), Move("exchange", "sent")),
+        sends="scales",
     )
     SWAP_WEIGHT = Definition(
         "replace a Unit's weights by the result of the previous step's update (delayed updates)",
@@ -574,6 +599,7 @@ class Kind(AnyKind):
         holds=("update",),
         moves=(Move("up", "adopted"),),
         memory=("drop late gradients",),
+        sends="nothing",
     )
     LOAD = Definition(
         "read a Unit's masters and moments from a disk into host memory",
@@ -590,6 +616,7 @@ class Kind(AnyKind):
         handler=("end", "load"),
         moves=(Move("disk", "state_read"),),
         gives="loaded",
+        sends="nothing",
     )
     STEP = Definition(
         "update a Unit's masters and moments where they lie",
@@ -623,6 +650,7 @@ class Kind(AnyKind):
             Move("up", "updated_up"),
         ),
         gives="update",
+        sends="nothing",
     )
     STORE = Definition(
         "write a Unit's masters and moments to the disk after their update",
@@ -639,6 +667,7 @@ class Kind(AnyKind):
         handler=("end", "store"),
         waits_for=("update",),
         moves=(Move("disk", "state_written"),),
+        sends="nothing",
     )
     WAIT = Definition(
         "wait for a Unit's update on another tier (offload.step: at_end)",
@@ -658,4 +687,5 @@ class Kind(AnyKind):
         handler=("end", "wait"),
         holds=("update",),
         moves=(),
+        sends="nothing",
     )

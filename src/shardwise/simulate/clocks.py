@@ -76,6 +76,8 @@ class RankClocks:
         self._pass: tuple[Action, float] | None = None
         """The running pass of a stage, and its start."""
         self._data_s = data_s
+        self._taken = 0.0
+        """Share of the device that the last exchange takes from the computation beside it."""
 
     def begin_step(self, first: Action) -> None:
         """Begin a step, with batches that were read during the step before; ``first`` is its first Action."""
@@ -115,17 +117,26 @@ class RankClocks:
         return self._free[lane]
 
     def _exchange(self, action: Action, after_s: float, control: bool = False) -> float:
-        """Return the time at which what an Action sends, available from ``after_s`` on, has reached the other ranks."""
-        stands = self._prices.is_cpu or action.kind.computes
-        for sent in self._prices.sent(action):
-            if sent.is_control is not control:
+        """Return the time at which what an Action sends, available from ``after_s`` on, has reached the other ranks.
+
+        Args:
+            action: The Action.
+            after_s: Time from which on its bytes are available.
+            control: True for the numbers of NORM, for which all ranks wait; False for everything else.
+        """
+        stands = self._prices.is_cpu or action.kind.computes or action.kind is Kind.ARRIVE
+        for call in self._prices.sent(action):
+            if (action.kind is Kind.NORM and call.purpose == "control") is not control:
                 continue
-            seconds = self._prices.exchange_s(sent)
+            seconds = self._prices.exchange_s(call)
+            if action.kind.row.of == "message" and self._prices.is_cpu:
+                seconds /= 2  # the sender copies the message in, and the receiver copies it out
             if not stands:
-                after_s = self._beside("exchange", seconds, action, after_s, sent.axis)
+                after_s = self._beside("exchange", seconds, action, after_s, call.axis)
+                self._taken = self._prices.link_of(call.axis).taken
             else:
-                self._wait(after_s, action, sent.axis)
-                self._do(seconds, action, "exchange", sent.axis)
+                self._wait(after_s, action, call.axis)
+                self._do(seconds, action, "exchange", call.axis)
                 after_s = self.now
         return max(self.now, after_s)
 
@@ -134,6 +145,8 @@ class RankClocks:
         if move.lane == "exchange":
             return self._exchange(action, after_s)
         seconds = self._prices.seconds(action, move)
+        if action.kind.computes and move.lane == "compute":
+            seconds = self._slowed(seconds)
         if move.lane == "compute" or (self._prices.is_cpu and move.lane in ("down", "up")):
             self._do(seconds, action)
             return max(self.now, after_s)
@@ -144,6 +157,20 @@ class RankClocks:
             while len(self._leaving) > self._limit:
                 self._wait(self._leaving.popleft(), action)
         return after_s
+
+    def _slowed(self, seconds: float) -> float:
+        """Return the seconds of computation beside the exchanges that run now, which take a share of the device."""
+        beside_s = self._free["exchange"] - self.now
+        if not self._taken or beside_s <= 0:
+            return seconds
+        return min(seconds / (1 - self._taken), seconds + beside_s * self._taken)
+
+    def _slowed(self, seconds: float) -> float:
+        """Return the seconds of computation beside the exchanges that run now, which take a share of the device."""
+        beside_s = self._free["exchange"] - self.now
+        if not self._taken or beside_s <= 0:
+            return seconds
+        return min(seconds / (1 - self._taken), seconds + beside_s * self._taken)
 
     def _python(self) -> None:
         """Let Python reach the next Action."""
@@ -202,9 +229,10 @@ class RankClocks:
     def _message(self, action: Action, arrived_s: float) -> None:
         if action.kind is Kind.RECV:
             self._wait(arrived_s, action, "pp")
-        there = self._exchange(action, 0.0)
         if action.kind is Kind.SEND:
-            self.sent_s = there
+            self.sent_s = self._exchange(action, 0.0)
+        elif self._prices.is_cpu:
+            self._exchange(action._replace(kind=Kind.SEND, stage=action.other, other=action.stage), 0.0)
 
     def reach_norm(self, action: Action) -> float:
         """Do what NORM does before it meets other ranks, and return the time at which it meets them."""

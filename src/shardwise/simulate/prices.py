@@ -1,34 +1,24 @@
 """Seconds of the moves of one rank's Actions: counted bytes and operations over the rates of its hardware.
 
     work                   products and other operations of a pass, by a roofline           (work.py)
-    sent                   exchanges with other ranks, by axis
+    sent                   collectives and messages, by the link that the axis crosses      (sent.py)
     on the device          bytes / rate of the memory in which the rank computes; rows of tables have a rate of their own
     update, disk           bytes / rate of host memory, or of the disk
     down, up               bytes / rate of the link between host and device; nothing on CPU ranks, where both are one
 
-Cost: a look into a table per move; the work of a Unit is priced once.
+Cost: a look into a table per move; the work and the exchanges of a Unit are priced once.
 """
 
-from typing import NamedTuple
-
-from shardwise.base.hardware import Hardware, Level
+from shardwise.base.hardware import Hardware, Level, Link
+from shardwise.comm.trace import LEVELS, ExchangeCall
+from shardwise.parallel.zero.cost import Calls
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.kinds import Move
 from shardwise.plan.mesh import Mesh
 from shardwise.simulate.quantities import Quantities
 
-_CONTROL_BYTES = 8 * 64
-"""Bytes of the numbers on which ranks agree in NORM."""
-
-
-class SentBytes(NamedTuple):
-    """What one Action sends over one axis."""
-
-    axis: str
-    nbytes: float
-    calls: int = 1
-    is_control: bool = False
-    """True for numbers on which all ranks agree, for which they wait for one another."""
+_SHARED = "shared"
+"""Axis of sums over the ranks of a model that hold the same elements."""
 
 
 class ActionPrices:
@@ -54,7 +44,8 @@ class ActionPrices:
         """Seconds of Python for one Action."""
         self._near = "host" if is_cpu else "device"
         self._work: dict[tuple[Kind, int], float] = {}
-        self._sent: dict[tuple[Kind, int], tuple[SentBytes, ...]] = {}
+        self._sent: dict[Action, Calls] = {}
+        self._seconds: dict[ExchangeCall, float] = {}
         self._levels: dict[str, Level] = {}
 
     def near_s(self, nbytes: float) -> float:
@@ -96,73 +87,37 @@ class ActionPrices:
 
     # Between ranks ---------------------------------------------------------------------------------------------
 
-    def sent(self, action: Action) -> tuple[SentBytes, ...]:
-        """Return what an Action sends, by axis."""
-        if action.kind.row.of == "message":
-            return self._message(action)
-        key = (action.kind, action.unit)
+    def sent(self, action: Action) -> Calls:
+        """Return the collectives and messages of an Action."""
+        key = action if action.kind is Kind.ARRIVE else action._replace(microbatch=-1)
         if key not in self._sent:
-            found = self._rank_sends(action.kind) if action.unit < 0 else self._unit_sends(*key)
-            self._sent[key] = tuple(
-                each for each in found if each.nbytes and self._mesh.size(each.axis) > 1
-            )
+            self._sent[key] = self._job.exchanges(action)
         return self._sent[key]
 
-    def exchange_s(self, sent: SentBytes) -> float:
-        """Return the seconds of an exchange."""
-        return self._exchange_s(sent.nbytes, sent.axis, sent.calls)
+    def exchange_s(self, call: ExchangeCall) -> float:
+        """Return the seconds of equal calls of a collective, or of a message, on a rank that sends or receives it."""
+        if call not in self._seconds:
+            self._seconds[call] = self._exchange_s(call.bytes, call.axis, call.calls)
+        return self._seconds[call]
+
+    def link_of(self, axis: str) -> Link:
+        """Return the link that exchanges over an axis cross."""
+        return self._hardware.links[self._level(axis)]
 
     def _exchange_s(self, nbytes: float, axis: str, calls: int = 1) -> float:
-        link = self._hardware.links[self._level(axis)]
+        link = self.link_of(axis)
         return nbytes / link.bytes_s + calls * link.latency_s
 
     def _level(self, axis: str) -> Level:
         """Return what the ranks of an axis have in common: a host, or the cluster."""
         if axis not in self._levels:
+            across, within = LEVELS
             per_host = self._per_host or self._mesh.world_size
-            hosts = {rank // per_host for rank in self._mesh.ranks(axis, 0)}
-            self._levels[axis] = "host" if len(hosts) == 1 else "cluster"
+            if axis.endswith(across):
+                self._levels[axis] = "cluster"
+            elif axis.endswith(within):
+                self._levels[axis] = "host"
+            else:
+                ranks = self._mesh.ranks("model" if axis == _SHARED else axis, 0)
+                self._levels[axis] = "host" if len({rank // per_host for rank in ranks}) == 1 else "cluster"
         return self._levels[axis]
-
-    def _message(self, action: Action) -> tuple[SentBytes, ...]:
-        # On CPU ranks the sender copies the message in and the receiver copies it out.
-        size = self._job.message(action)
-        if self.is_cpu:
-            return (SentBytes("pp", size / 2),)
-        return (SentBytes("pp", size),) if action.kind is Kind.SEND else ()
-
-    def _unit_sends(self, kind: Kind, unit: int) -> list[SentBytes]:
-        amounts, strategy = self._job.of[unit], self._job.strategies[unit]
-        if kind in (Kind.F, Kind.B):
-            axis = "tp" if self._mesh.tp > 1 else "ep" if self._mesh.ep > 1 else "cp"
-            return [SentBytes(axis, self._job.share(kind, unit).sent_bytes)]
-        if kind is Kind.UNSHARD:
-            return [SentBytes(strategy.axes[1], amounts.gathered)]
-        if kind is Kind.REDUCE:
-            axis = strategy.axes[1] if strategy.cuts_master else self._mesh.name_of(strategy.axes)
-            return [SentBytes(axis, amounts.reduced)]
-        if kind is Kind.RELOAD:
-            return [SentBytes("tp", amounts.saved_elsewhere)]
-        rows = self._job.rows_of(unit)
-        if kind is Kind.FETCH:
-            return [SentBytes("dp", rows.sent_bytes[0], rows.messages[0])]
-        return [SentBytes("dp", rows.sent_bytes[1], rows.messages[1])] if kind is Kind.DELIVER else []
-
-    def _rank_sends(self, kind: Kind) -> list[SentBytes]:
-        if kind is Kind.NORM:
-            return [
-                SentBytes("dp_replicate", self._job.over_replicas),
-                SentBytes("dp", _CONTROL_BYTES, is_control=True),
-                SentBytes("model", _CONTROL_BYTES, is_control=True),
-            ]
-        if kind is Kind.SUM:
-            return [SentBytes("model", self._job.summed)]
-        if kind is Kind.TRUST_RATIO:
-            return [SentBytes("world", _CONTROL_BYTES)]
-        if kind is Kind.SCALE:
-            return [SentBytes("dp", _CONTROL_BYTES)]
-        if kind is Kind.ALL_TO_ALL:
-            sharers = self._mesh.world_size // self._mesh.pp
-            part = self._job.matrix_elements / sharers * (sharers - 1) / sharers
-            return [SentBytes("world", 2 * 2 * part, 2)]
-        return []

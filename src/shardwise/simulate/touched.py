@@ -14,14 +14,12 @@ Of a bucket with E owned elements, and g, m, w bytes of a gradient, a master or 
 Cost: one look at each bucket.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardwise.base.hardware import Product
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Partial
 from shardwise.plan.plan import Plan, RankClass
 from shardwise.plan.registry import Registry
 from shardwise.simulate.work import NO_WORK, Work
@@ -84,22 +82,6 @@ def scaled_bytes(ranks: RankClass) -> int:
             if bucket.key.trained and bucket.key.gather_dtype is not None:
                 own = bucket.shard_elements if strategy.cuts_weight else bucket.elements
                 found += own * bucket.key.dtype.itemsize
-    return found
-
-
-def summed_bytes(plan: Plan, ranks: RankClass) -> float:
-    """Return the bytes that one rank sends for the sums of gradients that ranks of a model hold in common."""
-    found, mesh = 0.0, plan.mesh
-    for info in plan.registry.of_kind("gradient"):
-        if set(info.stages).isdisjoint(ranks.stages):
-            continue
-        adders = math.prod(
-            mesh.size(axis)
-            for axis in mesh.model_axes(info.axes)
-            if isinstance(info.gradient_on(axis), Partial)
-        ) * len({stage % mesh.pp for stage in info.stages})
-        owners = mesh.size(info.axes[1])
-        found += info.elements / owners * info.dtype.itemsize * 2 * (adders - 1) / adders
     return found
 
 

@@ -64,6 +64,7 @@ from shardwise.plan.unit import Unit
 from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
+from shardwise.simulate.exchanges import ExchangeRecord, message
 from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
 from shardwise.simulate.table_rows import table_rows
 from shardwise.simulate.timeline import StepMemory, step_memory
@@ -373,7 +374,7 @@ def _passes(
     blocks: Sequence[str],
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
-    device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), Traffic()
+    device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
     replay = DrawReplay(operations, has_numbers=False)
     dtypes = {
         name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
@@ -406,8 +407,13 @@ def _passes(
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
             passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
             received = sum(tensor.nbytes for tensor in arriving)
-            answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)
-            found[stage] = passed._replace(received_bytes=received, answered_bytes=answered)
+            back = [] if is_last else [tensor for tensor in leaving if tensor.requires_grad]
+            found[stage] = passed._replace(
+                received_bytes=received,
+                answered_bytes=sum(tensor.nbytes for tensor in back),
+                leaves=() if is_last else message("activations", leaving),
+                answered=message("gradients", back),
+            )
             text, arriving = one.text, leaving
     return found
 
