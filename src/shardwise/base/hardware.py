@@ -29,6 +29,8 @@ class Link(NamedTuple):
     """Bytes per second in each direction."""
     latency_s: float
     """Seconds before the first byte of a message arrives."""
+    taken: float = 0.0
+    """Share of the device's computation that exchanges on the link take while they run."""
 
 
 class Product(NamedTuple):
@@ -48,8 +50,9 @@ class Hardware:
     name: str
     peaks: Mapping[str, float]
     """Dense FLOP/s by name of the dtype: ``fp32``, ``fp16``, ``bf16``, ``fp64``, ``fp8``."""
-    efficiency: Mapping[ProductKind, tuple[tuple[float, float], ...]]
-    """Shares of the peak that operations reach, as (FLOPs of one operation, share), ascending, by kind."""
+    efficiency: Mapping[str, tuple[tuple[float, float], ...]]
+    """Shares of the peak that operations reach, as (FLOPs of one operation, share), ascending. Keys are kinds, and for
+    a dtype with shares of its own the kind and the dtype, such as ``product bf16``."""
     memory_bytes: Mapping[str, int]
     """Bytes of memory by tier: ``device``, ``host``, ``disk``; a tier that is left out is not limited."""
     memory_bytes_s: Mapping[str, float]
@@ -65,7 +68,7 @@ class Hardware:
     """Factors on seconds for the low and the high end of a price, by use of the time (plan/timeline.py), if the rates
     were measured; empty: the default spread (simulate/price.py)."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of each figure, for people."""
+    """Source of each figure, by its place in a file of hardware (hardware_files.py)."""
 
     def flops_s(self, dtype: str) -> float:
         """Return the FLOP/s that the largest products of a dtype reach.
@@ -73,11 +76,11 @@ class Hardware:
         Raises:
             KeyError: if the device has no peak in the dtype.
         """
-        return self.peaks[dtype] * self.efficiency["product"][-1][1]
+        return self.peaks[dtype] * self._shares("product", dtype)[-1][1]
 
     def share_of_peak(self, product: Product) -> float:
         """Return the share of the peak that an operation of this class reaches."""
-        table = self.efficiency[product.kind]
+        table = self._shares(product.kind, product.dtype)
         sizes = [math.log(size) for size, _ in table]
         here = math.log(max(product.flops, 1))
         above = bisect_left(sizes, here)
@@ -86,6 +89,9 @@ class Hardware:
         (_, low), (_, high) = table[above - 1], table[above]
         part = (here - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         return low + part * (high - low)
+
+    def _shares(self, kind: ProductKind, dtype: str) -> tuple[tuple[float, float], ...]:
+        return self.efficiency.get(f"{kind} {dtype}") or self.efficiency[kind]
 
     def product_s(self, product: Product, calls: int = 1) -> float:
         """Return the seconds of ``calls`` operations of one class.

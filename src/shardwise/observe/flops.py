@@ -21,56 +21,18 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.base.hardware_files import shipped_tables
 
-class DevicePeak(NamedTuple):
-    """Dense peak of one device in FLOP/s, from its vendor's data sheet."""
-
-    name: str
-    """Regular expression for the whole device name, without the vendor's name at its start."""
-    fp32: float
-    """Peak without TF32, as torch computes by default."""
-    fp16: float
-    bf16: float | None
-    """Peak in bf16; None if the hardware has no matrix units for the type."""
-
-
-# Matrix units with 32-bit accumulation, without sparsity. Data sheets often print the figure with 2:4 sparsity, or
-# (GeForce) with 16-bit accumulation: both are twice what a training step can reach. Whole names only: a slice of a
-# device (MIG), a laptop part or an export variant shares the beginning of the name and not the peak.
-PEAKS: tuple[DevicePeak, ...] = (
-    DevicePeak(r"GB200", 80e12, 2500e12, 2500e12),
-    DevicePeak(r"B200", 75e12, 2250e12, 2250e12),
-    DevicePeak(r"GH200 \d+GB", 67e12, 989.4e12, 989.4e12),
-    DevicePeak(r"H200", 67e12, 989.4e12, 989.4e12),
-    DevicePeak(r"H[12]00 NVL", 60e12, 835.5e12, 835.5e12),
-    DevicePeak(r"H100 PCIe", 51e12, 756e12, 756e12),
-    DevicePeak(r"H100 (80GB HBM3|SXM5 80GB)", 67e12, 989.4e12, 989.4e12),
-    DevicePeak(r"A100(-SXM4?|-PCIE| 80GB PCIe)(-[48]0GB)?", 19.5e12, 312e12, 312e12),
-    DevicePeak(r"A40", 37.4e12, 149.7e12, 149.7e12),
-    DevicePeak(r"A30", 10.3e12, 165e12, 165e12),
-    DevicePeak(r"A10", 31.2e12, 125e12, 125e12),
-    DevicePeak(r"V100S-PCIE-32GB", 16.4e12, 130e12, None),
-    DevicePeak(r"V100-PCIE-(16|32)GB", 14e12, 112e12, None),
-    DevicePeak(r"V100-SXM2-(16|32)GB", 15.7e12, 125e12, None),
-    DevicePeak(r"T4", 8.1e12, 65e12, None),
-    DevicePeak(r"L40S", 91.6e12, 362.05e12, 362.05e12),
-    DevicePeak(r"L40", 90.5e12, 181.05e12, 181.05e12),
-    DevicePeak(r"L4", 30.3e12, 121e12, 121e12),
-    DevicePeak(r"GeForce RTX 5090", 104.8e12, 209.5e12, 209.5e12),
-    DevicePeak(r"GeForce RTX 4090", 82.6e12, 165.2e12, 165.2e12),
-    DevicePeak(r"GeForce RTX 3090 Ti", 40e12, 80e12, 80e12),
-    DevicePeak(r"GeForce RTX 3090", 35.6e12, 71e12, 71e12),
-    DevicePeak(r"Instinct MI3[02][05]X", 163.4e12, 1307.4e12, 1307.4e12),
-)
 _VENDOR = re.compile(r"^(NVIDIA|Tesla|AMD|Quadro)\s+")
 _SECONDS_PER_DAY = 86_400
+_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def peak(device_name: str, dtype: torch.dtype) -> float | None:
@@ -81,15 +43,16 @@ def peak(device_name: str, dtype: torch.dtype) -> float | None:
         dtype: Dtype of the products.
 
     Returns:
-        FLOP/s from the vendor's data sheet; None if unknown.
+        FLOP/s from the vendor's data sheet (base/devices.json); None if unknown, or if the device has no matrix units
+        for a 16-bit dtype.
     """
     short = device_name.strip()
     while (shorter := _VENDOR.sub("", short)) != short:
         short = shorter
-    for entry in PEAKS:
-        if re.fullmatch(entry.name, short):
-            known = {torch.float32: entry.fp32, torch.float16: entry.fp16, torch.bfloat16: entry.bf16}
-            return known.get(dtype)
+    kept = _DTYPES.get(dtype)
+    for table in shipped_tables().values():
+        if any(re.fullmatch(name, short) for name in table.devices):
+            return None if kept is None else table.figures.get(f"peaks.{kept}")  # type: ignore[return-value]
     return None
 
 

@@ -1,0 +1,365 @@
+"""Tables of hardware: those that are shipped, by name, and those in a user's file, both in one form.
+
+    {
+      "like": "h100",
+      "links": {"cluster": {"rate": "25 GB/s", "reached": 0.9, "latency": "14 us"}},
+      "sources": {"links.cluster": "our switch's manual"}
+    }
+
+Every figure is text with its unit, except shares, which are numbers above 0 and up to 1. A rate counts by the share of
+it that is ``reached``. ``like`` names a shipped table whose figures hold if the file gives none; ``peaks``, if given,
+replace all peaks of that table. ``sources`` names the source of a figure, or of all figures below a key.
+
+    peaks.DTYPE                    rate, such as "989.4 TFLOP/s": dense, with 32-bit accumulation
+    efficiency.KIND [DTYPE]        [["1 GFLOP", 0.6], ...]: share of the peak by the FLOPs of one operation
+    memory.TIER                    size, rate, reached
+    links.LEVEL                    rate in one direction, reached, latency, taken (share of the device's computation)
+    operation, action              seconds, such as "5 us"
+    rows                           rate of scattered rows
+    devices                        regular expressions for whole names that drivers give, without the vendor's name
+
+Cost: one small file, read once.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.hardware import Hardware, Level, Link
+from shardwise.base.policy import nearest
+from shardwise.base.regular_files import read_small_file, write_small_file
+from shardwise.base.strict_json import read_object
+from shardwise.base.words import in_words
+
+_SHIPPED = Path(__file__).with_name("devices.json")
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_FACTORS: Mapping[str, Mapping[str, Decimal]] = {
+    **{
+        unit: {f"{prefix}{unit}": Decimal(factor) for prefix, factor in {**_DECIMAL, **binary}.items()}
+        for unit, binary in {"FLOP/s": {}, "FLOP": {}, "B/s": _BINARY, "B": _BINARY}.items()
+    },
+    "s": {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")},
+}
+"""Factors of the units in which a figure may be given, by the unit in which it is kept."""
+_EXAMPLES = {"FLOP/s": "312 TFLOP/s", "FLOP": "1 GFLOP", "B/s": "25 GB/s", "B": "80 GB", "s": "5 us"}
+_FIGURE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+_DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8")
+_KINDS = ("product", "attention", "convolution")
+_SHARE, _SHARES = "share", "shares"
+_SCHEMA: Mapping[str, Any] = {
+    "peaks": dict.fromkeys(_DTYPES, "FLOP/s"),
+    "efficiency": {
+        **dict.fromkeys(_KINDS, _SHARES),
+        **{f"{kind} {dtype}": _SHARES for kind in _KINDS for dtype in _DTYPES},
+    },
+    "memory": {
+        "device": {"size": "B", "rate": "B/s", "reached": _SHARE},
+        "host": {"size": "B", "rate": "B/s", "reached": _SHARE},
+        "disk": {"size": "B", "rate": "B/s", "reached": _SHARE},
+    },
+    "links": {
+        level: {"rate": "B/s", "reached": _SHARE, "latency": "s", "taken": _SHARE}
+        for level in ("device", "host", "cluster")
+    },
+    "operation": "s",
+    "action": "s",
+    "rows": "B/s",
+}
+"""Units of the figures, by their place in the file."""
+_BESIDE = ("like", "devices", "sources")
+_NEEDED = (
+    "peaks",
+    "efficiency.product",
+    *(f"memory.{tier}.rate" for tier in ("device", "host", "disk")),
+    *(f"links.{level}.{what}" for level in ("device", "host", "cluster") for what in ("rate", "latency")),
+)
+
+_Figure = float | tuple[tuple[float, float], ...]
+
+
+class DeviceTable(NamedTuple):
+    """One table: figures and their sources by place in the file, and the names of the devices that it describes."""
+
+    figures: Mapping[str, _Figure]
+    sources: Mapping[str, str]
+    devices: tuple[str, ...]
+    """Regular expressions for whole device names, without the vendor's name at their start."""
+
+    def hardware(self, name: str) -> Hardware:
+        """Return the table as hardware of a name."""
+        figures = self.figures
+
+        def of(place: str) -> dict[str, Any]:
+            start = f"{place}."
+            return {key.removeprefix(start): figures[key] for key in figures if key.startswith(start)}
+
+        def number(key: str, default: float) -> float:
+            return cast(float, figures.get(key, default))
+
+        tiers = [tier for tier in ("device", "host", "disk") if f"memory.{tier}.rate" in figures]
+        levels: tuple[Level, ...] = ("device", "host", "cluster")
+        return Hardware(
+            name,
+            peaks=of("peaks"),
+            efficiency=dict.fromkeys(_KINDS, of("efficiency")["product"]) | of("efficiency"),
+            memory_bytes={
+                tier: int(number(f"memory.{tier}.size", 0))
+                for tier in tiers
+                if f"memory.{tier}.size" in figures
+            },
+            memory_bytes_s={
+                tier: number(f"memory.{tier}.rate", 0) * number(f"memory.{tier}.reached", 1.0)
+                for tier in tiers
+            },
+            links={
+                level: Link(
+                    number(f"links.{level}.rate", 0) * number(f"links.{level}.reached", 1.0),
+                    number(f"links.{level}.latency", 0),
+                    number(f"links.{level}.taken", 0.0),
+                )
+                for level in levels
+            },
+            operation_s=number("operation", 0.0),
+            action_s=number("action", 0.0),
+            row_bytes_s=number("rows", 4e9),
+            sources=self.sources,
+        )
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return a shipped table by its name, or the table in a file by its path.
+
+    Args:
+        name: Name such as ``h100``, or the path of a JSON file.
+
+    Raises:
+        ConfigError: if there is neither such a table nor such a file, or the file is not valid.
+    """
+    known = shipped_tables()
+    if name in known:
+        return known[name].hardware(name)
+    if "/" in name or name.endswith(".json") or Path(name).is_file():
+        return read_hardware(Path(name))
+    raise ConfigError(
+        f"device: no hardware is named {name!r}{nearest(name, known)}; a file of your own is given by its path"
+    )
+
+
+def read_hardware(path: Path) -> Hardware:
+    """Return the hardware that a user's file describes; its name is the file's, without the ending.
+
+    Raises:
+        ConfigError: if the file does not open, or a figure is missing, unknown, or in a wrong unit.
+    """
+    where = f"hardware file {path}"
+    try:
+        data = read_small_file(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: {in_words(error)}; expected a JSON file, or one of the shipped names"
+        ) from None
+    table = read_table(read_object(data, where, kind=ConfigError), where, shipped_tables(), str(path))
+    return table.hardware(path.stem)
+
+
+def write_hardware(path: Path, hardware: Hardware) -> None:
+    """Write hardware as a file that ``read_hardware`` reads; a reader sees the old file or the whole new one.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    write_small_file(path, (json.dumps(plain_hardware(hardware), indent=2) + "\n").encode())
+
+
+@functools.cache
+def shipped_tables() -> Mapping[str, DeviceTable]:
+    """Return the tables of the package by name."""
+    found = read_object(_SHIPPED.read_bytes(), str(_SHIPPED), kind=ConfigError)
+    tables: dict[str, DeviceTable] = {}
+
+    def table(name: str) -> DeviceTable:
+        if name not in tables:
+            base = found[name].get("like")
+            known = {base: table(base)} if base in found else {}
+            tables[name] = read_table(found[name], f"{_SHIPPED.name}: {name}", known, name)
+        return tables[name]
+
+    return {name: table(name) for name in sorted(found)}
+
+
+def read_table(
+    found: Mapping[str, Any], where: str, known: Mapping[str, DeviceTable], origin: str
+) -> DeviceTable:
+    """Return a table from its parsed JSON.
+
+    Args:
+        found: The JSON object.
+        where: Place of the object, which begins errors.
+        known: Tables that ``like`` may name.
+        origin: Source of figures that name none.
+
+    Raises:
+        ConfigError: if a figure is missing, unknown, or in a wrong unit.
+    """
+    base = None
+    if "like" in found:
+        if found["like"] not in known:
+            raise ConfigError(
+                f"{where}: like: no table is named {found['like']!r}{nearest(str(found['like']), known)}"
+            )
+        base = known[found["like"]]
+    given = {place: figure for place, figure in _figures(found, _SCHEMA, "", where)}
+    kept = {} if base is None else dict(base.figures)
+    if "peaks" in found:
+        kept = {place: figure for place, figure in kept.items() if not place.startswith("peaks.")}
+    figures = kept | given
+    for needed in _NEEDED:
+        if not any(place == needed or place.startswith(f"{needed}.") for place in figures):
+            raise ConfigError(
+                f'{where}: {needed} is missing; give it, or name a table that has it with "like"'
+            )
+    told = _sources(found, where, figures)
+    sources = {
+        place: _source(place, told, origin)
+        if place in given or base is None
+        else told.get(place, base.sources[place])
+        for place in figures
+    }
+    return DeviceTable(figures, sources, _devices(found, where))
+
+
+def _figures(found: Any, schema: Mapping[str, Any], place: str, where: str) -> Iterator[tuple[str, _Figure]]:
+    """Yield the figures of an object with their places."""
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"{where}: {place}: expected an object with {', '.join(schema)}, found {found!r:.100}"
+        )
+    for key, value in found.items():
+        here = f"{place}.{key}" if place else key
+        if not place and key in _BESIDE:
+            continue
+        if key not in schema:
+            names = [*schema, *(_BESIDE if not place else ())]
+            raise ConfigError(f"{where}: unknown key {here!r:.100}{nearest(key, names)}")
+        unit = schema[key]
+        if isinstance(unit, Mapping):
+            yield from _figures(value, unit, here, where)
+        elif unit == _SHARES:
+            yield here, _shares(value, f"{where}: {here}")
+        elif unit == _SHARE:
+            yield here, _share(value, f"{where}: {here}")
+        else:
+            figure = _figure(value, unit, f"{where}: {here}")
+            if figure == 0 and unit != "s":
+                raise ConfigError(
+                    f"{where}: {here}: {value!r} is zero; expected more, such as {_EXAMPLES[unit]!r}"
+                )
+            yield here, figure
+
+
+def _figure(value: Any, unit: str, where: str) -> float:
+    """Return a number in ``unit`` from text with a number and a unit."""
+    matched = _FIGURE.fullmatch(value) if isinstance(value, str) else None
+    factor = None if matched is None else _FACTORS[unit].get(matched[2])
+    figure = math.inf if matched is None or factor is None else float(Decimal(matched[1]) * factor)
+    if not math.isfinite(figure):
+        raise ConfigError(
+            f"{where}: {value!r:.100} is not in {unit}; expected text with a number and a unit, such as "
+            f"{_EXAMPLES[unit]!r}"
+        )
+    return figure
+
+
+def _share(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{where}: {value!r:.100} is no share; expected a number above 0 and up to 1")
+    return float(value)
+
+
+def _shares(value: Any, where: str) -> tuple[tuple[float, float], ...]:
+    expected = 'expected pairs of FLOPs and a share, such as [["1 GFLOP", 0.6], ["16 GFLOP", 0.9]]'
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(row, list) and len(row) == 2 for row in value)
+    ):
+        raise ConfigError(f"{where}: {value!r:.100} is no table; {expected}")
+    rows = tuple((_figure(size, "FLOP", where), _share(share, where)) for size, share in value)
+    if rows[0][0] <= 0 or any(low >= high for (low, _), (high, _) in zip(rows, rows[1:], strict=False)):
+        raise ConfigError(f"{where}: the FLOPs do not ascend from above zero; {expected}")
+    return rows
+
+
+def _devices(found: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    given = found.get("devices", [])
+    try:
+        if not isinstance(given, list):
+            raise TypeError
+        for name in given:
+            re.compile(name)
+    except (re.error, TypeError):
+        raise ConfigError(f"{where}: devices: {given!r:.100} is no list of regular expressions") from None
+    return tuple(given)
+
+
+def _sources(found: Mapping[str, Any], where: str, figures: Mapping[str, _Figure]) -> Mapping[str, str]:
+    told = found.get("sources", {})
+    if not isinstance(told, Mapping) or not all(isinstance(text, str) for text in told.values()):
+        raise ConfigError(f"{where}: sources: expected an object of texts, found {told!r:.100}")
+    for place in told:
+        if not any(figure == place or figure.startswith(f"{place}.") for figure in figures):
+            raise ConfigError(f"{where}: sources: no figure lies at {place!r:.100}{nearest(place, figures)}")
+    return told
+
+
+def _source(place: str, told: Mapping[str, str], origin: str) -> str:
+    """Return the source of the nearest place above a figure."""
+    parts = place.split(".")
+    for length in range(len(parts), 0, -1):
+        if (above := ".".join(parts[:length])) in told:
+            return told[above]
+    return origin
+
+
+def plain_hardware(hardware: Hardware) -> dict[str, Any]:
+    """Return hardware in the form of a file; each rate is the one that is reached."""
+    memory: dict[str, dict[str, Any]] = {
+        tier: {"rate": _text(rate, "B/s")} for tier, rate in hardware.memory_bytes_s.items()
+    }
+    for tier, size in hardware.memory_bytes.items():
+        memory.setdefault(tier, {})["size"] = f"{size} B"
+    links: dict[str, dict[str, Any]] = {}
+    for level, link in hardware.links.items():
+        links[level] = {"rate": _text(link.bytes_s, "B/s"), "latency": _text(link.latency_s, "s")}
+        if link.taken:
+            links[level]["taken"] = link.taken
+    found = {
+        "peaks": {dtype: _text(peak, "FLOP/s") for dtype, peak in hardware.peaks.items()},
+        "efficiency": {
+            kind: [[_text(size, "FLOP"), share] for size, share in table]
+            for kind, table in hardware.efficiency.items()
+        },
+        "memory": memory,
+        "links": links,
+        "operation": _text(hardware.operation_s, "s"),
+        "action": _text(hardware.action_s, "s"),
+        "rows": _text(hardware.row_bytes_s, "B/s"),
+    }
+    places = dict(_figures(found, _SCHEMA, "", hardware.name))
+    sources = {place: text for place, text in hardware.sources.items() if place in places}
+    return {**found, "sources": sources}
+
+
+def _text(value: float, unit: str) -> str:
+    """Return a figure as text with the largest unit of which it is at least one."""
+    units = [(float(factor), name) for name, factor in _FACTORS[unit].items() if "i" not in name]
+    fitting = [each for each in units if each[0] <= value] or [min(units)]
+    factor, name = max(fitting)
+    return f"{value / factor:.9g} {name}"
