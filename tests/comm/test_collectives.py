@@ -78,9 +78,9 @@ def test_results_do_not_depend_on_the_transport(ranks: Any, size: int) -> None:
 def test_counts_are_the_ring_formulas(ranks: Any) -> None:
     counts = ranks(2).run(exchange, "torch")[0][1]
     elements = len(DTYPES) * (1 + 5 + 4096) * 2
-    assert counts["all_gather", "weights"].elements == elements // 2
-    assert counts["reduce_scatter", "gradients"].elements == 2 * elements // 2 + 6
-    assert counts["all_reduce", "gradients"].elements == elements
+    assert counts["all_gather", "weights", "dp"].elements == elements // 2
+    assert counts["reduce_scatter", "gradients", "dp"].elements == 2 * elements // 2 + 6
+    assert counts["all_reduce", "gradients", "dp"].elements == elements
 
 
 def late(world: World, transport: str) -> str:

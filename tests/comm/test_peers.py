@@ -74,8 +74,8 @@ def test_messages_arrive_in_order_with_every_shape_and_dtype(ranks: Any, size: i
     for rank, (report, counts, sequence) in enumerate(ranks(size).run(round_the_ring, transport)):
         assert all(report), report
         sent = [t for number in range(3) for t in message(10 * rank + number)]
-        assert counts["send", "activations"].bytes == sum(t.nbytes for t in sent)
-        assert counts["send", "gradients"] == TrafficCount(1, 10 * 1 + 30 * rank, 8 * (10 + 30 * rank))
+        assert counts["send", "activations", "pp"].bytes == sum(t.nbytes for t in sent)
+        assert counts["send", "gradients", "pp"] == TrafficCount(1, 10 * 1 + 30 * rank, 8 * (10 + 30 * rank))
         assert sequence == 0, "sends are not what all ranks do alike"
 
 

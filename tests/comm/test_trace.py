@@ -20,7 +20,7 @@ from shardwise.comm.trace import Operation, Traffic, TrafficCount
 def test_elements_of_a_rank_among_four(operation: Operation, sent: int) -> None:
     traffic = Traffic()
     traffic.add(operation, "weights", 12, 2, ranks=4)
-    assert traffic.counts == {(operation, "weights"): TrafficCount(1, sent, 2 * sent)}
+    assert traffic.counts == {(operation, "weights", "dp"): TrafficCount(1, sent, 2 * sent)}
     assert traffic.bytes == 2 * sent
 
 
@@ -55,3 +55,14 @@ def test_the_hash_tells_other_calls_and_another_order() -> None:
 def test_the_hash_leaves_out_what_may_differ_between_ranks() -> None:
     assert hashed(("all_reduce", "a", 8, "tp")) == 0
     assert hashed(("all_to_all", "a", 8, "dp")) == hashed(("all_to_all", "a", 9, "dp")) != 0
+
+
+def test_counts_tell_axes_apart() -> None:
+    traffic = Traffic()
+    for axis in ("dp", "tp", "tp"):
+        traffic.add("all_reduce", "control", 4, 8, ranks=2, axis=axis)
+    assert traffic.counts == {
+        ("all_reduce", "control", "dp"): TrafficCount(1, 4, 32),
+        ("all_reduce", "control", "tp"): TrafficCount(2, 8, 64),
+    }
+    assert traffic.total("control") == TrafficCount(3, 12, 96)

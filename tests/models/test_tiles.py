@@ -35,7 +35,7 @@ def figures(world: Any, tokens: Any) -> tuple[TrafficCount, TrafficCount, float]
     }
     engine = shardwise.initialize(gpt(), config, world=world)
     loss = engine.train_step([batch()]).loss
-    kind = ("all_gather", "activations")  # of whole sequences: the loss alone
+    kind = ("all_gather", "activations", "tp")  # of whole sequences: the loss alone
     step = engine.traffic.counts.pop(kind)
     engine.evaluate([(batch(), 1.0)])
     evaluation = engine.traffic.counts[kind]

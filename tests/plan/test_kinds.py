@@ -15,7 +15,7 @@ from shardwise.plan.placement import Partial, Replicate, Shard
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.validate import validate_plan
-from shardwise.simulate.quantities import UnitQuantities
+from shardwise.simulate.quantities import RankQuantities, UnitQuantities
 
 R, S, P = Replicate(), Shard(), Partial()
 
@@ -34,7 +34,7 @@ class Own(AnyKind):
                 order=(OrderRule("NORM", False, "rank", ", which needs what it shrinks"),),
             ),
         ),
-        moves=(Move("exchange", "reduced"),),
+        moves=(Move("exchange", "sent"),),
     )
 
 
@@ -71,7 +71,8 @@ def test_kinds_are_themselves_after_a_copy() -> None:
 def test_moves_name_quantities_and_results() -> None:
     given = {kind.row.gives for kind in Kind} | {"updated"}
     for kind in Kind:
-        assert {move.quantity for move in kind.row.moves} <= set(UnitQuantities._fields), kind
+        known = UnitQuantities._fields if kind.row.of != "rank" else RankQuantities._fields
+        assert {move.quantity for move in kind.row.moves or ()} <= {*known, "sent", "work"}, kind
         assert {*kind.row.holds, *kind.row.waits_for} <= given, kind
         assert kind.row.meaning and not kind.row.meaning.endswith("."), kind
         for use in kind.row.uses:

@@ -64,6 +64,9 @@ class Hardware:
     """Seconds that Python takes for one Action of the Plan."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Factors on seconds for the low and the high end of a price, by use of the time (plan/timeline.py), if the rates
+    were measured; empty: the default spread (simulate/price.py)."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each figure, by its place in a file of hardware (hardware_files.py)."""
 

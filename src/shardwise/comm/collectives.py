@@ -41,10 +41,8 @@ from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
 from shardwise.comm.wait_meter import WaitMeter
 from shardwise.comm.watch import WaitLimits, Watchdog, advice
-from shardwise.plan.exchange import GradientExchange, Widths
+from shardwise.plan.exchange import PIECE_BYTES, GradientExchange, Widths
 
-PIECE_BYTES = 16 << 20
-"""Bytes of a piece of a reduction that gloo exchanges at once."""
 _SLICE_S = 0.25
 """Interval in seconds at which a thread that waits inside torch checks whether it waits in vain."""
 _STEPS = 32

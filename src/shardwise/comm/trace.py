@@ -1,4 +1,4 @@
-"""Counts of what was sent: calls, elements and bytes by operation and purpose.
+"""Counts of what was sent: calls, elements and bytes by operation, purpose and axis.
 
 The count is the ring algorithms' lower bound per rank, from the sizes of the tensors that were really passed in, so a
 missing, doubled or unpadded collective shows as a difference from the plan's closed form:
@@ -33,6 +33,19 @@ _STATE_AXES = frozenset((*_FLAT_AXES, *(f"{axis} {level}" for axis in _FLAT_AXES
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 
 
+def elements_sent_by(operation: Operation, elements: int, ranks: int) -> int:
+    """Return the elements that one rank sends in a collective, by the ring algorithm's lower bound.
+
+    Args:
+        operation: Operation.
+        elements: Elements of the full tensor; for a send and an all-to-all, the elements that leave this rank.
+        ranks: Ranks of the group.
+    """
+    if operation in ("send", "all_to_all"):
+        return elements
+    return _SENT[operation] * elements * (ranks - 1) // ranks
+
+
 @lru_cache(4096)
 def _word(operation: Operation, what: str, size: int) -> bytes:
     """Return what a collective adds to ``Traffic.sequence``; to write it again would take longer than to hash it."""
@@ -47,11 +60,51 @@ class TrafficCount(NamedTuple):
     bytes: int = 0
 
 
+class ExchangeCall(NamedTuple):
+    """Equal calls of one collective or message, of one rank."""
+
+    operation: Operation
+    purpose: Purpose
+    axis: str
+    """Axis of the group, with its level if the exchange has two levels."""
+    elements: int
+    """Elements that one call sends, by the ring algorithm's lower bound (``elements_sent_by``)."""
+    itemsize: int
+    """Bytes of an element."""
+    calls: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all calls send."""
+        return self.calls * self.elements * self.itemsize
+
+
+def collective(
+    operation: Operation, purpose: Purpose, axis: str, elements: int, itemsize: int, ranks: int
+) -> tuple[ExchangeCall, ...]:
+    """Return one call of a collective as ``Traffic`` counts it; nothing for a group of one rank.
+
+    Args:
+        operation: Operation.
+        purpose: Kind of traffic.
+        axis: Axis of the group.
+        elements: Elements of the full tensor; for a send and an all-to-all, the elements that leave this rank.
+        itemsize: Bytes of an element.
+        ranks: Ranks of the group.
+    """
+    if ranks == 1:
+        return ()
+    return (
+        ExchangeCall(operation, purpose, axis, elements_sent_by(operation, elements, ranks), itemsize),
+    )
+
+
 @dataclass
 class Traffic:
-    """Running totals by (operation, purpose)."""
+    """Running totals by (operation, purpose, axis)."""
 
-    counts: dict[tuple[str, str], TrafficCount] = field(default_factory=dict)
+    counts: dict[tuple[Operation, Purpose, str], TrafficCount] = field(default_factory=dict)
+    """Totals since the last ``clear``, by operation, purpose, and axis of the group."""
     bytes: int = 0
     """Bytes sent so far."""
     sequence: int = 0
@@ -85,22 +138,17 @@ class Traffic:
         if axis in _STATE_AXES:
             size = -1 if operation == "all_to_all" else elements  # each rank sends as much as its data needs
             self.sequence = zlib.crc32(_word(operation, what, size), self.sequence)
-        sent = (
-            elements
-            if operation in ("send", "all_to_all")
-            else _SENT[operation] * elements * (ranks - 1) // ranks
-        )
+        sent = elements_sent_by(operation, elements, ranks)
         self.bytes += sent * itemsize
-        old = self.counts.get((operation, purpose), TrafficCount())
-        self.counts[operation, purpose] = TrafficCount(
-            old.calls + 1, old.elements + sent, old.bytes + sent * itemsize
-        )
+        key = operation, purpose, axis
+        old = self.counts.get(key, TrafficCount())
+        self.counts[key] = TrafficCount(old.calls + 1, old.elements + sent, old.bytes + sent * itemsize)
 
     def total(self, *purposes: Purpose) -> TrafficCount:
         """Return the sum over the given purposes, or over all if none is given."""
-        rows = [count for (_, purpose), count in self.counts.items() if not purposes or purpose in purposes]
+        rows = [count for (_, purpose, _), count in self.counts.items() if not purposes or purpose in purposes]
         return TrafficCount(*(sum(column) for column in zip(*rows, strict=True))) if rows else TrafficCount()
 
     def clear(self) -> None:
-        """Reset the counts by operation and purpose."""
+        """Reset the counts."""
         self.counts.clear()

@@ -22,9 +22,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, PIECE_BYTES, Group, PendingCollective, sum_in_order
+from shardwise.comm.collectives import DONE, Group, PendingCollective, sum_in_order
 from shardwise.comm.trace import Purpose
 from shardwise.memory.streams import beside, run_beside
+from shardwise.plan.exchange import PIECE_BYTES
 
 
 class TwoLevels:

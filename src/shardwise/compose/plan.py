@@ -56,6 +56,10 @@ from shardwise.precision.policy import BucketDtypes, PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
 
 
+TABLES = "(tables)"
+"""Name for the rows of all embedding tables among norms of Units; no module has parentheses in its name."""
+
+
 class PlanPolicies(NamedTuple):
     """Inputs of a Plan besides model and mesh."""
 
@@ -77,6 +81,8 @@ class PlanPolicies(NamedTuple):
     """Names of the blocks whose saved tensors may move."""
     exchanges: Mapping[str, GradientExchange] = MappingProxyType({})
     """The ways to sum gradients over the ranks of an axis, by axis; an axis that is left out lies on one host."""
+    unit_norms: bool = False
+    """True if each step computes the norm of each Unit's gradient."""
 
     def gather_dtype(self, name: str, axes: StateAxes, mesh: Mesh) -> torch.dtype | None:
         """Return the dtype in which a parameter is gathered, if that is not its compute dtype, else None.
@@ -158,7 +164,9 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
         )
     exchanges = exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks)
     notes = (*_notes(spec, mesh, policies), *_notes_of_hosts(classes.values()))
-    plan = Plan(mesh, registry, classes, rank, notes, exchanges, policies.tokens)
+    plan = Plan(mesh, registry, classes, rank, notes, exchanges, policies.tokens, spec.experts_of)
+    if policies.unit_norms:
+        plan = replace(plan, squares=len(measured_titles(spec, policies.zero)))
     return with_orders(plan, policies)
 
 
@@ -358,7 +366,17 @@ def titles_of_units(planned: PlannedModel) -> dict[str, str]:
 
     A parameter that several stages hold belongs to the Unit that it would have on one.
     """
-    spec, zero = planned.spec, planned.policies.zero
+    return _titles(planned.spec, planned.policies.zero)
+
+
+def measured_titles(spec: ModelSpec, zero: ZeroPolicy) -> list[str]:
+    """Return the titles of the trained Units of the whole model, and ``TABLES`` behind them if it has tables."""
+    titles = _titles(spec, zero)
+    trained = (title for name, title in titles.items() if spec.parameters[name].trained)
+    return [*dict.fromkeys(trained), *([TABLES] if spec.tables else [])]
+
+
+def _titles(spec: ModelSpec, zero: ZeroPolicy) -> dict[str, str]:
     units = _units_on(spec, dict.fromkeys(spec.canonical, 0), 0, zero.external_parameters)
     return {name: Unit(-1, unit, ()).title for unit, members in units for name in members}
 

@@ -24,6 +24,8 @@ Shapes: P elements of the bucket; N ranks on H hosts, L = N/H on each.
 
 from typing import Literal, NamedTuple
 
+PIECE_BYTES = 16 << 20
+"""Bytes of a piece of a reduction that hosts exchange at once over gloo."""
 Way = Literal["sum", "all_to_all", "two_level"]
 Asked = Literal["auto", "sum", "all_to_all", "two_level"]
 

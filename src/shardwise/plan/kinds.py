@@ -5,8 +5,9 @@ A row holds everything that other modules must know of a Kind, so a new Kind is 
     field        read by
     uses         plan/validate.py: where the Kind may stand in a list, how often, and next to which other Kinds
     handler      engine/construction/handlers.py: the object and the method that do the Action
-    moves        simulate/price.py: the lanes on which bytes travel, and what the Action waits for
+    moves        simulate/clocks.py: the lanes on which bytes travel, and what the Action waits for
     memory       simulate/timeline.py: the rows of memory that the Action takes and releases
+    sends        simulate/sent.py: the collectives and messages of the Action
     meaning      the glossary, the printed Plan, errors
 
 What a Kind asks of a Unit follows from the Unit's placements and tiers (``UnitFacts``), never from a policy:
@@ -26,9 +27,10 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.plan.strategy import Strategy
 
-Lane = Literal["compute", "exchange", "updates", "disk", "leaving", "down", "up"]
-"""What moves or changes bytes: the device that computes, the network between ranks, the thread of updates off the
-device, a disk, a disk with few requests at once (gradients), the link from the device to the host, and back."""
+Lane = Literal["compute", "exchange", "update", "disk", "down", "up", "data", "wait"]
+"""What works, or moves bytes, beside other lanes: the device that computes, the network between ranks, the thread of
+updates off the device, a disk, the link from the device to the host, and back, and the reader of batches. Time in which
+the computation waits is the lane "wait"."""
 
 
 class Times(Enum):
@@ -158,13 +160,16 @@ class Use(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Bytes that an Action moves on a lane."""
+    """Bytes that an Action moves or changes on a lane."""
 
     lane: Lane
     quantity: str
-    """Name of the Unit's bytes, a field of ``simulate.quantities.UnitQuantities``."""
+    """Name of the bytes of the Action's Unit or rank, a field of ``UnitQuantities`` or ``RankQuantities``
+    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks (simulate/sent.py); ``work``: its operations."""
     is_aside: bool = False
     """True if no later move of the Action waits for this one."""
+    is_limited: bool = False
+    """True if the computation waits when too many such moves are under way."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +193,15 @@ class Definition:
     """Results of earlier Actions of the Unit that the computation waits for before it goes on."""
     waits_for: tuple[str, ...] = ()
     """Results of earlier Actions of the Unit that the Action's moves wait for, while the computation goes on."""
-    moves: tuple[Move, ...] = ()
-    """Bytes that travel one after another."""
+    moves: tuple[Move, ...] | None = None
+    """Work of the Action, one after another; empty if the Action takes the time of Python alone. None: no list has the
+    Kind, so that it needs no price."""
     gives: str = ""
     """Result that is there after the moves, for the ``waits_for`` of other Actions."""
     memory: tuple[str, ...] = ()
     """Effects on the memory of a step, by their names in simulate/timeline.py."""
+    sends: str = ""
+    """What the Action sends to other ranks, by its name in simulate/sent.py; ``nothing`` if it sends nothing."""
 
 
 def _once(fact: str) -> Callable[[Any], Times]:
@@ -243,6 +251,10 @@ class AnyKind(Enum):
         """True for the Kinds that follow all passes of a step."""
         self.updates: bool = phases == {"update"}
         """True for the Kinds that follow NORM. A skipped step runs only SWAP_WEIGHT of these."""
+        self.lane: Lane = (row.moves or (Move("compute", ""),))[0].lane
+        """Lane of the Action's own row in a trace: that of its first move."""
+        if self.computes or self.ends_step:
+            self.lane = "compute"
         self.is_announced: bool = self.computes or (row.of == "tables" and "pass" in phases)
         """True for the Kinds that the user's model reaches by itself inside a pass, as module hooks report."""
 
@@ -264,9 +276,10 @@ class Kind(AnyKind):
         of="pass",
         handler=("passes", "forward"),
         holds=("updated", "gathered"),
-        moves=(Move("down", "saved"),),
+        moves=(Move("exchange", "sent"), Move("compute", "work"), Move("down", "saved")),
         gives="saved",
         memory=("forward",),
+        sends="pass",
     )
     B = Definition(
         "compute the backward pass of a stage or of a Unit (I and W together)",
@@ -274,22 +287,28 @@ class Kind(AnyKind):
         of="pass",
         handler=("passes", "backward"),
         holds=("updated", "gathered", "recalled"),
+        moves=(Move("exchange", "sent"), Move("compute", "work"), Move("compute", "accumulated")),
         memory=("backward",),
+        sends="pass",
     )
-    I = Definition("compute the gradient of a stage's input", "dgrad", of="pass")  # noqa: E741 - the field's letter
-    W = Definition("compute the gradients of a stage's weights", "wgrad", of="pass")
+    I = Definition("compute the gradient of a stage's input", "dgrad", of="pass", sends="pass")  # noqa: E741 - the field's letter
+    W = Definition("compute the gradients of a stage's weights", "wgrad", of="pass", sends="pass")
     SEND = Definition(
         "send an activation or its gradient to another stage",
         "p2p",
         of="message",
         handler=("schedule", "send"),
+        moves=(Move("exchange", "sent"),),
+        sends="message",
     )
     RECV = Definition(
         "receive an activation or its gradient from another stage",
         "p2p",
         of="message",
         handler=("schedule", "receive"),
+        moves=(Move("exchange", "sent"),),
         memory=("receive",),
+        sends="nothing",
     )
     LOAD_WEIGHT = Definition(
         "copy a rank's shard of a Unit's weights from host memory or a disk to the device, ahead of its UNSHARD",
@@ -301,6 +320,7 @@ class Kind(AnyKind):
         moves=(Move("disk", "weights_read"), Move("up", "weights_brought")),
         gives="brought",
         memory=("take brought",),
+        sends="nothing",
     )
     UNSHARD = Definition(
         "gather a Unit's weights from the ranks that hold a shard each",
@@ -327,9 +347,10 @@ class Kind(AnyKind):
         opens="gathered",
         closes="brought",
         waits_for=("updated", "brought"),
-        moves=(Move("disk", "whole_read"), Move("up", "whole_brought"), Move("exchange", "gathered")),
+        moves=(Move("disk", "whole_read"), Move("up", "whole_brought"), Move("exchange", "sent")),
         gives="gathered",
         memory=("take brought", "take gathered"),
+        sends="weights",
     )
     RESHARD = Definition(
         "release the memory of a Unit's gathered weights",
@@ -337,7 +358,9 @@ class Kind(AnyKind):
         uses=(Use("pass", _windows, _WHOLE),),
         handler=("windows", "reshard"),
         closes="gathered",
+        moves=(),
         memory=("free gathered",),
+        sends="nothing",
     )
     OFFLOAD = Definition(
         "wait until host memory has a copy of what a Unit's forward saved, and release the device memory",
@@ -347,7 +370,9 @@ class Kind(AnyKind):
         ),
         handler=("windows", "offload"),
         holds=("saved",),
+        moves=(),
         memory=("offload",),
+        sends="nothing",
     )
     RELOAD = Definition(
         "bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it",
@@ -356,9 +381,10 @@ class Kind(AnyKind):
             Use("pass", _recalls, "of a Unit whose forward saves everything on the device", inside=("B",)),
         ),
         handler=("windows", "reload"),
-        moves=(Move("up", "saved"), Move("exchange", "saved_elsewhere")),
+        moves=(Move("up", "saved"), Move("exchange", "sent")),
         gives="recalled",
         memory=("recall",),
+        sends="saved",
     )
     REDUCE = Definition(
         "sum a Unit's gradients over the data-parallel ranks",
@@ -373,9 +399,10 @@ class Kind(AnyKind):
             ),
         ),
         handler=("windows", "reduce"),
-        moves=(Move("exchange", "reduced"),),
+        moves=(Move("exchange", "sent"),),
         gives="reduced",
         memory=("reduce",),
+        sends="gradients",
     )
     ARRIVE = Definition(
         "wait for the sum of a Unit's gradients; a gradient that is updated on another tier leaves for it",
@@ -391,16 +418,20 @@ class Kind(AnyKind):
         handler=("windows", "arrive"),
         holds=("reduced",),
         moves=(
+            Move("exchange", "sent"),
             Move("down", "gradients_down"),
             Move("up", "gradients_brought", is_aside=True),
-            Move("leaving", "gradients_left"),
+            Move("disk", "gradients_left", is_aside=True, is_limited=True),
         ),
         memory=("arrive",),
+        sends="arrival",
     )
     INPUT_DIST = Definition(
         "send the keys of a batch to the owners of their rows, ahead of the batch's step",
         "input dist",
         of="tables",
+        moves=(Move("compute", "keys_found"), Move("exchange", "sent")),
+        sends="keys",
     )
     FETCH = Definition(
         "gather the table rows that a batch uses",
@@ -408,6 +439,8 @@ class Kind(AnyKind):
         of="tables",
         uses=(Use("pass", lambda facts: Times.MICROBATCH, inside=("F",)),),
         handler=("tables", "passed_by"),
+        moves=(Move("compute", "keys_found"), Move("compute", "rows_read"), Move("exchange", "sent")),
+        sends="vectors",
     )
     DELIVER = Definition(
         "send the gradients of table rows to the owners of the rows",
@@ -425,6 +458,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("tables", "deliver"),
+        moves=(Move("compute", "rows_merged"), Move("exchange", "sent")),
+        sends="row gradients",
     )
     SUM = Definition(
         "sum the gradients that model-parallel ranks hold in common",
@@ -440,6 +475,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "sum"),
+        moves=(Move("exchange", "sent"),),
+        sends="shared gradients",
     )
     NORM = Definition(
         "compute the norm of all gradients and what all ranks derive from it: scale, clip, or skip",
@@ -461,6 +498,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "norm"),
+        moves=(Move("exchange", "sent"), Move("compute", "normed")),
+        sends="numbers",
     )
     DIRECTION = Definition(
         "compute a Unit's moments and update directions, if the update needs more than its own element",
@@ -474,6 +513,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "direction"),
+        moves=(Move("compute", "directed"),),
+        sends="nothing",
     )
     TRUST_RATIO = Definition(
         "compute the norms of whole tensors, of weights and of directions",
@@ -489,6 +530,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "trust_ratio"),
+        moves=(Move("compute", "compared"), Move("exchange", "sent")),
+        sends="norms",
     )
     ALL_TO_ALL = Definition(
         "send whole matrices of directions to one rank each, and receive the updates back",
@@ -504,6 +547,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("end", "all_to_all"),
+        moves=(Move("exchange", "sent"), Move("compute", "work")),
+        sends="matrices",
     )
     BALANCE = Definition(
         "move the bias of each router by the number of tokens that its experts got in the step",
@@ -518,6 +563,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("experts", "balance"),
+        moves=(Move("compute", "balanced"),),
+        sends="nothing",
     )
     SCALE = Definition(
         "agree on the scales of the weights that are gathered in fp8, after their update",
@@ -533,6 +580,8 @@ class Kind(AnyKind):
             ),
         ),
         handler=("scales", "scale"),
+        moves=(Move("compute", "scaled"), Move("exchange", "sent")),
+        sends="scales",
     )
     SWAP_WEIGHT = Definition(
         "replace a Unit's weights by the result of the previous step's update (delayed updates)",
@@ -548,7 +597,9 @@ class Kind(AnyKind):
         ),
         handler=("end", "swap_weight"),
         holds=("update",),
+        moves=(Move("up", "adopted"),),
         memory=("drop late gradients",),
+        sends="nothing",
     )
     LOAD = Definition(
         "read a Unit's masters and moments from a disk into host memory",
@@ -565,6 +616,7 @@ class Kind(AnyKind):
         handler=("end", "load"),
         moves=(Move("disk", "state_read"),),
         gives="loaded",
+        sends="nothing",
     )
     STEP = Definition(
         "update a Unit's masters and moments where they lie",
@@ -593,10 +645,12 @@ class Kind(AnyKind):
         waits_for=("loaded",),
         moves=(
             Move("compute", "updated_on_device"),
-            Move("updates", "updated_on_host"),
+            Move("compute", "rows_updated"),
+            Move("update", "updated_on_host"),
             Move("up", "updated_up"),
         ),
         gives="update",
+        sends="nothing",
     )
     STORE = Definition(
         "write a Unit's masters and moments to the disk after their update",
@@ -613,6 +667,7 @@ class Kind(AnyKind):
         handler=("end", "store"),
         waits_for=("update",),
         moves=(Move("disk", "state_written"),),
+        sends="nothing",
     )
     WAIT = Definition(
         "wait for a Unit's update on another tier (offload.step: at_end)",
@@ -631,4 +686,6 @@ class Kind(AnyKind):
         ),
         handler=("end", "wait"),
         holds=("update",),
+        moves=(),
+        sends="nothing",
     )

@@ -168,6 +168,10 @@ class Plan:
     """Exchanges of each mixture of experts of the model, if "ep" has several ranks."""
     tokens: int | None = None
     """Tokens of one optimizer step over all ranks; None if unknown before the batches arrive."""
+    experts: Mapping[str, int] = field(default_factory=dict)
+    """Number of experts of each mixture of the model, whose loads NORM sums."""
+    squares: int = 0
+    """Number of squares of single Units that NORM sums (``monitor.unit_norms``)."""
 
     @property
     def own(self) -> RankClass:

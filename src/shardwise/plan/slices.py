@@ -23,6 +23,7 @@ from torch import Tensor
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.placement import AxisCut, ContiguousRun, Partial, Shard, local_shape, runs, spans
 from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.unit import Bucket
 
 
 class TensorSlices:
@@ -84,6 +85,28 @@ class TensorSlices:
                 counts[axis] = held
         return self.mesh.neighbours(self.rank, counts) if counts else ()
 
+    def shared_ranges(
+        self, bucket: Bucket, index: int, count: int
+    ) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+        """Return the ranges of a bucket's owned gradient that other ranks of the model hold too, by these ranks.
+
+        Neighbouring ranges are one.
+
+        Args:
+            bucket: A trained bucket.
+            index: Number of the owned range of the bucket, of ``count`` equal ranges.
+            count: Number of ranges.
+        """
+        found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for slot, start, stop, local in bucket.overlaps(index, count):
+            info = self.registry.get("parameter", slot.name)
+            for run in self.runs(info, start, stop):
+                ranks = self.addends(info, run)
+                if ranks:
+                    first = local + run.local - start
+                    extend(found.setdefault(ranks, []), (first, first + run.elements))
+        return found
+
     def groups_of_addends(self, among: Iterable[int] | None = None) -> list[tuple[int, ...]]:
         """Return every group of ranks that sum gradients of a trained parameter, in the same order on every rank.
 
@@ -141,3 +164,11 @@ class TensorSlices:
                 theirs = theirs.narrow(dim, span.full, span.size)
                 mine = mine.narrow(dim, span.local, span.size)
             yield theirs, mine
+
+
+def extend(ranges: list[tuple[int, int]], found: tuple[int, int]) -> None:
+    """Add a range [start, stop), or extend the last range if ``found`` continues it."""
+    if ranges and ranges[-1][1] == found[0]:
+        ranges[-1] = (ranges[-1][0], found[1])
+    else:
+        ranges.append(found)

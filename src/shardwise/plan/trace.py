@@ -22,6 +22,7 @@ Cost: two marks and four appends per Action; a step's trace is kept until the ne
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -263,8 +264,21 @@ class Trace:
         return None if first is None else (self.starts[first], self.stops[-1])
 
     def spans(self, rank: int) -> list[Span]:
-        """Return the Actions as spans of ``rank``, in seconds of the host's monotonic clock."""
-        return [Span(rank, done.action, done.start_s, done.stop_s) for done in self.rows()]
+        """Return the Actions and the waits for other ranks as spans of ``rank``, each on its lane.
+
+        Times are seconds of the host's monotonic clock. Waits are those that were measured (``engine.measure_waits``).
+        """
+        found = [
+            Span(rank, done.action, done.start_s, done.stop_s, done.action.kind.lane) for done in self.rows()
+        ]
+        starts = [span.start_s for span in found]
+        for wait in self.waits.spans() if found else ():
+            # The row that began last and has not ended is the Action that waits.
+            before = range(bisect_right(starts, wait.start_s) - 1, -1, -1)
+            place = next((i for i in before if found[i].stop_s >= wait.start_s), 0)
+            action = found[place].action
+            found.append(Span(rank, action, wait.start_s, wait.stop_s, "wait", wait.axis, is_exposed=True))
+        return found
 
 
 class Recording(Protocol):

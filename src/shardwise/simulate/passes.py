@@ -41,12 +41,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.base.errors import UsageError
+from shardwise.base.hardware import Product
 from shardwise.base.pytree import rebuilt, tensors_in
-from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import flops_of
 from shardwise.plan.action import Kind
+from shardwise.simulate.exchanges import ExchangeCall, ExchangeRecord, united
+from shardwise.simulate.work import NO_WORK, Work, WorkCounter
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
 
@@ -67,8 +69,26 @@ class UnitPass(NamedTuple):
     """FLOPs that were executed, including recomputation."""
     touched_bytes: int = 0
     """Bytes read and written by operations other than products."""
-    sent_bytes: int = 0
-    """Bytes sent to other ranks by modules that are cut along "tp" and "ep"."""
+    exchanges: tuple[ExchangeCall, ...] = ()
+    """Exchanges with other ranks inside the pass: of modules that are cut along "tp" and "ep", of the loss over a cut
+    vocabulary, and of batch norm over all ranks."""
+    work: Work = NO_WORK
+    """Operations, by class."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the exchanges send."""
+        return sum(call.bytes for call in self.exchanges)
+
+    @property
+    def products(self) -> Mapping[Product, int]:
+        """Number of products of each class."""
+        return self.work.products
+
+    @property
+    def calls(self) -> int:
+        """Number of operations that read or write memory."""
+        return self.work.calls
 
     def then(self, later: "UnitPass") -> "UnitPass":
         """Return both shares as one, with ``later`` after this."""
@@ -78,7 +98,8 @@ class UnitPass(NamedTuple):
             self.net_bytes + later.net_bytes,
             self.flops + later.flops,
             self.touched_bytes + later.touched_bytes,
-            self.sent_bytes + later.sent_bytes,
+            united((*self.exchanges, *later.exchanges)),
+            work=self.work.then(later.work),
         )
 
 
@@ -94,6 +115,12 @@ class MeasuredPass(NamedTuple):
     """Bytes of the gradients that come back for the output to the next stage."""
     alike_bytes: Mapping[str, int] = {}
     """Bytes that autograd saves in a block and that are alike on all ranks of "tp", by name of the block."""
+    alike_sizes: Mapping[str, tuple[int, ...]] = {}
+    """The same by storage, in bytes."""
+    leaves: tuple[ExchangeCall, ...] = ()
+    """The message to the next stage."""
+    answered: tuple[ExchangeCall, ...] = ()
+    """The message with the gradients that come back for it."""
 
     @property
     def flops(self) -> int:
@@ -156,7 +183,7 @@ def measure(
     units: Mapping[str, Hashable],
     batch: Any,
     forward: Callable[[], Sequence[Tensor]],
-    traffic: Traffic | None = None,
+    traffic: ExchangeRecord | None = None,
     rehearses: bool = False,
     blocks: Collection[str] = (),
     alike: AlikeStorages | None = None,
@@ -183,7 +210,7 @@ def measure(
         _rehearse(forward)
     live = LiveBytes()
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
-    cuts = _UnitStarts(live, traffic or Traffic(), _seconds(units), saved)
+    cuts = _UnitStarts(live, traffic or ExchangeRecord(), _seconds(units), saved)
     handles = [
         each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
     ]
@@ -209,7 +236,9 @@ def measure(
         for handle in handles:
             handle.remove()
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
-    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=cuts.alike_bytes()), like
+    sizes = cuts.alike_sizes()
+    alike_bytes = {name: sum(each) for name, each in sizes.items()}
+    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=alike_bytes, alike_sizes=sizes), like
 
 
 def _rehearse(forward: Callable[[], object]) -> None:
@@ -250,6 +279,7 @@ class LiveBytes(TorchDispatchMode):
         self.held = 0
         self.most = 0
         self.flops = 0
+        self.work = WorkCounter()
         self.touched = 0
         """Bytes read and written by operations other than products."""
         self._seen: dict[int, Any] = {}
@@ -265,6 +295,7 @@ class LiveBytes(TorchDispatchMode):
                     self._see(tensor)
         flops = flops_of(func, args, kwargs or {}, out)
         self.flops += flops
+        self.work.count(func, args, kwargs or {}, out, flops)
         if not flops and not func.is_view:
             self.touched += _touched(func, args, kwargs, out)
         return out
@@ -288,8 +319,8 @@ class _AlikeSavedTensors:
     """Tensors that autograd saves in ``blocks`` and that are alike on all ranks (tiers/activations.py)."""
 
     def __init__(self, alike: AlikeStorages, blocks: Collection[str]):
-        self.bytes: dict[str, int] = {}
-        """Bytes by block."""
+        self.sizes: dict[str, tuple[int, ...]] = {}
+        """Bytes of each storage by block."""
         self._alike = alike
         self._blocks = blocks
 
@@ -312,7 +343,7 @@ class _AlikeSavedTensors:
         with self._alike.listening():
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield
-            self.bytes[unit] = sum(
+            self.sizes[unit] = tuple(
                 size for key, size in seen.items() if size > SMALL_BYTES and self._alike.knows(key)
             )
 
@@ -346,7 +377,7 @@ class _UnitStarts:
     def __init__(
         self,
         live: LiveBytes,
-        traffic: Traffic,
+        traffic: ExchangeRecord,
         seconds: Mapping[str, str],
         saved: _AlikeSavedTensors | None = None,
     ):
@@ -360,8 +391,8 @@ class _UnitStarts:
         self._hands_on: set[str] = set()
         """Units whose output has the form of their first input."""
         self._now: tuple[Kind, str, bool] | None = None
-        self._then = 0, 0, 0, 0
-        """Bytes held, FLOPs, bytes touched and bytes sent when the running share began."""
+        self._then = 0, 0, 0, traffic.mark()
+        """Bytes held, FLOPs, bytes touched and calls of exchanges when the running share began."""
 
     def begin(self, kind: Kind, unit: str, is_behind: bool = False) -> None:
         """Begin the share of a Unit and end the one before."""
@@ -369,7 +400,8 @@ class _UnitStarts:
         live = self._live
         live.most = live.held
         self._now = kind, unit, is_behind
-        self._then = live.held, live.flops, live.touched, self._traffic.bytes
+        self._then = live.held, live.flops, live.touched, self._traffic.mark()
+        live.work.take()
 
     def end(self) -> None:
         """End the running share."""
@@ -381,7 +413,8 @@ class _UnitStarts:
             live.held - held,
             live.flops - flops,
             live.touched - touched,
-            self._traffic.bytes - sent,
+            self._traffic.since(sent),
+            work=live.work.take(),
         )
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
@@ -410,12 +443,12 @@ class _UnitStarts:
             found[kind, last[second]] = found[kind, last[second]].then(share)
         return found
 
-    def alike_bytes(self) -> dict[str, int]:
-        """Return the bytes that are alike on all ranks, by block."""
+    def alike_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the bytes of each storage that is alike on all ranks, by block."""
         if self._saved is None:
             return {}
-        own = self._saved.bytes
-        return own | {unit: own.get(second, 0) for unit, second in self._passed_over.items()}
+        own = self._saved.sizes
+        return own | {unit: own.get(second, ()) for unit, second in self._passed_over.items()}
 
     def around(self, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a Unit with its share counted.

@@ -1,68 +1,104 @@
-"""Seconds of a step: the Plan's list, walked by the clocks of units that work beside one another.
+"""Seconds of a step: the Plan's list, walked by the clocks of what works beside one another.
 
-    computing    F and B, updates on the device; on CPU ranks also exchanges between ranks, which copy themselves
-    exchange     exchanges between ranks, if devices compute
-    updates      of state on other tiers: one thread, in the order of the list (tiers/tier.py)
-    disk         reads and writes, one after another
-    down, up     gradients to the host and weights to the device, if they are two, and what blocks save both ways
+    Plan, one pass on shapes, Hardware  ──►  step_timeline  ──►  Timeline  ──►  StepSeconds
 
-An Action begins when its list has reached it, its clock is free, and its inputs are there. Which results it waits for,
-and which bytes it moves on which clock, stands in the row of its Kind (plan/kinds.py); the bytes are those of
-quantities.py. The computing clock goes on while an Action runs on another clock, and waits where the result is used:
-F(u) for the gather and the update of u, ARRIVE(u) and NORM for reductions, RECV for its SEND, all ranks of a pipeline
-together. The time that it waits is the cost of the other clocks' work beyond what computation covers. Of three steps
-the last counts, because updates of one step run beside the next.
+The walk does each Action of the list on the clocks of its rank (clocks.py), by the row of its Kind and the bytes and
+operations that the Plan and one measured pass give (quantities.py, prices.py). All ranks of a pipeline are walked
+together: a RECV waits for its SEND, and at NORM all wait for one another. The time in which a computation waits is the
+cost of the other lanes' work beyond what computation covers. Of three steps the last counts, because updates of one
+step run beside the next.
 
-    F, B          operations / flops_s + bytes of other operations / memory rate, including recomputation and tiles
-                  + what experts and slices send inside of them / exchange rate (passes.py)
-    UNSHARD etc.  bytes of the Plan / rate            (parallel/zero/cost.py, tiers/tier_cost.py)
+The result is a ``Timeline``, as a measured step is one, and ``StepSeconds`` is read off either. ``replay_timeline``
+walks the same way with given seconds of passes, messages taking none: the prediction that ``engine.timeline()`` returns.
 
-Rates are given or measured (``rates.py``). The price leaves out what sums and norms send, rows of embedding tables, and
-the time that Python takes for each Action.
+A price is a range, because no figure of hardware is exact. By default a rate is taken to be within -10 % and +25 % of
+what a step reaches for computation, and wider for everything else; figures that were measured on the machine have the
+spread of the measurement, and ``high_s`` is at most 1.4 ``low_s``.
 
 Cost: a look at each Action of a list, three times.
 """
 
-from collections import deque
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
-
-import torch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from shardwise.base.hardware import Hardware
 from shardwise.compose.plan import PlanPolicies
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import need, result, stages_of
-from shardwise.plan.kinds import Lane
 from shardwise.plan.plan import Plan, class_of
-from shardwise.precision.policy import NAMES
+from shardwise.plan.timeline import USES, Span, Timeline, Use
+from shardwise.simulate.clocks import RankClocks, StepClocks
 from shardwise.simulate.passes import MeasuredPass
+from shardwise.simulate.prices import ActionPrices
 from shardwise.simulate.quantities import Quantities
+from shardwise.simulate.touched import NO_ROWS, TableRows
 
 _STEPS = 3
 """Number of simulated steps; the first has no update before it."""
-
-Spent = Literal["compute", "update", "exchange", "waits", "bubble"]
-"""Use of the computing clock's time."""
+_SPREAD: Mapping[Use, tuple[float, float]] = {
+    "compute": (0.9, 1.25),
+    "update": (0.85, 1.3),
+    "exchange": (0.8, 1.5),
+    "waits": (0.7, 1.6),
+    "bubble": (0.9, 1.3),
+    "data": (0.7, 1.6),
+    "rest": (0.8, 1.5),
+}
+"""Factors on the seconds of each use for the low and the high end of a price whose rates were not measured."""
+_WIDEST = 1.4
+"""Largest ratio of the high to the low end if the rates were measured."""
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of one rank by use; their sum is the step's."""
+    """Seconds of a step on the rank that takes longest, foreseen or measured."""
 
-    compute: float
-    update: float
-    """Seconds of updates on the clock on which the model computes."""
-    exchange: float
-    """Seconds of exchanges between ranks that computation does not cover."""
-    waits: float
-    """Seconds of waits for other tiers that computation does not cover."""
-    bubble: float
-    """Seconds of waits for other stages of a pipeline."""
+    spent: Mapping[Use, float]
+    """Seconds by use of the computation's time; their sum is the step's."""
+    exposed: Mapping[str, float]
+    """Seconds in which the computation stands for ranks of each axis: exchanges, and waits for other stages."""
+    low_s: float
+    """Low end of the seconds of the step, as far as the rates are uncertain; measured seconds have no spread."""
+    high_s: float
+    """High end of the seconds of the step."""
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(self)
+        return sum(self.spent.values())
+
+    @classmethod
+    def of(
+        cls,
+        timeline: Timeline,
+        rank: int | None = None,
+        spread: Mapping[Use, tuple[float, float]] | None = None,
+        widest: float = math.inf,
+    ) -> "StepSeconds":
+        """Read the seconds of a step off its timeline.
+
+        Args:
+            timeline: The timeline, foreseen or measured.
+            rank: The rank; None: the rank whose step takes longest.
+            spread: Factors on the seconds of each use for the low and the high end; None: no spread.
+            widest: Largest ratio of the high to the low end.
+        """
+        spent, exposed = dict.fromkeys(USES, 0.0), dict[str, float]()
+        for (use, axis), seconds in timeline.uses(timeline.slowest if rank is None else rank).items():
+            spent[use] += seconds
+            if axis:
+                exposed[axis] = exposed.get(axis, 0.0) + seconds
+        low, high = (
+            sum(seconds * (1.0 if spread is None else spread[use][end]) for use, seconds in spent.items())
+            for end in (0, 1)
+        )
+        total = sum(spent.values())
+        if high > widest * low:
+            # Both ends move towards the price, in proportion.
+            below, above = total / low, high / total
+            part = math.log(widest) / math.log(below * above)
+            low, high = total / below**part, total * above**part
+        return cls(spent, exposed, low, high)
 
 
 def step_seconds(
@@ -70,7 +106,10 @@ def step_seconds(
     policies: PlanPolicies,
     passed: Mapping[int, MeasuredPass],
     hardware: Hardware,
-    is_cpu: bool,
+    device_type: str,
+    per_host: int | None = None,
+    rows: Mapping[str, TableRows] = NO_ROWS,
+    data_s: float | None = None,
 ) -> StepSeconds:
     """Return the seconds of a step on the rank that takes longest.
 
@@ -79,35 +118,91 @@ def step_seconds(
         policies: Inputs of the Plan.
         passed: Measured pass of one microbatch, by stage.
         hardware: Rates of a rank.
-        is_cpu: True if ranks compute on CPUs.
+        device_type: Type of the device, such as ``cpu``.
+        per_host: Ranks of one host; None: all ranks are on one host.
+        rows: Rows of each collection of embedding tables in one microbatch, by name of its Unit.
+        data_s: Seconds in which the batches of a step are read; None: those of copying them twice in memory.
     """
-    firsts = plan.mesh.ranks("pp", 0)
-    dtype = NAMES[policies.precision.compute_dtype or torch.float32]
-    clocks = {
-        place: _RankClocks(Quantities(plan, passed, rank), hardware, dtype, is_cpu, policies.offload.leaving)
-        for place, rank in enumerate(firsts)
-    }
-    lists = {place: plan.classes[class_of(plan.mesh, rank)].actions for place, rank in enumerate(firsts)}
-    for _ in range(_STEPS):
-        for each in clocks.values():
-            each.begin_step()
-        _walk(lists, clocks)
-    slowest = max(clocks.values(), key=lambda each: sum(each.spent.values()))
-    return StepSeconds(**slowest.spent)
+    timeline = step_timeline(plan, policies, passed, hardware, device_type, per_host, rows, data_s)
+    spread = {use: hardware.spread.get(use, ends) for use, ends in _SPREAD.items()}
+    return StepSeconds.of(timeline, spread=spread, widest=_WIDEST if hardware.spread else math.inf)
 
 
-def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_RankClocks"]) -> None:
-    """Simulate one step of all ranks of a pipeline, which wait for one another's messages and at NORM."""
-    stages, position = stages_of(lists), dict.fromkeys(lists, 0)  # type: ignore[arg-type]
+def step_timeline(
+    plan: Plan,
+    policies: PlanPolicies,
+    passed: Mapping[int, MeasuredPass],
+    hardware: Hardware,
+    device_type: str,
+    per_host: int | None = None,
+    rows: Mapping[str, TableRows] = NO_ROWS,
+    data_s: float | None = None,
+) -> Timeline:
+    """Return the foreseen timeline of a step, with one rank of each index on "pp".
+
+    Args:
+        plan: The Plan.
+        policies: Inputs of the Plan.
+        passed: Measured pass of one microbatch, by stage.
+        hardware: Rates of a rank.
+        device_type: Type of the device, such as ``cpu``.
+        per_host: Ranks of one host; None: all ranks are on one host.
+        rows: Rows of each collection of embedding tables in one microbatch, by name of its Unit.
+        data_s: Seconds in which the batches of a step are read; None: those of copying them twice in memory.
+    """
+    is_cpu = device_type == "cpu"
+    if data_s is None:
+        batch = max((each.batch_bytes for each in passed.values()), default=0)
+        data_s = hardware.touched_s(2 * 2 * batch * policies.microbatches, "host")
+    clocks: dict[int, RankClocks] = {}
+    lists: dict[int, tuple[Action, ...]] = {}
+    for rank in plan.mesh.ranks("pp", 0):
+        job = Quantities(plan, passed, rank, rows)
+        prices = ActionPrices(job, hardware, plan.mesh, is_cpu, per_host)
+        clocks[rank] = RankClocks(rank, job, prices, policies.offload.leaving, data_s)
+        lists[rank] = plan.classes[class_of(plan.mesh, rank)].actions
+    windows: dict[int, tuple[float, float]] = {}
+    for number in range(_STEPS):
+        for rank, each in clocks.items():
+            if number == _STEPS - 2:  # what began in the step before may reach into the last
+                each.spans.clear()
+            each.begin_step(lists[rank][0])
+        walk(lists, clocks)
+        windows = {rank: each.end_step() for rank, each in clocks.items()}
+    return Timeline(
+        {rank: tuple(_within(each.spans, *windows[rank])) for rank, each in clocks.items()}, windows
+    )
+
+
+def _within(spans: Sequence[Span], start_s: float, stop_s: float) -> list[Span]:
+    """Return the spans inside a range of time, by start."""
+    found = [
+        span._replace(start_s=max(span.start_s, start_s), stop_s=min(span.stop_s, stop_s))
+        if span.start_s < start_s or span.stop_s > stop_s
+        else span
+        for span in spans
+        if span.start_s < stop_s and span.stop_s > start_s
+    ]
+    return sorted(found, key=lambda span: (span.start_s, -span.stop_s))
+
+
+def walk(lists: Mapping[int, Sequence[Action]], clocks: Mapping[int, StepClocks]) -> None:
+    """Walk one step of all ranks of a pipeline, which wait for one another's messages and at NORM.
+
+    Args:
+        lists: Actions by rank.
+        clocks: Clocks of each rank.
+    """
+    stages, position = stages_of(lists), dict.fromkeys(lists, 0)
     sent: dict[tuple[int, ...], float] = {}
-    while any(position[place] < len(row) for place, row in lists.items()):
-        at_norm = []
-        for place, row in lists.items():
-            clock = clocks[place]
-            while position[place] < len(row):
-                action = row[position[place]]
+    while any(position[rank] < len(row) for rank, row in lists.items()):
+        at_norm: dict[int, Action] = {}
+        for rank, row in lists.items():
+            clock = clocks[rank]
+            while position[rank] < len(row):
+                action = row[position[rank]]
                 if action.kind is Kind.NORM:
-                    at_norm.append(place)
+                    at_norm[rank] = action
                     break
                 needed = need(action, stages) if action.kind is Kind.RECV else None
                 if needed is not None and needed not in sent:
@@ -116,157 +211,50 @@ def _walk(lists: Mapping[int, tuple[Action, ...]], clocks: Mapping[int, "_RankCl
                 left = result(action) if action.kind is Kind.SEND else None
                 if left is not None:
                     sent[left] = clock.sent_s
-                position[place] += 1
+                position[rank] += 1
         if len(at_norm) == len(lists):
-            together = max(clocks[place].all_reduced() for place in at_norm)
-            for place in at_norm:
-                clocks[place].norm(together)
-                position[place] += 1
+            together = max(clocks[rank].reach_norm(action) for rank, action in at_norm.items())
+            for rank, action in at_norm.items():
+                clocks[rank].norm(action, together)
+                position[rank] += 1
 
 
-class _RankClocks:
-    """Clocks of one rank, in seconds since the first step."""
+def replay_timeline(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], float]) -> Timeline:
+    """Return the timeline of passes that take given seconds, as if messages took no time.
 
-    def __init__(self, job: Quantities, hardware: Hardware, dtype: str, is_cpu: bool, leaving: int):
-        self._job = job
-        self._is_cpu = is_cpu
-        self._flops_s = hardware.flops_s(dtype)
-        self._bytes_s = hardware.memory_bytes_s
-        self._near_bytes_s = self._bytes_s["host" if is_cpu else "device"]
-        self._link_bytes_s = hardware.links["device"].bytes_s
-        self._exchange_bytes_s = hardware.links["host"].bytes_s
-        self.spent: dict[Spent, float] = {}
+    Args:
+        lists: Passes and messages by the rank's index on "pp".
+        seconds: Seconds of a pass.
+    """
+    clocks = {rank: _GivenClocks(rank, seconds) for rank in lists}
+    walk(lists, clocks)
+    return Timeline.of(span for each in clocks.values() for span in each.spans)
+
+
+class _GivenClocks:
+    """The clock of one rank whose passes take given seconds."""
+
+    def __init__(self, rank: int, seconds: Callable[[Action], float]):
+        self._rank = rank
+        self._seconds = seconds
+        self.spans: list[Span] = []
         self.sent_s = 0.0
-        """Time at which the last message has arrived."""
-        self._now = 0.0
-        self._free: dict[str, float] = dict.fromkeys(("exchange", "updates", "disk", "down", "up"), 0.0)
-        self._there: dict[tuple[str, int], float] = {}
-        """Time at which a result of a Unit is available, by the result's name in the table of Kinds."""
-        self._most_leaving = leaving
-        """Most gradients that move to a disk at once."""
-        self._leaving: deque[float] = deque()
-
-    def begin_step(self) -> None:
-        """Reset the seconds spent."""
-        self.spent = dict.fromkeys(("compute", "update", "exchange", "waits", "bubble"), 0.0)
-
-    # Clocks ----------------------------------------------------------------------------------------------------
-
-    def _do(self, seconds: float, what: Spent) -> None:
-        self.spent[what] += seconds
-        self._now += seconds
-
-    def _wait(self, until_s: float, what: Spent) -> None:
-        self._do(max(until_s - self._now, 0.0), what)
-
-    def _beside(self, clock: str, seconds: float, after_s: float = 0.0) -> float:
-        """Return the end of work on another clock that starts now; work of no time does not wait for the clock."""
-        begin = max(self._now, after_s)
-        if not seconds:
-            return begin
-        self._free[clock] = max(self._free[clock], begin) + seconds
-        return self._free[clock]
-
-    def _exchange(self, nbytes: float, after_s: float = 0.0) -> float:
-        """Return the time at which so many bytes, available from ``after_s`` on, have been sent to other ranks."""
-        seconds = nbytes / self._exchange_bytes_s
-        if not self._is_cpu:
-            return self._beside("exchange", seconds, after_s)
-        if seconds:
-            self._wait(after_s, "waits")
-            self._do(seconds, "exchange")
-            return self._now
-        return max(self._now, after_s)
-
-    def _move(self, lane: Lane, nbytes: float, after_s: float) -> float:
-        """Return the time at which so many bytes, available from ``after_s`` on, have moved on a lane."""
-        if lane == "compute":
-            self._do(nbytes / self._near_bytes_s, "update")
-            return max(self._now, after_s)
-        if lane == "exchange":
-            return self._exchange(nbytes, after_s)
-        if lane == "updates":
-            return self._beside(lane, nbytes / self._bytes_s["host"], after_s)
-        if lane == "disk":
-            return self._beside(lane, nbytes / self._bytes_s["disk"], after_s)
-        if lane == "leaving":
-            return self._leave(nbytes, after_s)
-        return self._beside(lane, 0.0 if self._is_cpu else nbytes / self._link_bytes_s, after_s)
-
-    def _leave(self, nbytes: float, after_s: float) -> float:
-        """Return ``after_s``: gradients go to a disk behind the computation, which waits if too many are going."""
-        if nbytes:
-            self._leaving.append(self._move("disk", nbytes, after_s))
-            while len(self._leaving) > self._most_leaving:
-                self._wait(self._leaving.popleft(), "waits")
-        return after_s
-
-    # Actions ---------------------------------------------------------------------------------------------------
 
     def run(self, action: Action, arrived_s: float) -> None:
-        """Simulate one Action by the row of its Kind; ``arrived_s`` is the time at which a RECV's message arrived."""
-        row, unit = action.kind.row, action.unit
-        if row.of == "message":
-            self._message(action, arrived_s)
-            return
-        if unit < 0 or self._job.ranks.units[unit].has_rows:
-            return
-        for held in row.holds:
-            self._wait(self._ready(held, unit), self._waiting_for(held, unit))
-        if action.kind.computes:
-            self._compute(action)
-        there = max((self._ready(each, unit) for each in row.waits_for), default=0.0)
-        quantities = self._job.of[unit]
-        for lane, quantity, is_aside in row.moves:
-            moved = self._move(lane, getattr(quantities, quantity), there)
-            there = there if is_aside else moved
-        if row.gives:
-            self._there[row.gives, unit] = there
+        """Do one Action; messages take no time."""
+        if action.kind is Kind.RECV and arrived_s > self.sent_s:
+            self._add(arrived_s, Span(self._rank, action, self.sent_s, arrived_s, "wait", "pp", True))
+        elif action.kind.computes and action.unit < 0:
+            stop_s = self.sent_s + self._seconds(action)
+            self._add(stop_s, Span(self._rank, action, self.sent_s, stop_s))
 
-    def _ready(self, result: str, unit: int) -> float:
-        """Return the time at which a result of a Unit is there: 0.0 if nothing gives it.
+    def _add(self, stop_s: float, span: Span) -> None:
+        self.spans.append(span)
+        self.sent_s = stop_s
 
-        Weights are "updated" when their "update" has ended; updates that count one step late are not waited for.
-        """
-        if result == "updated":
-            return 0.0 if self._job.strategies[unit].is_delayed else self._there.get(("update", unit), 0.0)
-        return self._there.get((result, unit), 0.0)
+    def reach_norm(self, action: Action) -> float:
+        """Return the time of NORM, which ends the passes."""
+        return self.sent_s
 
-    def _waiting_for(self, result: str, unit: int) -> Spent:
-        """Return how a wait of the computation for a result is counted."""
-        is_sent = result == "reduced" or (
-            result == "gathered" and self._job.strategies[unit].weight_tier == "device"
-        )
-        return "exchange" if is_sent else "waits"
-
-    def _message(self, action: Action, arrived_s: float) -> None:
-        is_sent = action.kind is Kind.SEND
-        size = self._job.message(action)
-        if not is_sent:
-            self._wait(arrived_s, "bubble")
-        # On CPU ranks the sender copies the message in and the receiver copies it out.
-        if self._is_cpu:
-            self._exchange(size / 2)
-            self.sent_s = self._now
-        elif is_sent:
-            self.sent_s = self._exchange(size)
-
-    def _compute(self, action: Action) -> None:
-        share = self._job.share(action.kind, action.unit)
-        seconds = share.flops / self._flops_s + share.touched_bytes / self._near_bytes_s
-        self._do(share.sent_bytes / self._exchange_bytes_s, "exchange")
-        if action.kind is Kind.B:
-            # The first microbatch writes gradients into their buffer, and later ones add to it.
-            times = 3 if action.microbatch > 0 else 2
-            seconds += times * self._job.gradients[action.unit] / self._near_bytes_s
-        self._do(seconds, "compute")
-
-    def all_reduced(self) -> float:
-        """Return the time at which this rank reaches its norm with all gradients summed."""
-        return max(self._now, self._free["exchange"])
-
-    def norm(self, together_s: float) -> None:
-        """Simulate NORM; ``together_s`` is the time at which the last rank reaches it."""
-        self._wait(self._exchange(self._job.over_replicas, self.all_reduced()), "exchange")
-        self._wait(together_s, "bubble")
-        self._do(sum(self._job.gradients) / self._near_bytes_s, "update")
+    def norm(self, action: Action, together_s: float) -> None:
+        """Do nothing, because passes and messages alone take time."""

@@ -1,6 +1,6 @@
 """Quantities: the bytes of each Action of one rank, by Unit, as the Plan and one measured pass give them.
 
-The table of Kinds (plan/kinds.py) names these numbers in its moves; the price (price.py) divides them by the rates of
+The table of Kinds (plan/kinds.py) names these numbers in its moves; the price (prices.py) divides them by the rates of
 the lanes. Bytes of a whole step (tiers/tier_cost.py) are divided evenly among the Actions that move them.
 
 Cost: one look at each Action and each bucket.
@@ -10,10 +10,21 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardwise.parallel.zero.cost import unit_bytes
+from shardwise.comm.trace import ExchangeCall
+from shardwise.parallel.zero.cost import Calls
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.plan import Plan, class_of
 from shardwise.simulate.passes import MeasuredPass, UnitPass
+from shardwise.simulate.sent import RankExchanges
+from shardwise.simulate.touched import (
+    NO_ROWS,
+    TableRows,
+    balanced_bytes,
+    directed_bytes,
+    gradient_bytes,
+    orthogonalised,
+    scaled_bytes,
+)
 from shardwise.tiers.tier_cost import TierTraffic, unit_traffic
 
 
@@ -28,10 +39,6 @@ class UnitQuantities(NamedTuple):
     """Of UNSHARD, from a disk, if no shard is brought ahead of it."""
     whole_brought: float = 0.0
     """Of UNSHARD, to the device, if no shard is brought ahead of it."""
-    gathered: float = 0.0
-    """Of UNSHARD, sent to other ranks."""
-    reduced: float = 0.0
-    """Of REDUCE, sent to other ranks."""
     gradients_down: float = 0.0
     """Of ARRIVE, to the host."""
     gradients_brought: float = 0.0
@@ -50,8 +57,33 @@ class UnitQuantities(NamedTuple):
     """Of STEP, updated weights to the device."""
     saved: float = 0.0
     """Of F and RELOAD, between the device and this rank's host."""
-    saved_elsewhere: float = 0.0
-    """Of RELOAD, from parts on the hosts of other ranks on "tp"."""
+    accumulated: float = 0.0
+    """Of B, gradients that are written once; they are read and written as often as the microbatch demands."""
+    directed: float = 0.0
+    """Of DIRECTION, read and written."""
+    adopted: float = 0.0
+    """Of SWAP_WEIGHT, the updated weights of the step before, to the device."""
+    keys_found: float = 0.0
+    """Of FETCH or INPUT_DIST, keys of a batch of embedding tables."""
+    rows_read: float = 0.0
+    """Of FETCH, rows of embedding tables."""
+    rows_merged: float = 0.0
+    """Of DELIVER, gradients of rows, read and written."""
+    rows_updated: float = 0.0
+    """Of STEP, rows of embedding tables with their state, read and written."""
+
+
+class RankQuantities(NamedTuple):
+    """Bytes that the Actions of a whole rank read and write."""
+
+    normed: float = 0.0
+    """Of NORM, gradients."""
+    compared: float = 0.0
+    """Of TRUST_RATIO, weights and directions."""
+    balanced: float = 0.0
+    """Of BALANCE, biases of routers and loads of their experts."""
+    scaled: float = 0.0
+    """Of SCALE, weights that are gathered in fp8."""
 
 
 class Quantities:
@@ -61,23 +93,36 @@ class Quantities:
         plan: The Plan.
         passed: Measured pass of one microbatch, by stage.
         rank: The rank.
+        rows: Rows of each collection of embedding tables in one microbatch, by name of its Unit.
     """
 
-    def __init__(self, plan: Plan, passed: Mapping[int, MeasuredPass], rank: int):
+    def __init__(
+        self,
+        plan: Plan,
+        passed: Mapping[int, MeasuredPass],
+        rank: int,
+        rows: Mapping[str, TableRows] = NO_ROWS,
+    ):
         self.ranks = plan.classes[class_of(plan.mesh, rank)]
         self.strategies = self.ranks.strategies
-        self._tp = plan.mesh.tp
+        self._mesh = plan.mesh
+        self._mesh = plan.mesh
         self._passed = passed
-        self.over_replicas = sum(
-            unit_bytes(unit, strategy, plan.mesh).replicas
-            for unit, strategy in zip(self.ranks.units, self.strategies, strict=True)
+        self._gradients, normed = gradient_bytes(self.ranks, plan.mesh)
+        self._directed = [
+            directed_bytes(self.ranks, plan.registry, plan.mesh, unit) for unit in range(len(self.ranks.units))
+        ]
+        self.matrices, self.matrix_elements = orthogonalised(plan, self.ranks)
+        """Products of ALL_TO_ALL, and the elements of all matrices of the rank's stages."""
+        self.of_rank = RankQuantities(
+            normed,
+            sum(each.compared for each in self._directed),
+            balanced_bytes(plan.registry, self.ranks),
+            scaled_bytes(self.ranks),
         )
-        """Bytes of the sums over replicas of shards, before NORM."""
-        self.gradients = [0] * len(self.ranks.units)
-        """Bytes of gradients, by Unit."""
-        for (unit, bucket), rows in self.ranks.buffers.items():
-            laid_out = self.ranks.units[unit].buckets[bucket]
-            self.gradients[unit] += sum(row.nbytes(laid_out, plan.mesh) for row in rows if row.kind == "grad")
+        """Bytes of the rank's Actions."""
+        self._exchanges = RankExchanges(plan, passed, rank)
+        self._rows = rows
         times = Counter((action.kind, action.unit) for action in self.ranks.actions)
         moved = unit_traffic(self.ranks, plan.mesh)
         self.of = [self._of(unit, each, plan, times) for unit, each in enumerate(moved)]
@@ -87,45 +132,67 @@ class Quantities:
         self, unit: int, moved: TierTraffic, plan: Plan, times: Counter[tuple[Kind, int]]
     ) -> UnitQuantities:
         strategy = self.strategies[unit]
-        sent = unit_bytes(self.ranks.units[unit], strategy, plan.mesh)
         windows, arrivals = (max(times[kind, unit], 1) for kind in (Kind.UNSHARD, Kind.ARRIVE))
         read, brought = moved.weights_read / windows, moved.weights_brought / windows
         is_ahead = strategy.brings_shard
-        saved, elsewhere = self._saved(unit)
+        directed = self._directed[unit]
+        rows = self.rows_of(unit)
+        deliveries = max(times[Kind.FETCH, unit], 1)
         return UnitQuantities(
             weights_read=read * is_ahead,
             weights_brought=brought * is_ahead,
             whole_read=read * (not is_ahead),
             whole_brought=brought * (not is_ahead),
-            gathered=sent.gather,
-            reduced=sent.reduce,
             gradients_down=moved.down / arrivals,
             gradients_brought=moved.gradients_brought / arrivals,
             gradients_left=(moved.gradients_written + moved.gradients_read) / arrivals,
             state_read=moved.read,
             state_written=moved.written,
-            updated_on_device=moved.updated_on_device,
+            updated_on_device=max(moved.updated_on_device - directed.saved, 0),
             updated_on_host=moved.updated_on_host,
-            updated_up=moved.up,
-            saved=saved,
-            saved_elsewhere=elsewhere,
+            updated_up=moved.up * (not strategy.is_delayed),
+            saved=self._saved(unit),
+            accumulated=self._gradients[unit],
+            directed=directed.direction,
+            adopted=moved.up * strategy.is_delayed,
+            keys_found=2 * rows.keys_bytes,
+            rows_read=rows.read_bytes,
+            rows_merged=2 * rows.read_bytes * deliveries,
+            rows_updated=2 * rows.updated_bytes * deliveries,
         )
+
+    def rows_of(self, unit: int) -> TableRows:
+        """Return the rows of a Unit in one microbatch; zeros for a Unit without embedding tables."""
+        return self._rows.get(self.ranks.units[unit].name, TableRows())
 
     def share(self, kind: Kind, unit: int) -> UnitPass:
         """Return the part of a Unit in a pass of one microbatch."""
         return self._passed[self.ranks.unit_stages[unit]].of(kind, self.ranks.units[unit].name)
 
-    def _saved(self, unit: int) -> tuple[int, int]:
-        """Return the bytes that a Unit's forward saves elsewhere: on this rank's host, and on those of others."""
+    def _saved(self, unit: int) -> int:
+        """Return the bytes that a Unit's forward saves on this rank's host."""
         if self.strategies[unit].saved_tier == "device":
-            return 0, 0
+            return 0
         name, passed = self.ranks.units[unit].name, self._passed[self.ranks.unit_stages[unit]]
         alike = passed.alike_bytes.get(name, 0)
-        others = alike - -(-alike // self._tp)
-        return max(self.share(Kind.F, unit).net_bytes - others, 0), others
+        others = alike - -(-alike // self._mesh.tp)
+        return max(self.share(Kind.F, unit).net_bytes - others, 0)
 
-    def message(self, action: Action) -> int:
-        """Return the bytes of a SEND or RECV."""
-        first, last = sorted((action.stage, action.other))
-        received = self._passed[last].received_bytes
-        return self._passed[first].answered_bytes if action.carries_gradient else received
+    def exchanges(self, action: Action) -> Calls:
+        """Return all that an Action sends to other ranks."""
+        found = self._exchanges.of(action)
+        if found or action.kind not in (Kind.FETCH, Kind.DELIVER, Kind.ALL_TO_ALL):
+            return found
+        return self._assumed(action)
+
+    def _assumed(self, action: Action) -> Calls:
+        """Return what an Action sends about evenly to all ranks, if numbers decide how much."""
+        if action.kind is Kind.ALL_TO_ALL:
+            sharers = self._mesh.world_size // self._mesh.pp
+            part = self.matrix_elements * (sharers - 1) // sharers**2
+            return (ExchangeCall("all_to_all", "gradients", "world", part, 2, 2),) if part else ()
+        rows, is_back = self.rows_of(action.unit), action.kind is Kind.DELIVER
+        nbytes, messages = round(rows.sent_bytes[is_back]), rows.messages[is_back]
+        if not nbytes or not messages:
+            return ()
+        return (ExchangeCall("all_to_all", "keys", "dp", -(-nbytes // messages), 1, messages),)

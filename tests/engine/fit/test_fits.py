@@ -55,7 +55,7 @@ def test_the_cheapest_change_is_named_with_its_price(alone: None) -> None:
     found = fit(TILED, {"device": "400 MiB"}, rows=32)
     assert not found.fits and found.changes[0].overrides == ("recompute=full",)
     more = found.changes[0].outlook.flops - found.outlook.flops
-    change = found.changes[0].seconds.compute - found.seconds.compute
+    change = found.changes[0].seconds.spent["compute"] - found.seconds.spent["compute"]
     assert found.changes[0].price_s == pytest.approx(change) and change > more / RATES.flops_s("fp32") > 0
     assert any(line.startswith("  --set recompute=full: 3") and "MiB, +" in line for line in found.lines())
 

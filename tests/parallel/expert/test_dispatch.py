@@ -213,7 +213,7 @@ def sent(world: World, width: int, top_k: int, tokens: int, hosts: tuple[int, ..
     layer = given(drawn(tokens * world.size, top_k), [tokens] * world.size, EXPERTS, width)
     dispatched(world, layer, ep, etp, levels=hops)
     counts = ep.traffic.counts
-    sent_bytes = sum(count.bytes for (operation, _), count in counts.items() if operation == "all_to_all")
+    sent_bytes = sum(count.bytes for (operation, *_), count in counts.items() if operation == "all_to_all")
     own = layer.of(world.rank).index
     routes = Dispatcher(ep, etp, EXPERTS, levels=hops).routes(own)
     goes_to = [{int(e) * world.size // EXPERTS for e in token} for token in own]

@@ -391,7 +391,7 @@ def expected_and_sent(
     engine._parts.traffic.clear()
     engine.train_step([torch.randn(size, 1, tokens, 4)[world.rank]])
     counts = engine._parts.traffic.counts.items()
-    counted = sum(count.bytes for (operation, _), count in counts if operation == "all_to_all")
+    counted = sum(count.bytes for (operation, *_), count in counts if operation == "all_to_all")
     tallies, plan = engine.expert_tallies(), engine.plan
     rows = [(size * tokens * each.rows, tallies[each.layer].rows_sent) for each in plan.exchanges]
     rows += [

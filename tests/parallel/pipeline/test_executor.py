@@ -86,7 +86,7 @@ def test_losses_gradients_and_messages(ranks: Any, size: int) -> None:
         set().union(*(said for *_, said in results)) == said
     )  # what the last stage says, on every one before it
     for purpose in ("activations", "gradients"):
-        sent = [counts.get(("send", purpose), TrafficCount()) for _, _, counts, _ in results]
+        sent = [counts.get(("send", purpose, "pp"), TrafficCount()) for _, _, counts, _ in results]
         kinds = 1 + (purpose == "gradients")  # a number beside them, of another dtype, is counted by itself
         number = messages(size, MICROBATCHES, 2) / 2
         assert sum(count.calls for count in sent) == number * kinds

@@ -76,9 +76,9 @@ def test_activations_kept_by_a_block(ranks: Any, size: int, policy: GptPolicy, s
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_of_a_pass(ranks: Any, size: int, sequence: bool) -> None:
     counts = ranks(size).run(one_pass, LLAMA, 3, sequence)[0][1]
-    assert {purpose for _, purpose in counts} == {"activations"}
+    assert {purpose for _, purpose, _ in counts} == {"activations"}
     calls = block_calls(sequence).times(3) + rest_calls(sequence)
-    found = {operation: count.calls for (operation, _), count in counts.items()}
+    found = {operation: count.calls for (operation, *_), count in counts.items()}
     assert found.pop("all_gather", 0) == calls.all_gather + 1
     assert found.pop("all_reduce", 0) == calls.all_reduce
     assert found.pop("reduce_scatter", 0) == calls.reduce_scatter

@@ -139,22 +139,22 @@ def configure(*args: Any, **kwargs: Any) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
-    """Print on rank 0 what this rank's engines sent: calls, elements and bytes per operation and purpose.
+    """Print on rank 0 what this rank's engines sent: calls, elements and bytes per operation, purpose and axis.
 
     Args:
         show_straggler: No effect.
         return_dict: True to return the numbers on every rank in place of printing them.
     """
     counts = {
-        f"{operation} of {purpose}": count._asdict()
+        f"{operation} of {purpose} on {axis}": count._asdict()
         for engine in living()
-        for (operation, purpose), count in engine.ours.traffic.counts.items()
+        for (operation, purpose, axis), count in engine.ours.traffic.counts.items()
     }
     if return_dict:
         return counts
     if get_rank() == 0:
         for what, count in counts.items():
             print(
-                f"{what:<32} {count['calls']:>8} calls {count['elements']:>14} elements {count['bytes']:>15} bytes"
+                f"{what:<44} {count['calls']:>8} calls {count['elements']:>14} elements {count['bytes']:>15} bytes"
             )
     return None

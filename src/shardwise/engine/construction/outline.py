@@ -157,6 +157,7 @@ def policies_of(
         settings.experts.exchange == "blocks",
         settings.offload,
         frozenset(blocks),
+        unit_norms=settings.monitor.unit_norms,
     )
 
 

@@ -110,7 +110,7 @@ class FitReport(NamedTuple):
         if len(steps) > 1:
             each = ", ".join(f"{bytes_text(one.bytes_by_tier['device'])} on rank {one.rank}" for one in steps)
             where = f"rank {step.rank}, the most ({each})"
-        spent = ", ".join(f"{part} {each_s:.2g}" for part, each_s in self.seconds._asdict().items() if each_s)
+        spent = ", ".join(f"{part} {each_s:.2g}" for part, each_s in self.seconds.spent.items() if each_s)
         said = [f"a step needs {_needs(self.outlook)} on {where}"]
         rows = sorted(step.peak.rows.items(), key=lambda row: -row[1])
         wide = len(OUTSIDE_ROW) if OUTSIDE_ROW in step.peak.rows else 12
@@ -183,7 +183,7 @@ class FitReport(NamedTuple):
             "fits": self.fits,
             "needs": self.outlook.bytes_by_tier,
             "rows": dict(step.peak.rows),
-            "seconds": self.seconds._asdict(),
+            "seconds": dict(self.seconds.spent),
             "rates": self._rates(),
             "changes": [
                 {
@@ -377,7 +377,7 @@ def _seconds(
     job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, hardware: Hardware
 ) -> StepSeconds:
     return step_seconds(
-        outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type == "cpu"
+        outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type, rows=job.rows
     )
 
 

@@ -64,8 +64,11 @@ from shardwise.plan.unit import Unit
 from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
+from shardwise.simulate.exchanges import ExchangeRecord, message
 from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
+from shardwise.simulate.table_rows import table_rows
 from shardwise.simulate.timeline import StepMemory, step_memory
+from shardwise.simulate.touched import TableRows
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
@@ -159,6 +162,20 @@ class JobFacts(NamedTuple):
     has_experts: bool
     process_bytes: int
     """Bytes in a rank's memory beside the engine; on CPU ranks, those of this process when it was measured."""
+
+    @property
+    def rows(self) -> dict[str, TableRows]:
+        """Rows of each collection of embedding tables in one microbatch, by name of the collection."""
+        ranks, batch = self.mesh.size("dp"), self.settings.batch.micro_size or 1024
+        return {
+            name: table_rows(
+                each,
+                batch,
+                ranks,
+                torch.promote_types(self.settings.precision.dtypes("", each.dtype).master, torch.float32),
+            )
+            for name, each in self.tables.everywhere.items()
+        }
 
     def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
@@ -357,7 +374,7 @@ def _passes(
     blocks: Sequence[str],
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
-    device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), Traffic()
+    device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
     replay = DrawReplay(operations, has_numbers=False)
     dtypes = {
         name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
@@ -390,8 +407,13 @@ def _passes(
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
             passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
             received = sum(tensor.nbytes for tensor in arriving)
-            answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)
-            found[stage] = passed._replace(received_bytes=received, answered_bytes=answered)
+            back = [] if is_last else [tensor for tensor in leaving if tensor.requires_grad]
+            found[stage] = passed._replace(
+                received_bytes=received,
+                answered_bytes=sum(tensor.nbytes for tensor in back),
+                leaves=() if is_last else message("activations", leaving),
+                answered=message("gradients", back),
+            )
             text, arriving = one.text, leaving
     return found
 

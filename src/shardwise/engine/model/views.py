@@ -17,6 +17,7 @@ from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.memory.ledger import PREDICTED
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
+from shardwise.simulate.price import replay_timeline
 
 
 def plan(parts: EngineParts, pipeline: PipelineRunner | None) -> Plan:
@@ -29,7 +30,11 @@ def timeline(pipeline: PipelineRunner | None) -> tuple[Timeline, Timeline] | Non
     if pipeline is None:
         return None
     measured = pipeline.timeline()
-    return pipeline.predicted(measured), measured
+    typical = measured.typical_pass_s()
+    predicted = replay_timeline(
+        pipeline.passes(), lambda action: typical.get((action.kind, action.stage), 0.0)
+    )
+    return predicted, measured
 
 
 def graph_breaks(config: RunConfig) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.slices import TensorSlices
+from shardwise.plan.slices import TensorSlices, extend
 
 Range = tuple[int, int]
 """Elements [start, stop) of a bucket's owned gradient."""
@@ -47,16 +47,15 @@ class SharedGradients:
         for stage, bucket in buckets:
             counted: list[Range] = []
             counts_all = True
+            for ranks, ranges in slices.shared_ranges(bucket.layout, *bucket.owned_range).items():
+                self._held.setdefault(ranks, {})[bucket] = ranges
             for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
                 info = slices.registry.get("parameter", slot.name)
                 for run in slices.runs(info, start, stop):
                     first = local + run.local - start
                     found = (first, first + run.elements)
-                    ranks = slices.addends(info, run)
-                    if ranks:
-                        _extend(self._held.setdefault(ranks, {}).setdefault(bucket, []), found)
                     if stage == info.stages[0] and slices.is_first(info, run):
-                        _extend(counted, found)
+                        extend(counted, found)
                     else:
                         counts_all = False
             if bucket.layout.key.tie:
@@ -106,11 +105,3 @@ class SharedGradients:
                 bucket.gradient.used = [is_used] * len(bucket.gradient.used)
             for other in buckets[1:]:
                 other.gradient.owned.copy_(total)
-
-
-def _extend(ranges: list[Range], found: Range) -> None:
-    """Add a range, or extend the last range if ``found`` continues it."""
-    if ranges and ranges[-1][1] == found[0]:
-        ranges[-1] = (ranges[-1][0], found[1])
-    else:
-        ranges.append(found)

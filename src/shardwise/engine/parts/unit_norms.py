@@ -16,14 +16,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from shardwise.compose.plan import PlannedModel, titles_of_units
+from shardwise.compose.plan import TABLES, PlannedModel, measured_titles, titles_of_units
 from shardwise.engine.parts.sums import Number, number_of
 from shardwise.optim.clip import mean_norm
 from shardwise.parallel.zero.bucket import BucketState
-
-TABLES = "(tables)"
-"""Name for the rows of all embedding tables; no module has parentheses in its name."""
-
 
 class UnitSquares:
     """The positions of the Units among the numbers that the ranks sum; empty without ``monitor.unit_norms``.
@@ -41,9 +37,7 @@ class UnitSquares:
     @classmethod
     def of(cls, planned: PlannedModel, buckets: Sequence[BucketState]) -> "UnitSquares":
         """Return the positions of all Units of a Plan, and the positions for this rank's trained buckets."""
-        titles = titles_of_units(planned)
-        trained = (title for name, title in titles.items() if planned.spec.parameters[name].trained)
-        names = [*dict.fromkeys(trained), *([TABLES] if planned.spec.tables else [])]
+        titles, names = titles_of_units(planned), measured_titles(planned.spec, planned.policies.zero)
         # A parameter that several stages share is alone in its bucket, all others of a bucket belong to one Unit.
         place_of = {bucket: names.index(titles[bucket.layout.slots[0].name]) for bucket in buckets}
         return cls(names, place_of)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from textwrap import indent
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,12 @@ from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.passes.recompute import told_again
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import timeline_of
+from shardwise.plan.kinds import Lane
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Span, Timeline
 
 _KINDS = tuple(Kind)
+_LANES: tuple[Lane, ...] = get_args(Lane)
 _CHUNK = 8
 """Batches of an evaluation in one walk, per rank: at most 1/9 of the walk is idle while it fills and drains."""
 
@@ -283,42 +285,31 @@ class PipelineRunner:
         return replace(plan, notes=(*plan.notes, drawn))
 
     def timeline(self) -> Timeline:
-        """Return the times of each pass and message of the last step, by index on "pp". Collective."""
+        """Return the passes, messages and waits of the last step with their lanes, by index on "pp". Collective."""
+        axes = ("", *self._parts.groups)
         rows = [
             [_KINDS.index(span.action.kind), *span.action[1:], span.start_s, span.stop_s]
+            + [_LANES.index(span.lane), axes.index(span.axis) if span.axis in axes else 0, span.is_exposed]
             for span in self._parts.walker.last.spans(self._group.index)
             if span.action.unit < 0 and not span.action.kind.ends_step
         ]
         sizes = torch.zeros(self._group.size, dtype=torch.float64)
         sizes[self._group.index] = len(rows)
         self._group.all_reduce(sizes, "the length of timelines", purpose="control").wait()
-        most, width = int(sizes.max()), len(Action._fields) + 2
+        most, width = int(sizes.max()), len(Action._fields) + 5
         own = torch.zeros(most, width, dtype=torch.float64)
         own[: len(rows)] = torch.tensor(rows, dtype=torch.float64).view(len(rows), width)
         every = torch.zeros(self._group.size, most, width, dtype=torch.float64)
         self._group.all_gather(every.view(-1), own.view(-1), "timelines", purpose="control").wait()
         return Timeline.of(
-            _span(index, row)
+            _span(index, row, axes)
             for index, size in enumerate(sizes.tolist())
             for row in every[index, : int(size)].tolist()
         )
 
-    def predicted(self, measured: Timeline) -> Timeline:
-        """Return the schedule with the median seconds of each kind of pass on each stage in ``measured``.
-
-        Messages take no time.
-        """
-        seconds: dict[tuple[Kind, int], list[float]] = {}
-        for row in measured.spans.values():
-            for span in row:
-                if span.is_pass:
-                    seconds.setdefault((span.action.kind, span.action.stage), []).append(
-                        span.stop_s - span.start_s
-                    )
-        typical = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
-        return timeline_of(
-            self._parts.program.passes, lambda action: typical.get((action.kind, action.stage), 0.0)
-        )
+    def passes(self) -> Mapping[int, Sequence[Action]]:
+        """Return the passes and messages of a step by the rank's index on "pp"."""
+        return self._parts.program.passes
 
 
 class _PipelineForward:
@@ -425,6 +416,8 @@ def _plain(output: Any) -> Any:
     return output
 
 
-def _span(index: int, row: Sequence[float]) -> Span:
-    kind, *numbers = (int(number) for number in row[:-2])
-    return Span(index, Action(_KINDS[kind], *numbers), row[-2], row[-1])
+def _span(index: int, row: Sequence[float], axes: Sequence[str]) -> Span:
+    kind, *numbers = (int(number) for number in row[:5])
+    start_s, stop_s, lane, axis, is_exposed = row[5:]
+    action = Action(_KINDS[kind], *numbers)
+    return Span(index, action, start_s, stop_s, _LANES[int(lane)], axes[int(axis)], bool(is_exposed))

@@ -1,15 +1,37 @@
-"""Bytes that one rank sends for each gather and each reduction of a Unit, from its strategy and its buckets.
+"""What one rank sends for each gather and each reduction of a Unit, from its strategy and its buckets.
 
-Over several hosts a reduction may go in two levels; ``plan/exchange.py`` has the formulas.
+    gather     of one UNSHARD: all buckets of a cut weight, or those that were updated in pieces
+    reduce     of one REDUCE
+    arrive     of the ARRIVE that waits for a REDUCE
+    replicas   of the sum over replicas of the shards, once per step, after the last REDUCE
+
+The calls are those of zero/weight.py and zero/gradient.py, with the sizes that ``Traffic`` counts. Over several hosts a
+reduction may go in two levels; ``plan/exchange.py`` has the formulas.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwise.plan.exchange import Widths
+from shardwise.comm.trace import LEVELS, ExchangeCall, collective
+from shardwise.plan.exchange import PIECE_BYTES, Widths
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
 from shardwise.plan.strategy import Strategy
-from shardwise.plan.unit import BucketKey, Unit
+from shardwise.plan.unit import Bucket, BucketKey, Unit
+
+Calls = tuple[ExchangeCall, ...]
+
+
+class UnitExchanges(NamedTuple):
+    """Exchanges of one rank for one Unit."""
+
+    gather: Calls
+    """Of one UNSHARD."""
+    reduce: Calls
+    """Of one REDUCE."""
+    arrive: Calls = ()
+    """Of the ARRIVE that waits for a REDUCE."""
+    replicas: Calls = ()
+    """Of the sum over replicas of the shards, once per step, before NORM."""
 
 
 class UnitBytes(NamedTuple):
@@ -25,26 +47,107 @@ class UnitBytes(NamedTuple):
     """Bytes that leave one host for one REDUCE, if the ranks of the inner axis lie on several hosts."""
 
 
-def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
-    """Return the bytes that one rank sends for each UNSHARD and each REDUCE of a Unit."""
-    gather = reduce = over_replicas = crossing = 0
-    replicas, shards = (mesh.size(axis) for axis in strategy.axes)
+def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh, is_alone: bool = False) -> UnitBytes:
+    """Return the bytes that one rank sends for each UNSHARD and each REDUCE of a Unit.
+
+    Args:
+        unit: The Unit.
+        strategy: Its strategy.
+        mesh: The mesh.
+        is_alone: True if one microbatch makes a step.
+    """
+    sent = unit_exchanges(unit, strategy, mesh, is_alone)
+    crossing = sum(
+        strategy.exchange.crossing_bytes(bucket.elements, widths_of(bucket.key, strategy))
+        for bucket in unit.buckets
+        if bucket.key.trained and strategy.cuts_master
+    )
+    return UnitBytes(
+        _bytes_of(sent.gather), _bytes_of(sent.reduce + sent.arrive), _bytes_of(sent.replicas), crossing
+    )
+
+
+def _bytes_of(calls: Iterable[ExchangeCall]) -> int:
+    return sum(call.bytes for call in calls)
+
+
+def unit_exchanges(unit: Unit, strategy: Strategy, mesh: Mesh, is_alone: bool = False) -> UnitExchanges:
+    """Return the exchanges of one rank for each UNSHARD and each REDUCE of a Unit.
+
+    Args:
+        unit: The Unit.
+        strategy: Its strategy.
+        mesh: The mesh.
+        is_alone: True if one microbatch makes a step: no later gradient is then added to a reduced one.
+    """
+    gather: Calls = ()
+    reduce: Calls = ()
+    arrive: Calls = ()
+    over_replicas: Calls = ()
+    outer, inner = strategy.axes
+    replicas, shards, both = mesh.size(outer), mesh.size(inner), mesh.name_of(strategy.axes)
     for bucket in unit.buckets:
-        key = bucket.key
+        key, elements = bucket.key, bucket.elements
         if strategy.cuts_weight or (strategy.cuts_master and key.trained):
-            sent = elements_sent(Shard(), Replicate(), bucket.elements, shards)
-            gather += sent * key.gathered_dtype.itemsize
+            gather += _gathered(elements, key.gathered_dtype.itemsize, strategy, shards)
         if not key.trained:
             continue
         wire = (key.reduce_dtype or key.dtype).itemsize
-        if not strategy.cuts_master:
-            reduce += elements_sent(Partial(), Replicate(), bucket.elements, shards * replicas) * wire
-            continue
-        widths = widths_of(key, strategy)
-        reduce += strategy.exchange.sent_bytes(bucket.elements, widths)
-        crossing += strategy.exchange.crossing_bytes(bucket.elements, widths)
-        over_replicas += elements_sent(Partial(), Replicate(), bucket.shard_elements, replicas) * wire
-    return UnitBytes(gather, reduce, over_replicas, crossing)
+        if strategy.cuts_master:
+            reduce += _scattered(bucket, strategy, shards)
+            part = bucket.shard_elements
+            over_replicas += collective("all_reduce", "gradients", outer, part, wire, replicas)
+        elif is_alone and _is_summed_in_ranges(key, shards, replicas):
+            # Each rank sums one range of the narrow gradients, and gets the others' sums in full width.
+            reduce += collective("reduce_scatter", "gradients", inner, elements, key.dtype.itemsize, shards)
+            total = (key.grad_dtype or key.dtype).itemsize
+            arrive += collective("all_gather", "gradients", inner, elements, total, shards)
+        else:
+            reduce += collective("all_reduce", "gradients", both, elements, wire, shards * replicas)
+    return UnitExchanges(gather, reduce, arrive, over_replicas)
+
+
+def _is_summed_in_ranges(key: BucketKey, shards: int, replicas: int) -> bool:
+    """Return whether gradients in fewer bits than their sum, which every rank keeps whole, are summed in ranges.
+
+    ``Gradient._is_staged`` in zero/gradient.py is the same condition.
+    """
+    reduce, total = key.reduce_dtype or key.dtype, key.grad_dtype or key.dtype
+    is_narrow = min(reduce.itemsize, key.dtype.itemsize) < total.itemsize
+    return shards > 1 and replicas == 1 and is_narrow and reduce == total
+
+
+def _gathered(elements: int, itemsize: int, strategy: Strategy, shards: int) -> Calls:
+    """Return the all-gathers of a bucket's shards; two over several hosts that copy themselves."""
+    axis, lying = strategy.axes[1], strategy.exchange
+    if not lying.has_levels or lying.is_native or lying.asked not in ("auto", "two_level"):
+        return collective("all_gather", "weights", axis, elements, itemsize, shards)
+    across, within = (f"{axis} {level}" for level in LEVELS)
+    per_host = shards // lying.hosts
+    return (
+        *collective("all_gather", "weights", across, elements // per_host, itemsize, lying.hosts),
+        *collective("all_gather", "weights", within, elements, itemsize, per_host),
+    )
+
+
+def _scattered(bucket: Bucket, strategy: Strategy, shards: int) -> Calls:
+    """Return the exchanges by which each rank gets its range of the sum of a bucket's gradients."""
+    axis, lying, widths = strategy.axes[1], strategy.exchange, widths_of(bucket.key, strategy)
+    way = lying.way(widths)
+    if way != "two_level":
+        itemsize = widths.total if way == "sum" else widths.wire
+        return collective("reduce_scatter", "gradients", axis, bucket.elements, itemsize, shards)
+    across, within = (f"{axis} {level}" for level in LEVELS)
+    per_host, shard = shards // lying.hosts, bucket.shard_elements
+    # Hosts exchange in pieces, so that a piece's memory stays in their caches.
+    piece = shard if lying.is_native else max(PIECE_BYTES // (widths.wire * shards), 1)
+    found: Calls = ()
+    for start in range(0, shard, piece):
+        part = min(piece, shard - start)
+        leaving, crossing = (per_host - 1) * lying.hosts * part, (lying.hosts - 1) * part
+        found += collective("all_to_all", "gradients", within, leaving, widths.wire, per_host)
+        found += collective("all_to_all", "gradients", across, crossing, widths.between, lying.hosts)
+    return found
 
 
 def widths_of(key: BucketKey, strategy: Strategy) -> Widths:

@@ -1,0 +1,123 @@
+"""Seconds of the moves of one rank's Actions: counted bytes and operations over the rates of its hardware.
+
+    work                   products and other operations of a pass, by a roofline           (work.py)
+    sent                   collectives and messages, by the link that the axis crosses      (sent.py)
+    on the device          bytes / rate of the memory in which the rank computes; rows of tables have a rate of their own
+    update, disk           bytes / rate of host memory, or of the disk
+    down, up               bytes / rate of the link between host and device; nothing on CPU ranks, where both are one
+
+Cost: a look into a table per move; the work and the exchanges of a Unit are priced once.
+"""
+
+from shardwise.base.hardware import Hardware, Level, Link
+from shardwise.comm.trace import LEVELS, ExchangeCall
+from shardwise.parallel.zero.cost import Calls
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.kinds import Move
+from shardwise.plan.mesh import Mesh
+from shardwise.simulate.quantities import Quantities
+
+_SHARED = "shared"
+"""Axis of sums over the ranks of a model that hold the same elements."""
+
+
+class ActionPrices:
+    """Seconds of the moves of one rank's Actions.
+
+    Args:
+        job: Bytes and operations of the rank's Actions.
+        hardware: Rates of the rank.
+        mesh: The mesh.
+        is_cpu: True if ranks compute on CPUs.
+        per_host: Ranks of one host; None: all ranks are on one host.
+    """
+
+    def __init__(
+        self, job: Quantities, hardware: Hardware, mesh: Mesh, is_cpu: bool, per_host: int | None = None
+    ):
+        self._job = job
+        self._hardware = hardware
+        self._mesh = mesh
+        self._per_host = per_host
+        self.is_cpu = is_cpu
+        self.action_s = hardware.action_s
+        """Seconds of Python for one Action."""
+        self._near = "host" if is_cpu else "device"
+        self._work: dict[tuple[Kind, int], float] = {}
+        self._sent: dict[Action, Calls] = {}
+        self._seconds: dict[ExchangeCall, float] = {}
+        self._levels: dict[str, Level] = {}
+
+    def near_s(self, nbytes: float) -> float:
+        """Return the seconds in which so many bytes are read and written where the rank computes."""
+        return self._hardware.touched_s(nbytes, self._near)
+
+    def seconds(self, action: Action, move: Move) -> float:
+        """Return the seconds of a move of an Action that sends nothing."""
+        if move.quantity == "work":
+            return self._work_s(action)
+        source = self._job.of_rank if action.unit < 0 else self._job.of[action.unit]
+        nbytes: float = getattr(source, move.quantity)
+        if not nbytes:
+            return 0.0
+        if move.quantity == "accumulated":
+            # The first microbatch writes gradients into their buffer, and later ones add to it.
+            nbytes *= 3 if action.microbatch > 0 else 2
+        if move.quantity.startswith("rows_"):
+            return nbytes / self._hardware.row_bytes_s
+        if move.lane == "compute":
+            return self.near_s(nbytes)
+        if move.lane in ("update", "disk"):
+            return self._hardware.touched_s(nbytes, "disk" if move.lane == "disk" else "host")
+        if self.is_cpu:
+            # Nothing goes between host and device but weights that are adopted, which are copied in memory.
+            return self.near_s(2 * nbytes) if move.quantity == "adopted" else 0.0
+        return nbytes / self._hardware.links["device"].bytes_s
+
+    def _work_s(self, action: Action) -> float:
+        key = (action.kind, action.unit)
+        if key not in self._work:
+            if action.unit < 0:
+                work, touched = self._job.matrices, 0
+            else:
+                share = self._job.share(action.kind, action.unit)
+                work, touched = share.work, share.touched_bytes
+            self._work[key] = work.seconds(self._hardware, touched, self._near)
+        return self._work[key]
+
+    # Between ranks ---------------------------------------------------------------------------------------------
+
+    def sent(self, action: Action) -> Calls:
+        """Return the collectives and messages of an Action."""
+        key = action if action.kind is Kind.ARRIVE else action._replace(microbatch=-1)
+        if key not in self._sent:
+            self._sent[key] = self._job.exchanges(action)
+        return self._sent[key]
+
+    def exchange_s(self, call: ExchangeCall) -> float:
+        """Return the seconds of equal calls of a collective, or of a message, on a rank that sends or receives it."""
+        if call not in self._seconds:
+            self._seconds[call] = self._exchange_s(call.bytes, call.axis, call.calls)
+        return self._seconds[call]
+
+    def link_of(self, axis: str) -> Link:
+        """Return the link that exchanges over an axis cross."""
+        return self._hardware.links[self._level(axis)]
+
+    def _exchange_s(self, nbytes: float, axis: str, calls: int = 1) -> float:
+        link = self.link_of(axis)
+        return nbytes / link.bytes_s + calls * link.latency_s
+
+    def _level(self, axis: str) -> Level:
+        """Return what the ranks of an axis have in common: a host, or the cluster."""
+        if axis not in self._levels:
+            across, within = LEVELS
+            per_host = self._per_host or self._mesh.world_size
+            if axis.endswith(across):
+                self._levels[axis] = "cluster"
+            elif axis.endswith(within):
+                self._levels[axis] = "host"
+            else:
+                ranks = self._mesh.ranks("model" if axis == _SHARED else axis, 0)
+                self._levels[axis] = "host" if len({rank // per_host for rank in ranks}) == 1 else "cluster"
+        return self._levels[axis]

@@ -1,0 +1,128 @@
+"""Bytes that Actions read and write where they compute, beside the passes of the model.
+
+Of a bucket with E owned elements, and g, m, w bytes of a gradient, a master or moment and a weight, M moments:
+
+    B             2 g P in the first microbatch, 3 g P in later ones; P elements of the whole bucket
+    NORM          g E / copies                              each copy sums a part
+    DIRECTION     g E + (2 M + 1) m E                       moments, and the direction that STEP applies
+    TRUST_RATIO   2 m E                                     weights and directions
+    ALL_TO_ALL    5 rounds of Newton-Schulz of the matrices that the rank owns: 4 r² c + 2 r³ FLOPs each, r <= c
+    BALANCE       3 bytes of the routers' biases
+    SCALE         w E of the weights that are gathered in fp8
+    FETCH, DELIVER, STEP of tables    rows of a batch (parallel/embedding/cost.py)
+
+Cost: one look at each bucket.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardwise.base.hardware import Product
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.plan import Plan, RankClass
+from shardwise.plan.registry import Registry
+from shardwise.simulate.work import NO_WORK, Work
+
+_NEWTON_SCHULZ = 5
+"""Rounds of Newton-Schulz, the default of Muon."""
+
+
+class DirectedBytes(NamedTuple):
+    """Bytes of one Unit's update, in the two halves of optimizers that look at whole tensors."""
+
+    direction: int
+    """Bytes of DIRECTION."""
+    saved: int
+    """Bytes of an update in one go that the second half does not touch any more."""
+    compared: int
+    """Bytes of TRUST_RATIO."""
+
+
+def gradient_bytes(ranks: RankClass, mesh: Mesh) -> tuple[list[int], float]:
+    """Return the bytes of gradients that a backward pass writes, by Unit, and those whose squares NORM sums."""
+    written, normed = [0] * len(ranks.units), 0.0
+    for (unit, place), rows in ranks.buffers.items():
+        bucket, strategy = ranks.units[unit].buckets[place], ranks.strategies[unit]
+        grad = next((row for row in rows if row.kind == "grad"), None)
+        if grad is None:
+            continue
+        itemsize = bucket.key.dtype.itemsize if strategy.cuts_grad else grad.itemsize
+        written[unit] += bucket.elements * itemsize
+        copies = mesh.size(strategy.axes[0]) * mesh.size(strategy.axes[1])
+        normed += bucket.elements * grad.itemsize / copies
+    return written, normed
+
+
+def directed_bytes(ranks: RankClass, registry: Registry, mesh: Mesh, unit: int) -> DirectedBytes:
+    """Return the bytes of the halves of one Unit's update; zeros if the update looks at each element alone."""
+    needs = set() if ranks.units[unit].has_rows else registry.needs_of(ranks.units[unit])
+    if not needs - {"elements"}:
+        return DirectedBytes(0, 0, 0)
+    grad = moments = master = 0
+    for place, bucket in enumerate(ranks.units[unit].buckets):
+        sizes = {row.kind: row.nbytes(bucket, mesh) for row in ranks.buffers[unit, place]}
+        if "grad" not in sizes:
+            continue
+        strategy = ranks.strategies[unit]
+        own = bucket.shard_elements if strategy.cuts_master else bucket.elements
+        grad += sizes["grad"] * own // bucket.elements if not strategy.cuts_grad else sizes["grad"]
+        moments += sum(row.nbytes(bucket, mesh) for row in ranks.buffers[unit, place] if row.is_moment)
+        master += sizes.get("master", own * bucket.key.dtype.itemsize)
+    return DirectedBytes(
+        grad + 2 * moments + master, grad + 2 * moments - master, 2 * master * ("norm" in needs)
+    )
+
+
+def scaled_bytes(ranks: RankClass) -> int:
+    """Return the bytes of a rank's own weights that are gathered in fp8 and trained."""
+    found = 0
+    for unit, strategy in zip(ranks.units, ranks.strategies, strict=True):
+        for bucket in unit.buckets:
+            if bucket.key.trained and bucket.key.gather_dtype is not None:
+                own = bucket.shard_elements if strategy.cuts_weight else bucket.elements
+                found += own * bucket.key.dtype.itemsize
+    return found
+
+
+def balanced_bytes(registry: Registry, ranks: RankClass) -> int:
+    """Return the bytes that BALANCE reads and writes: biases and loads of routers."""
+    return sum(3 * info.elements * info.dtype.itemsize for info in registry.needs("loads", ranks.stages))
+
+
+def orthogonalised(plan: Plan, ranks: RankClass) -> tuple[Work, int]:
+    """Return the products of Newton-Schulz on one rank, and the elements of all matrices of its stages.
+
+    The ranks that hold a stage share the matrices evenly.
+    """
+    matrices = plan.registry.needs("matrix", ranks.stages)
+    if not matrices:
+        return NO_WORK, 0
+    sharers = plan.mesh.world_size // plan.mesh.pp
+    products: Counter[Product] = Counter()
+    for info in matrices:
+        rows, columns = sorted((info.shape[0], info.elements // info.shape[0]))
+        square = Product("product", "bf16", 2 * rows * rows * rows)
+        wide = Product("product", "bf16", 2 * rows * rows * columns)
+        products[square] += _NEWTON_SCHULZ
+        products[wide] += 2 * _NEWTON_SCHULZ
+    shared = {product: -(-calls // sharers) for product, calls in products.items()}
+    return Work(shared, calls=sum(shared.values())), sum(info.elements for info in matrices)
+
+
+class TableRows(NamedTuple):
+    """Rows of one collection of embedding tables in one microbatch of a rank."""
+
+    keys_bytes: float = 0.0
+    """Bytes of the keys of a batch."""
+    read_bytes: float = 0.0
+    """Bytes of the weights of distinct rows that a rank reads."""
+    updated_bytes: float = 0.0
+    """Bytes of distinct rows with their optimizer state that a rank updates."""
+    sent_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes that a rank sends: keys and vectors in FETCH, gradients in DELIVER."""
+    messages: tuple[int, int] = (0, 0)
+    """Messages to all ranks of FETCH and of DELIVER."""
+
+
+NO_ROWS: Mapping[str, TableRows] = {}

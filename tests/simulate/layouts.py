@@ -1,0 +1,169 @@
+"""Small models and the layouts in which they train: what is foreseen of each is held to a real step of it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.base.ragged import Ragged
+from shardwise.comm.world import World
+from shardwise.data.clicks.rows import ClickSchema, SparseFeature
+from shardwise.models import Gpt, GptPolicy
+from shardwise.models.ctr.build import build_ctr
+from shardwise.models.ctr.policy import DlrmPolicy
+from shardwise.models.images import build_image_model
+from shardwise.models.images.policy import ResNetPolicy
+from shardwise.parallel.embedding.policy import TableOptions, TablesPolicy
+
+SEQUENCES, CONTEXT, VOCABULARY = 2, 16, 37
+SHAPE: dict[str, Any] = {"layers": 4, "width": 16, "heads": 4, "kv_heads": 2, "context": CONTEXT}
+EXPERTS: dict[str, Any] = {"count": 4, "hidden": 16}
+
+
+class Layout(NamedTuple):
+    """One layout of one model."""
+
+    name: str
+    ranks: int
+    config: dict[str, Any]
+    model: str = "gpt"
+    is_exact: bool = True
+    """False if the numbers decide what is sent inside the passes."""
+
+
+def gpt(**given: Any) -> nn.Module:
+    with torch.device("meta"):
+        return Gpt(GptPolicy.model_validate(SHAPE | {"vocab": VOCABULARY} | given))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.engine.nets import LLAMA
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **LLAMA))  # type: ignore[no-any-return]
+
+
+def dlrm(placement: str = "row") -> nn.Module:
+    schema = ClickSchema(("a", "b", "c"), (SparseFeature("user"), SparseFeature("item")))
+    tables = TablesPolicy(defaults=TableOptions(placement=placement))  # type: ignore[arg-type]
+    policy = DlrmPolicy(width=8, bottom=(8,), top=(8,))
+    return build_ctr(policy, schema, tables, {"user": 64, "item": 64})
+
+
+def tokens() -> dict[str, Tensor]:
+    ids = torch.arange(SEQUENCES * CONTEXT).view(SEQUENCES, CONTEXT) * 7 % VOCABULARY
+    return {"tokens": ids, "targets": ids}
+
+
+def clicks() -> dict[str, Any]:
+    keys = {name: Ragged.of_lists([[3 * row + at] for row in range(4)]) for at, name in enumerate(("user", "item"))}
+    return {"dense": torch.ones(4, 3), "sparse": keys, "labels": torch.tensor([0.0, 1.0, 1.0, 0.0])}
+
+
+def pictures() -> dict[str, Tensor]:
+    return {"images": torch.ones(2, 3, 8, 8), "labels": torch.tensor([0, 3])}
+
+
+def words() -> dict[str, Tensor]:
+    ids = tokens()["tokens"]
+    return {"input_ids": ids, "labels": ids}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "gpt": (gpt, tokens),
+    "gpt2": (lambda: gpt(family="gpt2", kv_heads=None), tokens),
+    "tied": (lambda: gpt(tied_head=True), tokens),
+    "experts": (lambda: gpt(experts=EXPERTS), tokens),
+    "capacity": (lambda: gpt(experts=EXPERTS | {"router": {"capacity": 1.25}}), tokens),
+    "llama": (llama, words),
+    "resnet": (lambda: build_image_model(ResNetPolicy(depth=18, width=4, size=8), classes=5), pictures),
+    "dlrm": (dlrm, clicks),
+}
+
+
+ACCUMULATED = {"batch": {"accumulation": 3}}
+LAYOUTS = [
+    Layout("zero 0", 2, {"zero": {"stage": 0}}),
+    Layout("zero 0, bf16", 2, {"zero": {"stage": 0}, "precision": "bf16"}),
+    Layout("zero 0, bf16, accumulation", 2, {"zero": {"stage": 0}, "precision": "bf16", **ACCUMULATED}),
+    Layout("zero 1, accumulation", 2, {"zero": {"stage": 1}, **ACCUMULATED}),
+    Layout("zero 1, bf16", 2, {"zero": {"stage": 1}, "precision": "bf16", "max_grad_norm": 1.0}),
+    Layout("zero 2, bf16, accumulation", 2, {"zero": {"stage": 2}, "precision": "bf16", **ACCUMULATED}),
+    Layout("zero 3, clip", 2, {"zero": {"stage": 3}, "max_grad_norm": 1.0}),
+    Layout("zero 3, ahead, bf16, accumulation", 2, {"zero": {"stage": 3, "prefetch_bytes": 1 << 20, "reductions_under_way": 1}, "precision": "bf16", **ACCUMULATED}),
+    Layout("zero 3, reduce bf16", 2, {"zero": {"stage": 3}, "precision": {"compute": "bf16", "reduce": "bf16"}}),
+    Layout("zero 3, step", 2, {"zero": {"stage": 3, "reduce": "step"}, **ACCUMULATED}),
+    Layout("zero 3, recompute", 2, {"zero": {"stage": 3}, "recompute": "full"}),
+    Layout("tp", 2, {"mesh": {"tp": 2}}),
+    Layout("tp, uncut sequence, bf16", 2, {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}, "precision": "bf16"}),
+    Layout("tp, recompute, tiles", 2, {"mesh": {"tp": 2}, "recompute": "full", "tiles": {"logits": 8, "mlp": 8}, **ACCUMULATED}),
+    Layout("tp, selective", 2, {"mesh": {"tp": 2}, "recompute": "selective"}),
+    Layout("pp", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 4}}),
+    Layout("pp, gpipe, bf16", 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "precision": "bf16", "batch": {"accumulation": 4}}),
+    Layout("pp, interleaved", 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}, "batch": {"accumulation": 4}}),
+    Layout("pp, tied", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "tied"),
+    Layout("pp, gpt2", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "gpt2"),
+    Layout("ep, blocks", 2, {"mesh": {"ep": 2}, "experts": {"exchange": "blocks"}}, "capacity"),
+    Layout("ep, counted", 2, {"mesh": {"ep": 2}}, "experts", is_exact=False),
+    Layout("pp, experts", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "experts"),
+    Layout("state on a host", 2, {"zero": {"stage": 1}, "offload": {"optimizer": "host"}, "precision": "bf16"}),
+    Layout("weights on a host", 2, {"zero": {"stage": 3}, "offload": {"optimizer": "host", "parameters": "host", "activations": "host"}}),
+    Layout("delayed", 2, {"zero": {"stage": 2}, "offload": {"optimizer": "host", "step": "delayed"}, "precision": "bf16"}),
+    Layout("norms of Units", 2, {"zero": {"stage": 2}, "monitor": {"unit_norms": True}}),
+    Layout("lamb", 2, {"zero": {"stage": 2}, "optimizer": {"type": "lamb"}}),
+    Layout("muon", 2, {"zero": {"stage": 2}, "optimizer": {"type": "muon"}}),
+    Layout("llama", 2, {"zero": {"stage": 3}, "precision": "bf16"}, "llama"),
+    Layout("llama, tp", 2, {"mesh": {"tp": 2}}, "llama"),
+    Layout("resnet", 2, {"zero": {"stage": 2}}, "resnet"),
+    Layout("resnet, synchronized", 2, {"zero": {"stage": 3}, "batch_norm": "synchronized"}, "resnet"),
+    Layout("dlrm", 2, {}, "dlrm", is_exact=False),
+]
+
+
+class Counted(NamedTuple):
+    """What a rank sent in its second step, and the bytes that its engine holds between steps."""
+
+    sent: dict[tuple[str, str, str], tuple[int, int, int]]
+    """Calls, elements and bytes by operation, purpose and axis."""
+    held: dict[str, int]
+    """Bytes by row of the ledger."""
+    said: list[str]
+    """Each call in words, for a reader of a failure."""
+
+
+def settings(layout: Layout) -> dict[str, Any]:
+    given = {"check_first_step": "off", "batch": {}} | layout.config
+    return given | {"batch": {"duplicates": "allow"} | given["batch"]}
+
+
+def count(world: World, layout: Layout) -> Counted:
+    """Train two steps, and count the second. Collective."""
+    make, batch = MODELS[layout.model]
+    engine = shardwise.initialize(make(), settings(layout), world=world)
+    batches = [batch()] * engine.accumulation
+    said: list[str] = []
+    engine.train_step(batches)
+    traffic = engine.traffic
+    traffic.clear()
+    add = traffic.add
+
+    def told(operation: Any, purpose: Any, elements: int, itemsize: int, ranks: int, what: str = "", axis: str = "dp") -> None:
+        said.append(f"{operation} of {what}: {elements} x {itemsize} bytes, {purpose}, {axis} of {ranks}")
+        add(operation, purpose, elements, itemsize, ranks, what, axis)
+
+    traffic.add = told  # type: ignore[method-assign]
+    engine.train_step(batches)
+    del traffic.add
+    sent = {key: tuple(number) for key, number in traffic.counts.items()}
+    found = Counted(sent, engine.held_bytes(), said)  # type: ignore[arg-type]
+    engine.close()
+    return found
+
+
+def count_all(world: World, layouts: list[Layout]) -> list[Counted]:
+    return [count(world, layout) for layout in layouts]
