@@ -18,7 +18,9 @@ import torch
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.hardware import Hardware
+from shardwise.base.hardware_files import find_hardware, read_hardware, shipped_tables
 from shardwise.base.regular_files import read_small_file
+from shardwise.base.words import bytes_text, counted
 from shardwise.cli.job_shapes import JobShapes, shapes_of
 from shardwise.cli.outcome import RunOutcome, read_outcome
 from shardwise.cli.request import CommandRequest
@@ -30,11 +32,14 @@ from shardwise.engine.fit.foresee import foresee
 from shardwise.engine.fit.report import JobFlops, JobReport, JobTime, SavePace, restart_seconds, save_pace
 from shardwise.launch.local import check_ranks
 from shardwise.models import GptPolicy, flops_per_token
-from shardwise.observe.flops import mfu
+from shardwise.observe.flops import flops_text, mfu
 from shardwise.observe.memory import available_bytes
 from shardwise.plan.placement import Tier
 from shardwise.simulate.rates import measured_hardware
+from shardwise.simulate.work import peak_dtype
 
+CPU = "cpu"
+"""Name of this machine as hardware."""
 _DAY_S = 86_400
 _STARTS_BYTES = 16 << 20
 
@@ -74,7 +79,7 @@ def plan(request: PlanRequest) -> JobReport:
         ShardwiseError: as the run itself before its first step, for all that does not depend on its data.
         UsageError: if the call is wrong.
     """
-    device = torch.device("cpu") if request.device == "cpu" else torch.device("cuda")
+    device = torch.device("cpu") if request.device == CPU else torch.device("cuda")
     job = _job(request, request.config, device.type)
     hardware, assumes = _hardware(request.device, device, job.resolved.config)
     per_host = request.per_host or job.ranks
@@ -121,18 +126,31 @@ def _ranks_of(folder: RunFolder) -> int:
 
 
 def _hardware(name: str, device: torch.device, config: RunConfig) -> tuple[Hardware, tuple[str, ...]]:
-    """Return the hardware of a name and sentences on where it comes from."""
-    dtype = config.precision.compute_dtype or torch.float32
-    if name != "cpu":
-        raise UsageError(f"plan: device {name!r} is unknown")
-    return measured_hardware(device, dtype, config.offload.disk_path), (
-        "the rates of this machine, measured just now under the load of the moment",
+    """Return the hardware of a name or a file, and sentences on where its figures come from."""
+    if name == CPU:
+        dtype = config.precision.compute_dtype or torch.float32
+        return measured_hardware(device, dtype, config.offload.disk_path), (
+            "the rates of this machine, measured just now under the load of the moment",
+        )
+    if name.endswith(".json") or Path(name).is_file():
+        return read_hardware(Path(name)), (f"the rates of {name}",)
+    found = find_hardware(name)
+    guessed = sum(1 for source in found.sources.values() if source.startswith("assumed"))
+    return found, (
+        f"the rates of {name}, as its data sheet and papers give them; {counted(guessed, 'figure')} of "
+        f"{len(found.sources)} are assumed",
     )
 
 
 def device_lines() -> list[str]:
     """Return a line for each hardware that is known by name."""
-    return ["cpu"]
+    said = [f"{CPU:<12} this machine"]
+    for name in shipped_tables():
+        found = find_hardware(name)
+        peak = max(found.peaks.values())
+        memory = bytes_text(found.memory_bytes["device"]) if "device" in found.memory_bytes else "-"
+        said.append(f"{name:<12} {memory:>10}  {flops_text(peak)}/s at most")
+    return said
 
 
 def _memory(
@@ -142,7 +160,7 @@ def _memory(
     if request.memory is not None:
         return budget(request.memory), ()
     found: dict[Any, int] = dict(hardware.memory_bytes)
-    if "device" not in found and request.device == "cpu":
+    if "device" not in found and request.device == CPU:
         free = available_bytes(torch.device("cpu"))
         if free is not None:
             return {"device": free // sharers}, (
@@ -210,23 +228,25 @@ def _time(
     """Return the seconds of a step, as they are foreseen or as the request gives them."""
     assert report.fit is not None, "called with a step"
     dtype = report.fit.dtype
-    peaks = hardware.peaks[dtype] * report.ranks
-    spent = {name: each_s for name, each_s in report.fit.seconds._asdict().items() if each_s}
-    step_s, given = report.fit.seconds.total, ""
+    peaks = hardware.peaks[peak_dtype(hardware, dtype)] * report.ranks
+    seconds = report.fit.seconds
+    spent = {str(name): each_s for name, each_s in seconds.spent.items() if each_s}
+    exposed = dict(seconds.exposed)
+    step_s, given, low_s, high_s = seconds.total, "", seconds.low_s, seconds.high_s
     if request.step_s is not None:
         step_s, given = request.step_s, "--step-s"
     elif request.mfu is not None:
         step_s, given = (flops.model_per_step or 0.0) / (peaks * request.mfu), "--mfu"
     if given:
-        spent = {}
+        spent, exposed, low_s, high_s = {}, {}, step_s, step_s
     batch, steps = report.config.batch, report.config.train.steps
     samples = batch.global_size
     return JobTime(
         step_s,
-        step_s,
-        step_s,
+        low_s,
+        high_s,
         spent,
-        {},
+        exposed,
         None if flops.model_per_step is None else mfu(flops.model_per_step, step_s, peaks),
         mfu(flops.hardware_per_step, step_s, peaks),
         None if tokens is None or samples is None else tokens * samples / step_s,

@@ -25,6 +25,7 @@ import shardwise
 from shardwise.base.errors import DataError, MismatchError, UsageError
 from shardwise.base.words import bytes_text, in_words
 from shardwise.cli.evaluations import RunEvaluations
+from shardwise.cli.forecast import forecast_of, free_bytes
 from shardwise.cli.outcome import outcome_of, write_outcome
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest, step_windows
 from shardwise.cli.run_folder import RunFolder
@@ -39,7 +40,7 @@ from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import examine_step
 from shardwise.engine.step.end import StepResult
-from shardwise.observe.memory import peak_resident_bytes
+from shardwise.observe.memory import peak_resident_bytes, resident_bytes
 from shardwise.observe.metrics import Record, Sink, exposed_columns
 from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
@@ -200,6 +201,8 @@ class Trainer(ABC):
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """Timelines of the last step of a pipeline, predicted and measured."""
+        self._first_step = self.engine.step_count
+        """Steps before those of this process."""
         self.forecast: Mapping[str, Any] | None = None
         """What was foreseen of this run, for ``outcome.json``; None if nothing was."""
         self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
@@ -351,6 +354,7 @@ class Trainer(ABC):
         self.loader.load_state(state["loader"])
         self.evaluations.load_state(state)
         self.load_state(state)
+        self._first_step = self.engine.step_count
         if self.folder.checkpoints.resolve() in (start.resolve(), start.resolve().parent):
             self.saves.step = self.engine.step_count
         _log.info("resuming from step %d of %s", self.engine.step_count, start)
@@ -401,6 +405,8 @@ class Trainer(ABC):
         waited_s = time.perf_counter() - started
         self.waited_s += waited_s
         self.engine.count_seconds("data", waited_s)
+        if self.engine.step_count == self._first_step:
+            self._foresee(batches)
         weights = self.weights(batches)
         result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
@@ -419,6 +425,32 @@ class Trainer(ABC):
             self.evaluations.judge(self.engine.step_count, self.evaluate())
             record = self.with_evaluation(record)
         return record
+
+    def _foresee(self, batches: list[Any]) -> None:
+        """Say what the run will take, on rank 0, by its first microbatch."""
+        if self.world.rank != 0 or not self.config.train.forecast or not batches:
+            return
+        found = forecast_of(
+            self.make_model,
+            self.config,
+            self.world.size,
+            self.world.device,
+            batches[0],
+            self._process_bytes(),
+        )
+        if found is None:
+            return
+        self.forecast = found.plain()
+        has = free_bytes(self.world.device, self.world.local_size)
+        too_many = has is not None and found.peak_bytes > has
+        _log.log(logging.WARNING if too_many else logging.INFO, "%s", found.line(has))
+
+    def _process_bytes(self) -> int:
+        """Return the bytes of this process beside its engine's memory, on a CPU; 0 on a device."""
+        if self.world.device.type != "cpu":
+            return 0
+        held = sum(size for row, size in self.engine.held_bytes().items() if row != "disk")
+        return max((resident_bytes() or 0) - held, 0)
 
     def train_step(self, batches: list[Any], weights: Sequence[float] | None) -> StepResult:
         """Run one step of the engine and return its result."""

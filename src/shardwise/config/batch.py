@@ -101,6 +101,9 @@ class TrainPolicy(Policy):
     the sum of all counts (left out: the number of samples), on all ranks."""
     seed: NonNegativeInt = 0
     """The seed of start weights, data order and samples, which are the same on any number of ranks."""
+    forecast: bool = True
+    """Foresee memory and seconds of a step before the first one, on rank 0, in a second or so: a line at the start, and
+    ``outcome.json`` beside what the run then takes."""
     sample_tokens: NonNegativeInt = 200
     """Tokens of the text that is generated at the end of a language model's run; 0: none."""
     sample_prompt: str | None = None

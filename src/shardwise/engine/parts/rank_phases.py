@@ -130,13 +130,19 @@ def _waits_of(trace: Trace) -> tuple[dict[str, float], float]:
     behind_s = 0.0
     begin_s = None if trace.clock.runs_behind else trace.update_start()
     for span in trace.waits.spans():
-        axis = span.axis.partition(" ")[0]
         seconds = span.stop_s - span.start_s
-        # Waits over several axes together, such as NORM's, are waits for any rank, which are counted as data-parallel.
-        found[_AXIS_OF.get(axis, "dp")] += seconds
+        found[phase_of_axis(span.axis)] += seconds
         if begin_s is not None and span.start_s >= begin_s:
             behind_s += seconds
     return found, behind_s
 
 
-_AXIS_OF = {"tp": "tp", "pp": "pp", "ep": "ep", "etp": "tp"}
+_PHASE_OF = {"tp": "tp", "pp": "pp", "ep": "ep", "etp": "tp"}
+
+
+def phase_of_axis(axis: str) -> str:
+    """Return the phase to which waits for ranks along an axis count.
+
+    Waits over several axes together, such as NORM's, are waits for any rank, and count as data-parallel.
+    """
+    return _PHASE_OF.get(axis.partition(" ")[0], "dp")
