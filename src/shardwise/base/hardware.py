@@ -64,6 +64,9 @@ class Hardware:
     """Seconds that Python takes for one Action of the Plan."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
+    exchanges: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """Measured seconds of collectives between two CPU ranks of one host, as (bytes that a rank copies, seconds),
+    ascending, by operation (simulate/exchange_price.py); an operation that is left out is priced by ``links``."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each figure, by its place in a file of hardware (hardware_files.py)."""
 
