@@ -165,13 +165,6 @@ class RankClocks:
             return seconds
         return min(seconds / (1 - self._taken), seconds + beside_s * self._taken)
 
-    def _slowed(self, seconds: float) -> float:
-        """Return the seconds of computation beside the exchanges that run now, which take a share of the device."""
-        beside_s = self._free["exchange"] - self.now
-        if not self._taken or beside_s <= 0:
-            return seconds
-        return min(seconds / (1 - self._taken), seconds + beside_s * self._taken)
-
     def _python(self) -> None:
         """Let Python reach the next Action."""
         if self._prices.is_cpu:
