@@ -128,10 +128,16 @@ FAULTS: list[tuple[str, Any, str]] = [
     (
         "efficiency.product",
         [["1 GFLOP", 0.5], ["1 GFLOP", 0.6]],
-        r"efficiency.product: the FLOPs do not ascend",
+        r"efficiency.product: the FLOP of the rows do not ascend",
     ),
     ("efficiency.product", [["1 GFLOP/s", 0.5]], r"efficiency.product: '1 GFLOP/s' is not in FLOP;"),
     ("efficiency.product", [], r"efficiency.product: \[\] is no table"),
+    (
+        "exchanges",
+        {"all_gather": [["1 MB", "1 GB/s"]]},
+        r"exchanges.all_gather: '1 GB/s' is not in s; .* '5 us'",
+    ),
+    ("exchanges", {"gather": []}, r"unknown key 'exchanges.gather'; did you mean 'all_gather'"),
     ("sources", {"links.rack": "x"}, r"sources: no figure lies at 'links.rack'"),
     ("sources", ["x"], r"sources: expected an object of texts"),
     ("devices", ["("], r"devices: \['\('\] is no list of regular expressions"),

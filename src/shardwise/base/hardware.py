@@ -67,6 +67,9 @@ class Hardware:
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Factors on seconds for the low and the high end of a price, by use of the time (plan/timeline.py), if the rates
     were measured; empty: the default spread (simulate/price.py)."""
+    exchanges: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """Measured seconds of collectives between two CPU ranks of one host, as (bytes that a rank copies, seconds),
+    ascending, by operation (simulate/exchange_price.py); an operation that is left out is priced by ``links``."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each figure, by its place in a file of hardware (hardware_files.py)."""
 

@@ -16,6 +16,7 @@ replace all peaks of that table. ``sources`` names the source of a figure, or of
     links.LEVEL                    rate in one direction, reached, latency, taken (share of the device's computation)
     operation, action              seconds, such as "5 us"
     rows                           rate of scattered rows
+    exchanges.OPERATION            [["1 MB", "0.4 ms"], ...]: measured seconds by the bytes that a rank copies
     devices                        regular expressions for whole names that drivers give, without the vendor's name
 
 Cost: one small file, read once.
@@ -52,7 +53,8 @@ _EXAMPLES = {"FLOP/s": "312 TFLOP/s", "FLOP": "1 GFLOP", "B/s": "25 GB/s", "B": 
 _FIGURE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8")
 _KINDS = ("product", "attention", "convolution")
-_SHARE, _SHARES = "share", "shares"
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "barrier")
+_SHARE, _SHARES, _TIMES = "share", "shares", "times"
 _SCHEMA: Mapping[str, Any] = {
     "peaks": dict.fromkeys(_DTYPES, "FLOP/s"),
     "efficiency": {
@@ -71,6 +73,7 @@ _SCHEMA: Mapping[str, Any] = {
     "operation": "s",
     "action": "s",
     "rows": "B/s",
+    "exchanges": dict.fromkeys(_OPERATIONS, _TIMES),
 }
 """Units of the figures, by their place in the file."""
 _BESIDE = ("like", "devices", "sources")
@@ -129,6 +132,7 @@ class DeviceTable(NamedTuple):
             operation_s=number("operation", 0.0),
             action_s=number("action", 0.0),
             row_bytes_s=number("rows", 4e9),
+            exchanges=of("exchanges"),
             sources=self.sources,
         )
 
@@ -252,7 +256,9 @@ def _figures(found: Any, schema: Mapping[str, Any], place: str, where: str) -> I
         if isinstance(unit, Mapping):
             yield from _figures(value, unit, here, where)
         elif unit == _SHARES:
-            yield here, _shares(value, f"{where}: {here}")
+            yield here, _rows(value, f"{where}: {here}", ("FLOP", _SHARE))
+        elif unit == _TIMES:
+            yield here, _rows(value, f"{where}: {here}", ("B", "s"))
         elif unit == _SHARE:
             yield here, _share(value, f"{where}: {here}")
         else:
@@ -283,17 +289,28 @@ def _share(value: Any, where: str) -> float:
     return float(value)
 
 
-def _shares(value: Any, where: str) -> tuple[tuple[float, float], ...]:
-    expected = 'expected pairs of FLOPs and a share, such as [["1 GFLOP", 0.6], ["16 GFLOP", 0.9]]'
+def _rows(value: Any, where: str, units: tuple[str, str]) -> tuple[tuple[float, float], ...]:
+    """Return a table of two columns, the first of which ascends; the second holds shares if it has no unit."""
+    of, share = units
+    example = [[_EXAMPLES[of], _EXAMPLES.get(share, 0.6)]]
+    expected = f"expected pairs such as {json.dumps(example)}"
     if (
         not isinstance(value, list)
         or not value
         or not all(isinstance(row, list) and len(row) == 2 for row in value)
     ):
         raise ConfigError(f"{where}: {value!r:.100} is no table; {expected}")
-    rows = tuple((_figure(size, "FLOP", where), _share(share, where)) for size, share in value)
+    rows = tuple(
+        (
+            _figure(first, of, where),
+            _share(second, where) if share == _SHARE else _figure(second, share, where),
+        )
+        for first, second in value
+    )
     if rows[0][0] <= 0 or any(low >= high for (low, _), (high, _) in zip(rows, rows[1:], strict=False)):
-        raise ConfigError(f"{where}: the FLOPs do not ascend from above zero; {expected}")
+        raise ConfigError(f"{where}: the {of} of the rows do not ascend from above zero; {expected}")
+    if any(second <= 0 for _, second in rows):
+        raise ConfigError(f"{where}: a row has a zero; {expected}")
     return rows
 
 
@@ -351,6 +368,10 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         "operation": _text(hardware.operation_s, "s"),
         "action": _text(hardware.action_s, "s"),
         "rows": _text(hardware.row_bytes_s, "B/s"),
+        "exchanges": {
+            operation: [[_text(size, "B"), _text(seconds, "s")] for size, seconds in table]
+            for operation, table in hardware.exchanges.items()
+        },
     }
     places = dict(_figures(found, _SCHEMA, "", hardware.name))
     sources = {place: text for place, text in hardware.sources.items() if place in places}
