@@ -129,11 +129,9 @@ class RankClocks:
             if (action.kind is Kind.NORM and call.purpose == "control") is not control:
                 continue
             seconds = self._prices.exchange_s(call)
-            if action.kind.row.of == "message" and self._prices.is_cpu:
-                seconds /= 2  # the sender copies the message in, and the receiver copies it out
             if not stands:
                 after_s = self._beside("exchange", seconds, action, after_s, call.axis)
-                self._taken = self._prices.link_of(call.axis).taken
+                self._taken = self._prices.taken(call.axis)
             else:
                 self._wait(after_s, action, call.axis)
                 self._do(seconds, action, "exchange", call.axis)
@@ -157,13 +155,6 @@ class RankClocks:
             while len(self._leaving) > self._limit:
                 self._wait(self._leaving.popleft(), action)
         return after_s
-
-    def _slowed(self, seconds: float) -> float:
-        """Return the seconds of computation beside the exchanges that run now, which take a share of the device."""
-        beside_s = self._free["exchange"] - self.now
-        if not self._taken or beside_s <= 0:
-            return seconds
-        return min(seconds / (1 - self._taken), seconds + beside_s * self._taken)
 
     def _slowed(self, seconds: float) -> float:
         """Return the seconds of computation beside the exchanges that run now, which take a share of the device."""

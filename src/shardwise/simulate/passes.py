@@ -45,7 +45,7 @@ from shardwise.base.hardware import Product
 from shardwise.base.pytree import rebuilt, tensors_in
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
-from shardwise.observe.flops import flops_of
+from shardwise.observe.flops import flops_of, is_repeated
 from shardwise.plan.action import Kind
 from shardwise.simulate.exchanges import ExchangeCall, ExchangeRecord, united
 from shardwise.simulate.work import NO_WORK, Work, WorkCounter
@@ -187,6 +187,7 @@ def measure(
     rehearses: bool = False,
     blocks: Collection[str] = (),
     alike: AlikeStorages | None = None,
+    repeats: Callable[[], bool] = is_repeated,
 ) -> tuple[MeasuredPass, list[Tensor]]:
     """Measure one pass of ``module``. Call inside ``without_numbers``.
 
@@ -199,6 +200,7 @@ def measure(
         rehearses: Run a forward pass before that is not counted.
         blocks: Names of Units whose saved tensors may move.
         alike: Recorder of tensors that ranks along "tp" have in common.
+        repeats: Function that returns True while a backward pass computes a forward pass again.
 
     Returns:
         The measured pass, and tensors like those that ``forward`` returned.
@@ -209,6 +211,7 @@ def measure(
     if rehearses:
         _rehearse(forward)
     live = LiveBytes()
+    live.work = WorkCounter(repeats)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or ExchangeRecord(), _seconds(units), saved)
     handles = [

@@ -1,7 +1,7 @@
 """Seconds of the moves of one rank's Actions: counted bytes and operations over the rates of its hardware.
 
     work                   products and other operations of a pass, by a roofline           (work.py)
-    sent                   collectives and messages, by the link that the axis crosses      (sent.py)
+    sent                   collectives and messages, as their transport makes them  (sent.py, exchange_price.py)
     on the device          bytes / rate of the memory in which the rank computes; rows of tables have a rate of their own
     update, disk           bytes / rate of host memory, or of the disk
     down, up               bytes / rate of the link between host and device; nothing on CPU ranks, where both are one
@@ -9,12 +9,13 @@
 Cost: a look into a table per move; the work and the exchanges of a Unit are priced once.
 """
 
-from shardwise.base.hardware import Hardware, Level, Link
-from shardwise.comm.trace import LEVELS, ExchangeCall
+from shardwise.base.hardware import Hardware
 from shardwise.parallel.zero.cost import Calls
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.kinds import Move
 from shardwise.plan.mesh import Mesh
+from shardwise.simulate.exchange_price import GroupPlace, exchange_s, place_of, transport_of
+from shardwise.simulate.exchanges import ExchangeCall
 from shardwise.simulate.quantities import Quantities
 
 _SHARED = "shared"
@@ -38,7 +39,8 @@ class ActionPrices:
         self._job = job
         self._hardware = hardware
         self._mesh = mesh
-        self._per_host = per_host
+        self._per_host = per_host or mesh.world_size
+        self._transport = transport_of(is_cpu, mesh.world_size, self._per_host)
         self.is_cpu = is_cpu
         self.action_s = hardware.action_s
         """Seconds of Python for one Action."""
@@ -46,7 +48,7 @@ class ActionPrices:
         self._work: dict[tuple[Kind, int], float] = {}
         self._sent: dict[Action, Calls] = {}
         self._seconds: dict[ExchangeCall, float] = {}
-        self._levels: dict[str, Level] = {}
+        self._places: dict[str, GroupPlace] = {}
 
     def near_s(self, nbytes: float) -> float:
         """Return the seconds in which so many bytes are read and written where the rank computes."""
@@ -95,29 +97,23 @@ class ActionPrices:
         return self._sent[key]
 
     def exchange_s(self, call: ExchangeCall) -> float:
-        """Return the seconds of equal calls of a collective, or of a message, on a rank that sends or receives it."""
+        """Return the seconds of equal calls of a collective, or of a message, on a rank."""
         if call not in self._seconds:
-            self._seconds[call] = self._exchange_s(call.bytes, call.axis, call.calls)
+            place = self._place(call.axis)
+            seconds = exchange_s(
+                call, self._hardware, self._transport, place.level, place.ranks, place.hosts
+            )
+            if call.operation == "send" and self.is_cpu:
+                seconds /= 2  # the sender copies the message in, and the receiver copies it out
+            self._seconds[call] = seconds
         return self._seconds[call]
 
-    def link_of(self, axis: str) -> Link:
-        """Return the link that exchanges over an axis cross."""
-        return self._hardware.links[self._level(axis)]
+    def taken(self, axis: str) -> float:
+        """Return the share of the device that exchanges over an axis take from the computation beside them."""
+        return self._hardware.links[self._place(axis).level].taken
 
-    def _exchange_s(self, nbytes: float, axis: str, calls: int = 1) -> float:
-        link = self.link_of(axis)
-        return nbytes / link.bytes_s + calls * link.latency_s
-
-    def _level(self, axis: str) -> Level:
-        """Return what the ranks of an axis have in common: a host, or the cluster."""
-        if axis not in self._levels:
-            across, within = LEVELS
-            per_host = self._per_host or self._mesh.world_size
-            if axis.endswith(across):
-                self._levels[axis] = "cluster"
-            elif axis.endswith(within):
-                self._levels[axis] = "host"
-            else:
-                ranks = self._mesh.ranks("model" if axis == _SHARED else axis, 0)
-                self._levels[axis] = "host" if len({rank // per_host for rank in ranks}) == 1 else "cluster"
-        return self._levels[axis]
+    def _place(self, axis: str) -> GroupPlace:
+        if axis not in self._places:
+            name = "model" if axis == _SHARED else axis
+            self._places[axis] = place_of(self._mesh, name, self._per_host)
+        return self._places[axis]

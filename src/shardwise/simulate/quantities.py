@@ -106,7 +106,6 @@ class Quantities:
         self.ranks = plan.classes[class_of(plan.mesh, rank)]
         self.strategies = self.ranks.strategies
         self._mesh = plan.mesh
-        self._mesh = plan.mesh
         self._passed = passed
         self._gradients, normed = gradient_bytes(self.ranks, plan.mesh)
         self._directed = [

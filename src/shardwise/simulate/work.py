@@ -13,7 +13,7 @@ Cost: counting takes some microseconds per operation; the seconds of a Unit's wo
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -88,9 +88,14 @@ NO_WORK = Work()
 
 
 class WorkCounter:
-    """Counter of the operations of a pass that runs on shapes."""
+    """Counter of the operations of a pass that runs on shapes.
 
-    def __init__(self) -> None:
+    Args:
+        repeats: Function that returns True while a backward pass computes a forward pass again.
+    """
+
+    def __init__(self, repeats: Callable[[], bool] = is_repeated) -> None:
+        self._repeats = repeats
         self._products: Counter[Product] = Counter()
         self._bytes: Counter[Product] = Counter()
         self._calls = 0
@@ -116,7 +121,7 @@ class WorkCounter:
         product = Product(_kind_of(name), _dtype_of(name, tensors), flops)
         self._products[product] += 1
         self._bytes[product] += sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
-        if is_repeated():
+        if self._repeats():
             self._repeated += flops
 
     def take(self) -> Work:

@@ -49,6 +49,7 @@ from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
 from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
+from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
@@ -405,7 +406,9 @@ def _passes(
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _StageForward(module.train(), run, replay, batch, loss, text, arriving)
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
-            passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
+            passed, leaving = measure(
+                module, kinds, batch, one.run, traffic, is_cut, blocks, alike, lambda: _repeats(replay)
+            )
             received = sum(tensor.nbytes for tensor in arriving)
             back = [] if is_last else [tensor for tensor in leaving if tensor.requires_grad]
             found[stage] = passed._replace(
@@ -416,6 +419,11 @@ def _passes(
             )
             text, arriving = one.text, leaving
     return found
+
+
+def _repeats(replay: DrawReplay) -> bool:
+    """Return True while a backward pass computes a forward pass again."""
+    return replay.runs_again > 0 or is_repeated()
 
 
 class _StageForward:
