@@ -25,7 +25,6 @@ that an operation allocates and frees inside itself is not counted, nor an alloc
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,16 +36,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.base.errors import UsageError
 from shardwise.base.pytree import rebuilt, tensors_in
 from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
-from shardwise.observe.flops import flops_of
 from shardwise.plan.action import Kind
+from shardwise.simulate.storages import LiveBytes, StorageCounts, added, bytes_of_counts, composition
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
 
@@ -69,17 +66,28 @@ class UnitPass(NamedTuple):
     """Bytes read and written by operations other than products."""
     sent_bytes: int = 0
     """Bytes sent to other ranks by modules that are cut along "tp" and "ep"."""
+    rise: StorageCounts = {}
+    """Composition of ``rise_bytes``."""
+    net: StorageCounts = {}
+    """Composition of ``net_bytes``."""
 
     def then(self, later: "UnitPass") -> "UnitPass":
         """Return both shares as one, with ``later`` after this."""
-        rise = max(self.rise_bytes, self.net_bytes + later.rise_bytes)
+        is_later = self.net_bytes + later.rise_bytes > self.rise_bytes
         return UnitPass(
-            rise,
+            max(self.rise_bytes, self.net_bytes + later.rise_bytes),
             self.net_bytes + later.net_bytes,
             self.flops + later.flops,
             self.touched_bytes + later.touched_bytes,
             self.sent_bytes + later.sent_bytes,
+            added(self.net, later.rise) if is_later else self.rise,
+            added(self.net, later.net),
         )
+
+    @property
+    def let_go_bytes(self) -> int:
+        """Bytes of storages of earlier shares that have ended when the share holds most."""
+        return -sum(origin.nbytes * count for origin, count in self.rise.items() if count < 0)
 
 
 class MeasuredPass(NamedTuple):
@@ -94,6 +102,8 @@ class MeasuredPass(NamedTuple):
     """Bytes of the gradients that come back for the output to the next stage."""
     alike_bytes: Mapping[str, int] = {}
     """Bytes that autograd saves in a block and that are alike on all ranks of "tp", by name of the block."""
+    evaluated: Mapping[str, UnitPass] = {}
+    """Shares of a forward pass without gradients, in evaluation mode, by name of the Unit."""
 
     @property
     def flops(self) -> int:
@@ -181,15 +191,13 @@ def measure(
     """
     if rehearses:
         _rehearse(forward)
-    live = LiveBytes()
+    live = LiveBytes(records=True)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
-    cuts = _UnitStarts(live, traffic or Traffic(), _seconds(units), saved)
+    cuts = _UnitStarts(live, traffic or Traffic(), units, saved)
     handles = [
         each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
     ]
-    for name, each in module.named_modules():
-        if name in units:
-            each.forward = cuts.around(name, each.forward)
+    plain = cuts.wrap(module)
     try:
         with live:
             cuts.begin(Kind.F, "")
@@ -208,8 +216,44 @@ def measure(
     finally:
         for handle in handles:
             handle.remove()
+        for each, before in plain:
+            each.forward = before
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
     return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=cuts.alike_bytes()), like
+
+
+def measure_evaluation(
+    module: nn.Module, units: Mapping[str, Hashable], forward: Callable[[], object]
+) -> dict[str, UnitPass]:
+    """Measure one forward pass without gradients, in evaluation mode. Call inside ``without_numbers``.
+
+    Args:
+        module: The module.
+        units: Kind of each Unit, as for ``measure``.
+        forward: Function that runs the forward pass and returns its result.
+
+    Returns:
+        Share of each Unit by name.
+
+    Raises:
+        UsageError: if the pass depends on numbers.
+    """
+    live = LiveBytes(records=True)
+    cuts = _UnitStarts(live, Traffic(), units)
+    plain, was_training = cuts.wrap(module), module.training
+    module.eval()
+    try:
+        with live, torch.no_grad():
+            cuts.begin(Kind.F, "")
+            forward()
+            cuts.end()
+    except _NEEDS_NUMBERS as error:
+        raise UsageError(_why(error)) from error
+    finally:
+        module.train(was_training)
+        for each, before in plain:
+            each.forward = before
+    return {unit: share for (_, unit), share in cuts.by_unit().items()}
 
 
 def _rehearse(forward: Callable[[], object]) -> None:
@@ -240,48 +284,6 @@ def _why(error: Exception) -> str:
 def _drop(parameter: Tensor) -> None:
     """Drop a gradient, because gradients go into flat buffers (parallel/zero/gradient.py), which the Plan counts."""
     parameter.grad = None
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of storages created inside the ``with`` block that are still alive, and of FLOPs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = 0
-        self.most = 0
-        self.flops = 0
-        self.touched = 0
-        """Bytes read and written by operations other than products."""
-        self._seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
-            return True  # states of generators, which are not used in this pass (passes/recompute.py)
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            given = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and id(tensor) not in given:
-                    self._see(tensor)
-        flops = flops_of(func, args, kwargs or {}, out)
-        self.flops += flops
-        if not flops and not func.is_view:
-            self.touched += _touched(func, args, kwargs, out)
-        return out
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or tensor.device.type == "meta":
-            return
-
-        def gone(_: Any) -> None:
-            del self._seen[key]
-            self.held -= size
-
-        self._seen[key] = ref(storage, gone)
-        self.held += size
-        self.most = max(self.most, self.held)
 
 
 class _AlikeSavedTensors:
@@ -317,39 +319,21 @@ class _AlikeSavedTensors:
             )
 
 
-def _touched(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that an operation reads and writes, each memory once; a lookup reads as much as it returns."""
-    name = str(func._overloadpacket).removeprefix("aten.")
-    made = sum(_lying(each) for each in tree_leaves(out) if isinstance(each, Tensor))
-    if not made or name in _TOUCH_NOTHING:
-        return 0
-    read = sum(_lying(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-    return made + (min(read, made) if name in _PICK else read)
-
-
-def _lying(tensor: Tensor) -> int:
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-_TOUCH_NOTHING = frozenset(
-    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
-)
-_PICK = frozenset({"embedding", "index", "index_select", "gather", "_embedding_bag", "_unsafe_index"})
-
-
 class _UnitStarts:
     """Splits a pass at the starts of Units.
 
-    ``seconds`` maps Units that may be passed over to the Unit that they are like.
+    ``units`` maps the names of Units to their kinds; of more than two Units of a kind only two run.
     """
 
     def __init__(
         self,
         live: LiveBytes,
         traffic: Traffic,
-        seconds: Mapping[str, str],
+        units: Mapping[str, Hashable],
         saved: _AlikeSavedTensors | None = None,
     ):
+        seconds = _seconds(units)
+        self._units = units
         self._live = live
         self._traffic = traffic
         self._saved = saved
@@ -368,6 +352,8 @@ class _UnitStarts:
         self.end()
         live = self._live
         live.most = live.held
+        live.unit = self._first_of_kind(unit)
+        live.log.clear()
         self._now = kind, unit, is_behind
         self._then = live.held, live.flops, live.touched, self._traffic.bytes
 
@@ -382,7 +368,9 @@ class _UnitStarts:
             live.flops - flops,
             live.touched - touched,
             self._traffic.bytes - sent,
+            *composition(live.log),
         )
+        live.log.clear()
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
         self._now = None
@@ -416,6 +404,21 @@ class _UnitStarts:
             return {}
         own = self._saved.bytes
         return own | {unit: own.get(second, 0) for unit, second in self._passed_over.items()}
+
+    def _first_of_kind(self, unit: str) -> str:
+        """Return the name of the first Unit that is like ``unit``."""
+        kind = self._units.get(unit)
+        return next((name for name, other in self._units.items() if other == kind), unit) if unit else unit
+
+    def wrap(self, module: nn.Module) -> list[tuple[Any, Callable[..., Any]]]:
+        """Count the shares of the Units of ``module``, and return the modules with their forwards before."""
+        found: list[tuple[Any, Callable[..., Any]]] = [
+            (each, each.forward) for name, each in module.named_modules() if name in self._units
+        ]
+        names = {id(each): name for name, each in module.named_modules() if name in self._units}
+        for each, forward in found:
+            each.forward = self.around(names[id(each)], forward)
+        return found
 
     def around(self, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a Unit with its share counted.

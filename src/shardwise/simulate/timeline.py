@@ -45,15 +45,22 @@ _META = torch.device("meta")
 _NEVER_SHARES = 1 << 60
 
 
+Phase = Literal["build", "first step", "step", "evaluation", "save", "load", "sample"]
+"""Part of a job in which a rank holds memory of its own kind."""
+
+
 class MemoryPoint(NamedTuple):
-    """Memory of a rank at one moment of a step."""
+    """Memory of a rank at one moment of a phase."""
 
     action: Action | None
-    """Action at the moment; None: before any."""
+    """Action at the moment; None: outside of any."""
     unit: str
     """Name of the Action's Unit."""
     rows: Mapping[str, int]
     """Bytes by row: the rows of the ledger, and those above."""
+    phase: Phase = "step"
+    place: int = -1
+    """Place of the Action in the list of the phase; -1: outside of any."""
 
     def bytes_on(self, tiers: Collection[Tier]) -> int:
         """Return the bytes of the rows that lie on ``tiers``."""
