@@ -43,7 +43,7 @@ from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.plan.action import Kind
-from shardwise.simulate.storages import LiveBytes, StorageCounts, added, bytes_of_counts, composition
+from shardwise.simulate.storages import LiveBytes, StorageCounts, StorageOrigin, added, composition
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
 
@@ -90,6 +90,10 @@ class UnitPass(NamedTuple):
         return -sum(origin.nbytes * count for origin, count in self.rise.items() if count < 0)
 
 
+NOTHING = UnitPass(0, 0, 0)
+"""Share of a Unit that did not run."""
+
+
 class MeasuredPass(NamedTuple):
     """Forward and backward of one microbatch in one stage."""
 
@@ -102,8 +106,35 @@ class MeasuredPass(NamedTuple):
     """Bytes of the gradients that come back for the output to the next stage."""
     alike_bytes: Mapping[str, int] = {}
     """Bytes that autograd saves in a block and that are alike on all ranks of "tp", by name of the block."""
+    kinds: Mapping[str, str] = {}
+    """First Unit that is alike, by name of each Unit."""
     evaluated: Mapping[str, UnitPass] = {}
     """Shares of a forward pass without gradients, in evaluation mode, by name of the Unit."""
+
+    def renamed(self, names: Mapping[str, str]) -> "MeasuredPass":
+        """Return the pass of a stage that is alike, whose Units have other names.
+
+        Args:
+            names: Names of the other stage's Units by names of this stage's.
+        """
+        first = {old: names.get(old, old) for old in {*names, *self.kinds.values()}}
+
+        def rename(name: str) -> str:
+            own = next((old for old in names if name == old or (old and name.startswith(f"{old}."))), None)
+            return name if own is None else names[own] + name.removeprefix(own)
+
+        def counts(given: StorageCounts) -> StorageCounts:
+            return {origin._replace(unit=first.get(origin.unit, origin.unit)): n for origin, n in given.items()}
+
+        def share(given: UnitPass) -> UnitPass:
+            return given._replace(rise=counts(given.rise), net=counts(given.net))
+
+        return self._replace(
+            shares={(kind, rename(name)): share(each) for (kind, name), each in self.shares.items()},
+            evaluated={rename(name): share(each) for name, each in self.evaluated.items()},
+            alike_bytes={rename(name): size for name, size in self.alike_bytes.items()},
+            kinds={names.get(name, name): first[like] for name, like in self.kinds.items()},
+        )
 
     @property
     def flops(self) -> int:
@@ -112,7 +143,7 @@ class MeasuredPass(NamedTuple):
 
     def of(self, kind: Kind, unit: str) -> UnitPass:
         """Return the share of a Unit; zeros for a Unit that did not run."""
-        return self.shares.get((kind, unit), UnitPass(0, 0, 0))
+        return self.shares.get((kind, unit), NOTHING)
 
 
 @contextmanager
@@ -219,7 +250,8 @@ def measure(
         for each, before in plain:
             each.forward = before
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
-    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=cuts.alike_bytes()), like
+    kinds = {name: cuts.first_of_kind(name) for name in units}
+    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=cuts.alike_bytes(), kinds=kinds), like
 
 
 def measure_evaluation(
@@ -284,6 +316,32 @@ def _why(error: Exception) -> str:
 def _drop(parameter: Tensor) -> None:
     """Drop a gradient, because gradients go into flat buffers (parallel/zero/gradient.py), which the Plan counts."""
     parameter.grad = None
+
+
+def _balanced(
+    shares: Mapping[tuple[Kind, str], UnitPass], copied: Collection[str]
+) -> dict[tuple[Kind, str], UnitPass]:
+    """Return ``shares`` so that the ends of storages have the origins of their creations.
+
+    The shares of ``copied`` Units are those of a Unit that runs beside another kind of Unit, whose storages it ends; in
+    a copy these are the storages of the Unit's own kind, of the same sizes.
+    """
+    total: dict[StorageOrigin, int] = {}
+    for share in shares.values():
+        total = added(total, share.net)
+    spare: dict[int, list[StorageOrigin]] = {}
+    for origin, count in total.items():
+        spare.setdefault(origin.nbytes, []).extend([origin] * count)
+    found = dict(shares)
+    for origin, count in total.items():
+        for key in [key for key in found if key[1] in copied] if count < 0 else ():
+            others, share = spare.get(origin.nbytes, []), found[key]
+            if others and share.net.get(origin, 0) < 0:
+                other = others.pop()
+                moved = {origin: 1, other: -1}
+                rise = added(share.rise, moved) if share.rise.get(origin, 0) < 0 else share.rise
+                found[key] = share._replace(rise=rise, net=added(share.net, moved))
+    return found
 
 
 class _AlikeSavedTensors:
@@ -352,7 +410,7 @@ class _UnitStarts:
         self.end()
         live = self._live
         live.most = live.held
-        live.unit = self._first_of_kind(unit)
+        live.unit = self.first_of_kind(unit)
         live.log.clear()
         self._now = kind, unit, is_behind
         self._then = live.held, live.flops, live.touched, self._traffic.bytes
@@ -378,25 +436,31 @@ class _UnitStarts:
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
         """Return all shares, including those of Units that were passed over.
 
-        Code that ran behind a Unit that others are like counts as behind the last of them; shares inside the Unit count
-        for each of them.
+        Shares inside a Unit count for each Unit that is like it. Code that ran behind the first of such Units, in front
+        of the second, counts behind each of them but the last; code that ran behind the second counts behind the last.
         """
         last = {second: name for name, second in self._passed_over.items()}
         found = {
             (kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if not is_behind
         }
         behind = {(kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if is_behind}
-        for key in [key for key in behind if key[1] not in last]:
-            found[key] = found[key].then(behind.pop(key))
         for unit, second in self._passed_over.items():
             found |= {
                 (kind, unit + name.removeprefix(second)): share
                 for (kind, name), share in found.items()
                 if name == second or (second and name.startswith(f"{second}."))
             }
-        for (kind, second), share in behind.items():
-            found[kind, last[second]] = found[kind, last[second]].then(share)
-        return found
+        for second, at_end in last.items():
+            between = behind.get((Kind.F, self.first_of_kind(second)))
+            alike = [second, *(unit for unit, like in self._passed_over.items() if like == second)]
+            for unit in alike if between is not None else ():
+                if unit != at_end:
+                    found[Kind.F, unit] = found[Kind.F, unit].then(between)
+        for (kind, unit), share in behind.items():
+            name = last.get(unit, unit)
+            found[kind, name] = found[kind, name].then(share)
+        inner = [unit for second in last for unit in (second, *self._passed_over) if unit not in last.values()]
+        return _balanced(found, inner)
 
     def alike_bytes(self) -> dict[str, int]:
         """Return the bytes that are alike on all ranks, by block."""
@@ -405,7 +469,7 @@ class _UnitStarts:
         own = self._saved.bytes
         return own | {unit: own.get(second, 0) for unit, second in self._passed_over.items()}
 
-    def _first_of_kind(self, unit: str) -> str:
+    def first_of_kind(self, unit: str) -> str:
         """Return the name of the first Unit that is like ``unit``."""
         kind = self._units.get(unit)
         return next((name for name, other in self._units.items() if other == kind), unit) if unit else unit
