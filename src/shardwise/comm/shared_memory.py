@@ -47,6 +47,8 @@ from shardwise.comm.shared_ring import (
 __all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable"]
 
 _SLOT_BYTES = 1 << 20
+_RING_BYTES = 8 << 20
+"""Bytes of a rank's ring, about."""
 _ALIGNMENT_BYTES = 64
 _WHOLE_BYTES = 4 << 20
 """Largest all-reduce between two ranks in one phase; the additions grow with N-1, so the bound shrinks with N."""
@@ -79,6 +81,17 @@ class _RingCollective:
         return self.written == self.writes and self.done == self.reads
 
 
+def _layout_of(size: int, ring_bytes: int) -> RingLayout:
+    """Return eight slots of whole pages, in which every peer's part has at least one aligned piece."""
+    slot_bytes = -(-max(min(_SLOT_BYTES, ring_bytes // 8), _ALIGNMENT_BYTES * size) // PAGESIZE) * PAGESIZE
+    return RingLayout(size, max(ring_bytes // slot_bytes, 2), slot_bytes)
+
+
+def ring_file_bytes(size: int) -> int:
+    """Return the bytes of shared memory that a rank provides to a group of ``size`` ranks."""
+    return _layout_of(size, _RING_BYTES).file_bytes
+
+
 class SharedMemoryTransport:
     """The collectives of one group of ranks on one host; every rank calls them in the same order.
 
@@ -105,15 +118,11 @@ class SharedMemoryTransport:
         post: Callable[[str, str], None],
         collect: Callable[[str, float], list[str]],
         timeout_s: float,
-        ring_bytes: int = 8 << 20,
+        ring_bytes: int = _RING_BYTES,
         names: Sequence[int] | None = None,
         alarm: Callable[[], None] | None = None,
     ):
-        # Eight slots of whole pages, in which every peer's part has at least one aligned piece.
-        slot_bytes = (
-            -(-max(min(_SLOT_BYTES, ring_bytes // 8), _ALIGNMENT_BYTES * size) // PAGESIZE) * PAGESIZE
-        )
-        layout = RingLayout(size, max(ring_bytes // slot_bytes, 2), slot_bytes)
+        layout = _layout_of(size, ring_bytes)
         self.size = size
         self._rank = rank
         self._names = range(size) if names is None else names

@@ -55,7 +55,6 @@ from shardwise.plan.validate import validate_plan
 from shardwise.precision.policy import BucketDtypes, PrecisionPolicy
 from shardwise.tiers.offload import OffloadPolicy
 
-
 TABLES = "(tables)"
 """Name for the rows of all embedding tables among norms of Units; no module has parentheses in its name."""
 

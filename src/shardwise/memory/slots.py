@@ -115,6 +115,14 @@ class SlotPool:
         """Bytes of all slots, in use or not."""
         return sum(slot.memory.nbytes for row in self._slots.values() for slot in row)
 
+    def owners_by_slot(self) -> list[tuple[int, list[Hashable]]]:
+        """Return the bytes of each slot with the owners that take turns in it."""
+        return [
+            (slot.memory.nbytes, [owner for owner, home in self._home.items() if home is slot])
+            for row in self._slots.values()
+            for slot in row
+        ]
+
     def _free_slot(self, elements: int, dtype: torch.dtype) -> _PoolSlot:
         row = self._slots.setdefault((elements, dtype), [])
         free = [slot for slot in row if slot.holder is None]

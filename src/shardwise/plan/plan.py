@@ -290,6 +290,10 @@ _TIER_OF: Mapping[str, Tier] = {
     "activations": "host",
     "loaded": "host",
     "leaving": "host",
+    "save": "host",
+    "read": "host",
+    "rings": "host",
+    "start weights": "host",
     "disk": "disk",
 }
 """Tiers of the rows that do not lie on the device."""

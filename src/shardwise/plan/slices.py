@@ -17,13 +17,23 @@ cut flat, bucket by bucket (parallel/zero/context.py), after all slices.
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import product
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.placement import AxisCut, ContiguousRun, Partial, Shard, local_shape, runs, spans
 from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.unit import Bucket
+from shardwise.plan.unit import Bucket, ParameterSlot
+
+
+class BufferRange(NamedTuple):
+    """Elements [start, stop) of the whole tensor ``name`` that lie at ``place`` of a flat buffer."""
+
+    name: str
+    start: int
+    stop: int
+    place: int
 
 
 class TensorSlices:
@@ -65,6 +75,30 @@ class TensorSlices:
     def runs(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> Iterator[ContiguousRun]:
         """Yield the runs in which elements [start, stop) of this rank's flattened piece lie in the whole tensor."""
         return runs(info.shape, self.cuts(info), start, stop)
+
+    def ranges_in(
+        self, slots: Iterable[ParameterSlot], first: int, elements: int, window: tuple[int, int] | None
+    ) -> Iterator[BufferRange]:
+        """Yield the parts of parameters that lie in a flat buffer of a bucket, as ranges of whole tensors.
+
+        Args:
+            slots: Parameters of the bucket.
+            first: Element of the bucket at which the buffer begins.
+            elements: Elements of the buffer.
+            window: Range of the bucket that is to be written: elements that several ranks hold are yielded only on the
+                first of them. None: the ranges are to be filled, and all are yielded.
+        """
+        for slot in slots:
+            info = self.registry.get("parameter", slot.name)
+            start, stop = max(slot.offset, first), min(slot.offset + slot.elements, first + elements)
+            if window is not None:
+                start, stop = max(start, window[0]), min(stop, window[1])
+            if start >= stop:
+                continue
+            for run in self.runs(info, start - slot.offset, stop - slot.offset):
+                if window is None or self.is_first(info, run):
+                    place = slot.offset + run.local - first
+                    yield BufferRange(slot.name, run.full, run.full + run.elements, place)
 
     def is_first(self, info: TensorInfo, run: ContiguousRun) -> bool:
         """Return whether this rank is the first of its stage's ranks that hold ``run`` of a tensor."""

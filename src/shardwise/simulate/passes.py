@@ -25,7 +25,6 @@ that an operation allocates and frees inside itself is not counted, nor an alloc
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +36,16 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.base.errors import UsageError
 from shardwise.base.hardware import Product
 from shardwise.base.pytree import rebuilt, tensors_in
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
-from shardwise.observe.flops import flops_of, is_repeated
+from shardwise.observe.flops import is_repeated
 from shardwise.plan.action import Kind
 from shardwise.simulate.exchanges import ExchangeCall, ExchangeRecord, united
+from shardwise.simulate.storages import LiveBytes, StorageCounts, StorageOrigin, added, composition
 from shardwise.simulate.work import NO_WORK, Work, WorkCounter
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
@@ -74,6 +72,10 @@ class UnitPass(NamedTuple):
     vocabulary, and of batch norm over all ranks."""
     work: Work = NO_WORK
     """Operations, by class."""
+    rise: StorageCounts = {}
+    """Composition of ``rise_bytes``."""
+    net: StorageCounts = {}
+    """Composition of ``net_bytes``."""
 
     @property
     def sent_bytes(self) -> int:
@@ -92,15 +94,26 @@ class UnitPass(NamedTuple):
 
     def then(self, later: "UnitPass") -> "UnitPass":
         """Return both shares as one, with ``later`` after this."""
-        rise = max(self.rise_bytes, self.net_bytes + later.rise_bytes)
+        is_later = self.net_bytes + later.rise_bytes > self.rise_bytes
         return UnitPass(
-            rise,
+            max(self.rise_bytes, self.net_bytes + later.rise_bytes),
             self.net_bytes + later.net_bytes,
             self.flops + later.flops,
             self.touched_bytes + later.touched_bytes,
             united((*self.exchanges, *later.exchanges)),
             work=self.work.then(later.work),
+            rise=added(self.net, later.rise) if is_later else self.rise,
+            net=added(self.net, later.net),
         )
+
+    @property
+    def let_go_bytes(self) -> int:
+        """Bytes of storages of earlier shares that have ended when the share holds most."""
+        return -sum(origin.nbytes * count for origin, count in self.rise.items() if count < 0)
+
+
+NOTHING = UnitPass(0, 0, 0)
+"""Share of a Unit that did not run."""
 
 
 class MeasuredPass(NamedTuple):
@@ -121,6 +134,38 @@ class MeasuredPass(NamedTuple):
     """The message to the next stage."""
     answered: tuple[ExchangeCall, ...] = ()
     """The message with the gradients that come back for it."""
+    kinds: Mapping[str, str] = {}
+    """First Unit that is alike, by name of each Unit."""
+    evaluated: Mapping[str, UnitPass] = {}
+    """Shares of a forward pass without gradients, in evaluation mode, by name of the Unit."""
+
+    def renamed(self, names: Mapping[str, str]) -> "MeasuredPass":
+        """Return the pass of a stage that is alike, whose Units have other names.
+
+        Args:
+            names: Names of the other stage's Units by names of this stage's.
+        """
+        first = {old: names.get(old, old) for old in {*names, *self.kinds.values()}}
+
+        def rename(name: str) -> str:
+            own = next((old for old in names if name == old or (old and name.startswith(f"{old}."))), None)
+            return name if own is None else names[own] + name.removeprefix(own)
+
+        def counts(given: StorageCounts) -> StorageCounts:
+            return {
+                origin._replace(unit=first.get(origin.unit, origin.unit)): n for origin, n in given.items()
+            }
+
+        def share(given: UnitPass) -> UnitPass:
+            return given._replace(rise=counts(given.rise), net=counts(given.net))
+
+        return self._replace(
+            shares={(kind, rename(name)): share(each) for (kind, name), each in self.shares.items()},
+            evaluated={rename(name): share(each) for name, each in self.evaluated.items()},
+            alike_bytes={rename(name): size for name, size in self.alike_bytes.items()},
+            alike_sizes={rename(name): sizes for name, sizes in self.alike_sizes.items()},
+            kinds={names.get(name, name): first[like] for name, like in self.kinds.items()},
+        )
 
     @property
     def flops(self) -> int:
@@ -129,7 +174,7 @@ class MeasuredPass(NamedTuple):
 
     def of(self, kind: Kind, unit: str) -> UnitPass:
         """Return the share of a Unit; zeros for a Unit that did not run."""
-        return self.shares.get((kind, unit), UnitPass(0, 0, 0))
+        return self.shares.get((kind, unit), NOTHING)
 
 
 @contextmanager
@@ -210,16 +255,14 @@ def measure(
     """
     if rehearses:
         _rehearse(forward)
-    live = LiveBytes()
+    live = LiveBytes(records=True)
     live.work = WorkCounter(repeats)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
-    cuts = _UnitStarts(live, traffic or ExchangeRecord(), _seconds(units), saved)
+    cuts = _UnitStarts(live, traffic or ExchangeRecord(), units, saved)
     handles = [
         each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
     ]
-    for name, each in module.named_modules():
-        if name in units:
-            each.forward = cuts.around(name, each.forward)
+    plain = cuts.wrap(module)
     try:
         with live:
             cuts.begin(Kind.F, "")
@@ -238,10 +281,49 @@ def measure(
     finally:
         for handle in handles:
             handle.remove()
+        for each, before in plain:
+            each.forward = before
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
     sizes = cuts.alike_sizes()
     alike_bytes = {name: sum(each) for name, each in sizes.items()}
-    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=alike_bytes, alike_sizes=sizes), like
+    kinds = {name: cuts.first_of_kind(name) for name in units}
+    return MeasuredPass(
+        cuts.by_unit(), batch_bytes, alike_bytes=alike_bytes, alike_sizes=sizes, kinds=kinds
+    ), like
+
+
+def measure_evaluation(
+    module: nn.Module, units: Mapping[str, Hashable], forward: Callable[[], object]
+) -> dict[str, UnitPass]:
+    """Measure one forward pass without gradients, in evaluation mode. Call inside ``without_numbers``.
+
+    Args:
+        module: The module.
+        units: Kind of each Unit, as for ``measure``.
+        forward: Function that runs the forward pass and returns its result.
+
+    Returns:
+        Share of each Unit by name.
+
+    Raises:
+        UsageError: if the pass depends on numbers.
+    """
+    live = LiveBytes(records=True)
+    cuts = _UnitStarts(live, ExchangeRecord(), units)
+    plain, was_training = cuts.wrap(module), module.training
+    module.eval()
+    try:
+        with live, torch.no_grad():
+            cuts.begin(Kind.F, "")
+            forward()
+            cuts.end()
+    except _NEEDS_NUMBERS as error:
+        raise UsageError(_why(error)) from error
+    finally:
+        module.train(was_training)
+        for each, before in plain:
+            each.forward = before
+    return {unit: share for (_, unit), share in cuts.by_unit().items()}
 
 
 def _rehearse(forward: Callable[[], object]) -> None:
@@ -274,48 +356,30 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of storages created inside the ``with`` block that are still alive, and of FLOPs."""
+def _balanced(
+    shares: Mapping[tuple[Kind, str], UnitPass], copied: Collection[str]
+) -> dict[tuple[Kind, str], UnitPass]:
+    """Return ``shares`` so that the ends of storages have the origins of their creations.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = 0
-        self.most = 0
-        self.flops = 0
-        self.work = WorkCounter()
-        self.touched = 0
-        """Bytes read and written by operations other than products."""
-        self._seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
-            return True  # states of generators, which are not used in this pass (passes/recompute.py)
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            given = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and id(tensor) not in given:
-                    self._see(tensor)
-        flops = flops_of(func, args, kwargs or {}, out)
-        self.flops += flops
-        self.work.count(func, args, kwargs or {}, out, flops)
-        if not flops and not func.is_view:
-            self.touched += _touched(func, args, kwargs, out)
-        return out
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or tensor.device.type == "meta":
-            return
-
-        def gone(_: Any) -> None:
-            del self._seen[key]
-            self.held -= size
-
-        self._seen[key] = ref(storage, gone)
-        self.held += size
-        self.most = max(self.most, self.held)
+    The shares of ``copied`` Units are those of a Unit that runs beside another kind of Unit, whose storages it ends; in
+    a copy these are the storages of the Unit's own kind, of the same sizes.
+    """
+    total: dict[StorageOrigin, int] = {}
+    for share in shares.values():
+        total = added(total, share.net)
+    spare: dict[int, list[StorageOrigin]] = {}
+    for origin, count in total.items():
+        spare.setdefault(origin.nbytes, []).extend([origin] * count)
+    found = dict(shares)
+    for origin, count in total.items():
+        for key in [key for key in found if key[1] in copied] if count < 0 else ():
+            others, share = spare.get(origin.nbytes, []), found[key]
+            if others and share.net.get(origin, 0) < 0:
+                other = others.pop()
+                moved = {origin: 1, other: -1}
+                rise = added(share.rise, moved) if share.rise.get(origin, 0) < 0 else share.rise
+                found[key] = share._replace(rise=rise, net=added(share.net, moved))
+    return found
 
 
 class _AlikeSavedTensors:
@@ -351,39 +415,21 @@ class _AlikeSavedTensors:
             )
 
 
-def _touched(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that an operation reads and writes, each memory once; a lookup reads as much as it returns."""
-    name = str(func._overloadpacket).removeprefix("aten.")
-    made = sum(_lying(each) for each in tree_leaves(out) if isinstance(each, Tensor))
-    if not made or name in _TOUCH_NOTHING:
-        return 0
-    read = sum(_lying(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-    return made + (min(read, made) if name in _PICK else read)
-
-
-def _lying(tensor: Tensor) -> int:
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-_TOUCH_NOTHING = frozenset(
-    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
-)
-_PICK = frozenset({"embedding", "index", "index_select", "gather", "_embedding_bag", "_unsafe_index"})
-
-
 class _UnitStarts:
     """Splits a pass at the starts of Units.
 
-    ``seconds`` maps Units that may be passed over to the Unit that they are like.
+    ``units`` maps the names of Units to their kinds; of more than two Units of a kind only two run.
     """
 
     def __init__(
         self,
         live: LiveBytes,
         traffic: ExchangeRecord,
-        seconds: Mapping[str, str],
+        units: Mapping[str, Hashable],
         saved: _AlikeSavedTensors | None = None,
     ):
+        seconds = _seconds(units)
+        self._units = units
         self._live = live
         self._traffic = traffic
         self._saved = saved
@@ -402,6 +448,8 @@ class _UnitStarts:
         self.end()
         live = self._live
         live.most = live.held
+        live.unit = self.first_of_kind(unit)
+        live.log.clear()
         self._now = kind, unit, is_behind
         self._then = live.held, live.flops, live.touched, self._traffic.mark()
         live.work.take()
@@ -417,8 +465,10 @@ class _UnitStarts:
             live.flops - flops,
             live.touched - touched,
             self._traffic.since(sent),
-            work=live.work.take(),
+            live.work.take(),
+            *composition(live.log),
         )
+        live.log.clear()
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
         self._now = None
@@ -426,25 +476,33 @@ class _UnitStarts:
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
         """Return all shares, including those of Units that were passed over.
 
-        Code that ran behind a Unit that others are like counts as behind the last of them; shares inside the Unit count
-        for each of them.
+        Shares inside a Unit count for each Unit that is like it. Code that ran behind the first of such Units, in front
+        of the second, counts behind each of them but the last; code that ran behind the second counts behind the last.
         """
         last = {second: name for name, second in self._passed_over.items()}
         found = {
             (kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if not is_behind
         }
         behind = {(kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if is_behind}
-        for key in [key for key in behind if key[1] not in last]:
-            found[key] = found[key].then(behind.pop(key))
         for unit, second in self._passed_over.items():
             found |= {
                 (kind, unit + name.removeprefix(second)): share
                 for (kind, name), share in found.items()
                 if name == second or (second and name.startswith(f"{second}."))
             }
-        for (kind, second), share in behind.items():
-            found[kind, last[second]] = found[kind, last[second]].then(share)
-        return found
+        for second, at_end in last.items():
+            between = behind.get((Kind.F, self.first_of_kind(second)))
+            alike = [second, *(unit for unit, like in self._passed_over.items() if like == second)]
+            for unit in alike if between is not None else ():
+                if unit != at_end:
+                    found[Kind.F, unit] = found[Kind.F, unit].then(between)
+        for (kind, unit), share in behind.items():
+            name = last.get(unit, unit)
+            found[kind, name] = found[kind, name].then(share)
+        inner = [
+            unit for second in last for unit in (second, *self._passed_over) if unit not in last.values()
+        ]
+        return _balanced(found, inner)
 
     def alike_sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the bytes of each storage that is alike on all ranks, by block."""
@@ -452,6 +510,21 @@ class _UnitStarts:
             return {}
         own = self._saved.sizes
         return own | {unit: own.get(second, ()) for unit, second in self._passed_over.items()}
+
+    def first_of_kind(self, unit: str) -> str:
+        """Return the name of the first Unit that is like ``unit``."""
+        kind = self._units.get(unit)
+        return next((name for name, other in self._units.items() if other == kind), unit) if unit else unit
+
+    def wrap(self, module: nn.Module) -> list[tuple[Any, Callable[..., Any]]]:
+        """Count the shares of the Units of ``module``, and return the modules with their forwards before."""
+        found: list[tuple[Any, Callable[..., Any]]] = [
+            (each, each.forward) for name, each in module.named_modules() if name in self._units
+        ]
+        names = {id(each): name for name, each in module.named_modules() if name in self._units}
+        for each, forward in found:
+            each.forward = self.around(names[id(each)], forward)
+        return found
 
     def around(self, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a Unit with its share counted.

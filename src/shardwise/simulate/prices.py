@@ -100,9 +100,7 @@ class ActionPrices:
         """Return the seconds of equal calls of a collective, or of a message, on a rank."""
         if call not in self._seconds:
             place = self._place(call.axis)
-            seconds = exchange_s(
-                call, self._hardware, self._transport, place.level, place.ranks, place.hosts
-            )
+            seconds = exchange_s(call, self._hardware, self._transport, place.level, place.ranks, place.hosts)
             if call.operation == "send" and self.is_cpu:
                 seconds /= 2  # the sender copies the message in, and the receiver copies it out
             self._seconds[call] = seconds

@@ -96,9 +96,7 @@ class RankExchanges:
         wide = [call for call in found if call.itemsize == _NUMBER]
         if not wide:
             return (*found, scale)
-        return tuple(
-            call._replace(elements=call.elements + 1) if call is wide[0] else call for call in found
-        )
+        return tuple(call._replace(elements=call.elements + 1) if call is wide[0] else call for call in found)
 
     def _saved(self, action: Action) -> Calls:
         unit, ranks = self._ranks.units[action.unit], self._plan.mesh.tp
@@ -138,7 +136,11 @@ class RankExchanges:
         ties: dict[str, tuple[int, int]] = {}
         for unit, strategy in zip(ranks.units, ranks.strategies, strict=True):
             inner = unit.axes[1]
-            owned = (plan.mesh.index(inner, self._rank), plan.mesh.size(inner)) if strategy.cuts_master else (0, 1)
+            owned = (
+                (plan.mesh.index(inner, self._rank), plan.mesh.size(inner))
+                if strategy.cuts_master
+                else (0, 1)
+            )
             for bucket in unit.buckets:
                 key = bucket.key
                 if not key.trained:

@@ -23,11 +23,13 @@ Cost: one look at each Action of a list, twice.
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from shardwise.compose.lists import forward_actions_of
 from shardwise.compose.plan import PlanPolicies
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.slots import SlotPool
@@ -38,41 +40,92 @@ from shardwise.plan.placement import Tier
 from shardwise.plan.plan import BucketBuffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
-from shardwise.simulate.passes import MeasuredPass
+from shardwise.simulate.passes import NOTHING, MeasuredPass, UnitPass
+from shardwise.simulate.storages import StorageCounts, StorageOrigin, added
 from shardwise.tiers.scratch import SPARE_BYTES
 
 _META = torch.device("meta")
 _NEVER_SHARES = 1 << 60
 
 
+Phase = Literal["build", "first step", "step", "evaluation", "save", "load", "sample"]
+"""Part of a job in which a rank holds memory of its own kind."""
+
+
 class MemoryPoint(NamedTuple):
-    """Memory of a rank at one moment of a step."""
+    """Memory of a rank at one moment of a phase."""
 
     action: Action | None
-    """Action at the moment; None: before any."""
+    """Action at the moment; None: outside of any."""
     unit: str
     """Name of the Action's Unit."""
     rows: Mapping[str, int]
     """Bytes by row: the rows of the ledger, and those above."""
+    phase: Phase = "step"
+    place: int = -1
+    """Place of the Action in the list of the phase; -1: outside of any."""
 
     def bytes_on(self, tiers: Collection[Tier]) -> int:
         """Return the bytes of the rows that lie on ``tiers``."""
         return sum(size for row, size in self.rows.items() if tier_of_row(row) in tiers)
 
 
-class StepMemory(NamedTuple):
-    """Memory of a step on one rank."""
+class RowsBesideSteps(NamedTuple):
+    """Bytes by row that a rank holds outside of its passes (engine/fit/beside_steps.py)."""
 
-    peak: MemoryPoint
-    """Moment at which the device's memory is largest."""
+    always: Mapping[str, int] = {}
+    """Rows that are there in every phase, such as ``process`` and ``rings``."""
+    build: Mapping[str, int] = {}
+    """Rows of the build when it holds most, the state that exists by then included; empty if unknown."""
+    save: Mapping[str, int] = {}
+    """Rows of a save beside the state."""
+    load: Mapping[str, int] = {}
+    """Rows of a load beside the state."""
+    saves: bool = False
+    """True if saves run behind training, whose copy then stays from the first save on."""
+
+
+class StepMemory(NamedTuple):
+    """Memory of a rank in each phase of a job."""
+
+    points: Mapping[Phase, MemoryPoint]
+    """Moment of each phase at which the device's memory is largest."""
     bytes_by_tier: Mapping[Tier, int]
-    """Most bytes of each tier; CPU ranks have one memory, which counts as their device."""
+    """Most bytes of each tier in the phases that count; CPU ranks have one memory, which counts as their device."""
+    near: Collection[Tier] = ("device",)
+    """Tiers in the memory in which the rank computes."""
     moved_bytes: int = 0
     """Most bytes of activations in host memory at once."""
     rank: int = 0
     """The rank; others of its class do the same."""
     gathered_bytes: int = 0
     """Bytes of activations that the rank receives from parts on other ranks of "tp"."""
+    saves: bool = False
+    """True if the configuration has saves at fixed steps; if not, saves and loads do not count for the peak."""
+
+    @property
+    def counted(self) -> tuple[MemoryPoint, ...]:
+        """Moments of the phases that count for the peak."""
+        return tuple(point for phase, point in self.points.items() if counts(phase, self.saves))
+
+    @property
+    def phases(self) -> dict[Phase, int]:
+        """Bytes in the memory in which the rank computes, at the most of each phase."""
+        return {phase: point.bytes_on(self.near) for phase, point in self.points.items()}
+
+    @property
+    def peak(self) -> MemoryPoint:
+        """Moment at which the device's memory is largest, in the phases that count."""
+        return max(self.counted, key=lambda point: point.bytes_on(self.near))
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Most bytes of each row in any phase's largest moment."""
+        found: dict[str, int] = {}
+        for point in self.points.values():
+            for row, size in point.rows.items():
+                found[row] = max(found.get(row, 0), size)
+        return found
 
 
 def step_memory(
@@ -81,9 +134,9 @@ def step_memory(
     passed: Mapping[int, MeasuredPass],
     device_type: str,
     rank: int = 0,
-    process_bytes: int = 0,
+    beside: RowsBesideSteps | None = None,
 ) -> StepMemory:
-    """Return the memory of a step on ``rank``.
+    """Return the memory of each phase of a job on ``rank``.
 
     Args:
         plan: The Plan.
@@ -91,28 +144,48 @@ def step_memory(
         passed: Measured pass of one microbatch, by stage.
         device_type: Type of the device, such as ``cpu``.
         rank: The rank.
-        process_bytes: Bytes in the device's memory besides the engine.
+        beside: Rows outside of the passes; None: nothing is known of building, saving and loading.
     """
-    held = _WalkedStep(plan, policies, passed, rank, _near(device_type))
-    held.rows["process"] = process_bytes
-    ranks = plan.classes[class_of(plan.mesh, rank)]
-    for _ in range(2):  # the first step fills the slots
-        held.peak, held.blocks.gathered = None, 0
-        held.walk(ranks.actions)
-    assert held.peak is not None, "a step computes"
-    rows = {**held.peak.rows, "activations": held.most_on_host}
-    by_tier = bytes_by_tier({row: size for row, size in rows.items() if size})
-    if device_type == "cpu":
-        by_tier["device"] += by_tier.pop("host", 0)
-    return StepMemory(held.peak, by_tier, held.most_on_host, rank, held.blocks.gathered)
+    beside = beside or RowsBesideSteps()
+    near = near_tiers(device_type)
+    held = RankWalk(plan, policies, passed, rank, near, beside)
+    points = held.phases()
+    points = {phase: point for phase, point in points.items() if point.rows}
+    assert "step" in points, "a step computes"
+    by_tier: dict[Tier, int] = {"device": 0}
+    for point in (point for phase, point in points.items() if counts(phase, beside.saves)):
+        rows = {row: size for row, size in point.rows.items() if size}
+        if point.phase in ("first step", "step") and held.most_on_host:
+            rows["activations"] = held.most_on_host
+        found = bytes_by_tier(rows)
+        if device_type == "cpu":
+            found["device"] += found.pop("host", 0)
+        by_tier = {
+            tier: max(by_tier.get(tier, 0), found.get(tier, 0)) for tier in dict.fromkeys([*by_tier, *found])
+        }
+    return StepMemory(points, by_tier, near, held.most_on_host, rank, held.blocks.gathered, beside.saves)
 
 
-def _near(device_type: str) -> list[Tier]:
+def counts(phase: Phase, saves: bool) -> bool:
+    """Return whether the memory of a phase counts for the peak of a job."""
+    return saves or phase not in ("save", "load")
+
+
+def near_tiers(device_type: str) -> list[Tier]:
     """Return the tiers in the memory in which a rank computes."""
     return ["device", "host"] if device_type == "cpu" else ["device"]
 
 
-class _WalkedStep:
+class HeldThen(NamedTuple):
+    """The state of a walk at one moment; valid only until the walk goes on."""
+
+    point: MemoryPoint
+    walked: "RankWalk"
+    share: UnitPass | None
+    """The running share; None outside of passes."""
+
+
+class RankWalk:
     """A walk of one rank's list that counts the bytes of each row and keeps the peak."""
 
     def __init__(
@@ -122,7 +195,20 @@ class _WalkedStep:
         passed: Mapping[int, MeasuredPass],
         rank: int,
         near: Collection[Tier],
+        beside: RowsBesideSteps,
+        target: tuple[Phase, int] | None = None,
+        note: Callable[["HeldThen"], object] = lambda then: None,
     ):
+        self._beside = beside
+        self._rank = rank
+        self._policies = policies
+        self._phase: Phase = "first step"
+        self._place = -1
+        """Place of the running Action in the list of the phase."""
+        self._target = target
+        """Phase and place of the moment whose composition is wanted."""
+        self._note = note
+        """Called at that moment with the state of the walk."""
         self.ranks: RankClass = plan.classes[class_of(plan.mesh, rank)]
         self.rows: dict[str, int] = {
             row: size for row, size in plan.bytes_per_rank(rank).items() if row != "gradients"
@@ -152,10 +238,13 @@ class _WalkedStep:
         alike = {unit: size for each in passed.values() for unit, size in each.alike_bytes.items()}
         units = zip(self.ranks.units, self.ranks.strategies, strict=True)
         moving = {unit.name for unit, strategy in units if strategy.saved_tier != "device"}
-        self.blocks = _KeptBlocks(moving, alike, plan.mesh.tp)
+        self.blocks = _KeptBlocks(moving, alike, plan.mesh.tp, target is not None)
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
-        self.rows |= self._staging_rows()
+        self.rows |= self._staging_rows() | dict(beside.always)
+        self._passing = 0
+        """Bytes that the running forward pass of an evaluation holds between Units."""
+        self._passing_counts: StorageCounts = {}
 
     @cached_property
     def _effects(self) -> Mapping[str, Callable[[Action], object]]:
@@ -202,25 +291,90 @@ class _WalkedStep:
         blocks = [size for size in blocks if size]
         return {"loaded": min(self._limit, len(blocks)) * max(blocks) + SPARE_BYTES} if blocks else {}
 
+    # Phases --------------------------------------------------------------------------------------------------------
+
+    def phases(self) -> dict[Phase, MemoryPoint]:
+        """Walk the lists of a job in the order of the phases, and return the largest moment of each phase."""
+        always, build = self._beside.always, self._beside.build
+        found: dict[Phase, MemoryPoint] = {"build": self._resting("build", {**always, **build}, alone=True)}
+        for phase in ("first step", "step", "evaluation"):  # the first step fills the slots
+            self._phase, self.peak, self.blocks.gathered = phase, None, 0
+            if phase == "step" and self._beside.saves:
+                self.rows |= self._beside.save
+            self.walk(self._evaluation if phase == "evaluation" else self.ranks.actions)
+            if self.peak is not None:
+                found[phase] = self.peak
+        if self._beside.build:
+            found["save"] = self._resting("save", self._beside.save)
+            found["load"] = self._resting("load", self._beside.load)
+        return found
+
+    @property
+    def _evaluation(self) -> Sequence[Action]:
+        """Actions of an evaluation of one batch; more batches hold as much, because each pass leaves nothing behind."""
+        view = replace(self._plan, rank=self._rank)
+        return forward_actions_of(view, self._policies.pipeline, self._policies.zero, {}, 1)
+
+    def _resting(self, phase: Phase, beside: Mapping[str, int], alone: bool = False) -> MemoryPoint:
+        """Return the memory between two passes, with the rows ``beside`` it, or of these rows alone."""
+        rows = dict(beside)
+        if not alone:
+            rows = {**self.rows, **self._slot_rows(), **beside}
+            late = sum(self._late.values())
+            rows |= {"gradients": late} if late else {}
+        point = MemoryPoint(None, "", {row: size for row, size in rows.items() if size}, phase)
+        if self._target == (phase, -1):
+            self._note(HeldThen(point, self, None))
+        return point
+
+    def _slot_rows(self) -> dict[str, int]:
+        return {row: pool.bytes for row, pool in self._slots.items()}
+
+    # Composition ---------------------------------------------------------------------------------------------------
+
+    def slots(self) -> dict[str, list[tuple[int, list[tuple[int, int]]]]]:
+        """Return the bytes of each slot with its owners, by row; owners are (Unit, bucket)."""
+        return {row: pool.owners_by_slot() for row, pool in self._slots.items()}  # type: ignore[misc]
+
+    def gradient_bytes(self) -> dict[str, dict[tuple[int, int], int]]:
+        """Return the bytes of gradients, by row and (Unit, bucket)."""
+        total = dict(self._gradients)
+        for key, size in self._late.items():
+            total[key] = total.get(key, 0) + size
+        reducing = {(unit, 0): size for unit, size in self._reducing.items()}
+        return {"gradients": total, "reducing": reducing}
+
+    def storages_then(self, share: UnitPass) -> tuple[StorageCounts, StorageCounts]:
+        """Return the storages that passes keep and those at work when the running ``share`` holds most."""
+        let_go = {origin: count for origin, count in share.rise.items() if count < 0}
+        kept = self._passing_counts if self._phase == "evaluation" else self.blocks.counts_here
+        at_work = {origin: count for origin, count in share.rise.items() if count > 0}
+        return added(kept, let_go), at_work
+
     # Walking -------------------------------------------------------------------------------------------------------
 
     def walk(self, actions: Sequence[Action]) -> None:
-        """Walk one step."""
+        """Walk the list of one phase."""
         ending: Action | None = None
-        """The running backward pass of a stage; the messages for it are released with it."""
-        for action in actions:
+        """The running last pass of a stage over a microbatch; the messages for it are released with it."""
+        ends = Kind.F if self._phase == "evaluation" else Kind.B
+        self.blocks.begin()
+        for self._place, action in enumerate(actions):
             if action.unit < 0 and ending is not None:
                 for is_gradient in (False, True):
                     self._received.pop((ending.stage, ending.microbatch, is_gradient), None)
                 ending = None
-            if action.kind is Kind.B and action.unit < 0:
+            if action.kind is ends and action.unit < 0:
                 ending = action
+                self._passing, self._passing_counts = 0, {}
             if action.unit < 0 and action.kind.row.of != "message":
                 continue
             if action.unit < 0 or not self.ranks.units[action.unit].has_rows:
                 for effect in action.kind.row.memory:
                     self._effects[effect](action)
+        self._place = -1
         self._reducing.clear()
+        self._received.clear()
         for unit, place in list(self._gradients):
             strategy = self._strategies[unit]
             if strategy.is_delayed and "host" in self._near:
@@ -272,22 +426,30 @@ class _WalkedStep:
             self._gather(action.unit)
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
-        share = passed.of(kind, name)
-        here = self.blocks.here
+        evaluates = self._phase == "evaluation"
+        share = passed.evaluated.get(name, NOTHING) if evaluates else passed.of(kind, name)
+        let_go = share.let_go_bytes
         held = self.rows | {
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "reducing": sum(self._reducing.values()),
             "leaving": sum(self._leaving),
-            **{row: pool.bytes for row, pool in self._slots.items()},
-            "kept": passed.batch_bytes + here,
+            **self._slot_rows(),
+            "kept": passed.batch_bytes + (self._passing if evaluates else self.blocks.here) - let_go,
             "received": sum(self._received.values()),
             "waiting": self._waiting_bytes(action),
-            "at work": share.rise_bytes,
+            "at work": share.rise_bytes + let_go,
         }
-        moment = MemoryPoint(action, unit.title, {row: size for row, size in held.items() if size})
+        rows = {row: size for row, size in held.items() if size}
+        moment = MemoryPoint(action, unit.title, rows, self._phase, self._place)
         if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
             self.peak = moment
-        self.blocks.behind(kind, name, action.microbatch, share.net_bytes)
+        if self._target == (self._phase, self._place):
+            self._note(HeldThen(moment, self, share))
+        if evaluates:
+            self._passing += share.net_bytes
+            self._passing_counts = added(self._passing_counts, share.net)
+        else:
+            self.blocks.behind(kind, name, action.microbatch, share)
 
     def _waiting_bytes(self, action: Action) -> int:
         if action.kind is not Kind.B or "host" in self._near:
@@ -358,8 +520,12 @@ class _KeptBlocks:
     host.
     """
 
-    def __init__(self, moved: set[str], alike: Mapping[str, int], ranks: int):
+    def __init__(self, moved: set[str], alike: Mapping[str, int], ranks: int, records: bool = False):
         self._moved = moved
+        self._records = records
+        self.counts: dict[StorageOrigin, int] = {}
+        """Storages on the device that are kept, if they are recorded; those of blocks that move are left out."""
+        self._counts_here: dict[tuple[str, int], StorageCounts] = {}
         self._parts = {unit: -(-size // ranks) for unit, size in alike.items()}
         """Bytes of a rank's part, by block."""
         self._others = {unit: size - self._parts[unit] for unit, size in alike.items()}
@@ -384,6 +550,10 @@ class _KeptBlocks:
         """Bytes on the device, including a part that is brought back ahead."""
         return self._rest + sum(self._here.values()) + self._coming
 
+    def begin(self) -> None:
+        """Begin a list of passes; no microbatch is in flight, and only what a block has saved elsewhere is left."""
+        self._rest, self.counts = 0, {}
+
     def offload(self, unit: str) -> None:
         """Release the device memory of what a Unit has saved."""
         for key in [each for each in self._here if each[0] == unit]:
@@ -398,9 +568,28 @@ class _KeptBlocks:
         left = [name for name, i in self._there if i == microbatch]
         self._coming = sum(self._parts.get(name, 0) for name in left[-1:])
 
-    def behind(self, kind: Kind, unit: str, microbatch: int, net_bytes: int) -> None:
+    @property
+    def counts_here(self) -> StorageCounts:
+        """Storages on the device that are kept, those of blocks that move included, if they are recorded."""
+        total: StorageCounts = self.counts
+        for key in self._here:
+            total = added(total, self._counts_here.get(key, {}))
+        return total
+
+    @property
+    def coming_bytes(self) -> int:
+        """Bytes of a part that is being brought back ahead."""
+        return self._coming
+
+    def behind(self, kind: Kind, unit: str, microbatch: int, share: UnitPass) -> None:
         """Record the end of a Unit's part of a pass."""
-        key = unit, microbatch
+        key, net_bytes = (unit, microbatch), share.net_bytes
+        if self._records:
+            if unit in self._moved and kind is Kind.F:
+                self._counts_here[key] = share.net
+            else:
+                back = self._counts_here.pop(key, {}) if unit in self._moved else {}
+                self.counts = added(added(self.counts, back), share.net)
         if unit not in self._moved:
             self._rest += net_bytes
         elif kind is Kind.F:

@@ -139,7 +139,7 @@ def test_a_device_holds_driver_communicators_and_holes() -> None:
     assert apart == outside_bytes("cuda", communicators(outlook.plan, 0))
     assert apart == DRIVER_BYTES + CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + 3 * COMMUNICATOR_BYTES
     assert holes == int(HOLES_PER_BYTE * sum(rows.values())) > 0
-    assert outlook.bytes_by_tier == {"device": apart + holes + sum(rows.values())}
+    assert outlook.bytes_by_tier["device"] == apart + holes + sum(rows.values())
 
 
 def test_holes_are_not_counted_for_what_lies_in_host_memory() -> None:

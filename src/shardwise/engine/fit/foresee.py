@@ -40,6 +40,7 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.construction.outline import cut_policies_of, policies_of, with_fp8_layers
 from shardwise.engine.construction.recipe import recipe_of
+from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_build, save_copy_bytes
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
@@ -65,10 +66,18 @@ from shardwise.plan.unit import Unit
 from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
-from shardwise.simulate.exchanges import ExchangeRecord, message
-from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
+from shardwise.simulate.exchanges import ExchangeRecord
+from shardwise.simulate.exchanges import message as calls_of
+from shardwise.simulate.passes import (
+    MeasuredPass,
+    measure,
+    measure_evaluation,
+    strip,
+    stripped,
+    without_numbers,
+)
 from shardwise.simulate.table_rows import table_rows
-from shardwise.simulate.timeline import StepMemory, step_memory
+from shardwise.simulate.timeline import RowsBesideSteps, StepMemory, step_memory
 from shardwise.simulate.touched import TableRows
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
@@ -141,9 +150,12 @@ def foresee(
     """
     device = device or torch.device("cpu")
     known = read(make, config, ranks, device, example, loss)
-    for rank in known.mesh.ranks("pp", 0):
-        _cut(make(), known.starts, known.settings, known.mesh, rank)
-    return known.outlook(known.settings.offload)
+    found = known.outlook(known.settings.offload)
+    if not known.passed:  # else the stages were cut for their passes
+        kinds = kinds_of_stages(found.plan, make(), ())
+        for rank in sorted({stage % known.mesh.pp for stage in first_stages(kinds)}):
+            _cut(make(), known.starts, known.settings, known.mesh, known.mesh.ranks("pp", 0)[rank])
+    return found
 
 
 class JobFacts(NamedTuple):
@@ -163,6 +175,10 @@ class JobFacts(NamedTuple):
     has_experts: bool
     process_bytes: int
     """Bytes in a rank's memory beside the engine; on CPU ranks, those of this process when it was measured."""
+    draws: bool = False
+    """True if start weights are drawn, because the model is on meta."""
+    given_bytes: int = 0
+    """Bytes of the parameters of a model that comes with its weights."""
 
     @property
     def rows(self) -> dict[str, TableRows]:
@@ -197,11 +213,28 @@ class JobFacts(NamedTuple):
             return MemoryEstimate(plan)
         on = self.device.type
         steps = (
-            with_outside(step_memory(plan, policies, self.passed, on, rank, self.process_bytes), plan, on)
+            with_outside(
+                step_memory(plan, policies, self.passed, on, rank, self.rows_beside(plan, rank)), plan, on
+            )
             for rank in plan.mesh.ranks("pp", 0)
         )
         return MemoryEstimate(
             plan, tuple(steps), sum(each.flops for each in self.passed.values()), self._assumptions()
+        )
+
+    def rows_beside(self, plan: Plan, rank: int) -> RowsBesideSteps:
+        """Return the rows of a rank's memory outside of its passes."""
+        is_host = self.device.type == "cpu"
+        shares = is_host and self.settings.comm.transport != "torch"
+        always = {"process": self.process_bytes, "rings": ring_bytes(plan, rank) if shares else 0}
+        policy = self.settings.checkpoint
+        copy = save_copy_bytes(plan, rank) if policy.asynchronous else 0
+        return RowsBesideSteps(
+            always={row: size for row, size in always.items() if size},
+            build=rows_of_build(plan, rank, self.draws, self.given_bytes),
+            save={"save": copy},
+            load=load_rows(plan, rank),
+            saves=policy.every is not None,
         )
 
     def _assumptions(self) -> tuple[str, ...]:
@@ -268,8 +301,22 @@ def read(
         drawn = max((each.numel() for each in model.parameters() if is_drawn and each.is_meta), default=0)
         beside = process_bytes(settings.offload.optimizer == "disk", drawn)
     has_experts = bool(find_stacks(model).stacks)
+    is_on_meta = any(each.is_meta for each in model.parameters())
+    given = 0 if is_on_meta else sum(each.nbytes for each in model.parameters())
     return JobFacts(
-        settings, mesh, spec, policies, starts, tables, blocks, device, passed, has_experts, beside
+        settings,
+        mesh,
+        spec,
+        policies,
+        starts,
+        tables,
+        blocks,
+        device,
+        passed,
+        has_experts,
+        beside,
+        is_on_meta and settings.init_from is None,
+        given,
     )
 
 
@@ -374,7 +421,7 @@ def _passes(
     loss: Loss | None,
     blocks: Sequence[str],
 ) -> dict[int, MeasuredPass]:
-    """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
+    """Return measurements of one microbatch on shapes, by stage; stages that are alike share one measurement."""
     device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
     replay = DrawReplay(operations, has_numbers=False)
     dtypes = {
@@ -384,41 +431,113 @@ def _passes(
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
 
-    stages: dict[int, tuple[nn.Module, RunStage | None, Sequence[Unit]]] = {}
     alike = AlikeStorages(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
-    for rank in plan.mesh.ranks("pp", 0):
-        ranks = plan.classes[class_of(plan.mesh, rank)]
-        for stage, (module, run) in _cut(
-            make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
-        ).items():
-            stages[stage] = module, run, ranks.units_of(stage)
+    kinds_of = kinds_of_stages(plan, make(), to_recompute)
+    cuts: dict[int, Stages] = {}
+    measured: dict[Hashable, tuple[MeasuredPass, Sequence[Unit], _Message, _Message]] = {}
     found: dict[int, MeasuredPass] = {}
-    text = ""
-    arriving: list[Tensor] = []
-    with without_numbers():
-        batch = stripped(example, device)
-        for stage, (module, run, units) in sorted(stages.items()):
-            is_last = stage == len(stages) - 1
+    message = _Message("", [])
+    last = max(kinds_of)
+    for stage, kind in sorted(kinds_of.items()):
+        ranks = plan.classes[class_of(plan.mesh, plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp])]
+        units = ranks.units_of(stage)
+        before = measured.get(kind)
+        if before is not None and before[2].form == message.form:
+            passed, like, _, leaving = before
+            found[stage] = passed.renamed({a.name: b.name for a, b in zip(like, units, strict=True)})
+            message = leaving
+            continue
+        rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
+        if rank not in cuts:
+            cuts[rank] = _cut(
+                make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
+            )
+        module, run = cuts[rank][stage]
+        with without_numbers():
+            batch = stripped(example, device)
             strip(module, dtype_of, device)
             operations.apply_to(module)
             recompute_blocks(module, to_recompute, settings.recompute, replay)
-            cast_at_the_root(module, precision, device, loss is not None and is_last)
+            cast_at_the_root(module, precision, device, loss is not None and stage == last)
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
-            one = _StageForward(module.train(), run, replay, batch, loss, text, arriving)
+            one = _StageForward(module.train(), run, replay, batch, loss, message)
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
-            passed, leaving = measure(
+            passed, tensors = measure(
                 module, kinds, batch, one.run, traffic, is_cut, blocks, alike, lambda: _repeats(replay)
             )
-            received = sum(tensor.nbytes for tensor in arriving)
-            back = [] if is_last else [tensor for tensor in leaving if tensor.requires_grad]
+            back = [] if stage == last else [tensor for tensor in tensors if tensor.requires_grad]
             found[stage] = passed._replace(
-                received_bytes=received,
+                received_bytes=sum(tensor.nbytes for tensor in message.tensors),
                 answered_bytes=sum(tensor.nbytes for tensor in back),
-                leaves=() if is_last else message("activations", leaving),
-                answered=message("gradients", back),
+                leaves=() if stage == last else calls_of("activations", tensors),
+                answered=calls_of("gradients", back),
+                evaluated=measure_evaluation(module, kinds, one.run),
             )
-            text, arriving = one.text, leaving
+        arrived, message = message, _Message(one.text, tensors)
+        measured.setdefault(kind, (found[stage], units, arrived, message))
     return found
+
+
+class _Message(NamedTuple):
+    """What one stage sends to the next."""
+
+    text: str
+    """The part that is not tensors."""
+    tensors: list[Tensor]
+
+    @property
+    def form(self) -> Hashable:
+        """Value that is equal for messages of equal shapes."""
+        return tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in self.tensors)
+
+
+def kinds_of_stages(plan: Plan, model: nn.Module, to_recompute: Collection[str]) -> dict[int, Hashable]:
+    """Return a value for each stage that is equal for stages which hold and compute alike.
+
+    The first and the last stage are like no other.
+
+    Args:
+        plan: The Plan.
+        model: The whole model, before it is cut.
+        to_recompute: Names of the blocks that compute again in the backward pass.
+    """
+    found: dict[int, Hashable] = {}
+    for ranks in plan.classes.values():
+        for stage in ranks.stages:
+            units = tuple(
+                (
+                    _class_of(model.get_submodule(unit.name)),
+                    unit.name in to_recompute,
+                    tuple(
+                        (
+                            bucket.key,
+                            tuple((_within(slot.name, unit.name), slot.shape) for slot in bucket.slots),
+                        )
+                        for bucket in unit.buckets
+                    ),
+                )
+                for unit in ranks.units_of(stage)
+            )
+            found[stage] = stage if ranks.tables_of(stage) else units
+    ends = {min(found), max(found)}
+    return {stage: stage if stage in ends else kind for stage, kind in found.items()}
+
+
+def first_stages(kinds: Mapping[int, Hashable]) -> list[int]:
+    """Return the first stage of each kind."""
+    firsts: dict[Hashable, int] = {}
+    for stage, kind in sorted(kinds.items()):
+        firsts.setdefault(kind, stage)
+    return sorted(firsts.values())
+
+
+def _within(name: str, unit: str) -> str:
+    return name.removeprefix(f"{unit}.") if unit else name
+
+
+def _class_of(module: nn.Module) -> str:
+    """Return the name of a module's class; a stage gives its modules classes of their own, of the same name."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _repeats(replay: DrawReplay) -> bool:
@@ -429,7 +548,7 @@ def _repeats(replay: DrawReplay) -> bool:
 class _StageForward:
     """Runs the forward pass of one stage, or of a whole model if ``run`` is None.
 
-    ``text`` and ``arriving`` are the message that the stage before sends.
+    ``arriving`` is the message that the stage before sends.
     """
 
     def __init__(
@@ -439,15 +558,14 @@ class _StageForward:
         replay: DrawReplay,
         batch: Any,
         loss: Loss | None,
-        text: str,
-        arriving: list[Tensor],
+        arriving: _Message,
     ):
         self._module = module
         self._run = run
         self._replay = replay
         self._batch = batch
         self._loss = loss
-        self._arrives = text, arriving
+        self._arrives = arriving
         self.text = ""
         """The part of the message to the next stage that is not tensors."""
 
@@ -469,7 +587,7 @@ def _kind_of(unit: Unit, module: nn.Module, to_recompute: Collection[str]) -> Ha
     """Return a value that is equal for Units which hold and compute alike."""
     own = module.get_submodule(unit.name)
     parameters = tuple((name, tuple(each.shape), each.dtype) for name, each in own.named_parameters())
-    return type(own), parameters, unit.name in to_recompute
+    return _class_of(own), parameters, unit.name in to_recompute
 
 
 def _silent(

@@ -53,16 +53,20 @@ def with_outside(step: StepMemory, plan: Plan, device_type: str) -> StepMemory:
     """
     if device_type == "cpu":
         return step
-    held = bytes_by_tier(step.peak.rows)["device"]
-    beside = {
-        OUTSIDE_ROW: outside_bytes(device_type, communicators(plan, step.rank)),
-        HOLES_ROW: int(HOLES_PER_BYTE * held),
+    apart = outside_bytes(device_type, communicators(plan, step.rank))
+    points = {
+        phase: point._replace(
+            rows={
+                **point.rows,
+                OUTSIDE_ROW: apart,
+                HOLES_ROW: int(HOLES_PER_BYTE * bytes_by_tier(point.rows)["device"]),
+            }
+        )
+        for phase, point in step.points.items()
     }
-    tiers = {**step.bytes_by_tier, "device": step.bytes_by_tier["device"] + sum(beside.values())}
-    return step._replace(
-        peak=step.peak._replace(rows={**step.peak.rows, **beside}),
-        bytes_by_tier=tiers,
-    )
+    step = step._replace(points=points)
+    on_device = max(bytes_by_tier(point.rows)["device"] for point in step.counted)
+    return step._replace(bytes_by_tier={**step.bytes_by_tier, "device": on_device})
 
 
 def outside_bytes(device_type: str, communicators: int) -> int:
@@ -85,6 +89,16 @@ def communicators(plan: Plan, rank: int) -> int:
 def communicators_by_use(plan: Plan, rank: int) -> Mapping[str, int]:
     """Return the number of communicators of ``rank``, for collectives, for keys of tables and for messages."""
     mesh, registry = plan.mesh, plan.registry
+    return {
+        "collectives": len(groups_of(plan, rank)),
+        "keys": int(mesh.size("dp") > 1 and bool(registry.of_kind("table"))),
+        "messages": len(_ways(plan, rank)),
+    }
+
+
+def groups_of(plan: Plan, rank: int) -> set[tuple[int, ...]]:
+    """Return the ranks of each distinct group whose collectives an engine of the Plan runs on ``rank``."""
+    mesh, registry = plan.mesh, plan.registry
     axes = [*GROUP_AXES]
     if has_expert_state(plan):
         axes += EXPERT_GROUP_AXES
@@ -94,11 +108,16 @@ def communicators_by_use(plan: Plan, rank: int) -> Mapping[str, int]:
     groups.update(
         ranks for ranks in TensorSlices(registry, mesh, rank).groups_of_addends([rank]) if rank in ranks
     )
-    return {
-        "collectives": len(groups),
-        "keys": int(mesh.size("dp") > 1 and bool(registry.of_kind("table"))),
-        "messages": len(_ways(plan, rank)),
-    }
+    return groups
+
+
+def neighbours_of(plan: Plan, rank: int) -> set[int]:
+    """Return the indices on "pp" of the ranks that an engine of the Plan exchanges messages with on ``rank``."""
+    mesh = plan.mesh
+    if mesh.pp == 1:
+        return set()
+    own = mesh.index("pp", rank)
+    return {(own - 1) % mesh.pp, (own + 1) % mesh.pp} - {own}
 
 
 def _ways(plan: Plan, rank: int) -> set[tuple[int, str]]:

@@ -437,21 +437,9 @@ def _pieces(
     With a ``window`` of the bucket the pieces are to be written: elements that several ranks hold are added only on the
     first of them. Without a window the pieces are to be filled.
     """
-    for slot in slots:
-        info = parts.registry.get("parameter", slot.name)
-        start, stop = max(slot.offset, first), min(slot.offset + slot.elements, first + flat.numel())
-        if window is not None:
-            start, stop = max(start, window[0]), min(stop, window[1])
-        if start >= stop:
-            continue
-        pieces = held.setdefault((kind, slot.name), [])
-        for run in parts.slices.runs(info, start - slot.offset, stop - slot.offset):
-            if window is not None and not parts.slices.is_first(info, run):
-                continue
-            place = slot.offset + run.local - first
-            pieces.append(
-                FlatSlice(run.full, run.full + run.elements, flat.detach()[place : place + run.elements])
-            )
+    for name, start, stop, place in parts.slices.ranges_in(slots, first, flat.numel(), window):
+        piece = FlatSlice(start, stop, flat.detach()[place : place + stop - start])
+        held.setdefault((kind, name), []).append(piece)
 
 
 def _agree_on_scalars(

@@ -1,0 +1,174 @@
+"""Memory of a rank beside its steps: what building, saving and loading hold, from the Plan alone.
+
+    build    state of the Units so far, and the part of a parameter that is being drawn              (models/initial.py)
+    save     the copy that is written behind training: every range that the rank writes, each on 64 bytes, in host
+             memory; none if state lies on a disk                                          (checkpoint/checkpoints.py)
+    load     new moments beside the old ones on the device, and one block of a file in host memory (checkpoint/load.py)
+    rings    memory that CPU ranks of one host share, for each group and each pair of a pipeline (comm/shared_memory.py)
+
+Cost: one look at each parameter of the rank; of a parameter that is cut by rows, at each run of rows.
+"""
+
+from collections.abc import Mapping
+
+from shardwise.checkpoint.layout import LayoutSizes, arrange
+from shardwise.checkpoint.piece import TensorSpec
+from shardwise.comm.peers import RING
+from shardwise.comm.shared_memory import ring_file_bytes
+from shardwise.engine.fit.outside import groups_of, neighbours_of
+from shardwise.plan.plan import Plan, RankClass, class_of
+from shardwise.plan.slices import TensorSlices
+from shardwise.plan.unit import ALIGNMENT_BYTES, Bucket
+
+_FILL_ELEMENTS = 1 << 22
+"""Elements that are drawn or read at a time (parallel/zero/bucket.py)."""
+_DRAW_ELEMENTS = 1 << 18
+"""Elements that are drawn in fp64 at a time (models/initial.py)."""
+_DRAW_BYTES = 8
+_DECODED_BYTES = 4
+"""Bytes of an element of a moment that is stored with scales, when it is saved."""
+
+
+def save_copy_bytes(plan: Plan, rank: int) -> int:
+    """Return the bytes of the copy that a save behind training makes on ``rank``; 0 if state lies on a disk."""
+    ranks = plan.classes[class_of(plan.mesh, rank)]
+    if any(
+        row.tier == "disk" for each in plan.classes.values() for rows in each.buffers.values() for row in rows
+    ):
+        return 0
+    slices, total = TensorSlices(plan.registry, plan.mesh, rank), 0
+    for (unit, place), rows in ranks.buffers.items():
+        bucket, stage = ranks.units[unit].buckets[place], ranks.unit_stages[unit]
+        slots = [
+            slot for slot in bucket.slots if plan.registry.get("parameter", slot.name).stages[0] == stage
+        ]
+        window = _written_range(plan, ranks, unit, bucket, rank)
+        for row in rows:
+            if row.kind in ("grad", "next weight"):
+                continue
+            itemsize = row.itemsize if row.form == "fp32" else _DECODED_BYTES
+            if row.kind == "master" and itemsize == bucket.key.dtype.itemsize:
+                continue  # saved as the weight
+            is_cut = row.elements(bucket, plan.mesh) < bucket.elements
+            first, elements = (window[2], bucket.shard_elements) if is_cut else (0, bucket.elements)
+            for found in slices.ranges_in(slots, first, elements, window[:2]):
+                total += _aligned((found.stop - found.start) * itemsize)
+    return total
+
+
+def _written_range(
+    plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int
+) -> tuple[int, int, int]:
+    """Return the range of a bucket that ``rank`` writes, and the first element of the range that it owns."""
+    outer, inner = ranks.strategies[unit].axes
+    own = plan.mesh.index(inner, rank) * bucket.shard_elements
+    return (own, own + bucket.shard_elements, own) if plan.mesh.index(outer, rank) == 0 else (0, 0, own)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def load_rows(plan: Plan, rank: int) -> dict[str, int]:
+    """Return the bytes that a load holds on ``rank`` beside the state, by row.
+
+    Moments on the device are read into new buffers, which replace the old ones. Files are read block by block.
+    """
+    ranks = plan.classes[class_of(plan.mesh, rank)]
+    moments = sum(
+        row.nbytes(ranks.units[unit].buckets[place], plan.mesh)
+        for (unit, place), rows in ranks.buffers.items()
+        for row in rows
+        if row.is_moment and row.tier == "device"
+    )
+    return {"new moments": moments, "read": _block_bytes(plan)}
+
+
+def _block_bytes(plan: Plan) -> int:
+    """Return the bytes of the block through which a load reads files."""
+    sizes = LayoutSizes()
+    parameters = plan.registry.of_kind("parameter")
+    if sum(info.elements * info.dtype.itemsize for info in parameters) > sizes.block_bytes:
+        return sizes.block_bytes
+    specs = [TensorSpec("weight", info.name, info.shape, info.dtype) for info in parameters]
+    dtypes = {info.name: info.dtype for info in parameters}
+    masters = plan.registry.of_kind("master")
+    specs += [
+        TensorSpec("master", info.name, info.shape, info.dtype)
+        for info in masters
+        if info.dtype != dtypes[info.name]
+    ]
+    specs += [
+        TensorSpec(info.label, info.name, info.shape, info.dtype) for info in plan.registry.of_kind("moment")
+    ]
+    files = arrange(specs, sizes, {})
+    return min(sizes.block_bytes, max((file.bytes for file in files), default=0))
+
+
+def most_at_build(plan: Plan, rank: int, draws: bool) -> tuple[dict[str, int], int]:
+    """Return the largest memory of a build: state by row of the ledger, and the bytes that are being drawn.
+
+    Units are filled one after another. A bucket's weights and masters exist while its parameters are drawn; its moments
+    are made afterwards.
+
+    Args:
+        plan: The Plan.
+        rank: The rank.
+        draws: True if start weights are drawn; False if the model comes with them.
+    """
+    ranks = plan.classes[class_of(plan.mesh, rank)]
+    held: dict[str, int] = {}
+    best: tuple[dict[str, int], int] = {}, 0
+    for (unit, place), rows in sorted(ranks.buffers.items()):
+        bucket = ranks.units[unit].buckets[place]
+        sizes = [(row, row.nbytes(bucket, plan.mesh)) for row in rows if row.kind != "grad"]
+        for row, size in sizes:
+            if not row.is_moment:
+                held[row.row] = held.get(row.row, 0) + size
+        drawn = _drawn_bytes(plan, ranks, unit, bucket, rank) if draws else 0
+        if sum(held.values()) + drawn > sum(best[0].values()) + best[1]:
+            best = dict(held), drawn
+        for row, size in sizes:
+            if row.is_moment:
+                held[row.row] = held.get(row.row, 0) + size
+    return best if sum(best[0].values()) + best[1] > sum(held.values()) else (held, 0)
+
+
+def _drawn_bytes(plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int) -> int:
+    """Return the bytes of the largest part of a parameter while it is drawn: twice, and the numbers in fp64 beside it."""
+    strategy = ranks.strategies[unit]
+    index, count = (
+        (plan.mesh.index(strategy.axes[1], rank), bucket.shards) if strategy.cuts_master else (0, 1)
+    )
+    itemsize = next(
+        (
+            row.itemsize
+            for row in ranks.buffers[unit, ranks.units[unit].buckets.index(bucket)]
+            if row.kind == "master"
+        ),
+        bucket.key.dtype.itemsize,
+    )
+    most = 0
+    for _, start, stop, _ in bucket.overlaps(index, count):
+        elements = min(stop - start, _FILL_ELEMENTS)
+        most = max(most, 2 * elements * itemsize + min(elements, _DRAW_ELEMENTS) * _DRAW_BYTES)
+    return most
+
+
+def ring_bytes(plan: Plan, rank: int) -> int:
+    """Return the bytes of shared memory that ``rank`` provides if all ranks are CPU ranks of one host."""
+    groups = sum(ring_file_bytes(len(ranks)) for ranks in groups_of(plan, rank))
+    return groups + RING.file_bytes * len(neighbours_of(plan, rank))
+
+
+def rows_of_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> Mapping[str, int]:
+    """Return the bytes by row when a build holds most.
+
+    Args:
+        plan: The Plan.
+        rank: The rank.
+        draws: True if start weights are drawn.
+        given_bytes: Bytes of the model's own parameters, which are released as the state of their Units is made.
+    """
+    held, drawn = most_at_build(plan, rank, draws)
+    return {**held, "start weights": drawn or given_bytes}
