@@ -38,7 +38,9 @@ def passes(plan: Plan, forward: UnitPass, backward: UnitPass) -> dict[int, Measu
     for ranks in plan.classes.values():
         for stage in ranks.stages:
             names = [unit.name for unit in ranks.units_of(stage)]
-            shares = {(kind, name): each for name in names for kind, each in ((Kind.F, forward), (Kind.B, backward))}
+            shares = {
+                (kind, name): each for name in names for kind, each in ((Kind.F, forward), (Kind.B, backward))
+            }
             found[stage] = MeasuredPass(shares, 0, leaves=message, answered=message)
     return found
 

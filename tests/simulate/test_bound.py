@@ -78,7 +78,9 @@ def test_the_bound_is_the_work_of_the_heaviest_stage(schedule: str, idle: int) -
     passed = {}
     for stage, (forward, backward) in enumerate([(3, 5), (1, 2)]):
         unit = whole.classes[f"pp {stage}"].units_of(stage)[-1].name
-        passed[stage] = MeasuredPass({(Kind.F, unit): one_pass(forward), (Kind.B, unit): one_pass(backward)}, 0)
+        passed[stage] = MeasuredPass(
+            {(Kind.F, unit): one_pass(forward), (Kind.B, unit): one_pass(backward)}, 0
+        )
     rates = hardware(flops_s=1.0)
     price = StepSeconds.of(timeline(whole, passed, rates, microbatches=6)).total
     assert time_bound(passed, rates, "cpu", 6, 2) == 6 * (3 + 5)

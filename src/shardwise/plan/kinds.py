@@ -165,7 +165,8 @@ class Move(NamedTuple):
     lane: Lane
     quantity: str
     """Name of the bytes of the Action's Unit or rank, a field of ``UnitQuantities`` or ``RankQuantities``
-    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks (simulate/sent.py); ``work``: its operations."""
+    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks (simulate/sent.py); ``work``: its
+    operations."""
     is_aside: bool = False
     """True if no later move of the Action waits for this one."""
     is_limited: bool = False

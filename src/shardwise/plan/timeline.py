@@ -109,7 +109,9 @@ class Timeline:
         seconds: dict[tuple[Kind, int], list[float]] = {}
         for rank in self.spans:
             for span in self.passes(rank):
-                seconds.setdefault((span.action.kind, span.action.stage), []).append(span.stop_s - span.start_s)
+                seconds.setdefault((span.action.kind, span.action.stage), []).append(
+                    span.stop_s - span.start_s
+                )
         return {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
 
     def busy_s(self, rank: int) -> float:
@@ -128,7 +130,10 @@ class Timeline:
     def window(self, rank: int) -> tuple[float, float]:
         """Return the start and the stop of the step on ``rank``."""
         spans = self.spans.get(rank, ())
-        start, stop = min((s.start_s for s in spans), default=0.0), max((s.stop_s for s in spans), default=0.0)
+        start, stop = (
+            min((s.start_s for s in spans), default=0.0),
+            max((s.stop_s for s in spans), default=0.0),
+        )
         return self.windows.get(rank, (start, stop))
 
     @property
@@ -149,7 +154,7 @@ class Timeline:
         return {lane: seconds for lane, seconds in found.items() if seconds}
 
     def uses(self, rank: int) -> dict[tuple[Use, str], float]:
-        """Return the uses of the computation's time on ``rank``, with the axis of exchanges; their sum is the step's."""
+        """Return the uses of the computation's time on ``rank``, with the axis of exchanges; they sum to the step."""
         start_s, stop_s = self.window(rank)
         found: dict[tuple[Use, str], float] = {}
         used_s = 0.0
@@ -178,7 +183,9 @@ class Timeline:
         return f"{self.makespan_s:.6g} s, idle {self.idle_share:.1%} ({ranks})"
 
 
-_RANKS = {use: place for place, use in enumerate(("waits", "exchange", "bubble", "data", "update", "compute"))}
+_RANKS = {
+    use: place for place, use in enumerate(("waits", "exchange", "bubble", "data", "update", "compute"))
+}
 
 
 def _innermost(spans: Iterable[Span]) -> Iterator[tuple[tuple[Use, str], float, float]]:

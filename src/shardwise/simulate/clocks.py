@@ -68,7 +68,9 @@ class RankClocks:
         """Time of the computation."""
         self._host = 0.0
         """Time of Python, where it runs ahead of a device."""
-        self._free: dict[Lane, float] = dict.fromkeys(("exchange", "update", "disk", "down", "up", "data"), 0.0)
+        self._free: dict[Lane, float] = dict.fromkeys(
+            ("exchange", "update", "disk", "down", "up", "data"), 0.0
+        )
         self._there: dict[tuple[str, int], float] = {}
         """Time at which a result of a Unit is available, by the result's name in the table of Kinds."""
         self._limit = leaving
@@ -96,9 +98,7 @@ class RankClocks:
     def _do(self, seconds: float, action: Action, lane: Lane = "compute", axis: str = "") -> None:
         if seconds > 0:
             is_exposed = lane in ("exchange", "wait")
-            self.spans.append(
-                Span(self._rank, action, self.now, self.now + seconds, lane, axis, is_exposed)
-            )
+            self.spans.append(Span(self._rank, action, self.now, self.now + seconds, lane, axis, is_exposed))
             self.now += seconds
 
     def _wait(self, until_s: float, action: Action, axis: str = "") -> None:

@@ -9,7 +9,7 @@ cost of the other lanes' work beyond what computation covers. Of three steps the
 step run beside the next.
 
 The result is a ``Timeline``, as a measured step is one, and ``StepSeconds`` is read off either. ``replay_timeline``
-walks the same way with given seconds of passes, messages taking none: the prediction that ``engine.timeline()`` returns.
+walks the same way with given seconds of passes and messages that take none; ``engine.timeline()`` predicts by it.
 
 A price is a range, because no figure of hardware is exact. By default a rate is taken to be within -10 % and +25 % of
 what a step reaches for computation, and wider for everything else; figures that were measured on the machine have the

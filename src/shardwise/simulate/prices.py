@@ -2,7 +2,7 @@
 
     work                   products and other operations of a pass, by a roofline           (work.py)
     sent                   collectives and messages, as their transport makes them  (sent.py, exchange_price.py)
-    on the device          bytes / rate of the memory in which the rank computes; rows of tables have a rate of their own
+    on the device          bytes / rate of the memory in which the rank computes; rows of tables have their own rate
     update, disk           bytes / rate of host memory, or of the disk
     down, up               bytes / rate of the link between host and device; nothing on CPU ranks, where both are one
 
@@ -100,9 +100,7 @@ class ActionPrices:
         """Return the seconds of equal calls of a collective, or of a message, on a rank."""
         if call not in self._seconds:
             place = self._place(call.axis)
-            seconds = exchange_s(
-                call, self._hardware, self._transport, place.level, place.ranks, place.hosts
-            )
+            seconds = exchange_s(call, self._hardware, self._transport, place.level, place.ranks, place.hosts)
             if call.operation == "send" and self.is_cpu:
                 seconds /= 2  # the sender copies the message in, and the receiver copies it out
             self._seconds[call] = seconds

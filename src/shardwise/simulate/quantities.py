@@ -109,7 +109,8 @@ class Quantities:
         self._passed = passed
         self._gradients, normed = gradient_bytes(self.ranks, plan.mesh)
         self._directed = [
-            directed_bytes(self.ranks, plan.registry, plan.mesh, unit) for unit in range(len(self.ranks.units))
+            directed_bytes(self.ranks, plan.registry, plan.mesh, unit)
+            for unit in range(len(self.ranks.units))
         ]
         self.matrices, self.matrix_elements = orthogonalised(plan, self.ranks)
         """Products of ALL_TO_ALL, and the elements of all matrices of the rank's stages."""

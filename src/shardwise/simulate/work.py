@@ -112,7 +112,11 @@ class WorkCounter:
             flops: Its FLOPs; 0 if the operation is no product.
         """
         name = str(func._overloadpacket).removeprefix("aten.")
-        if func.is_view or name in _UNCOUNTED or not any(isinstance(each, Tensor) for each in tree_leaves(out)):
+        if (
+            func.is_view
+            or name in _UNCOUNTED
+            or not any(isinstance(each, Tensor) for each in tree_leaves(out))
+        ):
             return
         self._calls += 1
         if not flops:
