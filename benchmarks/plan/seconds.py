@@ -1,6 +1,6 @@
 """Seconds of a step, foreseen and measured: layouts of one and of two ranks that take turns.
 
-    python seconds.py [--hardware FILE] [--rounds 7] [--readme README.md]
+    python seconds.py [--hardware FILE] [--rounds 7]
 
 A layout is a model, a configuration and a number of ranks of one thread each. The job of two ranks builds all layouts
 of two ranks and runs a step of each in turn, then the job of one rank does the same, so that what else runs on the
@@ -43,7 +43,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "data_parallel"))
 
 from machine import describe  # noqa: E402
-from table import insert  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -66,7 +65,7 @@ class Layout(NamedTuple):
 def layouts() -> list[Layout]:
     """All layouts; steps take 20 ms to 2 s on a core of some 50 GFLOP/s."""
     small, middle, large = (2, 128, 64, 4), (4, 256, 128, 4), (6, 512, 256, 4)
-    half = (6, 512, 256, 2)
+    half, quarter = (6, 512, 256, 2), (6, 512, 256, 1)
     return [
         Layout("small", 1, {}, *small),
         Layout("small, zero 3", 2, {"zero": {"stage": 3}}, *small),
@@ -80,9 +79,9 @@ def layouts() -> list[Layout]:
         Layout("large, zero 0", 2, {"zero": {"stage": 0}}, *half, True),
         Layout("large, zero 1", 2, {"zero": {"stage": 1}}, *half, True),
         Layout("large, zero 3", 2, {"zero": {"stage": 3}}, *half, True),
-        Layout("large, zero 3, 2 microbatches", 2, {"zero": {"stage": 3}, "batch": {"accumulation": 2}}, 6, 512, 256, 1, True),
+        Layout("large, zero 3, 2 microbatches", 2, {"zero": {"stage": 3}, "batch": {"accumulation": 2}}, *quarter, True),
         Layout("large, tp 2", 2, {"mesh": {"tp": 2}}, *large, True),
-        Layout("large, pp 2", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 4}}, 6, 512, 256, 1, True),
+        Layout("large, pp 2", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 4}}, *quarter, True),
     ]  # fmt: skip
 
 
@@ -181,7 +180,8 @@ def report(chosen: list[Layout], hardware: Hardware, seconds: dict[str, list[flo
     """The table and the figures, as text."""
     told = {layout.name: foreseen(layout, hardware) for layout in chosen}
     found = {name: statistics.median(row) for name, row in seconds.items()}
-    lines = ["| layout | ranks | foreseen, ms | measured, ms | foreseen / measured | range, ms |", "|---|---|---|---|---|---|"]  # fmt: skip
+    heads = ["layout", "ranks", "foreseen, ms", "measured, ms", "foreseen / measured", "range, ms"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     within = every = 0
     for layout in chosen:
         price, real = told[layout.name], found[layout.name]
@@ -212,7 +212,6 @@ def main() -> None:
     parser.add_argument("--hardware", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[])
-    parser.add_argument("--readme", type=Path)
     parser.add_argument("--rank-of", nargs="+", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -222,14 +221,9 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = [layout for layout in layouts() if not given.only or layout.name in given.only]
     seconds = measured(chosen, given.rounds)
-    if given.hardware is not None:
-        hardware = read_hardware(given.hardware)
-    else:
-        hardware = measured_hardware(CPU, torch.float32)
+    hardware = read_hardware(given.hardware) if given.hardware else measured_hardware(CPU, torch.float32)
     text = f"`python seconds.py --rounds {given.rounds}`, {describe()}; medians.\n\n{report(chosen, hardware, seconds)}"
     print(text)
-    if given.readme is not None:
-        insert(given.readme, text, "seconds")
 
 
 if __name__ == "__main__":
