@@ -122,6 +122,17 @@ LAYOUTS = [
     Layout("resnet", 2, {"zero": {"stage": 2}}, "resnet"),
     Layout("resnet, synchronized", 2, {"zero": {"stage": 3}, "batch_norm": "synchronized"}, "resnet"),
     Layout("dlrm", 2, {}, "dlrm", is_exact=False),
+    Layout("hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}),
+    Layout("hsdp, host", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 2}, "offload": {"optimizer": "host"}, **ACCUMULATED}),
+    Layout("zero 3 x tp", 4, {"mesh": {"tp": 2}, "zero": {"stage": 3}, "precision": "bf16", "max_grad_norm": 1.0}),
+    Layout("zero 1 x pp", 4, {"mesh": {"pp": 2}, "zero": {"stage": 1}, "batch": {"accumulation": 4}}),
+    Layout("tp x pp, tied", 4, {"mesh": {"tp": 2, "pp": 2}, "batch": {"accumulation": 2}}, "tied"),
+    Layout("tp over KV heads", 4, {"mesh": {"tp": 4}, "tensor": {"sequence_parallel": False}}),
+    Layout("zero 2 x ep, blocks", 4, {"mesh": {"ep": 2}, "zero": {"stage": 2}, "experts": {"exchange": "blocks"}, **ACCUMULATED}, "capacity"),
+    Layout("ep x etp", 4, {"mesh": {"tp": 2, "ep": 2, "etp": 2}, "experts": {"exchange": "blocks"}}, "capacity"),
+    Layout("pp x ep, blocks", 4, {"mesh": {"pp": 2, "ep": 2}, "experts": {"exchange": "blocks"}, "batch": {"accumulation": 2}}, "capacity"),
+    Layout("zero 3 x tp x pp, interleaved", 8, {"mesh": {"tp": 2, "pp": 2}, "zero": {"stage": 3}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}, "batch": {"accumulation": 4}, "precision": "bf16"}),
+    Layout("hsdp x tp", 8, {"mesh": {"dp": {"replicate": 2, "shard": 2}, "tp": 2}, "zero": {"stage": 2}, "max_grad_norm": 1.0}),
 ]
 
 

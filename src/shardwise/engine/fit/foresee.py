@@ -340,9 +340,8 @@ def _cut(
         groups["pp"] = Group.alone("pp")
     replay = replay or DrawReplay()
     loads = ExpertLoads(described.spec.experts_of, replay)
-    # On one pretended rank batch norm has no other samples, weights have their values, and rows have no owners.
-    policies = cut_policies_of(settings)._replace(synchronizes_batch_norm=False)
-    cut = ModelCut(model, described, starts, CutRanks(groups), policies, replay, loads, alike)
+    # On one pretended rank weights have their values, and rows have no owners.
+    cut = ModelCut(model, described, starts, CutRanks(groups), cut_policies_of(settings), replay, loads, alike)
     return apply_to_model(cut, {"start": lambda: None, "tables": lambda: None})
 
 
