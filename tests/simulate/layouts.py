@@ -61,7 +61,10 @@ def tokens() -> dict[str, Tensor]:
 
 
 def clicks() -> dict[str, Any]:
-    keys = {name: Ragged.of_lists([[3 * row + at] for row in range(4)]) for at, name in enumerate(("user", "item"))}
+    keys = {
+        name: Ragged.of_lists([[3 * row + at] for row in range(4)])
+        for at, name in enumerate(("user", "item"))
+    }
     return {"dense": torch.ones(4, 3), "sparse": keys, "labels": torch.tensor([0.0, 1.0, 1.0, 0.0])}
 
 
@@ -95,25 +98,70 @@ LAYOUTS = [
     Layout("zero 1, bf16", 2, {"zero": {"stage": 1}, "precision": "bf16", "max_grad_norm": 1.0}),
     Layout("zero 2, bf16, accumulation", 2, {"zero": {"stage": 2}, "precision": "bf16", **ACCUMULATED}),
     Layout("zero 3, clip", 2, {"zero": {"stage": 3}, "max_grad_norm": 1.0}),
-    Layout("zero 3, ahead, bf16, accumulation", 2, {"zero": {"stage": 3, "prefetch_bytes": 1 << 20, "reductions_under_way": 1}, "precision": "bf16", **ACCUMULATED}),
-    Layout("zero 3, reduce bf16", 2, {"zero": {"stage": 3}, "precision": {"compute": "bf16", "reduce": "bf16"}}),
+    Layout(
+        "zero 3, ahead, bf16, accumulation",
+        2,
+        {
+            "zero": {"stage": 3, "prefetch_bytes": 1 << 20, "reductions_under_way": 1},
+            "precision": "bf16",
+            **ACCUMULATED,
+        },
+    ),
+    Layout(
+        "zero 3, reduce bf16", 2, {"zero": {"stage": 3}, "precision": {"compute": "bf16", "reduce": "bf16"}}
+    ),
     Layout("zero 3, step", 2, {"zero": {"stage": 3, "reduce": "step"}, **ACCUMULATED}),
     Layout("zero 3, recompute", 2, {"zero": {"stage": 3}, "recompute": "full"}),
     Layout("tp", 2, {"mesh": {"tp": 2}}),
-    Layout("tp, uncut sequence, bf16", 2, {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}, "precision": "bf16"}),
-    Layout("tp, recompute, tiles", 2, {"mesh": {"tp": 2}, "recompute": "full", "tiles": {"logits": 8, "mlp": 8}, **ACCUMULATED}),
+    Layout(
+        "tp, uncut sequence, bf16",
+        2,
+        {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}, "precision": "bf16"},
+    ),
+    Layout(
+        "tp, recompute, tiles",
+        2,
+        {"mesh": {"tp": 2}, "recompute": "full", "tiles": {"logits": 8, "mlp": 8}, **ACCUMULATED},
+    ),
     Layout("tp, selective", 2, {"mesh": {"tp": 2}, "recompute": "selective"}),
     Layout("pp", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 4}}),
-    Layout("pp, gpipe, bf16", 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "precision": "bf16", "batch": {"accumulation": 4}}),
-    Layout("pp, interleaved", 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}, "batch": {"accumulation": 4}}),
+    Layout(
+        "pp, gpipe, bf16",
+        2,
+        {
+            "mesh": {"pp": 2},
+            "pipeline": {"schedule": "gpipe"},
+            "precision": "bf16",
+            "batch": {"accumulation": 4},
+        },
+    ),
+    Layout(
+        "pp, interleaved",
+        2,
+        {
+            "mesh": {"pp": 2},
+            "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
+            "batch": {"accumulation": 4},
+        },
+    ),
     Layout("pp, tied", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "tied"),
     Layout("pp, gpt2", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "gpt2"),
     Layout("ep, blocks", 2, {"mesh": {"ep": 2}, "experts": {"exchange": "blocks"}}, "capacity"),
     Layout("ep, counted", 2, {"mesh": {"ep": 2}}, "experts", is_exact=False),
     Layout("pp, experts", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "experts"),
-    Layout("state on a host", 2, {"zero": {"stage": 1}, "offload": {"optimizer": "host"}, "precision": "bf16"}),
-    Layout("weights on a host", 2, {"zero": {"stage": 3}, "offload": {"optimizer": "host", "parameters": "host", "activations": "host"}}),
-    Layout("delayed", 2, {"zero": {"stage": 2}, "offload": {"optimizer": "host", "step": "delayed"}, "precision": "bf16"}),
+    Layout(
+        "state on a host", 2, {"zero": {"stage": 1}, "offload": {"optimizer": "host"}, "precision": "bf16"}
+    ),
+    Layout(
+        "weights on a host",
+        2,
+        {"zero": {"stage": 3}, "offload": {"optimizer": "host", "parameters": "host", "activations": "host"}},
+    ),
+    Layout(
+        "delayed",
+        2,
+        {"zero": {"stage": 2}, "offload": {"optimizer": "host", "step": "delayed"}, "precision": "bf16"},
+    ),
     Layout("norms of Units", 2, {"zero": {"stage": 2}, "monitor": {"unit_norms": True}}),
     Layout("lamb", 2, {"zero": {"stage": 2}, "optimizer": {"type": "lamb"}}),
     Layout("muon", 2, {"zero": {"stage": 2}, "optimizer": {"type": "muon"}}),
@@ -122,18 +170,61 @@ LAYOUTS = [
     Layout("resnet", 2, {"zero": {"stage": 2}}, "resnet"),
     Layout("resnet, synchronized", 2, {"zero": {"stage": 3}, "batch_norm": "synchronized"}, "resnet"),
     Layout("dlrm", 2, {}, "dlrm", is_exact=False),
-    Layout("hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}),
-    Layout("hsdp, host", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 2}, "offload": {"optimizer": "host"}, **ACCUMULATED}),
-    Layout("zero 3 x tp", 4, {"mesh": {"tp": 2}, "zero": {"stage": 3}, "precision": "bf16", "max_grad_norm": 1.0}),
+    Layout(
+        "hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}
+    ),
+    Layout(
+        "hsdp, host",
+        4,
+        {
+            "mesh": {"dp": {"replicate": 2, "shard": 2}},
+            "zero": {"stage": 2},
+            "offload": {"optimizer": "host"},
+            **ACCUMULATED,
+        },
+    ),
+    Layout(
+        "zero 3 x tp", 4, {"mesh": {"tp": 2}, "zero": {"stage": 3}, "precision": "bf16", "max_grad_norm": 1.0}
+    ),
     Layout("zero 1 x pp", 4, {"mesh": {"pp": 2}, "zero": {"stage": 1}, "batch": {"accumulation": 4}}),
     Layout("tp x pp, tied", 4, {"mesh": {"tp": 2, "pp": 2}, "batch": {"accumulation": 2}}, "tied"),
     Layout("tp over KV heads", 4, {"mesh": {"tp": 4}, "tensor": {"sequence_parallel": False}}),
-    Layout("zero 2 x ep, blocks", 4, {"mesh": {"ep": 2}, "zero": {"stage": 2}, "experts": {"exchange": "blocks"}, **ACCUMULATED}, "capacity"),
-    Layout("ep x etp", 4, {"mesh": {"tp": 2, "ep": 2, "etp": 2}, "experts": {"exchange": "blocks"}}, "capacity"),
-    Layout("pp x ep, blocks", 4, {"mesh": {"pp": 2, "ep": 2}, "experts": {"exchange": "blocks"}, "batch": {"accumulation": 2}}, "capacity"),
-    Layout("zero 3 x tp x pp, interleaved", 8, {"mesh": {"tp": 2, "pp": 2}, "zero": {"stage": 3}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}, "batch": {"accumulation": 4}, "precision": "bf16"}),
-    Layout("hsdp x tp", 8, {"mesh": {"dp": {"replicate": 2, "shard": 2}, "tp": 2}, "zero": {"stage": 2}, "max_grad_norm": 1.0}),
+    Layout(
+        "zero 2 x ep, blocks",
+        4,
+        {"mesh": {"ep": 2}, "zero": {"stage": 2}, "experts": {"exchange": "blocks"}, **ACCUMULATED},
+        "capacity",
+    ),
+    Layout(
+        "ep x etp", 4, {"mesh": {"tp": 2, "ep": 2, "etp": 2}, "experts": {"exchange": "blocks"}}, "capacity"
+    ),
+    Layout(
+        "pp x ep, blocks",
+        4,
+        {"mesh": {"pp": 2, "ep": 2}, "experts": {"exchange": "blocks"}, "batch": {"accumulation": 2}},
+        "capacity",
+    ),
+    Layout(
+        "zero 3 x tp x pp, interleaved",
+        8,
+        {
+            "mesh": {"tp": 2, "pp": 2},
+            "zero": {"stage": 3},
+            "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
+            "batch": {"accumulation": 4},
+            "precision": "bf16",
+        },
+    ),
+    Layout(
+        "hsdp x tp",
+        8,
+        {"mesh": {"dp": {"replicate": 2, "shard": 2}, "tp": 2}, "zero": {"stage": 2}, "max_grad_norm": 1.0},
+    ),
 ]
+
+
+THIN = ("zero 3, clip", "tp, uncut sequence, bf16", "pp, tied", "ep, blocks")
+"""Names of the layouts that every run of the tests compares."""
 
 
 class Counted(NamedTuple):
@@ -163,7 +254,15 @@ def count(world: World, layout: Layout) -> Counted:
     traffic.clear()
     add = traffic.add
 
-    def told(operation: Any, purpose: Any, elements: int, itemsize: int, ranks: int, what: str = "", axis: str = "dp") -> None:
+    def told(
+        operation: Any,
+        purpose: Any,
+        elements: int,
+        itemsize: int,
+        ranks: int,
+        what: str = "",
+        axis: str = "dp",
+    ) -> None:
         said.append(f"{operation} of {what}: {elements} x {itemsize} bytes, {purpose}, {axis} of {ranks}")
         add(operation, purpose, elements, itemsize, ranks, what, axis)
 

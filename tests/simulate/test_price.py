@@ -66,7 +66,9 @@ def sent_bytes(world: World, given: dict[str, Any]) -> list[tuple[str, int, int]
 def test_bytes_between_ranks_are_those_of_the_trace(ranks: Any, given: dict[str, Any]) -> None:
     plan = shardwise.foresee(gpt, given, 2).plan
     strategies = plan.own.strategies
-    told = [unit_bytes(unit, each, plan.mesh) for unit, each in zip(plan.units, strategies, strict=True)]
+    told = [
+        unit_bytes(unit, each, plan.mesh, True) for unit, each in zip(plan.units, strategies, strict=True)
+    ]
     moved = [row for row in ranks(2).run(sent_bytes, given)[0] if row[0] in ("UNSHARD", "REDUCE")]
     assert any(nbytes for _, _, nbytes in moved)
     for kind, unit, nbytes in moved:
@@ -158,7 +160,7 @@ def test_parts_along_tp_come_by_the_link_and_from_other_ranks() -> None:
     )
     assert known.passed is not None
     silent = known.passed[0]._replace(
-        shares={key: share._replace(sent_bytes=0) for key, share in known.passed[0].shares.items()}
+        shares={key: share._replace(exchanges=()) for key, share in known.passed[0].shares.items()}
     )
     alone = priced(known._replace(passed={0: silent}), exchange_bytes_s=1e8)
     assert alone.waits == pytest.approx(5 * half / 1e8, rel=0.01)

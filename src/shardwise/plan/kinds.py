@@ -623,7 +623,7 @@ class Kind(AnyKind):
             Move("up", "updated_up"),
         ),
         gives="update",
-        sends="nothing",
+        sends="squares of rows",
     )
     STORE = Definition(
         "write a Unit's masters and moments to the disk after their update",

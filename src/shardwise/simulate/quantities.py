@@ -7,13 +7,14 @@ Cost: one look at each Action and each bucket.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardwise.parallel.zero.cost import unit_bytes
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.plan import Plan, class_of
+from shardwise.simulate.exchanges import ExchangeCall
 from shardwise.simulate.passes import MeasuredPass, UnitPass
+from shardwise.simulate.sent import RankExchanges
 from shardwise.tiers.tier_cost import TierTraffic, unit_traffic
 
 
@@ -68,10 +69,8 @@ class Quantities:
         self.strategies = self.ranks.strategies
         self._tp = plan.mesh.tp
         self._passed = passed
-        self.over_replicas = sum(
-            unit_bytes(unit, strategy, plan.mesh).replicas
-            for unit, strategy in zip(self.ranks.units, self.strategies, strict=True)
-        )
+        self._sent = RankExchanges(plan, passed, rank)
+        self.over_replicas = sum(_bytes_of(sent.replicas) for sent in self._sent.of_units)
         """Bytes of the sums over replicas of shards, before NORM."""
         self.gradients = [0] * len(self.ranks.units)
         """Bytes of gradients, by Unit."""
@@ -80,14 +79,11 @@ class Quantities:
             self.gradients[unit] += sum(row.nbytes(laid_out, plan.mesh) for row in rows if row.kind == "grad")
         times = Counter((action.kind, action.unit) for action in self.ranks.actions)
         moved = unit_traffic(self.ranks, plan.mesh)
-        self.of = [self._of(unit, each, plan, times) for unit, each in enumerate(moved)]
+        self.of = [self._of(unit, each, times) for unit, each in enumerate(moved)]
         """Bytes of each Unit's Actions."""
 
-    def _of(
-        self, unit: int, moved: TierTraffic, plan: Plan, times: Counter[tuple[Kind, int]]
-    ) -> UnitQuantities:
-        strategy = self.strategies[unit]
-        sent = unit_bytes(self.ranks.units[unit], strategy, plan.mesh)
+    def _of(self, unit: int, moved: TierTraffic, times: Counter[tuple[Kind, int]]) -> UnitQuantities:
+        strategy, sent = self.strategies[unit], self._sent.of_units[unit]
         windows, arrivals = (max(times[kind, unit], 1) for kind in (Kind.UNSHARD, Kind.ARRIVE))
         read, brought = moved.weights_read / windows, moved.weights_brought / windows
         is_ahead = strategy.brings_shard
@@ -97,8 +93,8 @@ class Quantities:
             weights_brought=brought * is_ahead,
             whole_read=read * (not is_ahead),
             whole_brought=brought * (not is_ahead),
-            gathered=sent.gather,
-            reduced=sent.reduce,
+            gathered=_bytes_of(sent.gather),
+            reduced=_bytes_of((*sent.reduce, *sent.arrive)),
             gradients_down=moved.down / arrivals,
             gradients_brought=moved.gradients_brought / arrivals,
             gradients_left=(moved.gradients_written + moved.gradients_read) / arrivals,
@@ -110,6 +106,10 @@ class Quantities:
             saved=saved,
             saved_elsewhere=elsewhere,
         )
+
+    def exchanges(self, action: Action) -> tuple[ExchangeCall, ...]:
+        """Return the collectives and messages of one Action, with what its pass sends (sent.py)."""
+        return self._sent.of(action)
 
     def share(self, kind: Kind, unit: int) -> UnitPass:
         """Return the part of a Unit in a pass of one microbatch."""
@@ -129,3 +129,7 @@ class Quantities:
         first, last = sorted((action.stage, action.other))
         received = self._passed[last].received_bytes
         return self._passed[first].answered_bytes if action.carries_gradient else received
+
+
+def _bytes_of(calls: Iterable[ExchangeCall]) -> int:
+    return sum(call.bytes for call in calls)

@@ -22,6 +22,7 @@ Cost: a look at each Action, and at each bucket once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 
 import torch
 
@@ -73,7 +74,7 @@ class RankExchanges:
     def of(self, action: Action) -> Calls:
         """Return the calls of one Action."""
         sends = action.kind.row.sends
-        return () if sends == "nothing" else _CALLS[sends](self, action)
+        return () if sends == "nothing" else CALLS[sends](self, action)
 
     # Passes ----------------------------------------------------------------------------------------------------
 
@@ -96,9 +97,7 @@ class RankExchanges:
         wide = [call for call in found if call.itemsize == _NUMBER]
         if not wide:
             return (*found, scale)
-        return tuple(
-            call._replace(elements=call.elements + 1) if call is wide[0] else call for call in found
-        )
+        return tuple(call._replace(elements=call.elements + 1) if call is wide[0] else call for call in found)
 
     def _saved(self, action: Action) -> Calls:
         unit, ranks = self._ranks.units[action.unit], self._plan.mesh.tp
@@ -132,13 +131,22 @@ class RankExchanges:
         )
 
     def _shared(self, action: Action) -> Calls:
+        return (*self.over_replicas, *self._over_sharers)
+
+    @cached_property
+    def _over_sharers(self) -> Calls:
+        """Sums over the ranks of a model that hold the same elements, and over stages with tied parameters."""
         plan, ranks = self._plan, self._ranks
         slices = TensorSlices(plan.registry, plan.mesh, self._rank)
         held: dict[tuple[int, ...], tuple[int, torch.dtype]] = {}
         ties: dict[str, tuple[int, int]] = {}
         for unit, strategy in zip(ranks.units, ranks.strategies, strict=True):
             inner = unit.axes[1]
-            owned = (plan.mesh.index(inner, self._rank), plan.mesh.size(inner)) if strategy.cuts_master else (0, 1)
+            owned = (
+                (plan.mesh.index(inner, self._rank), plan.mesh.size(inner))
+                if strategy.cuts_master
+                else (0, 1)
+            )
             for bucket in unit.buckets:
                 key = bucket.key
                 if not key.trained:
@@ -150,7 +158,7 @@ class RankExchanges:
                     held[group] = elements, torch.promote_types(wide, dtype)
                 if key.tie:
                     ties.setdefault(key.tie, (bucket.elements // owned[1], dtype.itemsize))
-        found: Calls = self.over_replicas
+        found: Calls = ()
         for group, (elements, dtype) in sorted(held.items()):
             found += collective("all_reduce", "gradients", "shared", elements, dtype.itemsize, len(group))
         for name, (elements, itemsize) in sorted(ties.items()):
@@ -217,7 +225,7 @@ class RankExchanges:
         return ()
 
 
-_CALLS: Mapping[str, Callable[[RankExchanges, Action], Calls]] = {
+CALLS: Mapping[str, Callable[[RankExchanges, Action], Calls]] = {
     "pass": RankExchanges._pass,
     "message": RankExchanges._message,
     "saved": RankExchanges._saved,
@@ -230,6 +238,7 @@ _CALLS: Mapping[str, Callable[[RankExchanges, Action], Calls]] = {
     "scales": RankExchanges._scales,
     "matrices": RankExchanges._matrices,
     "keys": RankExchanges._tables,
+    "squares of rows": RankExchanges._tables,
     "vectors": RankExchanges._tables,
     "row gradients": RankExchanges._tables,
 }

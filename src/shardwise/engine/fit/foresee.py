@@ -341,7 +341,9 @@ def _cut(
     replay = replay or DrawReplay()
     loads = ExpertLoads(described.spec.experts_of, replay)
     # On one pretended rank weights have their values, and rows have no owners.
-    cut = ModelCut(model, described, starts, CutRanks(groups), cut_policies_of(settings), replay, loads, alike)
+    cut = ModelCut(
+        model, described, starts, CutRanks(groups), cut_policies_of(settings), replay, loads, alike
+    )
     return apply_to_model(cut, {"start": lambda: None, "tables": lambda: None})
 
 
