@@ -86,6 +86,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "llama": (llama, words),
     "resnet": (lambda: build_image_model(ResNetPolicy(depth=18, width=4, size=8), classes=5), pictures),
     "dlrm": (dlrm, clicks),
+    "dlrm, copies": (lambda: dlrm("data_parallel"), clicks),
+    "dlrm, columns": (lambda: dlrm("column"), clicks),
+    "dlrm, tables": (lambda: dlrm("table"), clicks),
 }
 
 
@@ -145,7 +148,7 @@ LAYOUTS = [
         },
     ),
     Layout("pp, tied", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "tied"),
-    Layout("pp, gpt2", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "gpt2"),
+    Layout("zero 2, gpt2", 2, {"zero": {"stage": 2}}, "gpt2"),
     Layout("ep, blocks", 2, {"mesh": {"ep": 2}, "experts": {"exchange": "blocks"}}, "capacity"),
     Layout("ep, counted", 2, {"mesh": {"ep": 2}}, "experts", is_exact=False),
     Layout("pp, experts", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "experts"),
@@ -169,7 +172,10 @@ LAYOUTS = [
     Layout("llama, tp", 2, {"mesh": {"tp": 2}}, "llama"),
     Layout("resnet", 2, {"zero": {"stage": 2}}, "resnet"),
     Layout("resnet, synchronized", 2, {"zero": {"stage": 3}, "batch_norm": "synchronized"}, "resnet"),
-    Layout("dlrm", 2, {}, "dlrm", is_exact=False),
+    Layout("dlrm, rows", 2, {}, "dlrm", is_exact=False),
+    Layout("dlrm, copies", 2, ACCUMULATED, "dlrm, copies"),
+    Layout("dlrm, columns", 2, {"zero": {"stage": 2}}, "dlrm, columns", is_exact=False),
+    Layout("dlrm, tables", 2, {}, "dlrm, tables"),
     Layout(
         "hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}
     ),

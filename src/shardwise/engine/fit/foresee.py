@@ -43,13 +43,21 @@ from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
-from shardwise.engine.parts.tables import ModelTables, check_mesh, chosen_for, register_tables, tables_of
+from shardwise.engine.parts.tables import (
+    ModelTables,
+    check_mesh,
+    chosen_for,
+    register_tables,
+    tables_of,
+)
 from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
 from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
 from shardwise.observe.memory import resident_bytes
+from shardwise.parallel.embedding.calls import GroupLoad
+from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.messages import pack, unpack
@@ -65,6 +73,7 @@ from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
 from shardwise.simulate.exchanges import ExchangeRecord, message
+from shardwise.simulate.lookups import loads_of
 from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
 from shardwise.simulate.timeline import StepMemory, step_memory
 from shardwise.tiers.activations import check_blocks
@@ -188,6 +197,13 @@ class JobFacts(NamedTuple):
         )
 
     def _assumptions(self) -> tuple[str, ...]:
+        of_tables = (
+            "tables: every rank's batches have as many keys as the example, other keys on every rank, spread evenly "
+            "over the ranks that hold rows",
+        )
+        return (*self._assumptions_of_experts(), *(of_tables if self.tables else ()))
+
+    def _assumptions_of_experts(self) -> tuple[str, ...]:
         if not self.has_experts:
             return ()
         policy = self.settings.experts
@@ -243,7 +259,7 @@ def read(
     passed: Mapping[int, MeasuredPass] = {}
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
-        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
+        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks, tables)
     check_blocks(blocks, settings.offload)
     beside = 0
     if device.type == "cpu":
@@ -357,6 +373,7 @@ def _passes(
     example: Any,
     loss: Loss | None,
     blocks: Sequence[str],
+    tables: ModelTables,
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
     device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
@@ -376,6 +393,8 @@ def _passes(
             make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
         ).items():
             stages[stage] = module, run, ranks.units_of(stage)
+            for name, each in collections_of(module).items():
+                each.adopt_choices(tables.everywhere[name])
     found: dict[int, MeasuredPass] = {}
     text = ""
     arriving: list[Tensor] = []
@@ -400,7 +419,19 @@ def _passes(
                 answered=message("gradients", back),
             )
             text, arriving = one.text, leaving
-    return found
+    return {
+        stage: passed._replace(lookups=_lookups(tables, stage, example, plan.mesh.size("dp")))
+        for stage, passed in found.items()
+    }
+
+
+def _lookups(tables: ModelTables, stage: int, example: Any, ranks: int) -> dict[str, tuple[GroupLoad, ...]]:
+    """Return the numbers of keys that the example has for the tables of a stage, by collection."""
+    return {
+        name: loads_of(collection, example, ranks)
+        for name, collection in tables.everywhere.items()
+        if tables.stages[name] == stage
+    }
 
 
 class _StageForward:
