@@ -1,5 +1,6 @@
 """Small models and the layouts in which they train: what is foreseen of each is held to a real step of it."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.models.ctr.build import build_ctr
 from shardwise.models.ctr.policy import DlrmPolicy
 from shardwise.models.images import build_image_model
-from shardwise.models.images.policy import ResNetPolicy
-from shardwise.parallel.embedding.policy import TableOptions, TablesPolicy
+from shardwise.models.images.policy import AlexNetPolicy, ResNetPolicy
+from shardwise.parallel.embedding.policy import DynamicPolicy, TableOptions, TablesPolicy
 
 SEQUENCES, CONTEXT, VOCABULARY = 2, 16, 37
 SHAPE: dict[str, Any] = {"layers": 4, "width": 16, "heads": 4, "kv_heads": 2, "context": CONTEXT}
@@ -48,15 +49,15 @@ def llama() -> nn.Module:
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **LLAMA))  # type: ignore[no-any-return]
 
 
-def dlrm(placement: str = "row") -> nn.Module:
+def dlrm(**options: Any) -> nn.Module:
     schema = ClickSchema(("a", "b", "c"), (SparseFeature("user"), SparseFeature("item")))
-    tables = TablesPolicy(defaults=TableOptions(placement=placement))  # type: ignore[arg-type]
+    tables = TablesPolicy(defaults=TableOptions(**options))
     policy = DlrmPolicy(width=8, bottom=(8,), top=(8,))
     return build_ctr(policy, schema, tables, {"user": 64, "item": 64})
 
 
-def tokens() -> dict[str, Tensor]:
-    ids = torch.arange(SEQUENCES * CONTEXT).view(SEQUENCES, CONTEXT) * 7 % VOCABULARY
+def tokens(context: int = CONTEXT) -> dict[str, Tensor]:
+    ids = torch.arange(SEQUENCES * context).view(SEQUENCES, context) * 7 % VOCABULARY
     return {"tokens": ids, "targets": ids}
 
 
@@ -72,6 +73,10 @@ def pictures() -> dict[str, Tensor]:
     return {"images": torch.ones(2, 3, 8, 8), "labels": torch.tensor([0, 3])}
 
 
+def large_pictures() -> tuple[Tensor, Tensor]:
+    return torch.ones(2, 3, 63, 63), torch.tensor([0, 3])
+
+
 def words() -> dict[str, Tensor]:
     ids = tokens()["tokens"]
     return {"input_ids": ids, "labels": ids}
@@ -83,12 +88,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "tied": (lambda: gpt(tied_head=True), tokens),
     "experts": (lambda: gpt(experts=EXPERTS), tokens),
     "capacity": (lambda: gpt(experts=EXPERTS | {"router": {"capacity": 1.25}}), tokens),
+    "wide": (lambda: gpt(width=64, context=160), lambda: tokens(160)),
     "llama": (llama, words),
+    "alexnet": (
+        lambda: build_image_model(AlexNetPolicy(width=2, hidden=8, size=63), classes=5),
+        large_pictures,
+    ),
     "resnet": (lambda: build_image_model(ResNetPolicy(depth=18, width=4, size=8), classes=5), pictures),
-    "dlrm": (dlrm, clicks),
-    "dlrm, copies": (lambda: dlrm("data_parallel"), clicks),
-    "dlrm, columns": (lambda: dlrm("column"), clicks),
-    "dlrm, tables": (lambda: dlrm("table"), clicks),
+    "dlrm": (lambda: dlrm(placement="row"), clicks),
+    "dlrm, copies": (lambda: dlrm(placement="data_parallel"), clicks),
+    "dlrm, columns": (lambda: dlrm(placement="column"), clicks),
+    "dlrm, dynamic": (lambda: dlrm(placement="row", dynamic=DynamicPolicy(capacity=100)), clicks),
+    "dlrm, tables": (lambda: dlrm(placement="table"), clicks),
 }
 
 
@@ -175,6 +186,35 @@ LAYOUTS = [
     Layout("dlrm, rows", 2, {}, "dlrm", is_exact=False),
     Layout("dlrm, copies", 2, ACCUMULATED, "dlrm, copies"),
     Layout("dlrm, columns", 2, {"zero": {"stage": 2}}, "dlrm, columns", is_exact=False),
+    Layout("dlrm, dynamic", 2, {}, "dlrm, dynamic", is_exact=False),
+    Layout("dlrm, pp", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "dlrm"),
+    Layout("alexnet, pp", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "alexnet"),
+    Layout(
+        "state on a disk",
+        2,
+        {
+            "zero": {"stage": 3},
+            "offload": {"optimizer": "disk", "parameters": "disk", "disk_path": tempfile.gettempdir()},
+            **ACCUMULATED,
+        },
+    ),
+    Layout(
+        "tp, activations on a host",
+        2,
+        {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}, "offload": {"activations": "host"}},
+        "wide",
+    ),
+    Layout(
+        "tp, inputs of blocks on a host",
+        2,
+        {
+            "mesh": {"tp": 2},
+            "tensor": {"sequence_parallel": False},
+            "recompute": "full",
+            "offload": {"activations": "host"},
+        },
+        "wide",
+    ),
     Layout("dlrm, tables", 2, {}, "dlrm, tables"),
     Layout(
         "hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}

@@ -1,7 +1,7 @@
 """Matrices of one stage as its ranks hold them, dealt to owners in rounds. Pure: the result is the same on every rank.
 
-All ranks that hold a stage own some of its matrices (dealing.py). Of ranks that hold the same elements one sends them to
-the owner: the rank with the owner's index on that axis, often the owner itself.
+All ranks that hold a stage own some of its matrices (dealing.py). Of ranks that hold the same elements one sends them
+to the owner: the rank with the owner's index on that axis, often the owner itself.
 
 Cost: one look at each matrix and rank of the stage.
 """

@@ -58,7 +58,7 @@ def united(calls: Iterable[ExchangeCall]) -> tuple[ExchangeCall, ...]:
 
 
 def rows_of(calls: Iterable[ExchangeCall]) -> list[dict[str, str | int]]:
-    """Return the sums of ``calls`` as rows with ``operation``, ``purpose``, ``axis``, ``calls``, ``elements``, ``bytes``."""
+    """Return the sums of ``calls`` by operation, purpose and axis, each a row of the JSON's ``sent``."""
     return [
         {"operation": operation, "purpose": purpose, "axis": axis, **count._asdict()}
         for (operation, purpose, axis), count in sorted(totals(calls).items())

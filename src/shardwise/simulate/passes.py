@@ -108,6 +108,8 @@ class MeasuredPass(NamedTuple):
     """The message to the next stage."""
     answered: tuple[ExchangeCall, ...] = ()
     """The message with the gradients that come back for it."""
+    brings_parts: bool = False
+    """True if the ranks of a pipeline may bring parts of batches, whose rows they tell one another before a step."""
     lookups: Mapping[str, tuple[GroupLoad, ...]] = {}
     """Groups of tables with their numbers of keys, by name of the collection."""
 

@@ -273,9 +273,12 @@ class RankExchanges:
 
     @property
     def before_passes(self) -> Calls:
-        """What a step sends before its first Action: the keys of all microbatches."""
-        if self._plan.mesh.pp > 1:  # each forward pass exchanges its own
-            return ()
+        """What a step sends before its first Action: keys of tables, or the rows of parts of batches."""
+        ranks = self._plan.mesh.pp
+        if ranks > 1:  # each forward pass exchanges its own keys
+            brings_parts = any(passed.brings_parts for passed in self._passed.values())
+            told = 1 + 4 * self.microbatches
+            return collective("all_reduce", "control", "pp", told, _NUMBER, ranks) if brings_parts else ()
         units = [unit.index for unit in self._ranks.tables]
         groups = [group for unit in units for group in self._loads(unit)]
         return keys_of_step(groups, self.microbatches, self._plan.mesh.size("dp"))

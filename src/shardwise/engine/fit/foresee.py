@@ -60,6 +60,7 @@ from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
+from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.parallel.zero.modules import repeated_blocks
@@ -387,14 +388,16 @@ def _passes(
 
     stages: dict[int, tuple[nn.Module, RunStage | None, Sequence[Unit]]] = {}
     alike = AlikeStorages(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
+    is_list = False
     for rank in plan.mesh.ranks("pp", 0):
-        ranks = plan.classes[class_of(plan.mesh, rank)]
+        ranks, model = plan.classes[class_of(plan.mesh, rank)], make()
+        is_list = isinstance(model, Layers)
+        for name, each in collections_of(model).items():
+            each.adopt_choices(tables.everywhere[name])
         for stage, (module, run) in _cut(
-            make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
+            model, starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
         ).items():
             stages[stage] = module, run, ranks.units_of(stage)
-            for name, each in collections_of(module).items():
-                each.adopt_choices(tables.everywhere[name])
     found: dict[int, MeasuredPass] = {}
     text = ""
     arriving: list[Tensor] = []
@@ -417,6 +420,7 @@ def _passes(
                 answered_bytes=sum(tensor.nbytes for tensor in back),
                 leaves=() if is_last else message("activations", leaving),
                 answered=message("gradients", back),
+                brings_parts=is_list and loss is None,
             )
             text, arriving = one.text, leaving
     return {

@@ -3,9 +3,9 @@
     pieces [S] on the stage's ranks  ──all-to-all──►  whole on its owner  ──NS──►  ──all-to-all──►  pieces
 
 All ranks that hold a stage, data-parallel ranks and slices along "tp", share the work: each owns some of the matrices
-(optim/stage_matrices.py). Of ranks that hold the same elements one sends them: the rank with the owner's index on that axis,
-often the owner itself. A direction travels in the dtype in which Newton-Schulz computes, because the owner would round
-it to that dtype anyway.
+(optim/stage_matrices.py). Of ranks that hold the same elements one sends them: the rank with the owner's index on that
+axis, often the owner itself. A direction travels in the dtype in which Newton-Schulz computes, because the owner would
+round it to that dtype anyway.
 
 Cost: of P elements of matrices a rank sends at most P/N to owners, and the owners send back P - P/N of cut state, up to
       P (N-1)/N each of state that all N ranks hold; 2 bytes an element in bf16. The whole matrices of one round beside.
