@@ -74,7 +74,9 @@ def sent_bytes(world: World, given: dict[str, Any]) -> list[tuple[str, int, int]
 def test_bytes_between_ranks_are_those_of_the_trace(ranks: Any, given: dict[str, Any]) -> None:
     plan = shardwise.foresee(gpt, given, 2).plan
     strategies = plan.own.strategies
-    told = [unit_bytes(unit, each, plan.mesh) for unit, each in zip(plan.units, strategies, strict=True)]
+    told = [
+        unit_bytes(unit, each, plan.mesh, True) for unit, each in zip(plan.units, strategies, strict=True)
+    ]
     moved = [row for row in ranks(2).run(sent_bytes, given)[0] if row[0] in ("UNSHARD", "REDUCE")]
     assert any(nbytes for _, _, nbytes in moved)
     for kind, unit, nbytes in moved:

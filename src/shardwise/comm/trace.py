@@ -94,9 +94,7 @@ def collective(
     """
     if ranks == 1:
         return ()
-    return (
-        ExchangeCall(operation, purpose, axis, elements_sent_by(operation, elements, ranks), itemsize),
-    )
+    return (ExchangeCall(operation, purpose, axis, elements_sent_by(operation, elements, ranks), itemsize),)
 
 
 @dataclass
@@ -146,7 +144,9 @@ class Traffic:
 
     def total(self, *purposes: Purpose) -> TrafficCount:
         """Return the sum over the given purposes, or over all if none is given."""
-        rows = [count for (_, purpose, _), count in self.counts.items() if not purposes or purpose in purposes]
+        rows = [
+            count for (_, purpose, _), count in self.counts.items() if not purposes or purpose in purposes
+        ]
         return TrafficCount(*(sum(column) for column in zip(*rows, strict=True))) if rows else TrafficCount()
 
     def clear(self) -> None:

@@ -645,13 +645,14 @@ class Kind(AnyKind):
         handler=("end", "step"),
         waits_for=("loaded",),
         moves=(
+            Move("exchange", "sent"),
             Move("compute", "updated_on_device"),
             Move("compute", "rows_updated"),
             Move("update", "updated_on_host"),
             Move("up", "updated_up"),
         ),
         gives="update",
-        sends="nothing",
+        sends="squares of rows",
     )
     STORE = Definition(
         "write a Unit's masters and moments to the disk after their update",

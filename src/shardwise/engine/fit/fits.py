@@ -377,7 +377,7 @@ def _seconds(
     job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, hardware: Hardware
 ) -> StepSeconds:
     return step_seconds(
-        outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type, rows=job.rows
+        outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type
     )
 
 

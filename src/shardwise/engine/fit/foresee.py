@@ -43,7 +43,13 @@ from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
-from shardwise.engine.parts.tables import ModelTables, check_mesh, chosen_for, register_tables, tables_of
+from shardwise.engine.parts.tables import (
+    ModelTables,
+    check_mesh,
+    chosen_for,
+    register_tables,
+    tables_of,
+)
 from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
@@ -51,8 +57,11 @@ from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
 from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
+from shardwise.parallel.embedding.calls import GroupLoad
+from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
+from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.parallel.zero.modules import repeated_blocks
@@ -66,10 +75,9 @@ from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
 from shardwise.simulate.exchanges import ExchangeRecord, message
+from shardwise.simulate.lookups import loads_of
 from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
-from shardwise.simulate.table_rows import table_rows
 from shardwise.simulate.timeline import StepMemory, step_memory
-from shardwise.simulate.touched import TableRows
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
@@ -164,20 +172,6 @@ class JobFacts(NamedTuple):
     process_bytes: int
     """Bytes in a rank's memory beside the engine; on CPU ranks, those of this process when it was measured."""
 
-    @property
-    def rows(self) -> dict[str, TableRows]:
-        """Rows of each collection of embedding tables in one microbatch, by name of the collection."""
-        ranks, batch = self.mesh.size("dp"), self.settings.batch.micro_size or 1024
-        return {
-            name: table_rows(
-                each,
-                batch,
-                ranks,
-                torch.promote_types(self.settings.precision.dtypes("", each.dtype).master, torch.float32),
-            )
-            for name, each in self.tables.everywhere.items()
-        }
-
     def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
         return self.policies._replace(offload=offload)
@@ -205,6 +199,13 @@ class JobFacts(NamedTuple):
         )
 
     def _assumptions(self) -> tuple[str, ...]:
+        of_tables = (
+            "tables: every rank's batches have as many keys as the example, other keys on every rank, spread evenly "
+            "over the ranks that hold rows",
+        )
+        return (*self._assumptions_of_experts(), *(of_tables if self.tables else ()))
+
+    def _assumptions_of_experts(self) -> tuple[str, ...]:
         if not self.has_experts:
             return ()
         policy = self.settings.experts
@@ -260,7 +261,7 @@ def read(
     passed: Mapping[int, MeasuredPass] = {}
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
-        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
+        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks, tables)
     check_blocks(blocks, settings.offload)
     beside = 0
     if device.type == "cpu":
@@ -357,9 +358,10 @@ def _cut(
         groups["pp"] = Group.alone("pp")
     replay = replay or DrawReplay()
     loads = ExpertLoads(described.spec.experts_of, replay)
-    # On one pretended rank batch norm has no other samples, weights have their values, and rows have no owners.
-    policies = cut_policies_of(settings)._replace(synchronizes_batch_norm=False)
-    cut = ModelCut(model, described, starts, CutRanks(groups), policies, replay, loads, alike)
+    # On one pretended rank weights have their values, and rows have no owners.
+    cut = ModelCut(
+        model, described, starts, CutRanks(groups), cut_policies_of(settings), replay, loads, alike
+    )
     return apply_to_model(cut, {"start": lambda: None, "tables": lambda: None})
 
 
@@ -373,6 +375,7 @@ def _passes(
     example: Any,
     loss: Loss | None,
     blocks: Sequence[str],
+    tables: ModelTables,
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage, each on the first rank of the stage."""
     device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
@@ -386,10 +389,14 @@ def _passes(
 
     stages: dict[int, tuple[nn.Module, RunStage | None, Sequence[Unit]]] = {}
     alike = AlikeStorages(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
+    is_list = False
     for rank in plan.mesh.ranks("pp", 0):
-        ranks = plan.classes[class_of(plan.mesh, rank)]
+        ranks, model = plan.classes[class_of(plan.mesh, rank)], make()
+        is_list = isinstance(model, Layers)
+        for name, each in collections_of(model).items():
+            each.adopt_choices(tables.everywhere[name])
         for stage, (module, run) in _cut(
-            make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
+            model, starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
         ).items():
             stages[stage] = module, run, ranks.units_of(stage)
     found: dict[int, MeasuredPass] = {}
@@ -416,9 +423,22 @@ def _passes(
                 answered_bytes=sum(tensor.nbytes for tensor in back),
                 leaves=() if is_last else message("activations", leaving),
                 answered=message("gradients", back),
+                brings_parts=is_list and loss is None,
             )
             text, arriving = one.text, leaving
-    return found
+    return {
+        stage: passed._replace(lookups=_lookups(tables, stage, example, plan.mesh.size("dp")))
+        for stage, passed in found.items()
+    }
+
+
+def _lookups(tables: ModelTables, stage: int, example: Any, ranks: int) -> dict[str, tuple[GroupLoad, ...]]:
+    """Return the numbers of keys that the example has for the tables of a stage, by collection."""
+    return {
+        name: loads_of(collection, example, ranks)
+        for name, collection in tables.everywhere.items()
+        if tables.stages[name] == stage
+    }
 
 
 def _repeats(replay: DrawReplay) -> bool:

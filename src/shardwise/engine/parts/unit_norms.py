@@ -21,6 +21,7 @@ from shardwise.engine.parts.sums import Number, number_of
 from shardwise.optim.clip import mean_norm
 from shardwise.parallel.zero.bucket import BucketState
 
+
 class UnitSquares:
     """The positions of the Units among the numbers that the ranks sum; empty without ``monitor.unit_norms``.
 
