@@ -18,6 +18,7 @@ replace all peaks of that table. ``sources`` names the source of a figure, or of
     rows                           rate of scattered rows
     exchanges.OPERATION            [["1 MB", "0.4 ms"], ...]: measured seconds by the bytes that a rank copies
     devices                        regular expressions for whole names that drivers give, without the vendor's name
+    measured                       machine and date of a calibration (simulate/calibration.py)
 
 Cost: one small file, read once.
 """
@@ -27,6 +28,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -76,7 +78,7 @@ _SCHEMA: Mapping[str, Any] = {
     "exchanges": dict.fromkeys(_OPERATIONS, _TIMES),
 }
 """Units of the figures, by their place in the file."""
-_BESIDE = ("like", "devices", "sources")
+_BESIDE = ("like", "devices", "sources", "measured")
 _NEEDED = (
     "peaks",
     "efficiency.product",
@@ -374,8 +376,18 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         },
     }
     places = dict(_figures(found, _SCHEMA, "", hardware.name))
-    sources = {place: text for place, text in hardware.sources.items() if place in places}
-    return {**found, "sources": sources}
+    return {**found, "sources": {place: text for place, text in hardware.sources.items() if place in places}}
+
+
+def with_source(hardware: Hardware, source: str) -> Hardware:
+    """Return hardware with a source for every figure that has none.
+
+    Args:
+        hardware: Hardware whose sources may name figures, or places above them.
+        source: Source of the others.
+    """
+    places = dict(_figures(plain_hardware(hardware), _SCHEMA, "", hardware.name))
+    return replace(hardware, sources={place: _source(place, hardware.sources, source) for place in places})
 
 
 def _text(value: float, unit: str) -> str:

@@ -40,7 +40,7 @@ def measured_hardware(device: torch.device, dtype: torch.dtype, disk_path: Path 
         ConfigError: if the folder cannot be used.
     """
     host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
-    disk = ASSUMED_HARDWARE.memory_bytes_s["disk"] if disk_path is None else _disk_rate(disk_path)
+    disk = ASSUMED_HARDWARE.memory_bytes_s["disk"] if disk_path is None else disk_rate(disk_path)
     if device.type == "cpu":
         # One rank copies data into shared memory and another copies it out, and both copies read and write.
         flops_s, near, link, exchange = measured_peak(dtype), host, host, host / 4
@@ -74,7 +74,12 @@ def _copy_rate(source: torch.device, target: torch.device) -> float:
     return 2 * _BYTES / _best_s(copy)
 
 
-def _disk_rate(folder: Path) -> float:
+def disk_rate(folder: Path) -> float:
+    """Return the bytes read or written per second in a folder.
+
+    Raises:
+        ConfigError: if the folder cannot be used.
+    """
     check_folder(folder)
     path = folder / f".shardwise-rate-{os.getpid()}"
     try:

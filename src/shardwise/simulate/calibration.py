@@ -1,0 +1,252 @@
+"""Calibration: the rates of this machine's CPU ranks, measured once by several of them and kept for later plans.
+
+    found = calibrate()              # starts two ranks, and keeps what they measure in ~/.cache/shardwise/hardware
+    found = calibrated()             # what was kept; None if nothing was
+    found.staleness()                # why the figures may be wrong today: another processor, torch, number of threads
+    found.hardware                   # rates by which a plan's seconds are computed
+
+The file is a table of hardware like those that users write (base/hardware_files.py), with the machine and the date
+beside the figures; it can be copied to another machine, and named there by its path.
+
+``cpu_hardware`` is what a plan for CPU ranks uses: the calibrated table, or a short measurement if there is none.
+
+Cost: half a minute on idle cores; reading is one small file.
+"""
+
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.base.errors import ConfigError, RankError
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link
+from shardwise.base.hardware_files import plain_hardware, read_table, shipped_tables, with_source
+from shardwise.base.regular_files import read_small_file, write_small_file
+from shardwise.base.strict_json import StrictModel, read_object, validated
+from shardwise.base.words import in_words
+from shardwise.simulate.rates import measured_hardware
+from shardwise.tiers.scratch_folder import check_folder
+
+_RANK_MODULE = "shardwise.engine.fit.calibration_rank"
+_PATIENCE_S = 600.0
+_CLUSTER = Link(1.25e9, 5e-5)
+
+
+class Machine(StrictModel):
+    """The machine on which rates were measured, and the date."""
+
+    date: str
+    """Date and time of the measurement, in UTC."""
+    processor: str
+    cores: int
+    """Cores that the process may use."""
+    torch: str
+    ranks: int
+    """Ranks that measured at the same time."""
+    threads: int
+    """Threads of a rank."""
+
+
+class Calibration(NamedTuple):
+    """Measured hardware, with the machine that measured it."""
+
+    hardware: Hardware
+    machine: Machine
+
+    def staleness(self) -> str:
+        """Return a sentence that says what has changed on this machine since the measurement; "" if nothing has."""
+        now = this_machine(self.machine.ranks)
+        changed = [
+            f"{name} was {then!r} and is {value!r}"
+            for name in ("processor", "cores", "torch", "threads")
+            if (then := getattr(self.machine, name)) != (value := getattr(now, name))
+        ]
+        if not changed:
+            return ""
+        return f"the calibration of {self.machine.date} is stale: {'; '.join(changed)}; --calibrate measures again"
+
+
+def this_machine(ranks: int) -> Machine:
+    """Return a description of this machine, for ``ranks`` ranks that share its cores.
+
+    Args:
+        ranks: Ranks that compute at the same time.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Machine(
+        date=date,
+        processor=_processor(),
+        cores=cores,
+        torch=torch.__version__,
+        ranks=ranks,
+        threads=max(cores // ranks, 1),
+    )
+
+
+def _processor() -> str:
+    """Return the model of the processor."""
+    with suppress(OSError):
+        for line in read_small_file(Path("/proc/cpuinfo"), 16 << 20).decode(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def calibration_file(folder: Path | None = None) -> Path:
+    """Return the path of the file in which calibration keeps its figures.
+
+    Args:
+        folder: Folder of the file; None: the user's cache folder.
+    """
+    return (Path.home() / ".cache" / "shardwise" / "hardware" if folder is None else folder) / "cpu.json"
+
+
+def calibrate(ranks: int = 2, disk_path: Path | None = None, folder: Path | None = None) -> Calibration:
+    """Measure the rates of this machine with CPU ranks that ``shardwise launch`` starts, and keep them.
+
+    Args:
+        ranks: Ranks that measure at the same time.
+        disk_path: Folder on the disk to measure; None: the disk of ``ASSUMED_HARDWARE``.
+        folder: Folder in which to keep the figures; None: the user's cache folder.
+
+    Raises:
+        ConfigError: if a folder cannot be used.
+        RankError: if the ranks failed.
+    """
+    if disk_path is not None:
+        check_folder(disk_path)
+    machine = this_machine(ranks)
+    figures = _measured(ranks, disk_path)
+    machine = machine.model_copy(update={"threads": figures["threads"]})
+    found = Calibration(_hardware(figures, machine), machine)
+    path = calibration_file(folder)
+    plain = {**plain_hardware(found.hardware), "measured": machine.model_dump()}
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_small_file(path, (json.dumps(plain, indent=2) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: {in_words(error)}, where the calibration is kept") from None
+    return found
+
+
+def calibrated(folder: Path | None = None) -> Calibration | None:
+    """Return the kept calibration; None if there is none.
+
+    Args:
+        folder: Folder in which it was kept; None: the user's cache folder.
+
+    Raises:
+        ConfigError: if the file is not valid.
+    """
+    path = calibration_file(folder)
+    try:
+        data = read_small_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ConfigError(f"calibration {path}: {in_words(error)}") from None
+    where = f"calibration {path}"
+    found = read_object(data, where, kind=ConfigError)
+    table = read_table(found, where, shipped_tables(), str(path))
+    machine = validated(Machine, found.get("measured"), f"{where}: measured", kind=ConfigError)
+    return Calibration(table.hardware("cpu"), machine)
+
+
+def cpu_hardware(
+    dtype: torch.dtype, disk_path: Path | None = None, folder: Path | None = None
+) -> tuple[Hardware, str]:
+    """Return the hardware of CPU ranks of this machine, and a sentence that says where its figures come from.
+
+    Args:
+        dtype: Dtype of the products, for a short measurement.
+        disk_path: Folder on the disk, for a short measurement.
+        folder: Folder in which a calibration was kept; None: the user's cache folder.
+    """
+    kept = calibrated(folder)
+    if kept is None:
+        found = measured_hardware(torch.device("cpu"), dtype, disk_path)
+        return found, "rates of this machine were measured here in a second; --calibrate measures them better"
+    return kept.hardware, kept.staleness() or f"rates of this machine were calibrated on {kept.machine.date}"
+
+
+def _measured(ranks: int, disk_path: Path | None) -> Mapping[str, Any]:
+    """Return the figures of ranks that measure at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        disk = [] if disk_path is None else [str(disk_path.absolute())]
+        launcher = [sys.executable, "-m", "shardwise", "launch", "-q", "--ranks", str(ranks)]
+        try:
+            ended = subprocess.run(
+                [*launcher, "-m", _RANK_MODULE, str(out), *disk],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_PATIENCE_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise RankError(
+                f"calibration: its {ranks} ranks did not end within {_PATIENCE_S:.0f} s"
+            ) from None
+        if ended.returncode or not out.exists():
+            said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:] or ["without a word"]
+            raise RankError(
+                f"calibration: its {ranks} ranks ended with exit code {ended.returncode}: {said[0]}"
+            )
+        return read_object(out.read_bytes(), "calibration", kind=RankError)
+
+
+def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
+    """Return hardware from the figures of a rank."""
+    rates: Mapping[str, Sequence[Sequence[float]]] = figures["rates"]
+    peaks = {
+        name.removeprefix("product "): max(rate for _, rate in points)
+        for name, points in rates.items()
+        if name.startswith("product ")
+    }
+    shares = {name: _shares(points, peaks[name.split()[1]]) for name, points in rates.items()}
+    efficiency = {kind: shares[f"{kind} fp32"] for kind in ("product", "attention", "convolution")}
+    own = {name: shares[name] for name in shares if name.startswith("product ") and name != "product fp32"}
+    memory, exchanges = figures["memory"], figures["exchanges"]
+    copied, seconds = exchanges["all_gather"][-1]
+    hardware = Hardware(
+        "cpu",
+        peaks=peaks,
+        efficiency=efficiency | own,
+        memory_bytes={},
+        memory_bytes_s={
+            "device": memory,
+            "host": memory,
+            "disk": figures["disk"] or ASSUMED_HARDWARE.memory_bytes_s["disk"],
+        },
+        links={
+            "device": Link(memory, 0.0),
+            "host": Link(copied / 2 / seconds, exchanges["all_gather"][0][1]),
+            "cluster": _CLUSTER,
+        },
+        operation_s=figures["operation"],
+        action_s=figures["action"],
+        row_bytes_s=figures["rows"],
+        exchanges={name: tuple((size, each) for size, each in points) for name, points in exchanges.items()},
+        sources={"links.cluster": "assumed: a port of 10 Gbit/s"}
+        | ({} if figures["disk"] else {"memory.disk.rate": "assumed"}),
+    )
+    said = f"measured on {machine.date} by {machine.ranks} ranks of {machine.threads} threads on {machine.processor}"
+    return with_source(hardware, said)
+
+
+def _shares(points: Sequence[Sequence[float]], peak: float) -> tuple[tuple[float, float], ...]:
+    """Return shares of a peak, which no operation exceeds."""
+    return tuple((flops, min(max(rate / peak, 1e-6), 1.0)) for flops, rate in points if math.isfinite(rate))

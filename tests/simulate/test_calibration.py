@@ -1,0 +1,165 @@
+"""What ranks measure is kept as a table of hardware, with the machine and the date, and stale figures are told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.base.errors import ConfigError, RankError
+from shardwise.base.hardware import Hardware, Product
+from shardwise.base.hardware_files import find_hardware
+from shardwise.comm.collectives import StepClock
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.engine.fit.calibration_rank import action_s
+from shardwise.plan.mesh import Mesh
+from shardwise.simulate import calibration, measurements
+from shardwise.simulate.calibration import calibrate, calibrated, calibration_file, cpu_hardware, this_machine
+from shardwise.simulate.exchange_price import exchange_s
+from shardwise.simulate.exchanges import ExchangeCall
+
+FIGURES: dict[str, Any] = {
+    "ranks": 2,
+    "threads": 1,
+    "rates": {
+        "product fp32": [[1e6, 1e10], [1e9, 4e10]],
+        "product bf16": [[1e6, 1e10], [1e9, 1e11]],
+        "attention fp32": [[1e6, 6e10]],
+        "convolution fp32": [[1e6, 2e10]],
+    },
+    "memory": 2e10,
+    "rows": 1e10,
+    "operation": 3e-6,
+    "action": 1e-4,
+    "disk": None,
+    "exchanges": {
+        "all_gather": [[1024, 5e-5], [1 << 24, 4e-3]],
+        "all_reduce": [[2560, 6e-5], [1 << 25, 1e-2]],
+    },
+}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a calibration of fixed figures."""
+    monkeypatch.setattr(calibration, "_measured", lambda ranks, disk_path: FIGURES)
+    calibrate(folder=tmp_path)
+    return tmp_path
+
+
+def test_figures_become_a_table_that_is_read_again(kept: Path) -> None:
+    found = calibrated(kept)
+    assert found is not None and found.machine.ranks == 2 and found.machine.cores >= 1
+    hardware = found.hardware
+    assert hardware.peaks == {"fp32": 4e10, "bf16": 1e11} and hardware.action_s == 1e-4
+    assert hardware.share_of_peak(Product("product", "fp32", 10**6)) == 0.25
+    assert hardware.share_of_peak(Product("product", "bf16", 10**6)) == 0.1
+    assert hardware.share_of_peak(Product("attention", "fp32", 10**6)) == 1.0, "no operation exceeds the peak"
+    assert hardware.memory_bytes_s == {"device": 2e10, "host": 2e10, "disk": 1e9}
+    assert hardware.links["host"].bytes_s == pytest.approx((1 << 24) / 2 / 4e-3)
+    assert hardware.exchanges["all_gather"] == ((1024, 5e-5), (1 << 24, 4e-3))
+    gathered = ExchangeCall("all_gather", "weights", "dp", 1 << 23, 1)
+    assert exchange_s(gathered, hardware, "shared_memory", "host", 2) == pytest.approx(4e-3)
+    assert hardware.sources["memory.disk.rate"] == "assumed"
+    assert (
+        "measured on" in hardware.sources["peaks.fp32"]
+        and "2 ranks" in hardware.sources["exchanges.all_reduce"]
+    )
+    by_path = find_hardware(str(calibration_file(kept)))
+    assert by_path.peaks == hardware.peaks and by_path.exchanges == hardware.exchanges
+    assert not [path for path in kept.iterdir() if path.name != "cpu.json"]
+
+
+def test_a_stale_calibration_is_told(kept: Path) -> None:
+    path = calibration_file(kept)
+    found = calibrated(kept)
+    assert found is not None
+    told = json.loads(path.read_text())
+    told["measured"]["threads"] = this_machine(2).threads
+    path.write_text(json.dumps(told))
+    found = calibrated(kept)
+    assert found is not None and found.staleness() == ""
+    told["measured"] |= {"torch": "1.0", "processor": "abacus"}
+    path.write_text(json.dumps(told))
+    found = calibrated(kept)
+    assert found is not None
+    assert "processor was 'abacus' and is" in found.staleness() and "torch was '1.0'" in found.staleness()
+    _, said = cpu_hardware(torch.float32, folder=kept)
+    assert said == found.staleness() and "--calibrate" in said
+
+
+def test_a_machine_that_was_not_calibrated(tmp_path: Path) -> None:
+    assert calibrated(tmp_path) is None and calibrated(tmp_path / "none") is None
+    found, said = cpu_hardware(torch.float32, folder=tmp_path)
+    assert isinstance(found, Hardware) and "measured here" in said
+
+
+def test_files_that_are_no_calibration(kept: Path) -> None:
+    path = calibration_file(kept)
+    told = json.loads(path.read_text())
+    del told["measured"]["cores"]
+    path.write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match="cpu.json: measured: cores: Field required"):
+        calibrated(kept)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="cpu.json: not the JSON"):
+        calibrated(kept)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cpu.json"):
+        calibrated(kept)
+
+
+def test_a_calibration_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="none does not exist"):
+        calibrate(disk_path=tmp_path / "none", folder=tmp_path)
+    monkeypatch.setattr(calibration, "_RANK_MODULE", "shardwise.no_such_module")
+    with pytest.raises(RankError, match="its 1 ranks ended with exit code"):
+        calibrate(ranks=1, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def measure_briefly(world: World) -> tuple[dict[str, Any], float]:
+    """Points of exchanges of two sizes, and seconds of an Action."""
+    before = measurements._FULL_BYTES
+    measurements._FULL_BYTES = (1 << 12, 1 << 20)  # type: ignore[assignment]
+    try:
+        group = world.group(Mesh(dp_shard=world.size), "dp", CommPolicy(), StepClock(60.0), Traffic())
+        found = dict(measurements.exchange_times(group))
+    finally:
+        measurements._FULL_BYTES = before
+    return found, action_s(world)
+
+
+def test_ranks_measure_together(ranks: Any) -> None:
+    (first, action), (second, _) = ranks(2).run(measure_briefly)
+    assert first == second, "the seconds of the slowest rank"
+    assert {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"} == set(first)
+    for points in first.values():
+        assert [size for size, _ in points] == sorted(size for size, _ in points)
+        assert all(0 < before <= after for (_, before), (_, after) in zip(points, points[1:], strict=False))
+    assert 0 < action < 0.1
+
+
+def test_rates_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "_LONG_S", 2e-3)
+    monkeypatch.setattr(measurements, "_ROUND_S", 1e-4)
+    monkeypatch.setattr(measurements, "_TABLE_ROWS", 1 << 10)
+    for kind in ("product", "attention", "convolution"):
+        points = measurements.product_rates(kind, torch.float32)  # type: ignore[arg-type]
+        assert len(points) >= 3 and all(flops > 0 and 1e6 < rate < 1e15 for flops, rate in points)
+        assert [flops for flops, _ in points] == sorted({flops for flops, _ in points})
+    assert 1e7 < measurements.row_rate() < 1e13 and 1e7 < measurements.memory_rate() < 1e13
+    assert 1e-8 < measurements.operation_s() < 1e-2
+
+
+@pytest.mark.soak
+def test_this_machine_is_calibrated(tmp_path: Path) -> None:
+    found = calibrate(disk_path=tmp_path, folder=tmp_path / "kept")
+    again = calibrated(tmp_path / "kept")
+    assert again is not None and again.machine == found.machine
+    assert set(again.hardware.peaks) == {"fp64", "fp32", "bf16", "fp16"} and again.hardware.action_s > 0
+    assert again.hardware.memory_bytes_s["disk"] != 1e9
