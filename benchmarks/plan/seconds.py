@@ -79,7 +79,7 @@ def layouts() -> list[Layout]:
         Layout("large, zero 0", 2, {"zero": {"stage": 0}}, *half, True),
         Layout("large, zero 1", 2, {"zero": {"stage": 1}}, *half, True),
         Layout("large, zero 3", 2, {"zero": {"stage": 3}}, *half, True),
-        Layout("large, zero 3, 2 microbatches", 2, {"zero": {"stage": 3}, "batch": {"accumulation": 2}}, *quarter, True),
+        Layout("large, zero 3, two", 2, {"zero": {"stage": 3}, "batch": {"accumulation": 2}}, *quarter, True),
         Layout("large, tp 2", 2, {"mesh": {"tp": 2}}, *large, True),
         Layout("large, pp 2", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 4}}, *quarter, True),
     ]  # fmt: skip

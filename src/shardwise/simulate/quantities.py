@@ -119,9 +119,7 @@ class Quantities:
         self.of = [self._of(unit, each, times) for unit, each in enumerate(moved)]
         """Bytes of each Unit's Actions."""
 
-    def _of(
-        self, unit: int, moved: TierTraffic, plan: Plan, times: Counter[tuple[Kind, int]]
-    ) -> UnitQuantities:
+    def _of(self, unit: int, moved: TierTraffic, times: Counter[tuple[Kind, int]]) -> UnitQuantities:
         strategy = self.strategies[unit]
         windows, arrivals = (max(times[kind, unit], 1) for kind in (Kind.UNSHARD, Kind.ARRIVE))
         read, brought = moved.weights_read / windows, moved.weights_brought / windows
