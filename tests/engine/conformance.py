@@ -45,7 +45,8 @@ class Conformance:
         for unit, strategy in zip(own.units, own.strategies, strict=True):
             if unit.has_rows:
                 continue
-            price, of = unit_bytes(unit, strategy, plan.mesh), unit.index
+            is_alone = max(each.microbatch for each in trace.actions) < 1
+            price, of = unit_bytes(unit, strategy, plan.mesh, is_alone), unit.index
             gathers = told[Kind.UNSHARD, of], times[Kind.UNSHARD, of] * price.gather
             # What is still on its way at the end of the passes arrives in SUM or NORM.
             sums = told[Kind.REDUCE, of] + told[Kind.ARRIVE, of], times[Kind.REDUCE, of] * price.reduce

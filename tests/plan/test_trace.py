@@ -83,3 +83,27 @@ def test_an_action_that_nobody_does_is_reported() -> None:
     with pytest.raises(PlanError, match="the list has F, but no handler does it"):
         actor.walker.begin([F(0, 0)])
         actor.walker.run()
+
+
+def test_spans_have_the_lanes_of_their_kinds_and_the_waits_inside() -> None:
+    actor = Actor(Sent())
+    trace = actor.trace
+    actor.norm(NORM)
+    for kind in (Kind.F, Kind.UNSHARD, Kind.LOAD_WEIGHT):
+        trace.stop(trace.start(Action(kind, 1, 0)))
+    outer, inner, after = trace.starts[0], trace.starts[1], trace.starts[2]
+    trace.waits.add("dp", (inner + trace.stops[1]) / 2)
+    trace.waits.add("pp", after)
+    spans = trace.spans(3)
+    assert [(span.rank, span.lane) for span in spans[:5]] == [
+        (3, "compute"),
+        (3, "compute"),
+        (3, "compute"),
+        (3, "disk"),
+        (3, "disk"),
+    ]
+    assert [(span.action, span.lane, span.axis, span.is_exposed) for span in spans[5:]] == [
+        (SUM, "wait", "dp", True),
+        (Action(Kind.F, 1, 0), "wait", "pp", True),
+    ]
+    assert spans[0].start_s == outer

@@ -6,12 +6,16 @@ from typing import Any
 
 from shardwise.base.hardware import Hardware, Product, even_hardware
 from shardwise.comm.trace import ExchangeCall
+from shardwise.parallel.embedding.calls import GroupLoad
+from shardwise.parallel.embedding.cost import TableLoad
+from shardwise.parallel.embedding.group import TableGroup
+from shardwise.parallel.embedding.layout import TablePlacement
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.plan.action import Kind
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.price import step_timeline
-from shardwise.simulate.touched import TableRows
 from shardwise.simulate.work import Work
 from shardwise.tiers.offload import OffloadPolicy
 
@@ -31,6 +35,14 @@ def one_pass(flops: int, touched: int = 0, calls: int = 0, sends: tuple[Exchange
     return UnitPass(0, 1000, flops, touched, sends, work=Work(products, calls=calls))
 
 
+def lookups() -> dict[str, tuple[GroupLoad, ...]]:
+    """A collection ``users`` of one table of 8 columns with rows spread over ranks: 10 keys, 5 distinct, 4 bags."""
+    table = TablePolicy(name="users", rows=100, width=8)
+    sgd = RowOptimizerPolicy(type="momentum")
+    group = TableGroup((table,), (TablePlacement("row"),), sgd, 2)
+    return {"users": (GroupLoad(group, (TableLoad(10.0, 5.0, 4.0),), 4),)}
+
+
 def passes(plan: Plan, forward: UnitPass, backward: UnitPass) -> dict[int, MeasuredPass]:
     """Passes in which all Units do the same."""
     message = (ExchangeCall("send", "activations", "pp", 100, 4),)
@@ -41,7 +53,7 @@ def passes(plan: Plan, forward: UnitPass, backward: UnitPass) -> dict[int, Measu
             shares = {
                 (kind, name): each for name in names for kind, each in ((Kind.F, forward), (Kind.B, backward))
             }
-            found[stage] = MeasuredPass(shares, 0, leaves=message, answered=message)
+            found[stage] = MeasuredPass(shares, 0, leaves=message, answered=message, lookups=lookups())
     return found
 
 
@@ -51,9 +63,8 @@ def timeline(
     rates: Hardware,
     device: str = "cpu",
     microbatches: int = 2,
-    rows: Mapping[str, TableRows] = {},  # noqa: B006 - never changed
     data_s: float = 0.0,
 ) -> Timeline:
     """The foreseen timeline of a step."""
     policies: Any = SimpleNamespace(offload=OffloadPolicy(), microbatches=microbatches)
-    return step_timeline(plan, policies, passed, rates, device, None, rows, data_s)
+    return step_timeline(plan, policies, passed, rates, device, None, data_s)

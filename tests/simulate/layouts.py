@@ -1,5 +1,6 @@
 """Small models and the layouts in which they train: what is foreseen of each is held to a real step of it."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.models.ctr.build import build_ctr
 from shardwise.models.ctr.policy import DlrmPolicy
 from shardwise.models.images import build_image_model
-from shardwise.models.images.policy import ResNetPolicy
-from shardwise.parallel.embedding.policy import TableOptions, TablesPolicy
+from shardwise.models.images.policy import AlexNetPolicy, ResNetPolicy
+from shardwise.parallel.embedding.policy import DynamicPolicy, TableOptions, TablesPolicy
 
 SEQUENCES, CONTEXT, VOCABULARY = 2, 16, 37
 SHAPE: dict[str, Any] = {"layers": 4, "width": 16, "heads": 4, "kv_heads": 2, "context": CONTEXT}
@@ -48,15 +49,15 @@ def llama() -> nn.Module:
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **LLAMA))  # type: ignore[no-any-return]
 
 
-def dlrm(placement: str = "row") -> nn.Module:
+def dlrm(**options: Any) -> nn.Module:
     schema = ClickSchema(("a", "b", "c"), (SparseFeature("user"), SparseFeature("item")))
-    tables = TablesPolicy(defaults=TableOptions(placement=placement))  # type: ignore[arg-type]
+    tables = TablesPolicy(defaults=TableOptions(**options))
     policy = DlrmPolicy(width=8, bottom=(8,), top=(8,))
     return build_ctr(policy, schema, tables, {"user": 64, "item": 64})
 
 
-def tokens() -> dict[str, Tensor]:
-    ids = torch.arange(SEQUENCES * CONTEXT).view(SEQUENCES, CONTEXT) * 7 % VOCABULARY
+def tokens(context: int = CONTEXT) -> dict[str, Tensor]:
+    ids = torch.arange(SEQUENCES * context).view(SEQUENCES, context) * 7 % VOCABULARY
     return {"tokens": ids, "targets": ids}
 
 
@@ -72,6 +73,10 @@ def pictures() -> dict[str, Tensor]:
     return {"images": torch.ones(2, 3, 8, 8), "labels": torch.tensor([0, 3])}
 
 
+def large_pictures() -> tuple[Tensor, Tensor]:
+    return torch.ones(2, 3, 63, 63), torch.tensor([0, 3])
+
+
 def words() -> dict[str, Tensor]:
     ids = tokens()["tokens"]
     return {"input_ids": ids, "labels": ids}
@@ -83,9 +88,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "tied": (lambda: gpt(tied_head=True), tokens),
     "experts": (lambda: gpt(experts=EXPERTS), tokens),
     "capacity": (lambda: gpt(experts=EXPERTS | {"router": {"capacity": 1.25}}), tokens),
+    "wide": (lambda: gpt(width=64, context=160), lambda: tokens(160)),
     "llama": (llama, words),
+    "alexnet": (
+        lambda: build_image_model(AlexNetPolicy(width=2, hidden=8, size=63), classes=5),
+        large_pictures,
+    ),
     "resnet": (lambda: build_image_model(ResNetPolicy(depth=18, width=4, size=8), classes=5), pictures),
-    "dlrm": (dlrm, clicks),
+    "dlrm": (lambda: dlrm(placement="row"), clicks),
+    "dlrm, copies": (lambda: dlrm(placement="data_parallel"), clicks),
+    "dlrm, columns": (lambda: dlrm(placement="column"), clicks),
+    "dlrm, dynamic": (lambda: dlrm(placement="row", dynamic=DynamicPolicy(capacity=100)), clicks),
+    "dlrm, tables": (lambda: dlrm(placement="table"), clicks),
 }
 
 
@@ -145,7 +159,7 @@ LAYOUTS = [
         },
     ),
     Layout("pp, tied", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "tied"),
-    Layout("pp, gpt2", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "gpt2"),
+    Layout("zero 2, gpt2", 2, {"zero": {"stage": 2}}, "gpt2"),
     Layout("ep, blocks", 2, {"mesh": {"ep": 2}, "experts": {"exchange": "blocks"}}, "capacity"),
     Layout("ep, counted", 2, {"mesh": {"ep": 2}}, "experts", is_exact=False),
     Layout("pp, experts", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "experts"),
@@ -169,8 +183,94 @@ LAYOUTS = [
     Layout("llama, tp", 2, {"mesh": {"tp": 2}}, "llama"),
     Layout("resnet", 2, {"zero": {"stage": 2}}, "resnet"),
     Layout("resnet, synchronized", 2, {"zero": {"stage": 3}, "batch_norm": "synchronized"}, "resnet"),
-    Layout("dlrm", 2, {}, "dlrm", is_exact=False),
+    Layout("dlrm, rows", 2, {}, "dlrm", is_exact=False),
+    Layout("dlrm, copies", 2, ACCUMULATED, "dlrm, copies"),
+    Layout("dlrm, columns", 2, {"zero": {"stage": 2}}, "dlrm, columns", is_exact=False),
+    Layout("dlrm, dynamic", 2, {}, "dlrm, dynamic", is_exact=False),
+    Layout("dlrm, pp", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "dlrm"),
+    Layout("alexnet, pp", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "alexnet"),
+    Layout(
+        "state on a disk",
+        2,
+        {
+            "zero": {"stage": 3},
+            "offload": {"optimizer": "disk", "parameters": "disk", "disk_path": tempfile.gettempdir()},
+            **ACCUMULATED,
+        },
+    ),
+    Layout(
+        "tp, activations on a host",
+        2,
+        {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}, "offload": {"activations": "host"}},
+        "wide",
+    ),
+    Layout(
+        "tp, inputs of blocks on a host",
+        2,
+        {
+            "mesh": {"tp": 2},
+            "tensor": {"sequence_parallel": False},
+            "recompute": "full",
+            "offload": {"activations": "host"},
+        },
+        "wide",
+    ),
+    Layout("dlrm, tables", 2, {}, "dlrm, tables"),
+    Layout(
+        "hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}
+    ),
+    Layout(
+        "hsdp, host",
+        4,
+        {
+            "mesh": {"dp": {"replicate": 2, "shard": 2}},
+            "zero": {"stage": 2},
+            "offload": {"optimizer": "host"},
+            **ACCUMULATED,
+        },
+    ),
+    Layout(
+        "zero 3 x tp", 4, {"mesh": {"tp": 2}, "zero": {"stage": 3}, "precision": "bf16", "max_grad_norm": 1.0}
+    ),
+    Layout("zero 1 x pp", 4, {"mesh": {"pp": 2}, "zero": {"stage": 1}, "batch": {"accumulation": 4}}),
+    Layout("tp x pp, tied", 4, {"mesh": {"tp": 2, "pp": 2}, "batch": {"accumulation": 2}}, "tied"),
+    Layout("tp over KV heads", 4, {"mesh": {"tp": 4}, "tensor": {"sequence_parallel": False}}),
+    Layout(
+        "zero 2 x ep, blocks",
+        4,
+        {"mesh": {"ep": 2}, "zero": {"stage": 2}, "experts": {"exchange": "blocks"}, **ACCUMULATED},
+        "capacity",
+    ),
+    Layout(
+        "ep x etp", 4, {"mesh": {"tp": 2, "ep": 2, "etp": 2}, "experts": {"exchange": "blocks"}}, "capacity"
+    ),
+    Layout(
+        "pp x ep, blocks",
+        4,
+        {"mesh": {"pp": 2, "ep": 2}, "experts": {"exchange": "blocks"}, "batch": {"accumulation": 2}},
+        "capacity",
+    ),
+    Layout(
+        "zero 3 x tp x pp, interleaved",
+        8,
+        {
+            "mesh": {"tp": 2, "pp": 2},
+            "zero": {"stage": 3},
+            "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
+            "batch": {"accumulation": 4},
+            "precision": "bf16",
+        },
+    ),
+    Layout(
+        "hsdp x tp",
+        8,
+        {"mesh": {"dp": {"replicate": 2, "shard": 2}, "tp": 2}, "zero": {"stage": 2}, "max_grad_norm": 1.0},
+    ),
 ]
+
+
+THIN = ("zero 3, clip", "tp, uncut sequence, bf16", "pp, tied", "ep, blocks")
+"""Names of the layouts that every run of the tests compares."""
 
 
 class Counted(NamedTuple):

@@ -12,11 +12,14 @@ from shardwise.base.hardware import Hardware, Product, even_hardware
 from shardwise.comm.world import World
 from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.models import Gpt, GptPolicy
+from shardwise.parallel.pipeline.passes import add_communication, nominal_s
+from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.parallel.zero.cost import unit_bytes
-from shardwise.plan.action import Kind
-from shardwise.plan.timeline import Use
+from shardwise.plan.action import F, Kind
+from shardwise.plan.dataflow import timeline_of
+from shardwise.plan.timeline import USES, Span, Timeline, Use
 from shardwise.simulate.passes import MeasuredPass, UnitPass
-from shardwise.simulate.price import step_seconds
+from shardwise.simulate.price import StepSeconds, replay_timeline, step_seconds
 from shardwise.simulate.work import Work
 from tests.parallel.pipeline.closed_forms import bubble_s
 from tests.parallel.tensor.closed_forms import elements_sent_per_pass
@@ -71,11 +74,72 @@ def sent_bytes(world: World, given: dict[str, Any]) -> list[tuple[str, int, int]
 def test_bytes_between_ranks_are_those_of_the_trace(ranks: Any, given: dict[str, Any]) -> None:
     plan = shardwise.foresee(gpt, given, 2).plan
     strategies = plan.own.strategies
-    told = [unit_bytes(unit, each, plan.mesh) for unit, each in zip(plan.units, strategies, strict=True)]
+    told = [
+        unit_bytes(unit, each, plan.mesh, True) for unit, each in zip(plan.units, strategies, strict=True)
+    ]
     moved = [row for row in ranks(2).run(sent_bytes, given)[0] if row[0] in ("UNSHARD", "REDUCE")]
     assert any(nbytes for _, _, nbytes in moved)
     for kind, unit, nbytes in moved:
         assert nbytes == (told[unit].gather if kind == "UNSHARD" else told[unit].reduce)
+
+
+def measured(world: World, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Of a real step: seconds read off its timeline, waits by axis, and of a pipeline (predicted, measured)."""
+    settings = {"batch": {"duplicates": "allow", "accumulation": 4}, "check_first_step": "off"}
+    engine = shardwise.initialize(gpt(), settings | given, world=world)
+    engine.measure_waits()
+    for _ in range(2):
+        engine.train_step([tokens()] * 4)
+    timeline = Timeline.of(engine.trace.spans(world.rank))
+    found = (
+        StepSeconds.of(timeline),
+        engine.trace.waits.seconds(),
+        timeline.lanes(world.rank),
+        engine.timeline(),
+    )
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("given", [{"zero": {"stage": 3}}, {"mesh": {"pp": 2}}], ids=str)
+def test_a_measured_step_is_read_as_a_foreseen_one(ranks: Any, given: dict[str, Any]) -> None:
+    for told, waits, lanes, drawn in ranks(2).run(measured, given):
+        assert told.total == sum(told.spent.values()) > 0 and told.low_s == told.high_s == told.total
+        exposed = sum(seconds for axis, seconds in waits.items())
+        assert told.spent["exchange"] + told.spent["bubble"] == pytest.approx(exposed, rel=0.01)
+        assert told.spent["compute"] > 0 < told.spent["update"]
+        assert lanes["compute"] == told.spent["compute"] and lanes["update"] == told.spent["update"]
+        if drawn is None:
+            continue
+        predicted, seen = drawn
+        assert {span.lane for row in seen.spans.values() for span in row} >= {"compute", "exchange", "wait"}
+        assert predicted.typical_pass_s() == pytest.approx(seen.typical_pass_s(), rel=1e-6)
+        for rank in (0, 1):
+            assert [span.action for span in predicted.passes(rank)] == [
+                span.action for span in seen.passes(rank)
+            ]
+
+
+@pytest.mark.parametrize("shape", [("1f1b", 4, 6), ("gpipe", 2, 3), ("interleaved_1f1b", 2, 4, 2)])
+def test_the_walk_with_given_passes_is_the_proof_of_the_schedule(shape: tuple[Any, ...]) -> None:
+    lists = add_communication(schedule(*shape), shape[1])
+    replayed, proved = replay_timeline(lists, nominal_s), timeline_of(lists, nominal_s)
+    for rank in lists:
+        assert replayed.passes(rank) == proved.passes(rank)
+    assert replayed.idle_share == pytest.approx(proved.idle_share)
+
+
+def test_a_price_is_a_range() -> None:
+    spans = [Span(0, F(0, 0), 0.0, 6.0), Span(0, F(0, 0), 2.0, 4.0, "wait", "dp", True)]
+    timeline = Timeline.of(spans)
+    spread: dict[Use, tuple[float, float]] = dict.fromkeys(USES, (1.0, 1.0))
+    spread |= {"compute": (0.9, 1.2), "exchange": (0.5, 2.0)}
+    wide = StepSeconds.of(timeline, spread=spread)
+    assert (wide.low_s, wide.high_s) == (pytest.approx(4 * 0.9 + 1.0), pytest.approx(4 * 1.2 + 4.0))
+    narrow = StepSeconds.of(timeline, spread=spread, widest=1.4)
+    assert narrow.high_s == pytest.approx(1.4 * narrow.low_s)
+    assert wide.low_s < narrow.low_s < narrow.total == 6.0 < narrow.high_s < wide.high_s
+    assert (narrow.spent["compute"], narrow.exposed) == (4.0, {"dp": 2.0})
 
 
 def test_what_slices_send_is_in_their_pass() -> None:
@@ -89,13 +153,13 @@ def test_gathers_hide_behind_computation_on_devices_alone() -> None:
     known = read(gpt, given, 2, CPU, tokens())
     compute = priced(known, flops_s=1e9)
     bare = priced(known, exchange_bytes_s=1e7)
-    assert bare["compute"] == pytest.approx(0) and compute["exchange"] == pytest.approx(0)
+    assert bare["compute"] == pytest.approx(0) and compute["exchange"] == pytest.approx(0, abs=1e-3)
     assert bare["exchange"] < compute["compute"] / 2  # what one takes fits beside the other
     both = priced(known, flops_s=1e9, exchange_bytes_s=1e7)
     blocks = known.outlook(known.settings.offload).plan.units[2].weight_bytes / 2 / 1e7
     assert 0 < both["exchange"] < 4 * blocks < bare["exchange"] / 3
     on_cpu = priced(known, is_cpu=True, flops_s=1e9, exchange_bytes_s=1e7)
-    assert on_cpu["exchange"] == pytest.approx(bare["exchange"])
+    assert on_cpu["exchange"] > bare["exchange"]  # nothing is covered, and the ranks add themselves
 
 
 def test_updates_on_a_disk_hide_behind_the_next_forward_pass() -> None:
@@ -159,7 +223,7 @@ def test_parts_along_tp_come_by_the_link_and_from_other_ranks() -> None:
     batch = {name: each.repeat(4, 1) for name, each in tokens().items()}
     known = read(gpt, given, 2, torch.device("cuda"), batch)
     half = 16 * 64 * 64 * 4 / 2  # of the input of each block but the last
-    assert priced(known, link_bytes_s=1e8)["waits"] == pytest.approx(5 * 2 * half / 1e8, rel=0.01), (
+    assert priced(known, link_bytes_s=1e8)["waits"] == pytest.approx(5 * 2 * half / 1e8, rel=0.02), (
         "down and back"
     )
     assert known.passed is not None

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.action import Kind
+from shardwise.parallel.zero.cost import unit_bytes
+from shardwise.plan.action import Action, Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.simulate.quantities import Quantities
 from shardwise.tiers.tier_cost import unit_traffic
@@ -29,6 +30,12 @@ def test_the_actions_of_a_step_move_what_the_step_moves(name: str) -> None:
         assert of.weights_brought * loads + of.whole_brought * gathers == pytest.approx(moved.weights_brought)
         assert of.gradients_down * times.count((Kind.ARRIVE, unit)) == pytest.approx(moved.down)
         assert (of.state_read, of.state_written) == (moved.read, moved.written)
+        sent = unit_bytes(whole.units[unit], whole.own.strategies[unit], whole.mesh)
+        by_action = [
+            sum(call.bytes for call in found.exchanges(Action(kind, unit, 0)))
+            for kind in (Kind.UNSHARD, Kind.REDUCE)
+        ]
+        assert by_action == [sent.gather, sent.reduce]
 
 
 class _Never:

@@ -39,12 +39,13 @@ def test_the_four_counts_of_a_gpt() -> None:
     again = step_flops(known({"recompute": "full"}).passed, 2, 1, tokens=TOKENS, per_token=per_token)
     blocks = again.hardware_per_step - plain.hardware_per_step
     assert blocks == again.executed_per_step - plain.executed_per_step
-    products = (
-        2
-        * TOKENS
-        * sum(each.numel() for name, each in gpt().named_parameters() if "blocks" in name and each.dim() == 2)
-    )
-    assert blocks == pytest.approx(products + 2 * 4 * TOKENS * 64 * 64, rel=0.01)
+    layers = {
+        name: each.numel() for name, each in gpt().named_parameters() if "blocks" in name and each.dim() == 2
+    }
+    # Nothing needs the result of a block's last layer, so the second run stops in front of it.
+    repeated = sum(size for name, size in layers.items() if not name.endswith("down.weight"))
+    assert repeated < sum(layers.values())
+    assert blocks == 2 * TOKENS * repeated + 2 * 4 * TOKENS * 64 * 64
 
 
 def test_ranks_add_up_and_a_model_without_formula_is_counted() -> None:

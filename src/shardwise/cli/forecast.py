@@ -89,7 +89,7 @@ def forecast_of(
         dtype = config.precision.compute_dtype or torch.float32
         hardware = measured_hardware(device, dtype)
         policies = known.policies_with(known.settings.offload)
-        seconds = step_seconds(outlook.plan, policies, known.passed, hardware, device.type, rows=known.rows)
+        seconds = step_seconds(outlook.plan, policies, known.passed, hardware, device.type)
     except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         _log.info(
             "this run is not foreseen: %s", str(error).splitlines()[0] if str(error) else type(error).__name__

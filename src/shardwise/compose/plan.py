@@ -225,7 +225,7 @@ def _tensors_of(
     """
     name, shape, dtype, trained, aliases = parameter
     dtypes = policies.precision.dtypes(name, dtype)
-    moments, needs = policies.updates[policies.group_of(name)] if trained else UpdateRule()
+    moments, needs, wire = policies.updates[policies.group_of(name)] if trained else UpdateRule()
     if needs == "matrix" and (len(shape) != 2 or spec.is_of_experts(name)):
         what = ", one row an expert" * spec.is_of_experts(name)
         raise PlanError(
@@ -250,7 +250,7 @@ def _tensors_of(
     if trained:
         master = {**dict(zip(strategy.axes, strategy.master, strict=True)), **cut}
         yield tensor(dtypes.grad, "gradient", placed["grad"], gradient)
-        yield tensor(dtypes.master, "master", master, needs=needs)
+        yield tensor(dtypes.master, "master", master, needs=needs, wire=wire)
         for moment in moments:
             yield tensor(dtypes.master, "moment", master, label=moment)
 

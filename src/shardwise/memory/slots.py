@@ -23,7 +23,9 @@ from shardwise.memory.direct_io import aligned_empty
 @dataclass(eq=False)
 class _PoolSlot:
     memory: Tensor
-    holder: Hashable | None
+    kind: tuple[int, torch.dtype, Hashable]
+    """Elements, dtype, and what keeps its owners apart from others."""
+    holder: Hashable | None = None
     zeros: tuple[tuple[int, int], ...] | None = None
     """The ranges [start, stop) that holders leave zero, or None if the memory is poisoned."""
 
@@ -42,10 +44,17 @@ class SlotPool:
         self._device = device
         self._ahead_bytes = ahead_bytes
         self._poison = poison
-        self._slots: dict[tuple[int, torch.dtype], list[_PoolSlot]] = {}
+        self._slots: dict[tuple[int, torch.dtype, Hashable], list[_PoolSlot]] = {}
         self._home: dict[Hashable, _PoolSlot] = {}
 
-    def acquire(self, owner: Hashable, elements: int, dtype: torch.dtype, movable: bool = False) -> Tensor:
+    def acquire(
+        self,
+        owner: Hashable,
+        elements: int,
+        dtype: torch.dtype,
+        movable: bool = False,
+        apart: Hashable = None,
+    ) -> Tensor:
         """Return flat memory for an owner, at the same address every time.
 
         Args:
@@ -54,6 +63,7 @@ class SlotPool:
             dtype: Dtype of the memory.
             movable: True if no views of the memory remain outside, so that the owner may get another slot if
                 its own is taken.
+            apart: Owners with different values never share a slot.
 
         Returns:
             The memory.
@@ -63,7 +73,7 @@ class SlotPool:
         """
         slot = self._home.get(owner)
         if slot is None or (movable and slot.holder is not None):
-            slot = self._home[owner] = self._free_slot(elements, dtype)
+            slot = self._home[owner] = self._free_slot(elements, dtype, apart)
         elif slot.holder is not None:
             raise UsageError(
                 f"memory: {owner} is needed while {slot.holder}, which shares its memory, is still in use; the model "
@@ -82,7 +92,7 @@ class SlotPool:
         slot = self._home[owner]
         assert slot.holder == owner, f"slot of {owner} is held by {slot.holder}"
         slot.holder = None
-        row = self._slots[slot.memory.numel(), slot.memory.dtype]
+        row = self._slots[slot.kind]
         row.remove(slot)
         row.append(slot)  # least recently released first
         if self._poison and slot.memory.dtype.is_floating_point:
@@ -123,8 +133,9 @@ class SlotPool:
             for slot in row
         ]
 
-    def _free_slot(self, elements: int, dtype: torch.dtype) -> _PoolSlot:
-        row = self._slots.setdefault((elements, dtype), [])
+    def _free_slot(self, elements: int, dtype: torch.dtype, apart: Hashable) -> _PoolSlot:
+        kind = elements, dtype, apart
+        row = self._slots.setdefault(kind, [])
         free = [slot for slot in row if slot.holder is None]
         spare = max(self._ahead_bytes // max(elements * dtype.itemsize, 1), 1) if self._ahead_bytes else 0
         if free and len(row) > spare:
@@ -132,7 +143,7 @@ class SlotPool:
         with torch.inference_mode(
             False
         ):  # the first pass may be an evaluation, and autograd cannot save a tensor made in inference mode
-            slot = _PoolSlot(self._new(elements, dtype), None)
+            slot = _PoolSlot(self._new(elements, dtype), kind)
         row.append(slot)
         return slot
 

@@ -22,7 +22,7 @@ from shardwise.base.errors import ConfigError, UsageError
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
-from shardwise.optim.muon import Muon
+from shardwise.optim.muon import Muon, dtype_of
 from shardwise.optim.named_rules import NamedRules
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.two_pass import TwoPass
@@ -153,7 +153,9 @@ def update_rules(make: Make, groups: int = 1) -> tuple[UpdateRule, ...]:
         probe = torch.zeros(1)
         optimizer = make([probe], group)
         make_state(optimizer)
-        found.append(UpdateRule(labels_of(optimizer.state.get(probe, {})), needs_of(optimizer)))
+        needs = needs_of(optimizer)
+        wire = dtype_of(optimizer.param_groups[0]) if needs == "matrix" else None
+        found.append(UpdateRule(labels_of(optimizer.state.get(probe, {})), needs, wire))
     return tuple(found)
 
 

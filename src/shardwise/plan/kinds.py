@@ -165,7 +165,8 @@ class Move(NamedTuple):
     lane: Lane
     quantity: str
     """Name of the bytes of the Action's Unit or rank, a field of ``UnitQuantities`` or ``RankQuantities``
-    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks (simulate/sent.py); ``work``: its operations."""
+    (simulate/quantities.py); ``sent``: all that the Action sends to other ranks (simulate/sent.py); ``work``: its
+    operations."""
     is_aside: bool = False
     """True if no later move of the Action waits for this one."""
     is_limited: bool = False
@@ -644,13 +645,14 @@ class Kind(AnyKind):
         handler=("end", "step"),
         waits_for=("loaded",),
         moves=(
+            Move("exchange", "sent"),
             Move("compute", "updated_on_device"),
             Move("compute", "rows_updated"),
             Move("update", "updated_on_host"),
             Move("up", "updated_up"),
         ),
         gives="update",
-        sends="nothing",
+        sends="squares of rows",
     )
     STORE = Definition(
         "write a Unit's masters and moments to the disk after their update",

@@ -30,6 +30,8 @@ class UpdateRule(NamedTuple):
     moments: tuple[str, ...] = ()
     """Names of the values that the optimizer keeps for every element."""
     needs: Needs = "elements"
+    wire: torch.dtype | None = None
+    """Dtype in which directions of whole matrices travel, if updates need those."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class TensorInfo:
     """Pipeline stages that hold the tensor: several if it is tied across stages. The first stage is its owner."""
     needs: Needs = "elements"
     """Inputs of the update, for a master, or for a buffer that a step updates."""
+    wire: torch.dtype | None = None
+    """Dtype in which the direction of a master travels, if its update needs the whole matrix."""
     grows: bool = False
     """True if rows are added with their keys (a dynamic table).
 

@@ -154,7 +154,7 @@ class Timeline:
         return {lane: seconds for lane, seconds in found.items() if seconds}
 
     def uses(self, rank: int) -> dict[tuple[Use, str], float]:
-        """Return the uses of the computation's time on ``rank``, with the axis of exchanges; their sum is the step's."""
+        """Return the uses of the computation's time on ``rank``, with the axis of exchanges; they sum to the step."""
         start_s, stop_s = self.window(rank)
         found: dict[tuple[Use, str], float] = {}
         used_s = 0.0

@@ -87,6 +87,8 @@ class RankClocks:
         if self._data_s:
             self._wait(self._free["data"], first, "data")
             self._beside("data", self._data_s, first)
+        for call in self._job.before_passes:
+            self._do(self._prices.exchange_s(call), first, "exchange", call.axis)
 
     def end_step(self) -> tuple[float, float]:
         """Return the start and the stop of the step that ends now."""

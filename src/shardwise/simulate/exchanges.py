@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwise.comm.trace import ExchangeCall, Operation, Purpose, Traffic, TrafficCount, elements_sent_by
 
-__all__ = ["ExchangeCall", "ExchangeRecord", "message", "totals", "united"]
+__all__ = ["ExchangeCall", "ExchangeRecord", "message", "rows_of", "totals", "united"]
 
 
 class ExchangeRecord(Traffic):
@@ -55,6 +55,14 @@ def united(calls: Iterable[ExchangeCall]) -> tuple[ExchangeCall, ...]:
     for call in calls:
         times[call._replace(calls=1)] += call.calls
     return tuple(call._replace(calls=number) for call, number in times.items())
+
+
+def rows_of(calls: Iterable[ExchangeCall]) -> list[dict[str, str | int]]:
+    """Return the sums of ``calls`` by operation, purpose and axis, each a row of the JSON's ``sent``."""
+    return [
+        {"operation": operation, "purpose": purpose, "axis": axis, **count._asdict()}
+        for (operation, purpose, axis), count in sorted(totals(calls).items())
+    ]
 
 
 def totals(calls: Iterable[ExchangeCall]) -> dict[tuple[Operation, Purpose, str], TrafficCount]:

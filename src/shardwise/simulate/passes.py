@@ -43,8 +43,10 @@ from shardwise.base.pytree import rebuilt, tensors_in
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import is_repeated
+from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.plan.action import Kind
 from shardwise.simulate.exchanges import ExchangeCall, ExchangeRecord, united
+from shardwise.simulate.lookups import strip_tables
 from shardwise.simulate.storages import LiveBytes, StorageCounts, StorageOrigin, added, composition
 from shardwise.simulate.work import NO_WORK, Work, WorkCounter
 from shardwise.tiers.activations import SMALL_BYTES
@@ -134,6 +136,10 @@ class MeasuredPass(NamedTuple):
     """The message to the next stage."""
     answered: tuple[ExchangeCall, ...] = ()
     """The message with the gradients that come back for it."""
+    brings_parts: bool = False
+    """True if the ranks of a pipeline may bring parts of batches, whose rows they tell one another before a step."""
+    lookups: Mapping[str, tuple[GroupLoad, ...]] = {}
+    """Groups of tables with their numbers of keys, by name of the collection."""
     kinds: Mapping[str, str] = {}
     """First Unit that is alike, by name of each Unit."""
     evaluated: Mapping[str, UnitPass] = {}
@@ -207,6 +213,7 @@ def strip(module: nn.Module, dtype_of: Callable[[str, Tensor], torch.dtype], dev
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                     made[id(made[id(tensor)])] = made[id(tensor)]  # for a module that appears twice
                 held[key] = made[id(tensor)]
+    strip_tables(module)
     for owner in module.modules():
         if isinstance(owner, KeyedDropout):  # draws from numbers in host memory
             owner.forward = _masked  # type: ignore[method-assign]

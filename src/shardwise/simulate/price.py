@@ -9,7 +9,7 @@ cost of the other lanes' work beyond what computation covers. Of three steps the
 step run beside the next.
 
 The result is a ``Timeline``, as a measured step is one, and ``StepSeconds`` is read off either. ``replay_timeline``
-walks the same way with given seconds of passes, messages taking none: the prediction that ``engine.timeline()`` returns.
+walks the same way with given seconds of passes and messages that take none; ``engine.timeline()`` predicts by it.
 
 A price is a range, because no figure of hardware is exact. By default a rate is taken to be within -10 % and +25 % of
 what a step reaches for computation, and wider for everything else; figures that were measured on the machine have the
@@ -32,7 +32,6 @@ from shardwise.simulate.clocks import RankClocks, StepClocks
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.prices import ActionPrices
 from shardwise.simulate.quantities import Quantities
-from shardwise.simulate.touched import NO_ROWS, TableRows
 
 _STEPS = 3
 """Number of simulated steps; the first has no update before it."""
@@ -108,7 +107,6 @@ def step_seconds(
     hardware: Hardware,
     device_type: str,
     per_host: int | None = None,
-    rows: Mapping[str, TableRows] = NO_ROWS,
     data_s: float | None = None,
 ) -> StepSeconds:
     """Return the seconds of a step on the rank that takes longest.
@@ -120,10 +118,9 @@ def step_seconds(
         hardware: Rates of a rank.
         device_type: Type of the device, such as ``cpu``.
         per_host: Ranks of one host; None: all ranks are on one host.
-        rows: Rows of each collection of embedding tables in one microbatch, by name of its Unit.
         data_s: Seconds in which the batches of a step are read; None: those of copying them twice in memory.
     """
-    timeline = step_timeline(plan, policies, passed, hardware, device_type, per_host, rows, data_s)
+    timeline = step_timeline(plan, policies, passed, hardware, device_type, per_host, data_s)
     spread = {use: hardware.spread.get(use, ends) for use, ends in _SPREAD.items()}
     return StepSeconds.of(timeline, spread=spread, widest=_WIDEST if hardware.spread else math.inf)
 
@@ -135,7 +132,6 @@ def step_timeline(
     hardware: Hardware,
     device_type: str,
     per_host: int | None = None,
-    rows: Mapping[str, TableRows] = NO_ROWS,
     data_s: float | None = None,
 ) -> Timeline:
     """Return the foreseen timeline of a step, with one rank of each index on "pp".
@@ -147,7 +143,6 @@ def step_timeline(
         hardware: Rates of a rank.
         device_type: Type of the device, such as ``cpu``.
         per_host: Ranks of one host; None: all ranks are on one host.
-        rows: Rows of each collection of embedding tables in one microbatch, by name of its Unit.
         data_s: Seconds in which the batches of a step are read; None: those of copying them twice in memory.
     """
     is_cpu = device_type == "cpu"
@@ -157,7 +152,7 @@ def step_timeline(
     clocks: dict[int, RankClocks] = {}
     lists: dict[int, tuple[Action, ...]] = {}
     for rank in plan.mesh.ranks("pp", 0):
-        job = Quantities(plan, passed, rank, rows)
+        job = Quantities(plan, passed, rank)
         prices = ActionPrices(job, hardware, plan.mesh, is_cpu, per_host)
         clocks[rank] = RankClocks(rank, job, prices, policies.offload.leaving, data_s)
         lists[rank] = plan.classes[class_of(plan.mesh, rank)].actions

@@ -2,7 +2,7 @@
 
     work                   products and other operations of a pass, by a roofline           (work.py)
     sent                   collectives and messages, as their transport makes them  (sent.py, exchange_price.py)
-    on the device          bytes / rate of the memory in which the rank computes; rows of tables have a rate of their own
+    on the device          bytes / rate of the memory in which the rank computes; rows of tables have their own rate
     update, disk           bytes / rate of host memory, or of the disk
     down, up               bytes / rate of the link between host and device; nothing on CPU ranks, where both are one
 

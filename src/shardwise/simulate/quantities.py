@@ -10,20 +10,19 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardwise.comm.trace import ExchangeCall
 from shardwise.parallel.zero.cost import Calls
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.plan import Plan, class_of
 from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.sent import RankExchanges
 from shardwise.simulate.touched import (
-    NO_ROWS,
     TableRows,
     balanced_bytes,
     directed_bytes,
     gradient_bytes,
     orthogonalised,
     scaled_bytes,
+    table_rows,
 )
 from shardwise.tiers.tier_cost import TierTraffic, unit_traffic
 
@@ -93,16 +92,9 @@ class Quantities:
         plan: The Plan.
         passed: Measured pass of one microbatch, by stage.
         rank: The rank.
-        rows: Rows of each collection of embedding tables in one microbatch, by name of its Unit.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        passed: Mapping[int, MeasuredPass],
-        rank: int,
-        rows: Mapping[str, TableRows] = NO_ROWS,
-    ):
+    def __init__(self, plan: Plan, passed: Mapping[int, MeasuredPass], rank: int):
         self.ranks = plan.classes[class_of(plan.mesh, rank)]
         self.strategies = self.ranks.strategies
         self._mesh = plan.mesh
@@ -112,8 +104,8 @@ class Quantities:
             directed_bytes(self.ranks, plan.registry, plan.mesh, unit)
             for unit in range(len(self.ranks.units))
         ]
-        self.matrices, self.matrix_elements = orthogonalised(plan, self.ranks)
-        """Products of ALL_TO_ALL, and the elements of all matrices of the rank's stages."""
+        self.matrices = orthogonalised(plan, self.ranks)
+        """Products of ALL_TO_ALL."""
         self.of_rank = RankQuantities(
             normed,
             sum(each.compared for each in self._directed),
@@ -122,21 +114,18 @@ class Quantities:
         )
         """Bytes of the rank's Actions."""
         self._exchanges = RankExchanges(plan, passed, rank)
-        self._rows = rows
         times = Counter((action.kind, action.unit) for action in self.ranks.actions)
         moved = unit_traffic(self.ranks, plan.mesh)
-        self.of = [self._of(unit, each, plan, times) for unit, each in enumerate(moved)]
+        self.of = [self._of(unit, each, times) for unit, each in enumerate(moved)]
         """Bytes of each Unit's Actions."""
 
-    def _of(
-        self, unit: int, moved: TierTraffic, plan: Plan, times: Counter[tuple[Kind, int]]
-    ) -> UnitQuantities:
+    def _of(self, unit: int, moved: TierTraffic, times: Counter[tuple[Kind, int]]) -> UnitQuantities:
         strategy = self.strategies[unit]
         windows, arrivals = (max(times[kind, unit], 1) for kind in (Kind.UNSHARD, Kind.ARRIVE))
         read, brought = moved.weights_read / windows, moved.weights_brought / windows
         is_ahead = strategy.brings_shard
         directed = self._directed[unit]
-        rows = self.rows_of(unit)
+        rows = self._rows_of(unit)
         deliveries = max(times[Kind.FETCH, unit], 1)
         return UnitQuantities(
             weights_read=read * is_ahead,
@@ -161,9 +150,12 @@ class Quantities:
             rows_updated=2 * rows.updated_bytes * deliveries,
         )
 
-    def rows_of(self, unit: int) -> TableRows:
+    def _rows_of(self, unit: int) -> TableRows:
         """Return the rows of a Unit in one microbatch; zeros for a Unit without embedding tables."""
-        return self._rows.get(self.ranks.units[unit].name, TableRows())
+        if not self.ranks.units[unit].has_rows:
+            return TableRows()
+        lookups = self._passed[self.ranks.unit_stages[unit]].lookups
+        return table_rows(lookups.get(self.ranks.units[unit].name, ()), self._mesh.size("dp"))
 
     def share(self, kind: Kind, unit: int) -> UnitPass:
         """Return the part of a Unit in a pass of one microbatch."""
@@ -179,20 +171,10 @@ class Quantities:
         return max(self.share(Kind.F, unit).net_bytes - others, 0)
 
     def exchanges(self, action: Action) -> Calls:
-        """Return all that an Action sends to other ranks."""
-        found = self._exchanges.of(action)
-        if found or action.kind not in (Kind.FETCH, Kind.DELIVER, Kind.ALL_TO_ALL):
-            return found
-        return self._assumed(action)
+        """Return the collectives and messages of one Action, with what its pass sends (sent.py)."""
+        return self._exchanges.of(action)
 
-    def _assumed(self, action: Action) -> Calls:
-        """Return what an Action sends about evenly to all ranks, if numbers decide how much."""
-        if action.kind is Kind.ALL_TO_ALL:
-            sharers = self._mesh.world_size // self._mesh.pp
-            part = self.matrix_elements * (sharers - 1) // sharers**2
-            return (ExchangeCall("all_to_all", "gradients", "world", part, 2, 2),) if part else ()
-        rows, is_back = self.rows_of(action.unit), action.kind is Kind.DELIVER
-        nbytes, messages = round(rows.sent_bytes[is_back]), rows.messages[is_back]
-        if not nbytes or not messages:
-            return ()
-        return (ExchangeCall("all_to_all", "keys", "dp", -(-nbytes // messages), 1, messages),)
+    @property
+    def before_passes(self) -> Calls:
+        """What a step sends before its first Action: keys of tables, or the rows of parts of batches."""
+        return self._exchanges.before_passes

@@ -10,6 +10,8 @@ The table of Kinds (plan/kinds.py) names for each Kind what it sends; this modul
     gradients         their reductions; ``arrival``: what follows when a reduction is waited for
     shared gradients  sums over the ranks of a model that hold the same elements, or stages with tied parameters
     numbers           the two small all-reduces of NORM, and before them the sums over replicas of shards
+    matrices          whole matrices to their owners and back                              (optim/stage_matrices.py)
+    keys, vectors, row gradients, squares of rows     of embedding tables                  (parallel/embedding/calls.py)
     norms, scales     small numbers for optimizers that need norms, and for weights that are gathered in fp8
 
 Each call has the size that ``Traffic`` counts for it, so that the sum of a list equals the counts of a real step. A
@@ -22,15 +24,26 @@ Cost: a look at each Action, and at each bucket once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 
 import torch
 
 from shardwise.comm.equality import terms
 from shardwise.comm.trace import ExchangeCall, collective
+from shardwise.optim.stage_matrices import dealt_rounds
+from shardwise.parallel.embedding.calls import (
+    CollectionCalls,
+    GroupLoad,
+    calls_of,
+    keys_of_pass,
+    keys_of_step,
+)
+from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.zero.cost import Calls, UnitExchanges, unit_exchanges
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.plan import Plan, class_of
 from shardwise.plan.slices import TensorSlices
+from shardwise.plan.unit import Bucket
 from shardwise.simulate.exchanges import united
 from shardwise.simulate.passes import MeasuredPass
 
@@ -43,6 +56,8 @@ _SUMS, _GUESSES, _FAULTS, _LOSSES = 4, 5, 3, 4
 """Numbers of NORM, as engine/step/end.py has them: the sums, the weights that are guessed, the faults, the losses."""
 _BESIDE_PAIRS = 4
 """Numbers beside those of each expert that a mixture sums (parallel/expert/loads.py)."""
+_VERDICTS = 2
+"""Numbers by which ranks of a model tell one another of tables: a dropped pass, and a full table."""
 _WORD = 16
 """Alignment of the parts of saved tensors along "tp" (tiers/activations.py)."""
 
@@ -73,7 +88,7 @@ class RankExchanges:
     def of(self, action: Action) -> Calls:
         """Return the calls of one Action."""
         sends = action.kind.row.sends
-        return () if sends == "nothing" else _CALLS[sends](self, action)
+        return () if sends == "nothing" else CALLS[sends](self, action)
 
     # Passes ----------------------------------------------------------------------------------------------------
 
@@ -130,6 +145,11 @@ class RankExchanges:
         )
 
     def _shared(self, action: Action) -> Calls:
+        return (*self.over_replicas, *self._over_sharers)
+
+    @cached_property
+    def _over_sharers(self) -> Calls:
+        """Sums over the ranks of a model that hold the same elements, and over stages with tied parameters."""
         plan, ranks = self._plan, self._ranks
         slices = TensorSlices(plan.registry, plan.mesh, self._rank)
         held: dict[tuple[int, ...], tuple[int, torch.dtype]] = {}
@@ -152,7 +172,7 @@ class RankExchanges:
                     held[group] = elements, torch.promote_types(wide, dtype)
                 if key.tie:
                     ties.setdefault(key.tie, (bucket.elements // owned[1], dtype.itemsize))
-        found: Calls = self.over_replicas
+        found: Calls = ()
         for group, (elements, dtype) in sorted(held.items()):
             found += collective("all_reduce", "gradients", "shared", elements, dtype.itemsize, len(group))
         for name, (elements, itemsize) in sorted(ties.items()):
@@ -169,8 +189,15 @@ class RankExchanges:
         over_dp, over_model = self._numbers_of_followers()
         over_dp += _SUMS + 3 * _HASH + _GUESSES + self._parameters
         over_model += _SUMS + _FAULTS + _LOSSES + _HASH + _FINGERPRINT + _GUESSES
+        tables = sum(len(each.tables) for each in self._plan.classes.values())
+        compared = 3 * tables if mesh.size("model") > 1 else 0
         return (
             *(() if is_summed else self.over_replicas),
+            *(
+                collective("all_reduce", "control", "model", compared, _NUMBER, mesh.size("model"))
+                if compared
+                else ()
+            ),
             *collective("all_reduce", "control", "dp", over_dp, _NUMBER, mesh.size("dp")),
             *collective("all_reduce", "control", "model", over_model, _NUMBER, mesh.size("model")),
         )
@@ -186,7 +213,15 @@ class RankExchanges:
         """Return the numbers that techniques add to NORM, over "dp" and over the model."""
         plan = self._plan
         both = sum(2 * experts + _BESIDE_PAIRS for experts in plan.experts.values()) + plan.squares
-        return both + self._watches_edits, both
+        capped = sum(
+            _is_capped(table)
+            for unit in self._ranks.tables
+            for group in self._loads(unit.index)
+            for table in group.tables.tables
+        )
+        delivered = self.microbatches * len(self._ranks.tables)
+        has_tables = any(each.tables for each in plan.classes.values())
+        return both + self._watches_edits + delivered + capped, both + _VERDICTS * has_tables
 
     @property
     def _watches_edits(self) -> bool:
@@ -212,14 +247,75 @@ class RankExchanges:
             found += collective("all_gather", "control", axis, scales * ranks, 4, ranks)
         return found
 
-    def _tables(self, action: Action) -> Calls:
-        return ()
+    # Tables ----------------------------------------------------------------------------------------------------
+
+    def _loads(self, unit: int) -> tuple[GroupLoad, ...]:
+        """Return the groups of tables of a Unit, with their numbers of keys."""
+        passed = self._passed.get(self._ranks.unit_stages[unit])
+        return () if passed is None else passed.lookups.get(self._ranks.units[unit].name, ())
+
+    def _of_tables(self, action: Action) -> CollectionCalls:
+        mesh = self._plan.mesh
+        return calls_of(self._loads(action.unit), mesh.index("dp", self._rank), mesh.size("dp"))
+
+    def _vectors(self, action: Action) -> Calls:
+        fetched = self._of_tables(action).fetched
+        if self._plan.mesh.pp == 1:
+            return fetched
+        return keys_of_pass(self._loads(action.unit), self._plan.mesh.size("dp")) + fetched
+
+    def _row_gradients(self, action: Action) -> Calls:
+        return self._of_tables(action).delivered * self.microbatches
+
+    def _row_squares(self, action: Action) -> Calls:
+        is_table = self._ranks.units[action.unit].has_rows
+        return self._of_tables(action).stepped if is_table else ()
+
+    @property
+    def before_passes(self) -> Calls:
+        """What a step sends before its first Action: keys of tables, or the rows of parts of batches."""
+        ranks = self._plan.mesh.pp
+        if ranks > 1:  # each forward pass exchanges its own keys
+            brings_parts = any(passed.brings_parts for passed in self._passed.values())
+            told = 1 + 4 * self.microbatches
+            return collective("all_reduce", "control", "pp", told, _NUMBER, ranks) if brings_parts else ()
+        units = [unit.index for unit in self._ranks.tables]
+        groups = [group for unit in units for group in self._loads(unit)]
+        return keys_of_step(groups, self.microbatches, self._plan.mesh.size("dp"))
 
     def _matrices(self, action: Action) -> Calls:
-        return ()
+        plan, ranks = self._plan, self._plan.mesh.ranks("stage", self._rank)
+        me = ranks.index(self._rank)
+        slices = TensorSlices(plan.registry, plan.mesh, self._rank)
+        buckets = [
+            (bucket, bucket.shards if strategy.cuts_master else 1)
+            for unit, strategy in zip(self._ranks.units, self._ranks.strategies, strict=True)
+            for bucket in unit.buckets
+            if bucket.key.trained and self._needs_matrices(bucket)
+        ]
+        found: Calls = ()
+        for dtype, _, there, back in dealt_rounds(buckets, slices, ranks):
+            for counts in (there, back):
+                leaving = [sum(row) - row[rank] for rank, row in enumerate(counts)]
+                if any(leaving):
+                    found += collective(
+                        "all_to_all", "gradients", "stage", leaving[me], dtype.itemsize, len(ranks)
+                    )
+        return found
+
+    def _needs_matrices(self, bucket: Bucket) -> bool:
+        return self._plan.registry.get("master", bucket.slots[0].name).needs == "matrix"
 
 
-_CALLS: Mapping[str, Callable[[RankExchanges, Action], Calls]] = {
+def _is_capped(table: TablePolicy) -> bool:
+    """Return whether more rows than a limit are an error: NORM sums the rows of such tables."""
+    rule = table.dynamic
+    if rule is None or rule.capacity is None and rule.budget_bytes is None:
+        return False
+    return rule.eviction.type in ("none", "age")
+
+
+CALLS: Mapping[str, Callable[[RankExchanges, Action], Calls]] = {
     "pass": RankExchanges._pass,
     "message": RankExchanges._message,
     "saved": RankExchanges._saved,
@@ -231,9 +327,10 @@ _CALLS: Mapping[str, Callable[[RankExchanges, Action], Calls]] = {
     "norms": RankExchanges._norms,
     "scales": RankExchanges._scales,
     "matrices": RankExchanges._matrices,
-    "keys": RankExchanges._tables,
-    "vectors": RankExchanges._tables,
-    "row gradients": RankExchanges._tables,
+    "keys": lambda self, action: self.before_passes,
+    "vectors": RankExchanges._vectors,
+    "row gradients": RankExchanges._row_gradients,
+    "squares of rows": RankExchanges._row_squares,
 }
 """Functions by the names in the table of Kinds."""
 
@@ -248,4 +345,4 @@ def sent(plan: Plan, passed: Mapping[int, MeasuredPass], rank: int) -> tuple[Exc
     """
     exchanges = RankExchanges(plan, passed, rank)
     actions: Iterable[Action] = plan.classes[class_of(plan.mesh, rank)].actions
-    return united(call for action in actions for call in exchanges.of(action))
+    return united((*exchanges.before_passes, *(call for action in actions for call in exchanges.of(action))))

@@ -33,7 +33,7 @@ from shardwise.compose.lists import forward_actions_of
 from shardwise.compose.plan import PlanPolicies
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.slots import SlotPool
-from shardwise.parallel.zero.cost import widths_of
+from shardwise.parallel.zero.cost import is_summed_in_ranges, widths_of
 from shardwise.parallel.zero.waiting import most_waiting_bytes
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.placement import Tier
@@ -219,6 +219,7 @@ class RankWalk:
         self._near = near
         """Tiers in the memory whose peak is computed."""
         self._plan = plan
+        self._is_alone = policies.microbatches == 1
         self._passed = passed
         keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
         ahead = int(policies.zero.prefetch_bytes) if policies.zero.prefetch_bytes != "auto" else 0
@@ -414,9 +415,11 @@ class RankWalk:
         for place, bucket, rows in self._buckets(unit):
             if "grad" not in rows:
                 continue
-            if self._strategies[unit].cuts_grad:
+            strategy = self._strategies[unit]
+            is_in_ranges = self._is_alone and is_summed_in_ranges(bucket.key, strategy, self._plan.mesh)
+            if strategy.cuts_grad or is_in_ranges:
                 self._take("staging", (unit, place), bucket, bucket.elements)
-            else:
+            if not strategy.cuts_grad:
                 self._gradients[unit, place] = self._bytes(rows["grad"], bucket)
         self._compute(action)
 
@@ -504,7 +507,7 @@ class RankWalk:
         if holder is not None:
             pool.release(holder)  # releases its slot, as in UnitWindows.need
         dtype = bucket.key.gathered_dtype if row == "gathered" else bucket.key.dtype
-        pool.acquire(owner, elements, dtype)
+        pool.acquire(owner, elements, dtype, apart=self.ranks.unit_stages[owner[0]])
 
     def _release(self, row: str, unit: int) -> None:
         pool = self._slots[row]

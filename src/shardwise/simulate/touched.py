@@ -15,15 +15,19 @@ Cost: one look at each bucket.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.base.hardware import Product
+from shardwise.parallel.embedding.calls import GroupLoad
+from shardwise.parallel.embedding.cost import rows_touched
+from shardwise.parallel.embedding.rules import optimizer_of
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan, RankClass
 from shardwise.plan.registry import Registry
 from shardwise.simulate.work import NO_WORK, Work
 
+_KEY_BYTES = 8
 _NEWTON_SCHULZ = 5
 """Rounds of Newton-Schulz, the default of Muon."""
 
@@ -90,14 +94,14 @@ def balanced_bytes(registry: Registry, ranks: RankClass) -> int:
     return sum(3 * info.elements * info.dtype.itemsize for info in registry.needs("loads", ranks.stages))
 
 
-def orthogonalised(plan: Plan, ranks: RankClass) -> tuple[Work, int]:
-    """Return the products of Newton-Schulz on one rank, and the elements of all matrices of its stages.
+def orthogonalised(plan: Plan, ranks: RankClass) -> Work:
+    """Return the products of Newton-Schulz on one rank.
 
     The ranks that hold a stage share the matrices evenly.
     """
     matrices = plan.registry.needs("matrix", ranks.stages)
     if not matrices:
-        return NO_WORK, 0
+        return NO_WORK
     sharers = plan.mesh.world_size // plan.mesh.pp
     products: Counter[Product] = Counter()
     for info in matrices:
@@ -107,7 +111,7 @@ def orthogonalised(plan: Plan, ranks: RankClass) -> tuple[Work, int]:
         products[square] += _NEWTON_SCHULZ
         products[wide] += 2 * _NEWTON_SCHULZ
     shared = {product: -(-calls // sharers) for product, calls in products.items()}
-    return Work(shared, calls=sum(shared.values())), sum(info.elements for info in matrices)
+    return Work(shared, calls=sum(shared.values()))
 
 
 class TableRows(NamedTuple):
@@ -119,10 +123,23 @@ class TableRows(NamedTuple):
     """Bytes of the weights of distinct rows that a rank reads."""
     updated_bytes: float = 0.0
     """Bytes of distinct rows with their optimizer state that a rank updates."""
-    sent_bytes: tuple[float, float] = (0.0, 0.0)
-    """Bytes that a rank sends: keys and vectors in FETCH, gradients in DELIVER."""
-    messages: tuple[int, int] = (0, 0)
-    """Messages to all ranks of FETCH and of DELIVER."""
 
 
-NO_ROWS: Mapping[str, TableRows] = {}
+def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
+    """Return the rows of a collection in one microbatch.
+
+    Args:
+        groups: Groups of tables, with the numbers of keys of a microbatch.
+        ranks: Ranks over which the rows are spread.
+    """
+    found = TableRows()
+    for group in groups:
+        width, state = group.tables.width, optimizer_of(group.tables.optimizer).columns(group.tables.width)
+        for place, load in zip(group.tables.places, group.loads, strict=True):
+            touched = rows_touched(place, load, ranks) * group.itemsize
+            found = TableRows(
+                found.keys_bytes + load.keys * _KEY_BYTES,
+                found.read_bytes + touched * width,
+                found.updated_bytes + touched * (width + state),
+            )
+    return found

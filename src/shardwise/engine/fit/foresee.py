@@ -44,7 +44,13 @@ from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_bui
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
-from shardwise.engine.parts.tables import ModelTables, check_mesh, chosen_for, register_tables, tables_of
+from shardwise.engine.parts.tables import (
+    ModelTables,
+    check_mesh,
+    chosen_for,
+    register_tables,
+    tables_of,
+)
 from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
@@ -52,8 +58,11 @@ from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
 from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
+from shardwise.parallel.embedding.calls import GroupLoad
+from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
+from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.parallel.zero.modules import repeated_blocks
@@ -68,6 +77,7 @@ from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
 from shardwise.simulate.exchanges import ExchangeRecord
 from shardwise.simulate.exchanges import message as calls_of
+from shardwise.simulate.lookups import loads_of
 from shardwise.simulate.passes import (
     MeasuredPass,
     measure,
@@ -76,9 +86,7 @@ from shardwise.simulate.passes import (
     stripped,
     without_numbers,
 )
-from shardwise.simulate.table_rows import table_rows
 from shardwise.simulate.timeline import RowsBesideSteps, StepMemory, step_memory
-from shardwise.simulate.touched import TableRows
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
@@ -180,20 +188,6 @@ class JobFacts(NamedTuple):
     given_bytes: int = 0
     """Bytes of the parameters of a model that comes with its weights."""
 
-    @property
-    def rows(self) -> dict[str, TableRows]:
-        """Rows of each collection of embedding tables in one microbatch, by name of the collection."""
-        ranks, batch = self.mesh.size("dp"), self.settings.batch.micro_size or 1024
-        return {
-            name: table_rows(
-                each,
-                batch,
-                ranks,
-                torch.promote_types(self.settings.precision.dtypes("", each.dtype).master, torch.float32),
-            )
-            for name, each in self.tables.everywhere.items()
-        }
-
     def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
         return self.policies._replace(offload=offload)
@@ -238,6 +232,13 @@ class JobFacts(NamedTuple):
         )
 
     def _assumptions(self) -> tuple[str, ...]:
+        of_tables = (
+            "tables: every rank's batches have as many keys as the example, other keys on every rank, spread evenly "
+            "over the ranks that hold rows",
+        )
+        return (*self._assumptions_of_experts(), *(of_tables if self.tables else ()))
+
+    def _assumptions_of_experts(self) -> tuple[str, ...]:
         if not self.has_experts:
             return ()
         policy = self.settings.experts
@@ -293,7 +294,7 @@ def read(
     passed: Mapping[int, MeasuredPass] = {}
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
-        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
+        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks, tables)
     check_blocks(blocks, settings.offload)
     beside = 0
     if device.type == "cpu":
@@ -404,9 +405,10 @@ def _cut(
         groups["pp"] = Group.alone("pp")
     replay = replay or DrawReplay()
     loads = ExpertLoads(described.spec.experts_of, replay)
-    # On one pretended rank batch norm has no other samples, weights have their values, and rows have no owners.
-    policies = cut_policies_of(settings)._replace(synchronizes_batch_norm=False)
-    cut = ModelCut(model, described, starts, CutRanks(groups), policies, replay, loads, alike)
+    # On one pretended rank weights have their values, and rows have no owners.
+    cut = ModelCut(
+        model, described, starts, CutRanks(groups), cut_policies_of(settings), replay, loads, alike
+    )
     return apply_to_model(cut, {"start": lambda: None, "tables": lambda: None})
 
 
@@ -420,6 +422,7 @@ def _passes(
     example: Any,
     loss: Loss | None,
     blocks: Sequence[str],
+    tables: ModelTables,
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage; stages that are alike share one measurement."""
     device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
@@ -432,7 +435,8 @@ def _passes(
         return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
 
     alike = AlikeStorages(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
-    kinds_of = kinds_of_stages(plan, make(), to_recompute)
+    whole = make()
+    kinds_of, is_list = kinds_of_stages(plan, whole, to_recompute), isinstance(whole, Layers)
     cuts: dict[int, Stages] = {}
     measured: dict[Hashable, tuple[MeasuredPass, Sequence[Unit], _Message, _Message]] = {}
     found: dict[int, MeasuredPass] = {}
@@ -449,9 +453,10 @@ def _passes(
             continue
         rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
         if rank not in cuts:
-            cuts[rank] = _cut(
-                make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
-            )
+            model = make()
+            for name, each in collections_of(model).items():
+                each.adopt_choices(tables.everywhere[name])
+            cuts[rank] = _cut(model, starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic)
         module, run = cuts[rank][stage]
         with without_numbers():
             batch = stripped(example, device)
@@ -471,11 +476,24 @@ def _passes(
                 answered_bytes=sum(tensor.nbytes for tensor in back),
                 leaves=() if stage == last else calls_of("activations", tensors),
                 answered=calls_of("gradients", back),
+                brings_parts=is_list and loss is None,
                 evaluated=measure_evaluation(module, kinds, one.run),
             )
         arrived, message = message, _Message(one.text, tensors)
         measured.setdefault(kind, (found[stage], units, arrived, message))
-    return found
+    return {
+        stage: passed._replace(lookups=_lookups(tables, stage, example, plan.mesh.size("dp")))
+        for stage, passed in found.items()
+    }
+
+
+def _lookups(tables: ModelTables, stage: int, example: Any, ranks: int) -> dict[str, tuple[GroupLoad, ...]]:
+    """Return the numbers of keys that the example has for the tables of a stage, by collection."""
+    return {
+        name: loads_of(collection, example, ranks)
+        for name, collection in tables.everywhere.items()
+        if tables.stages[name] == stage
+    }
 
 
 class _Message(NamedTuple):

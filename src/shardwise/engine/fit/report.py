@@ -14,67 +14,53 @@ them together, so the text for people and the JSON for programs cannot differ.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.base.words import bytes_text, counted
 from shardwise.config.run import RunConfig
-from shardwise.engine.fit.fits import FitReport
-from shardwise.engine.fit.foresee import MemoryEstimate
-from shardwise.observe.flops import flops_text, pf_days
+from shardwise.engine.fit.fits import ConfigChange
+from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
+from shardwise.observe.flops import flops_text
 from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
+from shardwise.plan.plan import bytes_by_tier, class_of
+from shardwise.simulate.exchanges import totals
+from shardwise.simulate.sent import sent
+from shardwise.simulate.step_flops import RunTime, StepFlops
+from shardwise.simulate.timeline import StepMemory
+from shardwise.simulate.why import MemoryReason
 
 _DAY_S = 86_400
-_HOUR_S = 3_600
 _RESTART_S = 60.0
 """Seconds from a failure to the first step of the next start, without reading the checkpoint; an assumption."""
 
 
-class JobFlops(NamedTuple):
-    """Floating-point operations of a job."""
+class JobSeconds(NamedTuple):
+    """Seconds of one step, foreseen or given, and what follows from them for the whole run."""
 
-    model_per_token: float | None
-    """Operations that the model needs for one token, as if attention were not causal; None without a formula."""
-    model_per_step: float | None
-    """The same for one step; for a model without a formula what one step executes without recomputation."""
-    hardware_per_step: float
-    """``model_per_step`` with the forward passes that are computed again."""
-    executed_per_step: float
-    """Operations that all ranks execute in one step, as counted on shapes."""
-    total: float | None
-    """``model_per_step`` of all steps; None if the number of steps is unknown."""
-
-    def plain(self) -> dict[str, Any]:
-        """Return the operations as values for JSON."""
-        return {**self._asdict(), "pf_days": None if self.total is None else pf_days(self.total)}
-
-
-class JobTime(NamedTuple):
-    """Seconds of one step, and of the whole run."""
-
-    step_s: float
+    run: RunTime
     low_s: float
     high_s: float
-    """Bounds of the range in which 90 % of steps are expected."""
+    """Bounds of the range in which steps are expected."""
     spent: Mapping[str, float]
-    """Seconds of the slowest rank by use; they add up to ``step_s``."""
+    """Seconds of the slowest rank by use; they add up to the step, and are empty if the seconds were given."""
     exposed: Mapping[str, float]
     """Seconds in which the computation waits for other ranks, by axis."""
-    mfu: float | None
-    hfu: float | None
-    tokens_per_s: float | None
-    days: float | None
-    """Days of all steps; None if the number of steps is unknown."""
-    device_hours: float | None
     given: str = ""
     """What replaced the price: ``--mfu`` or ``--step-s``; empty if nothing did."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the times as values for JSON."""
-        found = self._asdict()
-        del found["given"]
-        return {**found, "spent": dict(self.spent), "exposed": dict(self.exposed)}
+        """Return the seconds as values for JSON."""
+        run = self.run._asdict()
+        return {
+            "step_s": run.pop("step_s"),
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "spent": dict(self.spent),
+            "exposed": dict(self.exposed),
+            **run,
+        }
 
 
 class SavePace(NamedTuple):
@@ -116,13 +102,10 @@ def restart_seconds(read_s: float) -> float:
 class JobReport:
     """Holds everything that is foreseen of a job."""
 
-    config: RunConfig
+    known: JobFacts
     ranks: int
     device: str
     """Name of the device, as ``--device`` takes it."""
-    per_host: int
-    """Ranks of one host."""
-    parameters: int
     memory: Mapping[Tier, int]
     """Bytes that a rank has, by tier."""
     outlook: MemoryEstimate
@@ -130,28 +113,37 @@ class JobReport:
     """Values that followed from the ranks, in words."""
     assumes: tuple[str, ...] = ()
     """Assumptions, each a sentence."""
-    fit: FitReport | None = None
-    """Memory and seconds of a step, and changes that make it fit; None if the pass needs numbers."""
-    flops: JobFlops | None = None
-    time: JobTime | None = None
+    flops: StepFlops | None = None
+    """Operations of a step; None if the pass needs numbers."""
+    seconds: JobSeconds | None = None
     pace: SavePace | None = None
     """With ``--failures-per-day``."""
+    changes: tuple[ConfigChange, ...] = ()
+    """Configurations that fit, the cheapest first, if this one does not."""
+    why: tuple[tuple[MemoryReason, Mapping[str, Any]], ...] = ()
+    """Composition of the peak, with what removes each entry: ``removed_by``, ``saves_bytes`` and ``price_s``."""
+    search: Mapping[str, Any] | None = None
+    solved: Mapping[str, Any] | None = None
     diff: Mapping[str, Any] | None = None
     """With ``--against``: what differs, theirs minus ours."""
     outcome: Mapping[str, Any] | None = None
     """Of a run that has ended: foreseen and actual."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further parts for JSON: ``search`` and ``solved``."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration."""
+        return self.known.settings
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(math.prod(info.shape) for info in self.outlook.plan.registry.of_kind("parameter"))
 
     @property
     def needs(self) -> Mapping[Tier, int]:
-        """Bytes that the rank that needs most of each tier needs."""
+        """Bytes that the rank that needs most of each tier needs, in any phase."""
         found: Mapping[Tier, int] = self.outlook.bytes_by_tier
-        if found:
-            return found
-        from shardwise.plan.plan import bytes_by_tier
-
-        return bytes_by_tier(self.outlook.bytes_per_rank())
+        return found or bytes_by_tier(self.outlook.bytes_per_rank())
 
     @property
     def margins(self) -> dict[Tier, int]:
@@ -163,9 +155,66 @@ class JobReport:
         """True if every class of ranks fits every tier in every phase."""
         return all(margin >= 0 for margin in self.margins.values())
 
+    def classes(self) -> list[dict[str, Any]]:
+        """Return what each class of ranks holds and sends, as values for JSON."""
+        plan = self.outlook.plan
+        steps = {step.rank: step for step in self.outlook.steps}
+        found = []
+        for first in plan.mesh.ranks("pp", 0):
+            state = plan.bytes_per_rank(first)
+            memory: dict[str, Any] = {
+                "rows": state,
+                "phases": {},
+                "peak_bytes": sum(state.values()),
+                "peak": None,
+                "by_tier": bytes_by_tier(state),
+            }
+            if first in steps:
+                step = steps[first]
+                peak = step.peak
+                memory = {
+                    "rows": step.rows,
+                    "phases": dict(step.phases),
+                    "peak_bytes": step.bytes_by_tier["device"],
+                    "peak": {
+                        "phase": peak.phase,
+                        "action": None if peak.action is None else str(peak.action),
+                        "unit": peak.unit,
+                        "rows": dict(peak.rows),
+                    },
+                    "by_tier": dict(step.bytes_by_tier),
+                }
+            found.append(
+                {
+                    "name": class_of(plan.mesh, first),
+                    "ranks": plan.mesh.world_size // plan.mesh.pp,
+                    "memory": memory,
+                    "sent": self.sent(first),
+                }
+            )
+        return found
+
+    def sent(self, rank: int) -> list[dict[str, Any]]:
+        """Return what one rank sends in a step, by operation, purpose and axis; an empty list without a pass."""
+        if not self.known.passed:
+            return []
+        counts = totals(sent(self.outlook.plan, self.known.passed, rank))
+        return [
+            {
+                "operation": operation,
+                "purpose": purpose,
+                "axis": axis,
+                "calls": count.calls,
+                "elements": count.elements,
+                "bytes": count.bytes,
+            }
+            for (operation, purpose, axis), count in counts.items()
+        ]
+
     def plain(self) -> dict[str, Any]:
         """Return the report as values for JSON."""
-        mesh = self.outlook.plan.mesh
+        mesh, flops = self.outlook.plan.mesh, self.flops
+        steps = self.config.train.steps
         return {
             "fits": self.fits,
             "margin_bytes": min(self.margins.values(), default=None),
@@ -174,13 +223,16 @@ class JobReport:
             "mesh": {axis: mesh.size(axis) for axis in (*mesh.axes, "ep", "etp")},
             "device": self.device,
             "assumes": list(self.assumes),
-            "classes": [],
-            "why": [],
-            "flops": None if self.flops is None else self.flops.plain(),
-            "time": None if self.time is None else self.time.plain(),
-            "changes": [] if self.fit is None else self.fit.plain()["changes"],
-            "search": self.extra.get("search"),
-            "solved": self.extra.get("solved"),
+            "classes": self.classes(),
+            "why": [reason.plain() | dict(removal) for reason, removal in self.why],
+            "flops": None
+            if flops is None
+            else {**flops._asdict(), "total": flops.total(steps), "pf_days": flops.pf_days(steps)},
+            "time": None if self.seconds is None else self.seconds.plain(),
+            "pace": None if self.pace is None else self.pace._asdict(),
+            "changes": [change.plain() for change in self.changes],
+            "search": self.search,
+            "solved": self.solved,
             "diff": self.diff,
             "outcome": self.outcome,
         }
@@ -189,27 +241,28 @@ class JobReport:
         """Return the report as JSON for programs."""
         return json.dumps(self.plain(), indent=2)
 
-    def lines(self, why: bool = False) -> list[str]:
-        """Return the report as lines for people.
-
-        Args:
-            why: Explain the bytes at the peak.
-        """
+    def lines(self) -> list[str]:
+        """Return the report as lines for people."""
         mesh = self.outlook.plan.mesh
         said = [
             f"{count_text(self.parameters)} parameters on {counted(self.ranks, 'rank')} of {self.device}: {mesh}"
         ]
-        said += [*self.choices]
+        said += self.choices
         for tier, margin in self.margins.items():
             word = "free" if margin >= 0 else "missing"
             said.append(
                 f"{tier}: {bytes_text(self.needs.get(tier, 0))} of {bytes_text(self.memory[tier])}, "
                 f"{bytes_text(abs(margin))} {word}"
             )
-        if self.time is not None:
-            said += _time_lines(self.time)
-        if self.flops is not None and self.flops.total is not None:
-            said.append(f"{flops_text(self.flops.total)} in all: {pf_days(self.flops.total):.3g} PF-days")
+        said += _memory_lines(self.outlook.step)
+        if self.seconds is not None:
+            said += _time_lines(self.seconds)
+        if self.flops is not None:
+            steps = self.config.train.steps
+            said.append(
+                f"{flops_text(self.flops.total(steps))} in {counted(steps, 'step')}: "
+                f"{self.flops.pf_days(steps):.3g} PF-days"
+            )
         if self.pace is not None:
             pace = self.pace
             said.append(
@@ -217,20 +270,83 @@ class JobReport:
                 f"{pace.goodput:.1%} of the time trains"
             )
         said += [f"assumed: {each}" for each in self.assumes]
+        return said + self._further_lines()
+
+    def _further_lines(self) -> list[str]:
+        """Return lines on the parts that options ask for."""
+        said: list[str] = []
+        if self.changes:
+            said.append("what makes it fit, the cheapest first:")
+            said += [f"  {change.line()}" for change in self.changes[:_SHOWN]]
+        elif not self.fits:
+            said.append("nothing known makes it fit")
+        if self.why:
+            said.append("every byte at the peak:")
+            said += [f"  {_why_line(reason, removal)}" for reason, removal in self.why]
+        if self.diff is not None:
+            said.append("what differs, theirs minus ours:")
+            said += _difference_lines(self.diff)
         return said
 
 
-def _time_lines(time: JobTime) -> list[str]:
-    spent = ", ".join(f"{name} {each_s:.3g}" for name, each_s in time.spent.items() if each_s)
-    given = f", from {time.given}" if time.given else f" ({time.low_s:.3g} to {time.high_s:.3g})"
-    said = [f"a step takes {time.step_s:.3g} s{given}" + (f": {spent}" if spent else "")]
-    exposed = {axis: each_s for axis, each_s in time.exposed.items() if each_s}
+_SHOWN = 4
+"""Number of changes that the text for people names."""
+
+
+def _memory_lines(step: StepMemory | None) -> list[str]:
+    """Return the phases of a rank and the rows of its peak, the largest first."""
+    if step is None:
+        return []
+    phases = ", ".join(f"{phase} {bytes_text(size)}" for phase, size in step.phases.items())
+    peak = step.peak
+    where = "" if peak.action is None else f", at {peak.action} of {peak.unit}"
+    rows = sorted(peak.rows.items(), key=lambda row: -row[1])
+    return [
+        f"rank {step.rank} holds at most: {phases}",
+        f"the peak is in the phase {peak.phase}{where}:",
+        *(f"  {row:<24} {bytes_text(size):>10}" for row, size in rows if size),
+    ]
+
+
+def _time_lines(seconds: JobSeconds) -> list[str]:
+    run, spent = (
+        seconds.run,
+        ", ".join(f"{name} {each_s:.3g}" for name, each_s in seconds.spent.items() if each_s),
+    )
+    given = f", from {seconds.given}" if seconds.given else f" ({seconds.low_s:.3g} to {seconds.high_s:.3g})"
+    said = [f"a step takes {run.step_s:.3g} s{given}" + (f": {spent}" if spent else "")]
+    exposed = {axis: each_s for axis, each_s in seconds.exposed.items() if each_s}
     if exposed:
         said.append(
             "of it waits for ranks: " + ", ".join(f"{axis} {each_s:.3g}" for axis, each_s in exposed.items())
         )
-    if time.days is not None and time.device_hours is not None:
-        said.append(
-            f"the run: {time.days * _DAY_S / _HOUR_S:.3g} hours, {time.device_hours:.3g} device hours"
+    rates = [f"MFU {run.mfu:.1%}"] if run.mfu is not None else []
+    rates += [f"{count_text(run.tokens_per_s)} tokens/s"] if run.tokens_per_s is not None else []
+    if run.days is not None and run.device_hours is not None:
+        rates.append(f"the run takes {run.days * 24:.3g} hours and {run.device_hours:.3g} device hours")
+    return [*said, ", ".join(rates)] if rates else said
+
+
+def _why_line(reason: MemoryReason, removal: Mapping[str, Any]) -> str:
+    where = f" {reason.line}" if reason.line else ""
+    said = f"{bytes_text(reason.bytes):>10}  {reason.row}: {reason.what}"
+    said += f" of {reason.unit}" * bool(reason.unit) + where
+    said += f", {reason.copies} copies" * (reason.copies > 1)
+    said += f", until {reason.until}" * (reason.until is not None)
+    if removal.get("removed_by"):
+        said += (
+            f"; --set {removal['removed_by']} saves {bytes_text(removal['saves_bytes'])} "
+            f"for {removal['price_s']:+.3g} s a step"
         )
     return said
+
+
+def _difference_lines(diff: Mapping[str, Any]) -> list[str]:
+    said = [f"  {line}" for line in diff["set"]]
+    said += [f"  {row}: {size:+,.0f} bytes" for row, size in diff["rows"].items()]
+    said += [f"  {kind}: {count:+d} Actions" for kind, count in diff["actions"].items()]
+    said += [
+        f"  {row['operation']} of {row['purpose']} over {row['axis']}: {row['calls']:+d} calls, {row['bytes']:+,d} bytes"
+        for row in diff["sent"]
+    ]
+    return said + [f"  {use}: {seconds:+.3g} s a step" for use, seconds in diff["spent"].items()]

@@ -96,7 +96,7 @@ class StepKeys:
         """
         if not self._is_on:
             return
-        mappings = [_mappings_of(batch) for batch in batches]
+        mappings = [mappings_of(batch) for batch in batches]
         if any(isinstance(each, PreparedFeatures) for of_batch in mappings for each in of_batch):
             return
         wanted = self._find(mappings)
@@ -200,7 +200,7 @@ class StepKeys:
             slots[rank, : keys.numel()] = keys
 
 
-def _mappings_of(batch: Any) -> list[Mapping[str, Ragged]]:
+def mappings_of(batch: Any) -> list[Mapping[str, Ragged]]:
     """Return the mappings of features in a batch, in the order in which they stand there."""
     found: list[Mapping[str, Ragged]] = []
 
@@ -253,6 +253,16 @@ def _unpacked(slots: Tensor, parcels: Sequence[RowParcel], index: int) -> list[T
 
 def _slot_for(need: Tensor) -> int:
     """Return the size of the next step's slots, from the numbers of keys of this step: int64 [N, N]."""
-    most = int(need.max())
+    return slot_of(int(need.max()), need.numel(), int(need.sum()))
+
+
+def slot_of(most: int, pairs: int, total: int) -> int:
+    """Return the number of keys that a slot holds after a step; 0 for no slots.
+
+    Args:
+        most: Largest number of keys from one rank to another in the step.
+        pairs: Number of pairs of ranks, each rank with itself included.
+        total: Keys of all pairs.
+    """
     slot = -(-(most + most // 4) // _ROUNDED_TO) * _ROUNDED_TO
-    return slot if most * need.numel() <= _MOST_PADDING * int(need.sum()) else 0
+    return slot if most * pairs <= _MOST_PADDING * total else 0

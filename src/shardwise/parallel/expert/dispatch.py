@@ -72,7 +72,14 @@ from shardwise.kernels.expert_rows import (
     unpack,
 )
 from shardwise.kernels.grouped import GroupSizes
-from shardwise.parallel.expert.row_counts import RowCounts, block_counts, even_counts, row_counts
+from shardwise.parallel.expert.row_counts import (
+    RowCounts,
+    block_counts,
+    even_counts,
+    gathered_lines,
+    places_of,
+    row_counts,
+)
 from shardwise.precision.operations import running_dtypes_again
 
 Compute = Callable[[Tensor, GroupSizes], Tensor]
@@ -446,6 +453,8 @@ class Dispatcher:
     def _counts(self, choices: Sequence[Tensor]) -> list[RowCounts]:
         if not self._counts_rows:
             rows, top_k = choices[0].shape
+            length = 1 + self.experts + sum(places_of(self.levels))
+            gathered_lines(choices[0].new_empty(len(choices), length), self.ep, self.etp, self.name)
             even = even_counts(rows, len(choices), top_k, self.experts, self.levels, self.ep, self.etp)
             return [even] * len(choices)
         return row_counts(choices, self.experts, self.levels, self.ep, self.etp, self.name)

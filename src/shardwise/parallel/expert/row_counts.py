@@ -70,13 +70,11 @@ def row_counts(
     Raises:
         CommError: on all ranks of ``ep``, if the ranks are at different layers.
     """
-    sizes = [group.size for group in levels]
-    places = [math.prod(sizes[: level + 1]) for level in range(len(sizes))]
+    sizes, places = [group.size for group in levels], places_of(levels)
     layer = zlib.crc32(name.encode())
     each = [route_counts(index, experts, places, layer) for index in choices]
     lines = torch.stack(each) if len(each) > 1 else each[0][None]
-    what = f"counts of {name}"
-    table = share(share(lines, ep, what), etp, what).cpu()  # [etp, ep, choices, 1 + E + Σ places]
+    table = gathered_lines(lines, ep, etp, name).cpu()  # [etp, ep, choices, 1 + E + Σ places]
     ep.clock.check_intact()
     _check_layers(table[etp.index, :, 0, 0].tolist(), ep, name)
     found = []
@@ -89,6 +87,18 @@ def row_counts(
         )
         found.append(RowCounts(hops, to_me.tolist(), of_ranks[ep.index].tolist(), int(of_ranks.sum(1).max())))
     return found
+
+
+def places_of(levels: Sequence[Group]) -> list[int]:
+    """Return the numbers of places that the rows of each hop may reach."""
+    sizes = [group.size for group in levels]
+    return [math.prod(sizes[: level + 1]) for level in range(len(sizes))]
+
+
+def gathered_lines(lines: Tensor, ep: Group, etp: Group, name: str) -> Tensor:
+    """Return the lines of all ranks, [etp, ep, choices, 1 + E + Σ places]; see the module's docstring."""
+    what = f"counts of {name}"
+    return share(share(lines, ep, what), etp, what)
 
 
 def block_counts(tokens: int, room: int, experts: int, levels: Sequence[Group], etp: Group) -> RowCounts:

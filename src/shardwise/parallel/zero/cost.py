@@ -97,7 +97,7 @@ def unit_exchanges(unit: Unit, strategy: Strategy, mesh: Mesh, is_alone: bool = 
             reduce += _scattered(bucket, strategy, shards)
             part = bucket.shard_elements
             over_replicas += collective("all_reduce", "gradients", outer, part, wire, replicas)
-        elif is_alone and _is_summed_in_ranges(key, shards, replicas):
+        elif is_alone and is_summed_in_ranges(key, strategy, mesh):
             # Each rank sums one range of the narrow gradients, and gets the others' sums in full width.
             reduce += collective("reduce_scatter", "gradients", inner, elements, key.dtype.itemsize, shards)
             total = (key.grad_dtype or key.dtype).itemsize
@@ -107,11 +107,15 @@ def unit_exchanges(unit: Unit, strategy: Strategy, mesh: Mesh, is_alone: bool = 
     return UnitExchanges(gather, reduce, arrive, over_replicas)
 
 
-def _is_summed_in_ranges(key: BucketKey, shards: int, replicas: int) -> bool:
+def is_summed_in_ranges(key: BucketKey, strategy: Strategy, mesh: Mesh) -> bool:
     """Return whether gradients in fewer bits than their sum, which every rank keeps whole, are summed in ranges.
 
-    ``Gradient._is_staged`` in zero/gradient.py is the same condition.
+    They arrive in a slot then, if one microbatch makes a step. ``Gradient._is_staged`` in zero/gradient.py is the same
+    condition.
     """
+    replicas, shards = (mesh.size(axis) for axis in strategy.axes)
+    if strategy.cuts_master:
+        return False
     reduce, total = key.reduce_dtype or key.dtype, key.grad_dtype or key.dtype
     is_narrow = min(reduce.itemsize, key.dtype.itemsize) < total.itemsize
     return shards > 1 and replicas == 1 and is_narrow and reduce == total

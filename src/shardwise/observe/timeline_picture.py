@@ -1,0 +1,70 @@
+"""Lanes of one rank over time as a PNG file, foreseen above measured: one row per lane, exchanges by axis.
+
+    compute        F0 F0 B0 B0 ..        passes and updates of the rank's own thread
+    exchange dp    .. UNSHARD ..         what goes on beside the computation
+    wait           ..   dp    ..         the computation stands, with the axis that it waits for
+
+Both panels share one scale, so that a bar that is longer than foreseen shows at a glance.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+
+from shardwise.observe.bars import PALETTE, PicturePanel, SpanBar, draw_bars
+from shardwise.plan.timeline import Span, Timeline
+
+_WAIT = "#b0506a"
+
+
+def draw_lanes(
+    timelines: Mapping[str, Timeline], path: str | os.PathLike[str], rank: int | None = None, title: str = ""
+) -> None:
+    """Draw the lanes of one rank into a PNG file, a panel for each timeline.
+
+    Args:
+        timelines: Timelines by name (foreseen, measured), on one scale.
+        path: The PNG file.
+        rank: The rank; None: of each timeline the rank whose step takes longest.
+        title: Title of the picture.
+    """
+    longest_s = max((each.makespan_s for each in timelines.values()), default=0.0)
+    factor, unit = (1e3, "ms") if longest_s < 1 else (1.0, "s")
+    panels = []
+    for name, timeline in timelines.items():
+        shown = timeline.slowest if rank is None else rank
+        start_s, stop_s = timeline.window(shown)
+        rows = lane_rows(timeline, shown)
+        bars = list(_bars(timeline, shown, rows, factor))
+        length = (stop_s - start_s) * factor
+        panels.append(PicturePanel(f"{name}: rank {shown}, {length:.3g} {unit}", rows, length, bars))
+    draw_bars(panels, path, title, unit, 0.36)
+
+
+def lane_rows(timeline: Timeline, rank: int) -> list[str]:
+    """Return the names of the lanes on which ``rank`` works, the computation first and its waits last."""
+    names = dict.fromkeys(_row_of(span) for span in timeline.spans.get(rank, ()))
+    return sorted(names, key=lambda name: (name != "compute", name == "wait", name))
+
+
+def _row_of(span: Span) -> str:
+    return span.lane if span.lane in ("compute", "wait") else f"{span.lane} {span.axis}".rstrip()
+
+
+def _bars(timeline: Timeline, rank: int, rows: list[str], factor: float) -> Iterator[SpanBar]:
+    """Yield one bar for each span, except for passes of a stage that contain those of its Units."""
+    start_s, _ = timeline.window(rank)
+    spans = timeline.spans.get(rank, ())
+    has_units = any(span.action.kind.computes and span.action.unit >= 0 for span in spans)
+    for span in spans:
+        if span.is_pass and has_units:
+            continue
+        kind, waits = span.action.kind, span.lane == "wait"
+        colour = _WAIT if waits else PALETTE[list(type(kind)).index(kind) % len(PALETTE)]
+        label = (span.axis or kind.name) if waits else str(span.action)
+        yield SpanBar(
+            rows.index(_row_of(span)),
+            (span.start_s - start_s) * factor,
+            (span.stop_s - start_s) * factor,
+            colour,
+            label,
+        )

@@ -1,0 +1,21 @@
+from pathlib import Path
+
+from shardwise.observe.timeline_picture import draw_lanes, lane_rows
+from shardwise.plan.action import Action, F, Kind
+from shardwise.plan.timeline import Span, Timeline
+
+
+def test_lanes_of_a_rank_are_rows_of_a_picture(tmp_path: Path) -> None:
+    gather, unit = Action(Kind.UNSHARD, 1, 0), Action(Kind.F, 1, 0)
+    foreseen = Timeline.of(
+        [
+            Span(0, unit, 1.0, 2.0, "wait", "dp", True),
+            Span(0, gather, 0.0, 2.0, "exchange", "dp"),
+            Span(0, Action(Kind.LOAD, 1), 0.0, 1.5, "disk"),
+            Span(0, F(0, 0), 0.0, 3.0),
+            Span(0, unit, 2.0, 3.0),
+        ]
+    )
+    assert lane_rows(foreseen, 0) == ["compute", "disk", "exchange dp", "wait"]
+    draw_lanes({"foreseen": foreseen, "measured": foreseen}, tmp_path / "lanes.png", title="a step")
+    assert (tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
