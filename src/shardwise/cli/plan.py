@@ -99,11 +99,12 @@ def command(
         step_s,
         failures_per_day,
         against,
+        why,
     )
     report = planned.plan(request)
     if as_json:
         typer.echo(report.to_json())
     else:
-        for line in report.lines(why=why):
+        for line in report.lines():
             typer.echo(line)
     raise typer.Exit(0 if report.fits else 2)

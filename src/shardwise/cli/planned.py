@@ -7,7 +7,6 @@ report        -> text or JSON               engine/fit/report.py
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,19 +27,21 @@ from shardwise.cli.run_folder import RunFolder, differences
 from shardwise.config.auto import ResolvedConfig, resolve
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit.fits import Memory, budget, fits
-from shardwise.engine.fit.foresee import foresee
-from shardwise.engine.fit.report import JobFlops, JobReport, JobTime, SavePace, restart_seconds, save_pace
+from shardwise.engine.fit.foresee import JobFacts, read
+from shardwise.engine.fit.report import JobReport, JobSeconds, SavePace, restart_seconds, save_pace
 from shardwise.launch.local import check_ranks
 from shardwise.models import GptPolicy, flops_per_token
-from shardwise.observe.flops import flops_text, mfu
+from shardwise.observe.flops import flops_text
 from shardwise.observe.memory import available_bytes
 from shardwise.plan.placement import Tier
+from shardwise.precision.policy import NAMES
+from shardwise.simulate.price import step_seconds
 from shardwise.simulate.rates import measured_hardware
-from shardwise.simulate.work import peak_dtype
+from shardwise.simulate.step_flops import StepFlops, run_time, seconds_at, step_flops
+from shardwise.simulate.why import MemoryReason, reasons
 
 CPU = "cpu"
 """Name of this machine as hardware."""
-_DAY_S = 86_400
 _STARTS_BYTES = 16 << 20
 
 
@@ -58,6 +59,17 @@ class PlanRequest(NamedTuple):
     step_s: float | None = None
     failures_per_day: float | None = None
     against: str | None = None
+    why: bool = False
+
+
+class _Setting(NamedTuple):
+    """The hardware of a job."""
+
+    hardware: Hardware
+    device: torch.device
+    """A device of its type; it need not exist here."""
+    per_host: int | None = None
+    """Ranks of one host; None: all ranks are on one host."""
 
 
 class _Job(NamedTuple):
@@ -79,16 +91,15 @@ def plan(request: PlanRequest) -> JobReport:
         ShardwiseError: as the run itself before its first step, for all that does not depend on its data.
         UsageError: if the call is wrong.
     """
-    device = torch.device("cpu") if request.device == CPU else torch.device("cuda")
-    job = _job(request, request.config, device.type)
-    hardware, assumes = _hardware(request.device, device, job.resolved.config)
-    per_host = request.per_host or job.ranks
-    memory, told = _memory(request, hardware, min(per_host, job.ranks))
-    report = _report(request, job, device, hardware, memory, per_host, (*assumes, *told))
+    setting, assumes = _setting(request)
+    job = _job(request, request.config, setting.device.type)
+    setting = setting._replace(per_host=request.per_host or setting.per_host)
+    memory, told = _memory(request, setting, min(setting.per_host or job.ranks, job.ranks))
+    report = _report(request, job, setting, memory, (*assumes, *told))
     if request.against is None:
         return report
-    other = _job(request._replace(overrides=()), request.against, device.type)
-    theirs = _report(request, other, device, hardware, memory, per_host, ())
+    other = _job(request._replace(overrides=()), request.against, setting.device.type)
+    theirs = _report(request._replace(why=False), other, setting, memory, ())
     return replace(report, diff=_difference(report, theirs))
 
 
@@ -125,18 +136,21 @@ def _ranks_of(folder: RunFolder) -> int:
     return ranks
 
 
-def _hardware(name: str, device: torch.device, config: RunConfig) -> tuple[Hardware, tuple[str, ...]]:
-    """Return the hardware of a name or a file, and sentences on where its figures come from."""
+def _setting(request: PlanRequest) -> tuple[_Setting, tuple[str, ...]]:
+    """Return the hardware that the request names, and sentences on where its figures come from."""
+    name = request.device
     if name == CPU:
-        dtype = config.precision.compute_dtype or torch.float32
-        return measured_hardware(device, dtype, config.offload.disk_path), (
+        device = torch.device(CPU)
+        found = measured_hardware(device, torch.float32)
+        return _Setting(found, device), (
             "the rates of this machine, measured just now under the load of the moment",
         )
+    device = torch.device("cuda")
     if name.endswith(".json") or Path(name).is_file():
-        return read_hardware(Path(name)), (f"the rates of {name}",)
+        return _Setting(read_hardware(Path(name)), device), (f"the rates of {name}",)
     found = find_hardware(name)
     guessed = sum(1 for source in found.sources.values() if source.startswith("assumed"))
-    return found, (
+    return _Setting(found, device), (
         f"the rates of {name}, as its data sheet and papers give them; {counted(guessed, 'figure')} of "
         f"{len(found.sources)} are assumed",
     )
@@ -154,14 +168,14 @@ def device_lines() -> list[str]:
 
 
 def _memory(
-    request: PlanRequest, hardware: Hardware, sharers: int
+    request: PlanRequest, setting: _Setting, sharers: int
 ) -> tuple[Mapping[Tier, int], tuple[str, ...]]:
     """Return the bytes of a rank by tier, and sentences on what they are taken from."""
     if request.memory is not None:
         return budget(request.memory), ()
-    found: dict[Any, int] = dict(hardware.memory_bytes)
+    found: dict[Any, int] = dict(setting.hardware.memory_bytes)
     if "device" not in found and request.device == CPU:
-        free = available_bytes(torch.device("cpu"))
+        free = available_bytes(setting.device)
         if free is not None:
             return {"device": free // sharers}, (
                 f"a rank has its share of the memory that is free here now, of {sharers} on this host",
@@ -170,100 +184,108 @@ def _memory(
 
 
 def _report(
-    request: PlanRequest,
-    job: _Job,
-    device: torch.device,
-    hardware: Hardware,
-    memory: Mapping[Tier, int],
-    per_host: int,
-    assumes: tuple[str, ...],
+    request: PlanRequest, job: _Job, setting: _Setting, memory: Mapping[Tier, int], assumes: tuple[str, ...]
 ) -> JobReport:
-    config, make, example, tokens, told = job.shapes
+    config, make, example, _, told = job.shapes
     assumes = (*assumes, *told)
-    fit = None
     try:
-        fit = fits(make, config, memory, example, ranks=job.ranks, device=device, hardware=hardware)
-        outlook = fit.outlook
+        known = read(make, config, job.ranks, setting.device, example)
     except UsageError as error:
-        outlook = foresee(make, config, job.ranks, device)
+        known = read(make, config, job.ranks, setting.device)
         assumes = (*assumes, f"model state alone is counted: {error}")
-    parameters = sum(math.prod(info.shape) for info in outlook.plan.registry.of_kind("parameter"))
+    outlook = known.outlook(known.settings.offload)
     report = JobReport(
-        config,
+        known,
         job.ranks,
         request.device,
-        per_host,
-        parameters,
         memory,
         outlook,
         job.resolved.choices,
         (*assumes, *outlook.assumes),
-        fit,
         outcome=None if job.outcome is None else job.outcome.plain(),
     )
-    if fit is None:
+    if not known.passed:
         return report
-    flops = _flops(report, tokens)
-    time = _time(request, report, flops, hardware, tokens)
-    return replace(report, flops=flops, time=time, pace=_pace(request, report, time, hardware))
+    flops = _flops(known, job.shapes)
+    seconds = _seconds(request, report, flops, setting, job.shapes)
+    report = replace(report, flops=flops, seconds=seconds, pace=_pace(request, report, seconds, setting))
+    if not report.fits:
+        found = fits(
+            make, config, memory, example, ranks=job.ranks, device=setting.device, hardware=setting.hardware
+        )
+        report = replace(report, changes=found.changes)
+    return replace(report, why=_why(report)) if request.why else report
 
 
-def _flops(report: JobReport, tokens: int | None) -> JobFlops:
-    """Return the operations of a job."""
-    batch, mesh = report.config.batch, report.outlook.plan.mesh
-    executed = float(report.outlook.flops * (batch.accumulation or 1) * (report.ranks // mesh.pp))
-    model, per_token = report.config.model, None
-    per_step: float | None = executed
-    if isinstance(model, GptPolicy) and tokens is not None and batch.global_size is not None:
-        per_token = float(flops_per_token(model, causal=False))
-        per_step = per_token * tokens * batch.global_size
-    steps = report.config.train.steps
-    total = None if per_step is None else per_step * steps
-    return JobFlops(per_token, per_step, executed, executed, total)
+def _flops(known: JobFacts, shapes: JobShapes) -> StepFlops:
+    """Return the operations of a step of all ranks."""
+    config, mesh = known.settings, known.mesh
+    model, samples = config.model, config.batch.global_size
+    has_formula = isinstance(model, GptPolicy)
+    return step_flops(
+        known.passed,
+        config.batch.accumulation or 1,
+        mesh.size("dp"),
+        mesh.tp,
+        None if shapes.tokens is None or samples is None else shapes.tokens * samples,
+        flops_per_token(model, causal=False) if isinstance(model, GptPolicy) and has_formula else None,
+        flops_per_token(model) if isinstance(model, GptPolicy) and has_formula else None,
+    )
 
 
-def _time(
-    request: PlanRequest, report: JobReport, flops: JobFlops, hardware: Hardware, tokens: int | None
-) -> JobTime:
+def _seconds(
+    request: PlanRequest, report: JobReport, flops: StepFlops, setting: _Setting, shapes: JobShapes
+) -> JobSeconds:
     """Return the seconds of a step, as they are foreseen or as the request gives them."""
-    assert report.fit is not None, "called with a step"
-    dtype = report.fit.dtype
-    peaks = hardware.peaks[peak_dtype(hardware, dtype)] * report.ranks
-    seconds = report.fit.seconds
-    spent = {str(name): each_s for name, each_s in seconds.spent.items() if each_s}
-    exposed = dict(seconds.exposed)
-    step_s, given, low_s, high_s = seconds.total, "", seconds.low_s, seconds.high_s
+    known, hardware, config = report.known, setting.hardware, report.config
+    dtype = NAMES[config.precision.compute_dtype or torch.float32]
+    spent: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    given = ""
     if request.step_s is not None:
         step_s, given = request.step_s, "--step-s"
     elif request.mfu is not None:
-        step_s, given = (flops.model_per_step or 0.0) / (peaks * request.mfu), "--mfu"
-    if given:
-        spent, exposed, low_s, high_s = {}, {}, step_s, step_s
-    batch, steps = report.config.batch, report.config.train.steps
-    samples = batch.global_size
-    return JobTime(
-        step_s,
-        low_s,
-        high_s,
-        spent,
-        exposed,
-        None if flops.model_per_step is None else mfu(flops.model_per_step, step_s, peaks),
-        mfu(flops.hardware_per_step, step_s, peaks),
-        None if tokens is None or samples is None else tokens * samples / step_s,
-        step_s * steps / _DAY_S,
-        step_s * steps * report.ranks / 3600,
-        given,
+        step_s, given = seconds_at(request.mfu, flops, hardware, dtype, report.ranks), "--mfu"
+    low_s = high_s = 0.0
+    if not given:
+        policies = known.policies_with(known.settings.offload)
+        found = step_seconds(
+            report.outlook.plan, policies, known.passed, hardware, setting.device.type, setting.per_host
+        )
+        step_s, low_s, high_s = found.total, found.low_s, found.high_s
+        spent = {str(use): each_s for use, each_s in found.spent.items() if each_s}
+        exposed = dict(found.exposed)
+    samples = config.batch.global_size
+    tokens = None if shapes.tokens is None or samples is None else shapes.tokens * samples
+    run = run_time(flops, step_s, hardware, dtype, report.ranks, tokens, config.train.steps)
+    return JobSeconds(run, low_s or step_s, high_s or step_s, spent, exposed, given)
+
+
+def _why(report: JobReport) -> tuple[tuple[MemoryReason, Mapping[str, Any]], ...]:
+    """Return the composition of the peak of the rank that needs most."""
+    step, known = report.outlook.step, report.known
+    assert step is not None, "a pass was measured"
+    plan = report.outlook.plan
+    found = reasons(
+        plan,
+        known.policies_with(known.settings.offload),
+        known.passed,
+        known.device.type,
+        step.peak,
+        step.rank,
+        known.rows_beside(plan, step.rank),
     )
+    return tuple((reason, {}) for reason in found)
 
 
-def _pace(request: PlanRequest, report: JobReport, time: JobTime, hardware: Hardware) -> SavePace | None:
+def _pace(request: PlanRequest, report: JobReport, seconds: JobSeconds, setting: _Setting) -> SavePace | None:
     """Return the best interval of checkpoints under the failures that the request gives."""
     if not request.failures_per_day:
         return None
     state = sum(report.outlook.bytes_per_rank().values())
-    copy_s = state / hardware.links["device"].bytes_s
-    read_s = state / hardware.memory_bytes_s["disk"]
-    return save_pace(copy_s, restart_seconds(read_s), time.step_s, request.failures_per_day)
+    copy_s = state / setting.hardware.links["device"].bytes_s
+    read_s = state / setting.hardware.memory_bytes_s["disk"]
+    return save_pace(copy_s, restart_seconds(read_s), seconds.run.step_s, request.failures_per_day)
 
 
 def _difference(ours: JobReport, theirs: JobReport) -> dict[str, Any]:
@@ -276,7 +298,7 @@ def _difference(ours: JobReport, theirs: JobReport) -> dict[str, Any]:
         "set": set_keys,
         "rows": _minus(_rows(theirs), _rows(ours)),
         "actions": _minus(_actions(theirs), _actions(ours)),
-        "sent": [],
+        "sent": _sent_difference(ours, theirs),
         "spent": _minus(_spent(theirs), _spent(ours)),
     }
 
@@ -292,7 +314,24 @@ def _actions(report: JobReport) -> Mapping[str, float]:
 
 
 def _spent(report: JobReport) -> Mapping[str, float]:
-    return {} if report.time is None else report.time.spent
+    return {} if report.seconds is None else report.seconds.spent
+
+
+def _sent_difference(ours: JobReport, theirs: JobReport) -> list[dict[str, Any]]:
+    """Return the rows of ``sent`` that differ, of the rank that sends most in each job."""
+    counts = ("calls", "elements", "bytes")
+    sides = []
+    for report in (ours, theirs):
+        ranks = (report.sent(rank) for rank in report.outlook.plan.mesh.ranks("pp", 0))
+        most = max(ranks, key=lambda rows: sum(row["bytes"] for row in rows))
+        sides.append({(row["operation"], row["purpose"], row["axis"]): row for row in most})
+    found = []
+    for key in dict.fromkeys([*sides[1], *sides[0]]):
+        here, there = (side.get(key, dict.fromkeys(counts, 0)) for side in sides)
+        row = {count: there[count] - here[count] for count in counts}
+        if any(row.values()):
+            found.append(dict(zip(("operation", "purpose", "axis"), key, strict=True)) | row)
+    return found
 
 
 def _minus(theirs: Mapping[str, float], ours: Mapping[str, float]) -> dict[str, float]:

@@ -78,6 +78,15 @@ class ConfigChange(NamedTuple):
     price_s: float
     """Seconds that the change adds to a step."""
 
+    def line(self) -> str:
+        """Return the change as one line of text for people."""
+        words = " ".join(f"--set {override}" for override in self.overrides)
+        return f"{words}: {_needs(self.outlook)}, {self.price_s:+.3g} s a step"
+
+    def plain(self) -> dict[str, Any]:
+        """Return the change as values for JSON."""
+        return {"set": list(self.overrides), "needs": self.outlook.bytes_by_tier, "price_s": self.price_s}
+
 
 class FitReport(NamedTuple):
     """The memory that a job needs, the memory that its ranks have, and changes that make the job fit."""
@@ -185,14 +194,7 @@ class FitReport(NamedTuple):
             "rows": dict(step.peak.rows),
             "seconds": dict(self.seconds.spent),
             "rates": self._rates(),
-            "changes": [
-                {
-                    "set": list(change.overrides),
-                    "needs": change.outlook.bytes_by_tier,
-                    "price_s": change.price_s,
-                }
-                for change in self.changes
-            ],
+            "changes": [change.plain() for change in self.changes],
         }
 
 
