@@ -5,8 +5,8 @@
 A layout is a model, a configuration and a number of ranks of one thread each. The job of two ranks builds all layouts
 of two ranks and runs a step of each in turn, then the job of one rank does the same, so that what else runs on the
 machine hits all of them alike. Foreseen is the price of the same job by ``simulate.price.step_seconds``, with the rates
-of FILE (as ``shardwise plan --calibrate`` writes it), or rates measured here in a second. Printed are both times and
-the range, the mean error, the rank correlation (Spearman), and the regret: how far the layout that is foreseen to be
+of FILE, of this machine's calibration (``shardwise plan --calibrate``), or measured here in a second. Printed are both
+times and the range, the mean error, the rank correlation (Spearman), and the regret: how far the layout that is foreseen to be
 the fastest of its model is behind the one that is.
 
 Run it on idle cores. Cost: five minutes, two processes.
@@ -37,7 +37,7 @@ from shardwise.comm.world import join
 from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
 from shardwise.simulate.price import StepSeconds, step_seconds
-from shardwise.simulate.rates import measured_hardware
+from shardwise.simulate.calibration import cpu_hardware
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "data_parallel"))
@@ -221,7 +221,7 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = [layout for layout in layouts() if not given.only or layout.name in given.only]
     seconds = measured(chosen, given.rounds)
-    hardware = read_hardware(given.hardware) if given.hardware else measured_hardware(CPU, torch.float32)
+    hardware = read_hardware(given.hardware) if given.hardware else cpu_hardware(torch.float32)[0]
     text = f"`python seconds.py --rounds {given.rounds}`, {describe()}; medians.\n\n{report(chosen, hardware, seconds)}"
     print(text)
 

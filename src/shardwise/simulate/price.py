@@ -122,7 +122,8 @@ def step_seconds(
     """
     timeline = step_timeline(plan, policies, passed, hardware, device_type, per_host, data_s)
     spread = {use: hardware.spread.get(use, ends) for use, ends in _SPREAD.items()}
-    return StepSeconds.of(timeline, spread=spread, widest=_WIDEST if hardware.spread else math.inf)
+    is_measured = bool(hardware.spread or hardware.exchanges)
+    return StepSeconds.of(timeline, spread=spread, widest=_WIDEST if is_measured else math.inf)
 
 
 def step_timeline(

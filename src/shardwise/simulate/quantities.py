@@ -176,5 +176,5 @@ class Quantities:
 
     @property
     def before_passes(self) -> Calls:
-        """What a step sends before its first Action: keys of tables, or the rows of parts of batches."""
+        """Calls of a step before its first Action: keys of tables, or the rows of parts of batches."""
         return self._exchanges.before_passes

@@ -46,7 +46,7 @@ class StepFlops(NamedTuple):
 
 
 class RunTime(NamedTuple):
-    """What follows from the seconds of a step."""
+    """Figures of a run that follow from the seconds of a step."""
 
     step_s: float
     mfu: float | None

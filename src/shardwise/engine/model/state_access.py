@@ -139,7 +139,8 @@ class StateAccess:
     def timeline(self) -> tuple[Timeline, Timeline] | None:
         """Return the predicted and the measured timeline of the pipeline's last step. Collective.
 
-        The prediction is the schedule with the median seconds of each stage's passes, as if messages took no time.
+        The prediction is the schedule with the median seconds of each stage's passes, as if messages took no time. The
+        measured timeline also contains messages, and the waits for other ranks if they are measured.
 
         Returns:
             (predicted, measured), each by index on "pp"; None without a pipeline.
