@@ -36,8 +36,8 @@ from shardwise.base.hardware_files import read_hardware
 from shardwise.comm.world import join
 from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
-from shardwise.simulate.price import StepSeconds, step_seconds
 from shardwise.simulate.calibration import cpu_hardware
+from shardwise.simulate.price import StepSeconds, step_seconds
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "data_parallel"))

@@ -18,6 +18,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.parts.rank_phases import PhaseSeconds, phase_of_axis
 from shardwise.observe.memory import available_bytes
+from shardwise.simulate.calibration import cpu_hardware
 from shardwise.simulate.price import StepSeconds, step_seconds
 from shardwise.simulate.rates import measured_hardware
 
@@ -87,7 +88,7 @@ def forecast_of(
         known = read(on_meta, config, ranks, device, example)._replace(process_bytes=process_bytes)
         outlook = known.outlook(known.settings.offload)
         dtype = config.precision.compute_dtype or torch.float32
-        hardware = measured_hardware(device, dtype)
+        hardware = cpu_hardware(dtype)[0] if device.type == "cpu" else measured_hardware(device, dtype)
         policies = known.policies_with(known.settings.offload)
         seconds = step_seconds(outlook.plan, policies, known.passed, hardware, device.type)
     except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:

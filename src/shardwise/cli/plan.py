@@ -1,5 +1,6 @@
 """``shardwise plan CONFIG|RUN``: bytes, seconds and reasons of a layout before a rank exists."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -52,6 +53,22 @@ _Failures = Annotated[
         min=0.0, help="Failures of the whole job in a day: the best interval of checkpoints, and goodput."
     ),
 ]
+_Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate",
+        help="Measure this machine with two ranks, half a minute, and keep it for --device cpu.",
+    ),
+]
+_Refit = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="LINES",
+        help="Fit the table of --device to measured steps, a JSON object a line with config, ranks, device, per_host "
+        "and step_s, and write it with --write.",
+    ),
+]
+_Write = Annotated[Path | None, typer.Option(metavar="FILE", help="File that --refit writes.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
 
 
@@ -68,6 +85,9 @@ def command(
     mfu: _Mfu = None,
     step_s: _StepS = None,
     failures_per_day: _Failures = None,
+    calibrate: _Calibrate = False,
+    refit: _Refit = None,
+    write: _Write = None,
     as_json: _AsJson = False,
 ) -> None:
     """Print what a job needs, how long it takes and why, without data, devices or processes.
@@ -81,6 +101,19 @@ def command(
     if devices:
         for line in planned.device_lines():
             typer.echo(line)
+        return
+    if calibrate:
+        for line in planned.calibration_lines(planned.calibrated_here()):
+            typer.echo(line)
+        return
+    if refit is not None:
+        if write is None:
+            raise UsageError("plan: --refit needs --write FILE, into which the fitted table goes")
+        fitted = planned.refitted(refit, device, write)
+        for name, factor in fitted.factors.items():
+            typer.echo(f"{name:<10} times {factor:.3g}")
+        worst = max(abs(ratio - 1) for ratio in fitted.after)
+        typer.echo(f"{write}: foreseen within {worst:.1%} of the {len(fitted.after)} measured steps")
         return
     if config is None:
         raise UsageError(

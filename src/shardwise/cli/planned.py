@@ -17,7 +17,7 @@ import torch
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.hardware import Hardware
-from shardwise.base.hardware_files import find_hardware, read_hardware, shipped_tables
+from shardwise.base.hardware_files import find_hardware, read_hardware, shipped_tables, write_hardware
 from shardwise.base.regular_files import read_small_file
 from shardwise.base.words import bytes_text, counted
 from shardwise.cli.job_shapes import JobShapes, shapes_of
@@ -35,8 +35,9 @@ from shardwise.observe.flops import flops_text
 from shardwise.observe.memory import available_bytes
 from shardwise.plan.placement import Tier
 from shardwise.precision.policy import NAMES
+from shardwise.simulate.calibration import Calibration, calibrate, calibration_file, cpu_hardware
 from shardwise.simulate.price import step_seconds
-from shardwise.simulate.rates import measured_hardware
+from shardwise.simulate.refit import Refit, StepLine, read_lines, refit
 from shardwise.simulate.step_flops import StepFlops, run_time, seconds_at, step_flops
 from shardwise.simulate.why import MemoryReason, reasons
 
@@ -141,10 +142,8 @@ def _setting(request: PlanRequest) -> tuple[_Setting, tuple[str, ...]]:
     name = request.device
     if name == CPU:
         device = torch.device(CPU)
-        found = measured_hardware(device, torch.float32)
-        return _Setting(found, device), (
-            "the rates of this machine, measured just now under the load of the moment",
-        )
+        found, said = cpu_hardware(torch.float32)
+        return _Setting(found, device), (said,)
     device = torch.device("cuda")
     if name.endswith(".json") or Path(name).is_file():
         return _Setting(read_hardware(Path(name)), device), (f"the rates of {name}",)
@@ -165,6 +164,54 @@ def device_lines() -> list[str]:
         memory = bytes_text(found.memory_bytes["device"]) if "device" in found.memory_bytes else "-"
         said.append(f"{name:<12} {memory:>10}  {flops_text(peak)}/s at most")
     return said
+
+
+def calibration_lines(found: Calibration) -> list[str]:
+    """Return what a calibration has measured as lines for people."""
+    hardware = found.hardware
+    said = [f"{found.machine.processor}, {counted(found.machine.ranks, 'rank')}, torch {found.machine.torch}"]
+    said += [
+        f"  products in {dtype:<6} {flops_text(peak):>14}/s at most" for dtype, peak in hardware.peaks.items()
+    ]
+    said += [f"  {tier:<18} {rate / 1e9:>8.3g} GB/s" for tier, rate in hardware.memory_bytes_s.items()]
+    link = hardware.links["host"]
+    said.append(
+        f"  between ranks      {link.bytes_s / 1e9:>8.3g} GB/s, {link.latency_s * 1e6:.3g} us a message"
+    )
+    said.append(f"  an operation       {hardware.operation_s * 1e6:>8.3g} us")
+    said.append(f"  an Action          {hardware.action_s * 1e6:>8.3g} us")
+    return [*said, f"kept in {calibration_file()}"]
+
+
+def calibrated_here() -> Calibration:
+    """Measure this machine with two ranks, and keep the figures for later plans."""
+    return calibrate()
+
+
+def refitted(lines: Path, device: str, out: Path) -> Refit:
+    """Fit the table of a device to measured steps, and write the new table.
+
+    Args:
+        lines: File of measured steps, one JSON object a line.
+        device: Name of the shipped table to begin with.
+        out: File to write.
+    """
+    jobs: dict[tuple[str, int], JobFacts] = {}
+
+    def price(line: StepLine, hardware: Hardware) -> float:
+        key = line.config, line.ranks
+        if key not in jobs:
+            job = _job(PlanRequest(line.config, ranks=line.ranks, device=line.device), line.config, "cuda")
+            shapes = job.shapes
+            jobs[key] = read(shapes.make, shapes.config, job.ranks, torch.device("cuda"), shapes.example)
+        known = jobs[key]
+        policies = known.policies_with(known.settings.offload)
+        plan = known.outlook(known.settings.offload).plan
+        return step_seconds(plan, policies, known.passed, hardware, "cuda", line.per_host).total
+
+    found = refit(read_lines(lines), find_hardware(device), price)
+    write_hardware(out, found.hardware)
+    return found
 
 
 def _memory(
