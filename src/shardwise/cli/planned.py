@@ -29,7 +29,6 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.fit.fits import Memory, budget, fits
 from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.engine.fit.report import JobReport, JobSeconds, SavePace, restart_seconds, save_pace
-from shardwise.launch.local import check_ranks
 from shardwise.models import GptPolicy, flops_per_token
 from shardwise.observe.flops import flops_text
 from shardwise.observe.memory import available_bytes
@@ -111,7 +110,8 @@ def _job(request: PlanRequest, name: str, device_type: str) -> _Job:
     if is_run and not folder.config.is_file():
         raise UsageError(f"plan: {name} is a folder without config.yaml, so no run of shardwise train")
     ranks = request.ranks or (_ranks_of(folder) if is_run else 1)
-    check_ranks(ranks)
+    if ranks < 1:
+        raise UsageError(f"plan: --ranks is {ranks}; a job has at least 1 rank")
     source = str(folder.config) if is_run else name
     wanted = CommandRequest(source, request.overrides, ranks=ranks).load()
     resolved = resolve(wanted, ranks, device_type)

@@ -1,0 +1,169 @@
+"""``shardwise plan`` says what a job needs, how long it takes and why, in text and JSON, without data or ranks."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.cli.outcome import outcome_of, write_outcome
+
+MODEL = {"name": "gpt", "layers": 3, "width": 32, "heads": 4, "context": 16, "vocab": 256}
+GIVEN: dict[str, Any] = {
+    "model": MODEL,
+    "data": {"source": "no_such_file.txt"},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "train": {"steps": 20},
+}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(GIVEN))
+    return str(path)
+
+
+def report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of a plan."""
+    code = call(monkeypatch, "plan", *arguments, "--json")
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def test_json_has_every_part(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--ranks", "4", "--device", "a100-80gb", "--set", "mesh.tp=2", "--set", "zero.stage=2", "--why")
+    code, found = report(monkeypatch, capsys, config, *given)
+    assert code == 0 and found["fits"] and found["margin_bytes"] > 0
+    assert found["ranks"] == 4 and found["mesh"]["tp"] == 2 and found["device"] == "a100-80gb"
+    (ranks,) = found["classes"]
+    memory = ranks["memory"]
+    assert ranks["ranks"] == 4 and memory["peak_bytes"] == max(
+        memory["phases"][name] for name in ("build", "first step", "step", "evaluation", "save", "load")
+    )
+    assert sum(memory["peak"]["rows"].values()) == memory["peak_bytes"]
+    axes = {row["axis"] for row in ranks["sent"]}
+    assert any(axis.startswith("tp") for axis in axes) and any(axis.startswith("dp") for axis in axes)
+    by_row: dict[str, int] = {}
+    for reason in found["why"]:
+        by_row[reason["row"]] = by_row.get(reason["row"], 0) + reason["bytes"]
+    assert by_row == {row: size for row, size in memory["peak"]["rows"].items() if size}
+    time, flops = found["time"], found["flops"]
+    assert time["low_s"] <= time["step_s"] <= time["high_s"]
+    assert sum(time["spent"].values()) == pytest.approx(time["step_s"])
+    assert time["device_hours"] == pytest.approx(time["days"] * 24 * 4)
+    assert flops["total"] == pytest.approx(flops["model_per_step"] * 20)
+    assert any("assumed" in each for each in found["assumes"])
+
+
+def test_text_names_rows_phases_and_seconds(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "plan", config, "--device", "h100", "--mfu", "0.4", "--failures-per-day", "4") == 0
+    said = capsys.readouterr().out
+    assert "the peak is in the phase" in said and "from --mfu" in said and "MFU 40.0%" in said
+    assert "checkpoints every" in said and "of the time trains" in said
+
+
+def test_a_job_that_does_not_fit_exits_with_2_and_says_what_fits(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = report(monkeypatch, capsys, config, "--device", "h100")[1]
+    needs = whole["classes"][0]["memory"]["peak_bytes"]
+    code, found = report(monkeypatch, capsys, config, "--device", "h100", "--memory", str(needs))
+    assert code == 0 and found["margin_bytes"] == 0
+    code, found = report(monkeypatch, capsys, config, "--device", "h100", "--memory", str(needs - 1))
+    assert code == 2 and not found["fits"] and found["margin_bytes"] == -1
+    assert any("recompute=full" in change["set"] for change in found["changes"])
+
+
+def test_another_job_is_compared(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(GIVEN | {"zero": {"stage": 3}}))
+    given = (config, "--ranks", "2", "--device", "h100", "--set", "zero.stage=0", "--against", str(other))
+    diff = report(monkeypatch, capsys, *given)[1]["diff"]
+    assert any(line.startswith("zero.stage: 0 -> 3") for line in diff["set"])
+    assert diff["rows"]["weights"] < 0 and diff["actions"]["UNSHARD"] > 0
+    gathers = [row for row in diff["sent"] if row["operation"] == "all_gather" and row["purpose"] == "weights"]
+    assert gathers and all(row["bytes"] > 0 for row in gathers)
+
+
+def test_the_folder_of_a_run_is_planned_with_its_outcome(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(Path(config).read_text())
+    assert call(monkeypatch, "plan", str(run), "--device", "h100") == 2
+    assert "give --ranks" in capsys.readouterr().err
+    (run / "run.json").write_text(json.dumps({"starts": [{"ranks": 2}]}))
+    outcome = outcome_of(
+        ranks=2,
+        device="cpu",
+        forecast={"step_s": 1.0},
+        held={"weights": 5},
+        peak_bytes=9,
+        phases=[{"compute": 2.0}],
+        steps=4,
+    )
+    write_outcome(run / "outcome.json", outcome)
+    found = report(monkeypatch, capsys, str(run), "--device", "h100")[1]
+    assert found["ranks"] == 2
+    assert found["outcome"]["step_s"] == {"foreseen": 1.0, "actual": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "h10"), "did you mean 'h100'"),
+        (("--ranks", "3", "--set", "mesh.tp=2"), "mesh"),
+        (("--mfu", "0.4", "--step-s", "2"), "give one"),
+        (("--set", "zero.stagee=2"), "stage"),
+        (("--refit", "lines.jsonl"), "--write"),
+    ],
+    ids=str,
+)
+def test_wrong_calls_are_refused_by_name(
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    assert call(monkeypatch, "plan", config, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_hardware_is_listed_and_a_configuration_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "plan", "--devices") == 0
+    assert "a100-80gb" in capsys.readouterr().out
+    assert call(monkeypatch, "plan") == 2
+    assert "CONFIG is missing" in capsys.readouterr().err
+
+
+def test_ten_thousand_ranks_are_planned_as_eight(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--device", "h100", "--per-host", "8", "--set", "zero.stage=3")
+    small = report(monkeypatch, capsys, config, "--ranks", "4", *given)[1]
+    sized = ("--set", "batch.global_size=16384")
+    large = report(monkeypatch, capsys, config, "--ranks", "8192", *given, *sized)[1]
+    assert large["fits"] and large["parameters"] == small["parameters"]
+    assert large["classes"][0]["memory"]["peak_bytes"] < small["classes"][0]["memory"]["peak_bytes"] * 2
