@@ -190,11 +190,11 @@ def test_a_check_says_what_makes_a_run_fit(
 ) -> None:
     words = ["train", str(config), "--check", "--memory"]
     assert call(monkeypatch, *words, "64GiB", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["fit"]
-    assert found["fits"] and found["rows"]["kept"] > 0 and not found["changes"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["classes"][0]["memory"]["rows"]["kept"] > 0 and not found["changes"]
     assert call(monkeypatch, *words, "1MiB") == 2, "so that a script can ask"
     said = capsys.readouterr()
-    assert "it does not fit: a rank has" in said.out and not said.err
+    assert "missing" in said.out and "nothing known makes it fit" in said.out and not said.err
     assert call(monkeypatch, *words, "lots") == 2
     assert "memory: 'lots' of device is no size" in capsys.readouterr().err
     assert call(monkeypatch, "train", str(config), "--memory", "1GiB") == 2

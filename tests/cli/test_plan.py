@@ -72,7 +72,9 @@ def test_json_has_every_part(
 def test_text_names_rows_phases_and_seconds(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, "plan", config, "--device", "h100", "--mfu", "0.4", "--failures-per-day", "4") == 0
+    assert (
+        call(monkeypatch, "plan", config, "--device", "h100", "--mfu", "0.4", "--failures-per-day", "4") == 0
+    )
     said = capsys.readouterr().out
     assert "the peak is in the phase" in said and "from --mfu" in said and "MFU 40.0%" in said
     assert "checkpoints every" in said and "of the time trains" in said
@@ -99,7 +101,9 @@ def test_another_job_is_compared(
     diff = report(monkeypatch, capsys, *given)[1]["diff"]
     assert any(line.startswith("zero.stage: 0 -> 3") for line in diff["set"])
     assert diff["rows"]["weights"] < 0 and diff["actions"]["UNSHARD"] > 0
-    gathers = [row for row in diff["sent"] if row["operation"] == "all_gather" and row["purpose"] == "weights"]
+    gathers = [
+        row for row in diff["sent"] if row["operation"] == "all_gather" and row["purpose"] == "weights"
+    ]
     assert gathers and all(row["bytes"] > 0 for row in gathers)
 
 

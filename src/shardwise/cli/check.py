@@ -4,7 +4,8 @@
     data            opened as the run would: text is tokenised and clicks are packed into the cache that it then uses
     model           built on meta (the user's own as it comes), cut for one rank of each pipeline stage
     bytes           of model state on a rank, beside what is free here
-    memory          with --memory: the memory of a step, and changes that make it fit (engine/fit/fits.py); only text
+    memory          with --memory: the report that ``shardwise plan`` prints: a step's memory and seconds, and changes
+                    that make it fit
 
 Every fault ends the check as it would end the run, with the same message and exit code. Nothing else is written.
 """
@@ -20,22 +21,25 @@ import torch
 import yaml
 from torch import nn
 
-from shardwise.base.errors import MismatchError, UsageError
+from shardwise.base.errors import MismatchError
 from shardwise.base.words import bytes_text
 from shardwise.cli.click_trainer import with_steps
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import side_of
+from shardwise.cli.job_shapes import on_meta, shapes_of
+from shardwise.cli.planned import PlannedJob, PlanRequest, PlanSetting, report_of
 from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder, differences, without_start
 from shardwise.cli.text_trainer import context_of, with_mask
 from shardwise.cli.trainer import ConversionProgress, nothing_left, on_command_line
-from shardwise.config.auto import resolve
+from shardwise.config.auto import ResolvedConfig, resolve
 from shardwise.config.run import RunConfig, read_file
 from shardwise.data import DataPolicy, build
 from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
-from shardwise.engine.fit.fits import FitReport, Memory, budget, fits
+from shardwise.engine.fit.fits import Memory, budget
 from shardwise.engine.fit.foresee import MemoryEstimate, examine_step, foresee
+from shardwise.engine.fit.report import JobReport
 from shardwise.launch.local import check_ranks
 from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
@@ -44,6 +48,8 @@ from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import count_text
 from shardwise.plan.plan import bytes_by_tier
+from shardwise.simulate.calibration import cpu_hardware
+from shardwise.simulate.rates import measured_hardware
 from shardwise.tiers.scratch_folder import check_folder
 
 
@@ -65,8 +71,8 @@ class RunEstimate:
     """Free memory of this host, or of the accelerator."""
     changes: tuple[str, ...] = ()
     """Keys that differ from those of the run's last start, and state of a resumed step that this run does not use."""
-    fit: FitReport | None = None
-    """Result of ``--memory``, or None."""
+    report: JobReport | None = None
+    """With ``--memory``: what ``shardwise plan`` foresees of the job; else None."""
 
     @property
     def bytes_per_rank(self) -> dict[str, int]:
@@ -90,28 +96,25 @@ class RunEstimate:
         said.append(
             f"model state: {bytes_text(tiers['device'])} on a rank{apart}, activations not counted{free}"
         )
-        return said if self.fit is None else [*said, *self.fit.lines()]
+        return said if self.report is None else [*said, *self.report.lines()]
 
     def to_json(self) -> str:
         """Return the facts as JSON for programs."""
-        return json.dumps(
-            {
-                "config": self.config.model_dump(mode="json", exclude_none=True),
-                "ranks": self.ranks,
-                "start": self.start,
-                "changes": list(self.changes),
-                "samples": self.samples,
-                "validation_samples": self.validation_samples,
-                "parameters": self.parameters,
-                "bytes_per_rank": self.bytes_per_rank,
-                "free_bytes": self.free_bytes,
-                "exchanges": [each._asdict() for each in self.outlook.plan.exchanges],
-                "tokens": self.outlook.plan.tokens,
-                "notes": list(self.outlook.plan.notes),
-                "fit": None if self.fit is None else self.fit.plain(),
-            },
-            indent=2,
-        )
+        facts = {
+            "config": self.config.model_dump(mode="json", exclude_none=True),
+            "ranks": self.ranks,
+            "start": self.start,
+            "since_last_start": list(self.changes),
+            "samples": self.samples,
+            "validation_samples": self.validation_samples,
+            "parameters": self.parameters,
+            "bytes_per_rank": self.bytes_per_rank,
+            "free_bytes": self.free_bytes,
+            "exchanges": [each._asdict() for each in self.outlook.plan.exchanges],
+            "tokens": self.outlook.plan.tokens,
+            "notes": list(self.outlook.plan.notes),
+        }
+        return json.dumps(facts | ({} if self.report is None else self.report.plain()), indent=2)
 
 
 def check(request: CommandRequest, memory: Memory | None = None) -> RunEstimate:
@@ -153,9 +156,9 @@ def check(request: CommandRequest, memory: Memory | None = None) -> RunEstimate:
         if step is not None and step >= config.train.steps:
             changes.append(nothing_left(step, config.train.steps))
     changes += notes_on(config)
-    fit = None
+    report = None
     if memory is not None:
-        fit = fits(make, begins, memory, _microbatch(config, resolved.config), ranks=ranks, device=device)
+        report = _report(request, resolved, begins, make, device, memory)
     parameters = sum(math.prod(info.shape) for info in outlook.plan.registry.of_kind("parameter"))
     return RunEstimate(
         config,
@@ -168,7 +171,7 @@ def check(request: CommandRequest, memory: Memory | None = None) -> RunEstimate:
         outlook,
         available_bytes(device),
         tuple(changes),
-        fit,
+        report,
     )
 
 
@@ -186,16 +189,28 @@ def memory_of(words: Sequence[str]) -> Memory:
     return found
 
 
-def _microbatch(config: RunConfig, resolved: RunConfig) -> dict[str, torch.Tensor]:
-    """Return tensors with the shapes of one microbatch; raise UsageError if the data is not text."""
-    data, rows = config.data, resolved.batch.micro_size
-    if not isinstance(data, DataPolicy) or data.target is not None or rows is None:
-        raise UsageError(
-            "train: --memory counts what a step on text takes, and this run reads other data; leave --memory out for "
-            "model state alone, or call shardwise.fits with a microbatch of your own"
-        )
-    tokens = torch.empty(rows, context_of(config, data), dtype=torch.int64, device="meta")
-    return {"tokens": tokens, "targets": tokens}
+def _report(
+    request: CommandRequest,
+    resolved: ResolvedConfig,
+    config: RunConfig,
+    make: Callable[[], nn.Module],
+    device: torch.device,
+    memory: Memory,
+) -> JobReport:
+    """Return what ``shardwise plan`` foresees of the job whose data was opened."""
+    micro_size = resolved.config.batch.micro_size
+    assert micro_size is not None, "resolve fills it in where a batch size is given"
+    shapes = shapes_of(config, micro_size)._replace(config=config, make=make)
+    dtype = config.precision.compute_dtype or torch.float32
+    hardware, said = (
+        cpu_hardware(dtype)
+        if device.type == "cpu"
+        else (measured_hardware(device, dtype), "rates of this machine were measured here in a second")
+    )
+    ranks = request.ranks or 1
+    job = PlannedJob(config, resolved, ranks, shapes, None)
+    wanted = PlanRequest(request.config, ranks=ranks, device=device.type, memory=memory)
+    return report_of(wanted, job, PlanSetting(hardware, device), budget(memory), (said,))
 
 
 def _changed_keys(folder: RunFolder, wanted: RunConfig) -> list[str]:
@@ -222,7 +237,7 @@ def _opened(
         sizes: tuple[int | None, int | None] = len(clicks.train), len(clicks.validation)
         if isinstance(model, CtrPolicy):
             made = lambda: build_ctr(model, clicks.schema, config.tables, clicks.table_rows, seed)  # noqa: E731
-            return config, _on_meta(made), *sizes
+            return config, on_meta(made), *sizes
     elif isinstance(data, ImagePolicy):
         images = build_images(data, side_of(config))
         sizes = len(images.train), _size(images.validation or ())
@@ -235,25 +250,15 @@ def _opened(
         sizes = _size(corpus.train), _size(corpus.validation)
         if isinstance(model, GptPolicy):
             whole = model.resolved(corpus.vocab_size)
-            return config.model_copy(update={"model": whole}), _on_meta(lambda: build_model(whole)), *sizes
+            return config.model_copy(update={"model": whole}), on_meta(lambda: build_model(whole)), *sizes
         if isinstance(model, BertPolicy):
             config, _ = with_mask(config, model, corpus)
             masked = model.resolved(corpus.vocab_size or 0)
-            return config, _on_meta(lambda: build_model(masked)), *sizes
+            return config, on_meta(lambda: build_model(masked)), *sizes
     assert isinstance(model, TargetPolicy), (
         "rules of the configuration: text for a gpt, clicks for a ctr model, pictures for one of images"
     )
     return config, lambda: build_model(model, seed=seed), *sizes
-
-
-def _on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a maker of the model on meta: shapes without memory."""
-
-    def made() -> nn.Module:
-        with torch.device("meta"):
-            return make()
-
-    return made
 
 
 def _size(data: Any) -> int | None:

@@ -62,7 +62,7 @@ class PlanRequest(NamedTuple):
     why: bool = False
 
 
-class _Setting(NamedTuple):
+class PlanSetting(NamedTuple):
     """The hardware of a job."""
 
     hardware: Hardware
@@ -72,7 +72,7 @@ class _Setting(NamedTuple):
     """Ranks of one host; None: all ranks are on one host."""
 
 
-class _Job(NamedTuple):
+class PlannedJob(NamedTuple):
     """A job as the request names it, before anything is computed."""
 
     config: RunConfig
@@ -95,15 +95,15 @@ def plan(request: PlanRequest) -> JobReport:
     job = _job(request, request.config, setting.device.type)
     setting = setting._replace(per_host=request.per_host or setting.per_host)
     memory, told = _memory(request, setting, min(setting.per_host or job.ranks, job.ranks))
-    report = _report(request, job, setting, memory, (*assumes, *told))
+    report = report_of(request, job, setting, memory, (*assumes, *told))
     if request.against is None:
         return report
     other = _job(request._replace(overrides=()), request.against, setting.device.type)
-    theirs = _report(request._replace(why=False), other, setting, memory, ())
+    theirs = report_of(request._replace(why=False), other, setting, memory, ())
     return replace(report, diff=_difference(report, theirs))
 
 
-def _job(request: PlanRequest, name: str, device_type: str) -> _Job:
+def _job(request: PlanRequest, name: str, device_type: str) -> PlannedJob:
     """Return the job that ``name`` names: a configuration, an example or a run."""
     folder = RunFolder(Path(name))
     is_run = folder.root.is_dir()
@@ -121,7 +121,7 @@ def _job(request: PlanRequest, name: str, device_type: str) -> _Job:
             f"{name}: batch.micro_size does not follow from batch.global_size; give one of micro_size and accumulation"
         )
     outcome = read_outcome(folder.outcome) if is_run and folder.outcome.is_file() else None
-    return _Job(wanted, resolved, ranks, shapes_of(resolved.config, micro_size), outcome)
+    return PlannedJob(wanted, resolved, ranks, shapes_of(resolved.config, micro_size), outcome)
 
 
 def _ranks_of(folder: RunFolder) -> int:
@@ -137,19 +137,19 @@ def _ranks_of(folder: RunFolder) -> int:
     return ranks
 
 
-def _setting(request: PlanRequest) -> tuple[_Setting, tuple[str, ...]]:
+def _setting(request: PlanRequest) -> tuple[PlanSetting, tuple[str, ...]]:
     """Return the hardware that the request names, and sentences on where its figures come from."""
     name = request.device
     if name == CPU:
         device = torch.device(CPU)
         found, said = cpu_hardware(torch.float32)
-        return _Setting(found, device), (said,)
+        return PlanSetting(found, device), (said,)
     device = torch.device("cuda")
     if name.endswith(".json") or Path(name).is_file():
-        return _Setting(read_hardware(Path(name)), device), (f"the rates of {name}",)
+        return PlanSetting(read_hardware(Path(name)), device), (f"the rates of {name}",)
     found = find_hardware(name)
     guessed = sum(1 for source in found.sources.values() if source.startswith("assumed"))
-    return _Setting(found, device), (
+    return PlanSetting(found, device), (
         f"the rates of {name}, as its data sheet and papers give them; {counted(guessed, 'figure')} of "
         f"{len(found.sources)} are assumed",
     )
@@ -215,7 +215,7 @@ def refitted(lines: Path, device: str, out: Path) -> Refit:
 
 
 def _memory(
-    request: PlanRequest, setting: _Setting, sharers: int
+    request: PlanRequest, setting: PlanSetting, sharers: int
 ) -> tuple[Mapping[Tier, int], tuple[str, ...]]:
     """Return the bytes of a rank by tier, and sentences on what they are taken from."""
     if request.memory is not None:
@@ -230,9 +230,22 @@ def _memory(
     return found, ()
 
 
-def _report(
-    request: PlanRequest, job: _Job, setting: _Setting, memory: Mapping[Tier, int], assumes: tuple[str, ...]
+def report_of(
+    request: PlanRequest,
+    job: PlannedJob,
+    setting: PlanSetting,
+    memory: Mapping[Tier, int],
+    assumes: tuple[str, ...],
 ) -> JobReport:
+    """Return what is foreseen of a job.
+
+    Args:
+        request: The user's request, of which the parts that this adds to the report count.
+        job: The job.
+        setting: Its hardware.
+        memory: Bytes of a rank by tier.
+        assumes: Sentences on the hardware.
+    """
     config, make, example, _, told = job.shapes
     assumes = (*assumes, *told)
     try:
@@ -281,7 +294,7 @@ def _flops(known: JobFacts, shapes: JobShapes) -> StepFlops:
 
 
 def _seconds(
-    request: PlanRequest, report: JobReport, flops: StepFlops, setting: _Setting, shapes: JobShapes
+    request: PlanRequest, report: JobReport, flops: StepFlops, setting: PlanSetting, shapes: JobShapes
 ) -> JobSeconds:
     """Return the seconds of a step, as they are foreseen or as the request gives them."""
     known, hardware, config = report.known, setting.hardware, report.config
@@ -325,7 +338,9 @@ def _why(report: JobReport) -> tuple[tuple[MemoryReason, Mapping[str, Any]], ...
     return tuple((reason, {}) for reason in found)
 
 
-def _pace(request: PlanRequest, report: JobReport, seconds: JobSeconds, setting: _Setting) -> SavePace | None:
+def _pace(
+    request: PlanRequest, report: JobReport, seconds: JobSeconds, setting: PlanSetting
+) -> SavePace | None:
     """Return the best interval of checkpoints under the failures that the request gives."""
     if not request.failures_per_day:
         return None

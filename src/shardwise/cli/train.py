@@ -89,7 +89,7 @@ def command(
 
         found = checks.check(request, None if memory is None else checks.memory_of(memory))
         typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
-        raise typer.Exit(0 if found.fit is None or found.fit.fits else 2)
+        raise typer.Exit(0 if found.report is None or found.report.fits else 2)
     if ranks is None:
         raise typer.Exit(train(request))
 
