@@ -73,8 +73,9 @@ def test_bytes_between_ranks_are_those_of_the_trace(ranks: Any, given: dict[str,
         assert nbytes == (told[unit].gather if kind == "UNSHARD" else told[unit].reduce)
 
 
-def test_what_slices_send_is_in_their_pass() -> None:
-    known = read(gpt, {"mesh": {"tp": 2}}, 2, CPU, tokens())
+@pytest.mark.parametrize("overlap", ["auto", 3, "symmetric_memory"])
+def test_what_slices_send_is_in_their_pass(overlap: Any) -> None:
+    known = read(gpt, {"mesh": {"tp": 2}, "tensor": {"overlap": overlap}}, 2, CPU, tokens())
     sent = sum(share.sent_bytes for share in known.passed[0].shares.values())
     assert sent == 4 * elements_sent_per_pass(6, 4, 64, 64, 2, sequence=True)
 

@@ -5,8 +5,8 @@
     VocabularyEmbedding, VocabularyHead          the same with rows of the vocabulary
 
 Between a column and a row layer everything is local. Under sequence parallelism a column layer saves the shard of its
-input and gathers the input again in its backward pass, while the product for the input's gradient runs. In the forward pass the exchange
-may run beside the product too, in pieces (overlap.py).
+input and gathers the input again in its backward pass, while the product for the input's gradient runs. In the forward
+pass the exchange may run beside the product too, in pieces (overlap.py).
 
 In fp8 (``precision.linear``) the collective and the product are operations of their own, and the gathered input is kept
 in fp8 for the backward pass.

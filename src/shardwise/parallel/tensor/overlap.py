@@ -53,15 +53,16 @@ class ForwardOverlap:
     wanted: Wanted = "off"
     """Value of ``tensor.overlap``; "auto" is that of devices, because CPU ranks resolve "auto" to "off"."""
 
-    def pieces(self, rows: int, features: int, itemsize: int) -> int:
+    def pieces(self, rows: int, features: int, itemsize: int, cut: bool) -> int:
         """Return the number of pieces of an activation.
 
         Args:
             rows: Rows of the whole activation on one rank.
             features: Features that travel with each row.
             itemsize: Bytes of a feature.
+            cut: True for a cut sequence.
         """
-        if self.wanted == "off":
+        if self.wanted == "off" or (cut and self.wanted == "symmetric_memory"):
             return 1
         if isinstance(self.wanted, int):
             return self.wanted
@@ -94,7 +95,7 @@ def gathered_product(site: ProductSite, x: Tensor, weight: Tensor, bias: Tensor 
     group, what, (samples, tokens, features) = site.group, site.what, x.shape
     if site.overlap.is_fused(group):
         return symmetric.gathered_product(group, x, weight, bias, what)
-    pieces = site.overlap.pieces(samples * tokens * site.size, features, x.itemsize)
+    pieces = site.overlap.pieces(samples * tokens * site.size, features, x.itemsize, cut=True)
     dim, pieces = _cut_of(samples, tokens, pieces)
     if pieces == 1:
         return F.linear(duals.start_gather(x, group, what)(), weight, bias)
@@ -117,7 +118,7 @@ def product_over_ranks(site: ProductSite, x: Tensor, weight: Tensor, cut: bool) 
     if cut and site.overlap.is_fused(group):
         return symmetric.scattered_product(group, x, weight, what)
     rows = x.shape[:-1].numel()
-    pieces = site.overlap.pieces(rows, outputs, x.itemsize)
+    pieces = site.overlap.pieces(rows, outputs, x.itemsize, cut)
     if not cut:
         y = x.new_empty(*x.shape[:-1], outputs)
         if min(pieces, rows) < 2:
@@ -132,7 +133,9 @@ def product_over_ranks(site: ProductSite, x: Tensor, weight: Tensor, cut: bool) 
     y = x.new_empty(samples, tokens, outputs)
     if dim == 0:
         pairs = zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
-        _finish([duals.start_scatter(F.linear(piece, weight), group, what, into=into) for piece, into in pairs])
+        _finish(
+            [duals.start_scatter(F.linear(piece, weight), group, what, into=into) for piece, into in pairs]
+        )
         return y
     by_rank = x.unflatten(1, (site.size, tokens)).movedim(1, 0)  # [N, B, T/N, D]
     sums = []
