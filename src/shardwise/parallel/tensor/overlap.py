@@ -19,8 +19,8 @@ With ``symmetric_memory`` the products of a cut sequence are operators of torch 
 one another's memory; sums of a whole sequence, for which torch has no such operator, are cut into pieces.
 
 Paper: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023.
-Cost:   bytes as in one piece; k calls instead of one. Pieces of tokens write the outputs of a column layer once more;
-        with several samples those of a row layer too.
+Cost:   bytes as in one piece; k calls instead of one. Pieces of tokens write the outputs of a column layer and the
+        inputs of a row layer once more; with several samples a row layer's outputs too.
 Shapes: B samples, T tokens, t tokens of a piece and rank, D inputs, F outputs, N ranks; weight [F, D].
 """
 
@@ -140,7 +140,8 @@ def product_over_ranks(site: ProductSite, x: Tensor, weight: Tensor, cut: bool) 
     by_rank = x.unflatten(1, (site.size, tokens)).movedim(1, 0)  # [N, B, T/N, D]
     sums = []
     for piece, into in zip(by_rank.tensor_split(pieces, 2), y.tensor_split(pieces, 1), strict=True):
-        addend = F.linear(piece, weight).flatten(0, 1)  # [N, B, t, D] -> [N B, t, F]
+        # A copy, because a strided input would become one small product for each sample and rank.
+        addend = F.linear(piece.contiguous(), weight).flatten(0, 1)  # [N, B, t, D] -> [N B, t, F]
         sums.append(duals.start_scatter(addend, group, what, dim=0, into=into))
     _finish(sums)
     return y
