@@ -1,5 +1,6 @@
 """Products in pieces: the numbers of the product in one piece, the same bytes, and each exchange beside a product."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -38,12 +39,14 @@ class Case(NamedTuple):
     pieces: int
     has_bias: bool = False
     is_transposed: bool = False
+    inner: tuple[int, ...] = ()
+    """Dims between tokens and features."""
 
     @property
     def calls(self) -> int:
         """Collectives that the product needs."""
         if self.kind == "sum":
-            return min(self.pieces, self.samples * self.tokens * 2)
+            return min(self.pieces, self.samples * self.tokens * 2 * math.prod(self.inner))
         return self.pieces if self.samples >= self.pieces else min(self.pieces, self.tokens)
 
 
@@ -60,6 +63,7 @@ CASES = [
         (1, 1, 2),
     )
 ]
+CASES += [Case(kind, samples, 3, 2, inner=(4,)) for kind in KINDS for samples in (1, 2)]
 CASES += [Case("column", 1, 5, 3, has_bias=True), Case("column", 3, 2, 2, has_bias=True)]
 
 
@@ -78,9 +82,9 @@ def product(group: Group, case: Case, pieces: int) -> Tensor:
     weight = drawn(D, F).mT if case.is_transposed else drawn(F, D)
     site = ProductSite(group, "a product", ForwardOverlap(pieces))
     if case.kind == "column":
-        x = drawn(case.samples, case.tokens, D)
+        x = drawn(case.samples, case.tokens, *case.inner, D)
         return gathered_product(site, x, weight, drawn(F) if case.has_bias else None)
-    x = drawn(case.samples, case.tokens * group.size, D)
+    x = drawn(case.samples, case.tokens * group.size, *case.inner, D)
     return product_over_ranks(site, x, weight, case.kind == "row")
 
 

@@ -448,8 +448,8 @@ def _product(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *res
 
 
 def _shape_of_product(size: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    batch, tokens, *_ = x.shape
-    return x.new_empty(batch, tokens * size, weight.shape[0])
+    batch, tokens, *inner, _ = x.shape
+    return x.new_empty(batch, tokens * size, *inner, weight.shape[0])
 
 
 @exchange_operator("gathered_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _shape_of_product)

@@ -92,14 +92,15 @@ class ProductSite(ExchangeSite):
 
 def gathered_product(site: ProductSite, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product of the gathered sequence: [B, T/N, D] -> [B, T, F]."""
-    group, what, (samples, tokens, features) = site.group, site.what, x.shape
+    group, what, (samples, tokens, *inner, features) = site.group, site.what, x.shape
     if site.overlap.is_fused(group):
         return symmetric.gathered_product(group, x, weight, bias, what)
-    pieces = site.overlap.pieces(samples * tokens * site.size, features, x.itemsize, cut=True)
+    rows = x.shape[:-1].numel() * site.size
+    pieces = site.overlap.pieces(rows, features, x.itemsize, cut=True)
     dim, pieces = _cut_of(samples, tokens, pieces)
     if pieces == 1:
         return F.linear(duals.start_gather(x, group, what)(), weight, bias)
-    y = x.new_empty(samples, tokens * site.size, weight.shape[0])
+    y = x.new_empty(samples, tokens * site.size, *inner, weight.shape[0])
     if dim == 0:
         arriving = [duals.start_gather(piece, group, what) for piece in x.tensor_split(pieces)]
         for arrived, into in zip(arriving, y.tensor_split(pieces), strict=True):
@@ -114,31 +115,36 @@ def gathered_product(site: ProductSite, x: Tensor, weight: Tensor, bias: Tensor 
 
 def product_over_ranks(site: ProductSite, x: Tensor, weight: Tensor, cut: bool) -> Tensor:
     """Return the sum over the ranks of the products: [..., D] -> [..., F], or [B, T, D] -> [B, T/N, F] if ``cut``."""
-    group, what, outputs = site.group, site.what, weight.shape[0]
-    if cut and site.overlap.is_fused(group):
-        return symmetric.scattered_product(group, x, weight, what)
+    if cut and site.overlap.is_fused(site.group):
+        return symmetric.scattered_product(site.group, x, weight, site.what)
     rows = x.shape[:-1].numel()
-    pieces = site.overlap.pieces(rows, outputs, x.itemsize, cut)
-    if not cut:
-        y = x.new_empty(*x.shape[:-1], outputs)
-        if min(pieces, rows) < 2:
-            return duals.start_sum(F.linear(x, weight).contiguous(), group, what)()
-        pairs = zip(*(each.flatten(0, -2).tensor_split(min(pieces, rows)) for each in (x, y)), strict=True)
-        _finish([duals.start_sum(_multiply_into(into, piece, weight), group, what) for piece, into in pairs])
-        return y
-    samples, tokens = x.shape[0], x.shape[1] // site.size
+    pieces = site.overlap.pieces(rows, weight.shape[0], x.itemsize, cut)
+    return _scattered_product(site, x, weight, pieces) if cut else _summed_product(site, x, weight, pieces)
+
+
+def _summed_product(site: ProductSite, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+    group, what, pieces = site.group, site.what, min(pieces, x.shape[:-1].numel())
+    if pieces < 2:
+        return duals.start_sum(F.linear(x, weight).contiguous(), group, what)()
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    pairs = zip(*(each.flatten(0, -2).tensor_split(pieces) for each in (x, y)), strict=True)
+    _finish([duals.start_sum(_multiply_into(into, piece, weight), group, what) for piece, into in pairs])
+    return y
+
+
+def _scattered_product(site: ProductSite, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+    group, what, (samples, tokens) = site.group, site.what, (x.shape[0], x.shape[1] // site.size)
     dim, pieces = _cut_of(samples, tokens, pieces)
     if pieces == 1:
         return duals.start_scatter(F.linear(x, weight), group, what)()
-    y = x.new_empty(samples, tokens, outputs)
+    y = x.new_empty(samples, tokens, *x.shape[2:-1], weight.shape[0])
+    sums = []
     if dim == 0:
-        pairs = zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
-        _finish(
-            [duals.start_scatter(F.linear(piece, weight), group, what, into=into) for piece, into in pairs]
-        )
+        for piece, into in zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True):
+            sums.append(duals.start_scatter(F.linear(piece, weight), group, what, into=into))
+        _finish(sums)
         return y
     by_rank = x.unflatten(1, (site.size, tokens)).movedim(1, 0)  # [N, B, T/N, D]
-    sums = []
     for piece, into in zip(by_rank.tensor_split(pieces, 2), y.tensor_split(pieces, 1), strict=True):
         # A copy, because a strided input would become one small product for each sample and rank.
         addend = F.linear(piece.contiguous(), weight).flatten(0, 1)  # [N, B, t, D] -> [N B, t, F]
