@@ -130,6 +130,19 @@ class Recording(NoTransport):
     all_gather = reduce_scatter = all_reduce = _begin  # type: ignore[assignment]
 
 
+class Meter:
+    """Counts the waits of the computation (comm/wait_meter.py)."""
+
+    def __init__(self) -> None:
+        self.axes: list[str] = []
+
+    def begin(self) -> float:
+        return 0.0
+
+    def end(self, axis: str, mark: float) -> None:
+        self.axes.append(axis)
+
+
 class Products(TorchDispatchMode):
     """Writes down products."""
 
@@ -147,9 +160,12 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exchange_is_under_way_during_every_product_but_one(kind: str, samples: int) -> None:
     transport = Recording()
-    group = Group("tp", (0, 1), 0, transport, StepClock(20.0), Traffic())
+    clock, meter = StepClock(20.0), Meter()
+    clock.meter = meter  # type: ignore[assignment]
+    group = Group("tp", (0, 1), 0, transport, clock, Traffic())
     with torch.no_grad(), Products(transport.events):
         product(group, Case(kind, samples, 6, 3), 3)
+    assert meter.axes == ["tp"] * 6, "the host's part of each start, and each wait"
     starts, waits = ([f"{word} {i}" for i in range(3)] for word in ("start", "wait"))
     if kind == "column":
         assert transport.events == [*starts, *(each for wait in waits for each in (wait, "product"))]
