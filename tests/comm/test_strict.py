@@ -191,11 +191,14 @@ def _steps(
 Row = tuple[Callable[[World, Any], list[tuple[float, float]]], Any, int]
 QUICK: list[Row] = [
     (zero, Case(3, 2, 1, "adamw", "fp64", ahead=1), 4),
+    (dense, Model(tp=2, overlap=3, recompute="full"), 2),
     (tables, Tables(2, {"pp": 2}, "row", stacked=True), 2),
 ]
 REST: list[Row] = [
     (ahead, MIXED, 2),
     (dense, Model(pp=2, tp=2, microbatches=3), 4),
+    (dense, Model(tp=2, overlap=7, microbatches=2, family="gpt2"), 2),
+    (dense, Model(tp=2, overlap=3, sequence=False), 2),
     (experts, Experts(dp=2, ep=2, stage=3), 2),
     *((dense, Model(pp=pp, microbatches=5), pp) for pp in (2, 3, 4)),
     *(

@@ -18,6 +18,12 @@ def test_prefetch_follows_the_device() -> None:
     )
 
 
+def test_products_overlap_exchanges_on_devices_alone() -> None:
+    for device, wanted in (("cpu", "off"), ("cuda", "auto")):
+        assert resolve(load({}), 2, device).config.tensor.overlap == wanted
+    assert resolve(load({"tensor": {"overlap": 3}}), 2, "cpu").config.tensor.overlap == 3
+
+
 def test_batch_and_mesh_are_derived_and_said() -> None:
     found = resolve(load({"batch": {"global_size": 64, "micro_size": 4}}), 4, "cpu")
     assert found.config.batch.accumulation == 4

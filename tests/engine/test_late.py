@@ -30,7 +30,11 @@ def rows(size: int) -> list[Row]:
         cases = [Case(stage, 1, 3, "adamw", "fp64") for stage in range(4)]
         cases += [Case(stage, 1, 1, "sgd", "fp32", "torch") for stage in (1, 3)]
         cases += [Case(stage, 1, 3, "adamw", "fp64", "torch", ahead=2) for stage in (1, 2, 3)]
-        models = [Model(tp=2), Model(pp=2, microbatches=2, schedule="interleaved_1f1b", virtual_stages=2)]
+        models = [
+            Model(tp=2),
+            Model(tp=2, overlap=7, microbatches=2),
+            Model(pp=2, microbatches=2, schedule="interleaved_1f1b", virtual_stages=2),
+        ]
         experts = [Experts(dp=2, ep=2, stage=3, recompute="full")]
         tables = [Tables(2, {"tp": 2})]
     else:

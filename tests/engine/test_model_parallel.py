@@ -43,6 +43,8 @@ class Layout(NamedTuple):
     heads: int = 4
     tile: int = 0
     """Tokens; 0: none."""
+    overlap: int = 0
+    """Pieces; 0: the configuration says nothing."""
 
     @property
     def size(self) -> int:
@@ -119,7 +121,7 @@ def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
     return {
         "mesh": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
         "zero": {"stage": layout.stage, "reshard_after_forward": layout.reshard_after_forward},
-        "tensor": {"sequence_parallel": layout.sequence},
+        "tensor": {"sequence_parallel": layout.sequence, "overlap": layout.overlap or "auto"},
         "pipeline": {
             "schedule": layout.schedule,
             "virtual_stages": layout.virtual_stages,
@@ -246,6 +248,11 @@ LAYOUTS = [
         for schedule in ("gpipe", "1f1b")
     ),
     Layout(pp=2, dp=2, tp=2, tile=5, microbatches=2, stage=2, recompute="full"),
+    # Pieces of samples, of tokens that they do not divide, and of a whole sequence.
+    Layout(tp=2, overlap=3),
+    Layout(tp=2, overlap=7, microbatches=2, recompute="full", family="gpt2"),
+    Layout(tp=2, overlap=4, microbatches=3, sequence=False, transport="torch"),
+    Layout(dp=2, tp=2, overlap=5, microbatches=2, stage=3, recompute="selective", kv_heads=1),
 ]
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""

@@ -142,8 +142,9 @@ def test_a_price_is_a_range() -> None:
     assert (narrow.spent["compute"], narrow.exposed) == (4.0, {"dp": 2.0})
 
 
-def test_what_slices_send_is_in_their_pass() -> None:
-    known = read(gpt, {"mesh": {"tp": 2}}, 2, CPU, tokens())
+@pytest.mark.parametrize("overlap", ["auto", 3, "symmetric_memory"])
+def test_what_slices_send_is_in_their_pass(overlap: Any) -> None:
+    known = read(gpt, {"mesh": {"tp": 2}, "tensor": {"overlap": overlap}}, 2, CPU, tokens())
     sent = sum(share.sent_bytes for share in known.passed[0].shares.values())
     assert sent == 4 * elements_sent_per_pass(6, 4, 64, 64, 2, sequence=True)
 

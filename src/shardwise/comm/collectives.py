@@ -581,6 +581,24 @@ class Group:
             empty = torch.empty(0)
             self._run("barrier", "control", empty, what, lambda t, s: t.barrier(s, what)).wait()
 
+    def run_operator(
+        self, operation: Operation, like: Tensor, elements: int, what: str, call: Callable[[], object]
+    ) -> None:
+        """Run an operator of torch that moves bytes itself, counted and explained as a collective of activations.
+
+        Args:
+            operation: Collective whose bytes the operator moves.
+            like: A tensor of the dtype and on the device of what travels.
+            elements: Elements of the full tensor of the collective.
+            what: Name of the tensor in errors.
+            call: Function that runs the operator.
+        """
+
+        def start(transport: Transport, timeout_s: float) -> None:
+            call()
+
+        self._run(operation, "activations", like, what, start, elements)
+
     def _run(
         self,
         operation: Operation,
@@ -735,6 +753,8 @@ class TorchTransport:
         self._is_closed = False
         on_host = device is None or device.type == "cpu"
         self._communicator = None if on_host else Communicator(group)
+        self.device_type = "cpu" if device is None else device.type
+        """Type of the device of the tensors."""
         self._alarm = alarm
         self._ranks = ranks
         self._index = index
@@ -839,6 +859,13 @@ class TorchTransport:
         """Drop the reference to the group, which ends with its last reference."""
         self._is_closed = True
         self._group = self._communicator = None
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of the process group."""
+        group = self._open_group or dist.group.WORLD
+        assert group is not None, "torch's default group exists as long as the engine"
+        return str(group.group_name)
 
     @property
     def _open_group(self) -> dist.ProcessGroup | None:

@@ -91,7 +91,12 @@ def joined(parts: Tensor, dim: int) -> Tensor:
 
 
 def start_scatter(
-    x: Tensor, group: Group, what: str, dim: int = SEQUENCE, keeps: bool = False
+    x: Tensor,
+    group: Group,
+    what: str,
+    dim: int = SEQUENCE,
+    keeps: bool = False,
+    into: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     """Start to sum ``x`` over the ranks and keep this rank's piece, and return a function that waits for it.
 
@@ -101,15 +106,16 @@ def start_scatter(
         what: Name of the tensor in errors.
         dim: Dim that is cut.
         keeps: True if ``x`` stays as it is.
+        into: Where the piece is to lie; None for new memory.
     """
     pieces = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)
     parts = pieces.clone(memory_format=torch.contiguous_format) if keeps else pieces.contiguous()
-    piece = torch.empty_like(parts[0])
+    piece = into if into is not None and into.is_contiguous() else torch.empty_like(parts[0])
     pending = group.reduce_scatter(piece.view(-1), parts.view(-1), what, "activations")
 
     def finish() -> Tensor:
         pending.wait()
-        return piece
+        return piece if into is None or piece is into else into.copy_(piece)
 
     return finish
 

@@ -36,6 +36,7 @@ from shardwise.comm.collectives import Group
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="ExchangeSite")
 
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 _NUMBERS = itertools.count()
@@ -70,7 +71,7 @@ class ExchangeSite:
 
 def exchange_operator(
     schema: str, of_inputs: Callable[..., Any]
-) -> Callable[[Callable[Concatenate[ExchangeSite, P], R]], Callable[Concatenate[ExchangeSite, P], R]]:
+) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """Return a decorator for the body of an exchange, which takes an ``ExchangeSite`` and then tensors and numbers.
 
     Results of the body share no memory with its inputs. A result of None is an empty tensor in a graph.
@@ -80,11 +81,11 @@ def exchange_operator(
         of_inputs: Makes empty results of the right shapes from the number of ranks and the other arguments.
     """
 
-    def made(body: Callable[Concatenate[ExchangeSite, P], R]) -> Callable[Concatenate[ExchangeSite, P], R]:
+    def made(body: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         name, _, rest = schema.partition("(")
 
         def run(tag: Tensor, size: int, *args: Any) -> Any:
-            return _without_none(body(site_of(tag, name), *args), args[0])  # type: ignore[call-arg]
+            return _without_none(body(site_of(tag, name), *args), args[0])  # type: ignore[call-arg, arg-type]
 
         def empty(tag: Tensor, size: int, *args: Any) -> Any:
             return _without_none(of_inputs(size, *args), args[0])
@@ -94,7 +95,7 @@ def exchange_operator(
         torch.library.register_fake(f"shardwise::{name}", empty, lib=_LIBRARY)
         operator = getattr(torch.ops.shardwise, name).default
 
-        def call(site: ExchangeSite, *args: P.args, **kwargs: P.kwargs) -> R:
+        def call(site: S, *args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
                 result: R = operator(site.tag, site.size, *args, **kwargs)
                 return result

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import PlanError
+from shardwise.comm import symmetric
 from shardwise.comm.collectives import Group
 from shardwise.compose.apply import Phase, Step, apply_steps
 from shardwise.compose.describe import DescribedModel, blocks_of
@@ -32,6 +33,7 @@ from shardwise.parallel.pipeline.uses import order_of_use
 from shardwise.parallel.tensor.apply import make_parallel
 from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
 from shardwise.parallel.tensor.layout import dropout_cuts
+from shardwise.parallel.tensor.overlap import OFF, ForwardOverlap
 from shardwise.parallel.tensor.region import ParallelRegion
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute
@@ -72,6 +74,8 @@ class CutPolicies(NamedTuple):
     """True if statistics of batch norm are those of all data-parallel ranks."""
     keeps_one_pass: bool
     """True if no forward pass of the last stage waits while another one runs."""
+    overlap: ForwardOverlap = OFF
+    """Rule by which products of the forward pass overlap their exchanges over "tp"."""
 
 
 @dataclass
@@ -99,7 +103,11 @@ class ModelCut:
     def __post_init__(self) -> None:
         check_tiles(self.model, self.policies.tiles, self.described.spec.units)
         self._tp = self.ranks.groups["tp"]
-        self._region = ParallelRegion(self._tp, self.described.cuts_sequence, self.replay, self.alike)
+        if self.policies.overlap.wanted == "symmetric_memory":
+            symmetric.begin(self._tp)
+        self._region = ParallelRegion(
+            self._tp, self.described.cuts_sequence, self.replay, self.alike, self.policies.overlap
+        )
         self._stacks: Mapping[str, ExpertStack] = {}
         groups, policy = self.ranks.groups, self.policies.experts
         ep, etp = groups.get("ep") or Group.alone("ep"), groups.get("etp") or Group.alone("etp")

@@ -64,8 +64,12 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> ResolvedCon
             f"schedule: {schedule.type} needs a last step; give schedule.total_steps, train.steps or data.epochs"
         )
     zero = _resolved_zero(config.zero, batch, offload, device_type)
+    tensor = config.tensor
+    if tensor.overlap == "auto" and device_type == "cpu":
+        # CPU ranks copy what they exchange on the cores that multiply: pieces would cost calls and hide nothing.
+        tensor = tensor.model_copy(update={"overlap": "off"})
     resolved = config.model_copy(
-        update={"batch": batch, "offload": offload, "schedule": schedule, "zero": zero}
+        update={"batch": batch, "offload": offload, "schedule": schedule, "zero": zero, "tensor": tensor}
     )
     check(resolved)
     return ResolvedConfig(resolved, mesh, tuple(choices))

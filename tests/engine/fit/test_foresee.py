@@ -85,7 +85,11 @@ def most_held(world: World, model: dict[str, Any], given: dict[str, Any]) -> int
     return live.most
 
 
-@pytest.mark.parametrize("given", [{"mesh": {"tp": 2}}, {"zero": {"stage": 3}}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{"mesh": {"tp": 2}}, {"mesh": {"tp": 2}, "tensor": {"overlap": 3}}, {"zero": {"stage": 3}}],
+    ids=str,
+)
 def test_the_peak_of_several_ranks_is_foreseen(ranks: Any, given: dict[str, Any]) -> None:
     step = foresee(gpt, given, 2, example=tokens()).step
     assert step is not None

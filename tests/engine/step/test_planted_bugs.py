@@ -99,6 +99,19 @@ def sequence_gradient_not_summed() -> Patch:
     return patch("shardwise.comm.duals.start_scatter", wrong)
 
 
+def pieces_of_the_neighbour() -> Patch:
+    """Each piece of a row layer's output goes to the rank beside its own."""
+    from shardwise.comm import duals
+
+    right = duals.start_scatter
+
+    def wrong(x: Tensor, group: Any, what: str, dim: int = 1, **keys: Any) -> Callable[[], Tensor]:
+        moved = x.roll(x.shape[dim] // group.size, dim) if "into" in keys else x
+        return right(moved, group, what, dim, **keys)
+
+    return patch("shardwise.comm.duals.start_scatter", wrong)
+
+
 def column_gradient_not_summed() -> Patch:
     """What every rank's columns say of the input's gradient is an addend, taken for the whole."""
     from shardwise.comm import duals
@@ -315,6 +328,7 @@ BUGS = [
     Bug(Layout(tp=4, kv_heads=2), replicas_not_reduced),
     Bug(Layout(tp=4, kv_heads=2), all_counted_in_the_norm, ("norm",)),
     Bug(Layout(tp=2), sequence_gradient_not_summed),
+    Bug(Layout(tp=2, overlap=3), pieces_of_the_neighbour, ("gradients", "loss")),
     Bug(Layout(tp=2, sequence=False), column_gradient_not_summed),
     Bug(Layout(tp=2, family="gpt2"), row_bias_on_every_rank, ("loss",)),
     Bug(Layout(tp=2, family="gpt2"), first_positions_everywhere, ("gradients", "loss")),

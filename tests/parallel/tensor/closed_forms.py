@@ -10,6 +10,9 @@ with P = B·T·D elements of an activation and N ranks (r gathers, each P (N-1)/
     head                1 all-reduce              2 all-gather, 1 reduce-scatter        2 r            3 r
     loss                1 all-gather of 3 numbers a token, or 1 for each tile of tokens
 
+In k pieces (``tensor.overlap``) a block's forward pass makes k calls for each of these, and the head's gather is k
+calls, of as many elements together.
+
 The column layers' second gather, of their input in backward, is the price of keeping only a shard of the input.
 
 Of the activations that one block of our Gpt keeps for its backward pass (``tests/passes/closed_forms.py``) a rank
@@ -47,23 +50,25 @@ class Calls:
         return Calls(self.all_reduce * number, self.all_gather * number, self.reduce_scatter * number)
 
 
-def block_calls(sequence: bool) -> Calls:
+def block_calls(sequence: bool, pieces: int = 1) -> Calls:
     """Return the collectives of one block, forward and backward, with or without a cut sequence."""
-    return Calls(all_gather=6, reduce_scatter=4) if sequence else Calls(all_reduce=4)
+    forward = 2 * pieces
+    return Calls(all_gather=4 + forward, reduce_scatter=2 + forward) if sequence else Calls(2 + forward)
 
 
-def rest_calls(sequence: bool) -> Calls:
+def rest_calls(sequence: bool, pieces: int = 1) -> Calls:
     """Return the collectives of embedding and head, forward and backward.
 
     The all-gather of the loss is not included.
 
     Args:
         sequence: True for a cut sequence.
+        pieces: Pieces of the products in the forward pass.
 
     Returns:
         The counts.
     """
-    return Calls(all_gather=3, reduce_scatter=2) if sequence else Calls(all_reduce=2)
+    return Calls(all_gather=2 + pieces, reduce_scatter=2) if sequence else Calls(all_reduce=2)
 
 
 def elements_sent_per_pass(

@@ -13,6 +13,8 @@ from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import StyleTable
+from shardwise.parallel.tensor.overlap import ForwardOverlap
+from shardwise.parallel.tensor.region import ParallelRegion
 from tests.models.shapes import tokens
 from tests.parallel.tensor.closed_forms import (
     block_calls,
@@ -46,10 +48,13 @@ class Kept:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-def one_pass(world: World, policy: GptPolicy, layers: int, sequence: bool) -> tuple[int, dict[Any, Any]]:
+def one_pass(
+    world: World, policy: GptPolicy, layers: int, sequence: bool, pieces: int = 1
+) -> tuple[int, dict[Any, Any]]:
     group = tensor_group(world)
     model = Gpt(policy.model_copy(update={"layers": layers}))
-    make_parallel(model, table_of(model), group, sequence)
+    region = ParallelRegion(group, sequence, overlap=ForwardOverlap(pieces))
+    make_parallel(model, table_of(model), group, sequence, region)
     given = tokens(2, 128, 101)
     kept = Kept(model)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
@@ -73,11 +78,12 @@ def test_activations_kept_by_a_block(ranks: Any, size: int, policy: GptPolicy, s
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_collectives_of_a_pass(ranks: Any, size: int, sequence: bool) -> None:
-    counts = ranks(size).run(one_pass, LLAMA, 3, sequence)[0][1]
+@pytest.mark.parametrize(("size", "pieces"), [(2, 1), (2, 3), (4, 1)])
+def test_collectives_of_a_pass(ranks: Any, size: int, pieces: int, sequence: bool) -> None:
+    """In pieces, which do not divide the 128 tokens, there are more calls, and not one element more."""
+    counts = ranks(size).run(one_pass, LLAMA, 3, sequence, pieces)[0][1]
     assert {purpose for _, purpose, _ in counts} == {"activations"}
-    calls = block_calls(sequence).times(3) + rest_calls(sequence)
+    calls = block_calls(sequence, pieces).times(3) + rest_calls(sequence, pieces)
     found = {operation: count.calls for (operation, *_), count in counts.items()}
     assert found.pop("all_gather", 0) == calls.all_gather + 1
     assert found.pop("all_reduce", 0) == calls.all_reduce

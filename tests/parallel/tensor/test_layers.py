@@ -55,7 +55,7 @@ ROWS = {
 }
 
 
-def net_gradients(world: World, frozen: str, sequence: bool) -> dict[str, float]:
+def net_gradients(world: World, frozen: str, sequence: bool, pieces: int = 1) -> dict[str, float]:
     given = torch.arange(16).view(2, 8) * 7 % 11
 
     def build() -> nn.Module:
@@ -64,7 +64,7 @@ def net_gradients(world: World, frozen: str, sequence: bool) -> dict[str, float]
             parameter.requires_grad_(not (frozen and name.startswith(frozen)))
         return model
 
-    return differences(world, build, lambda model: model(given, given.flip(0)), sequence, ROWS)
+    return differences(world, build, lambda model: model(given, given.flip(0)), sequence, ROWS, pieces)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -72,6 +72,13 @@ def net_gradients(world: World, frozen: str, sequence: bool) -> dict[str, float]
 def test_a_net_of_the_users_own(ranks: Any, frozen: str, sequence: bool) -> None:
     """Transposed and fused layers, a padding token on the last rank, a vocabulary of 11, frozen layers."""
     distance, where = worst(ranks(2).run(net_gradients, frozen, sequence))
+    assert distance <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_the_same_net_in_pieces(ranks: Any, sequence: bool) -> None:
+    """3 pieces of 4 tokens a rank, also of transposed weights; the ranks hold 6 and 5 rows of the vocabulary."""
+    distance, where = worst(ranks(2).run(net_gradients, "", sequence, 3))
     assert distance <= TOLERANCE, where
 
 

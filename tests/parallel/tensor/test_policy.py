@@ -1,5 +1,7 @@
 """Keys under ``tensor:``."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -12,8 +14,23 @@ def test_sequences_are_cut_and_logits_are_not_gathered_unless_said() -> None:
     assert TensorPolicy().table == {}
 
 
+@pytest.mark.parametrize(("given", "wanted"), [(False, "off"), (3, 3), ("symmetric_memory",) * 2])
+def test_overlap(given: Any, wanted: Any) -> None:
+    """YAML reads "off" as false."""
+    assert TensorPolicy(overlap=given).overlap == wanted
+
+
 @pytest.mark.parametrize(
-    "given", [{"table": ["a"]}, {"table": {"a": 1}}, {"tp": 2}, {"gather_logits": "no idea"}]
+    "given",
+    [
+        {"table": ["a"]},
+        {"table": {"a": 1}},
+        {"tp": 2},
+        {"gather_logits": "no idea"},
+        {"overlap": True},
+        {"overlap": 0},
+        {"overlap": "pieces"},
+    ],
 )
 def test_what_is_refused(given: dict) -> None:
     with pytest.raises(ValidationError):

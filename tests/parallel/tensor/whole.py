@@ -12,6 +12,8 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import ParameterPlacement
+from shardwise.parallel.tensor.overlap import ForwardOverlap
+from shardwise.parallel.tensor.region import ParallelRegion
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Shard, pieces
 
@@ -53,12 +55,15 @@ def differences(
     loss_of: Callable[[nn.Module], Tensor],
     sequence: bool,
     rows: Mapping[str, str] | None = None,
+    pieces: int = 1,
 ) -> dict[str, float]:
     """Relative distance of the loss and of every gradient from the whole model's; 0 gradients by absolute size."""
     whole, cut, group = model(), model(), tensor_group(world)
     expected = loss_of(whole)
     expected.backward()
-    placed = make_parallel(cut, table_of(cut, rows), group, sequence)
+    table = table_of(cut, rows)
+    region = ParallelRegion(group, sequence and table.sequence, overlap=ForwardOverlap(pieces))
+    placed = make_parallel(cut, table, group, sequence, region)
     loss = loss_of(cut)
     loss.backward()
     found = {"loss": distance(loss.detach(), expected.detach())}

@@ -15,6 +15,7 @@ from shardwise.engine.parts.parts import RuntimeContext
 from shardwise.engine.parts.tables import check_mesh
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.tensor.overlap import ForwardOverlap
 from shardwise.parallel.zero.modules import check_renormalized, repeated_blocks
 from shardwise.parallel.zero.scales import WeightScales
 from shardwise.passes.recompute import chosen
@@ -169,4 +170,5 @@ def cut_policies_of(settings: RunConfig) -> CutPolicies:
         tiles=settings.tiles,
         synchronizes_batch_norm=settings.batch_norm == "synchronized",
         keeps_one_pass=settings.pipeline.keeps_one_pass,
+        overlap=ForwardOverlap(settings.tensor.overlap),
     )

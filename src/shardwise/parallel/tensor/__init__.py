@@ -3,5 +3,5 @@
 policy   the keys that users set          layout  styles, a table of them, placements of parameters; pure
 tables   tables for models of transformers; pure
 region   the cut sequence of a pass       layers  the cut layers        loss   cross entropy of cut logits
-apply    makes a model parallel
+overlap  products in pieces, beside their exchange          apply   makes a model parallel
 """

@@ -5,7 +5,8 @@
     VocabularyEmbedding, VocabularyHead          the same with rows of the vocabulary
 
 Between a column and a row layer everything is local. Under sequence parallelism a column layer saves the shard of its
-input and gathers the input again in its backward pass, while the product for the input's gradient runs.
+input and gathers the input again in its backward pass, while the product for the input's gradient runs. In the forward
+pass the exchange may run beside the product too, in pieces (overlap.py).
 
 In fp8 (``precision.linear``) the collective and the product are operations of their own, and the gathered input is kept
 in fp8 for the backward pass.
@@ -34,6 +35,7 @@ from shardwise.comm.operators import ExchangeSite, exchange_operator
 from shardwise.kernels.head_loss import Change, LossTile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
+from shardwise.parallel.tensor.overlap import ProductSite, gathered_product, product_over_ranks
 from shardwise.parallel.tensor.region import ParallelRegion, UnmadeLogits
 from shardwise.precision.fp8 import CutProducts
 
@@ -48,7 +50,7 @@ class _CutLayer(nn.Module):
         self.train(replaced.training)
         self.name = name
         self.region = region
-        self.site = ExchangeSite(region.group, name)
+        self.site = ProductSite(region.group, name, region.overlap)
         self.sees_whole = sees_whole
         self.fp8: CutProducts | None = None
         """The product in fp8, set from outside; None for a product in the dtype of the activations."""
@@ -419,7 +421,7 @@ class VocabularyHead(_CutLayer):
 # Products ----------------------------------------------------------------------------------------------------------
 
 
-def column(x: Tensor, weight: Tensor, bias: Tensor | None, site: ExchangeSite, cut: bool) -> Tensor:
+def column(x: Tensor, weight: Tensor, bias: Tensor | None, site: ProductSite, cut: bool) -> Tensor:
     """Return f(x) Wᵀ + b, where f is ``gather`` for a cut sequence and ``copy`` otherwise.
 
     Args:
@@ -446,14 +448,14 @@ def _product(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *res
 
 
 def _shape_of_product(size: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    batch, tokens, *_ = x.shape
-    return x.new_empty(batch, tokens * size, weight.shape[0])
+    batch, tokens, *inner, _ = x.shape
+    return x.new_empty(batch, tokens * size, *inner, weight.shape[0])
 
 
 @exchange_operator("gathered_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _shape_of_product)
-def _gathered_product(site: ExchangeSite, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _gathered_product(site: ProductSite, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product of the gathered sequence: [B, T/tp, D] -> [B, T, F/tp]."""
-    return F.linear(duals.start_gather(x, site.group, site.what)(), weight, bias)
+    return gathered_product(site, x, weight, bias)
 
 
 def _shape_of_sum(size: int, x: Tensor, weight: Tensor, cut: bool) -> Tensor:
@@ -464,10 +466,9 @@ def _shape_of_sum(size: int, x: Tensor, weight: Tensor, cut: bool) -> Tensor:
 
 
 @exchange_operator("product_over_ranks(Tensor x, Tensor weight, bool cut) -> Tensor", _shape_of_sum)
-def _product_over_ranks(site: ExchangeSite, x: Tensor, weight: Tensor, cut: bool) -> Tensor:
+def _product_over_ranks(site: ProductSite, x: Tensor, weight: Tensor, cut: bool) -> Tensor:
     """Return the sum over the ranks of the products: [..., D/tp] -> [..., F], or [B, T/tp, F] if ``cut``."""
-    addend = F.linear(x, weight).contiguous()
-    return (duals.start_scatter if cut else duals.start_sum)(addend, site.group, site.what)()
+    return product_over_ranks(site, x, weight, cut)
 
 
 def _shapes_of_gradients(
@@ -513,7 +514,7 @@ def _column_gradients(
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: ExchangeSite, cut: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: ProductSite, cut: bool
     ) -> Tensor:
         ctx.site, ctx.cut, ctx.gives = site, cut, "HEADS"
         ctx.save_for_backward(x, weight)
@@ -531,7 +532,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: None, site: ExchangeSite, cut: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: None, site: ProductSite, cut: bool) -> Tensor:
         ctx.site, ctx.cut, ctx.gives = site, cut, "TOKENS" if cut else "WHOLE"
         ctx.save_for_backward(x, weight)
         return _product_over_ranks(site, x, weight, cut)

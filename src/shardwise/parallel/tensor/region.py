@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.base.errors import UsageError
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
+from shardwise.parallel.tensor.overlap import OFF, ForwardOverlap
 from shardwise.passes.absent import place_of_use
 from shardwise.passes.replay import DrawReplay
 from shardwise.tiers.alike import AlikeStorages
@@ -49,6 +50,7 @@ class ParallelRegion:
         sequence: True for sequence parallelism.
         replay: State that a block computed again restores; None makes a new one.
         alike: Record of the tensors that are equal on all ranks; None if nothing uses the record.
+        overlap: Rule by which products of the forward pass overlap their exchanges.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class ParallelRegion:
         sequence: bool,
         replay: DrawReplay | None = None,
         alike: AlikeStorages | None = None,
+        overlap: ForwardOverlap = OFF,
     ) -> None:
         self.group = group
         self.sequence = sequence
+        self.overlap = overlap
         self.replay = replay or DrawReplay()
         self.alike = alike
         """Record of the tensors that are equal on all ranks, or None if nothing uses the record."""
