@@ -64,6 +64,9 @@ class Hardware:
     """Seconds that Python takes for one Action of the Plan."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Factors on seconds for the low and the high end of a price, by use of the time (plan/timeline.py), if the rates
+    were measured; empty: the default spread (simulate/price.py)."""
     exchanges: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Measured seconds of collectives between two CPU ranks of one host, as (bytes that a rank copies, seconds),
     ascending, by operation (simulate/exchange_price.py); an operation that is left out is priced by ``links``."""
