@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.base.errors import UsageError
 from shardwise.base.hardware import Product
@@ -221,12 +222,7 @@ def measure(
     live.work = WorkCounter(repeats)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or ExchangeRecord(), _seconds(units), saved)
-    handles = [
-        each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
-    ]
-    for name, each in module.named_modules():
-        if name in units:
-            each.forward = cuts.around(name, each.forward)
+    handles = _watch(module, units, cuts)
     try:
         with live:
             cuts.begin(Kind.F, "")
@@ -249,6 +245,16 @@ def measure(
     sizes = cuts.alike_sizes()
     alike_bytes = {name: sum(each) for name, each in sizes.items()}
     return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=alike_bytes, alike_sizes=sizes), like
+
+
+def _watch(module: nn.Module, units: Collection[str], cuts: "_UnitStarts") -> list[RemovableHandle]:
+    """Let ``cuts`` see the start of each Unit, and return the handles of the hooks that drop gradients."""
+    for name, each in module.named_modules():
+        if name in units:
+            each.forward = cuts.around(name, each.forward)
+    return [
+        each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
+    ]
 
 
 def _rehearse(forward: Callable[[], object]) -> None:
