@@ -414,7 +414,7 @@ def _passes(
             one = _StageForward(module.train(), run, replay, batch, loss, text, arriving)
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
             passed, leaving = measure(
-                module, kinds, batch, one.run, traffic, is_cut, blocks, alike, lambda: _repeats(replay)
+                module, kinds, batch, one.run, traffic, is_cut, blocks, alike, one.again
             )
             received = sum(tensor.nbytes for tensor in arriving)
             back = [] if is_last else [tensor for tensor in leaving if tensor.requires_grad]
@@ -439,11 +439,6 @@ def _lookups(tables: ModelTables, stage: int, example: Any, ranks: int) -> dict[
         for name, collection in tables.everywhere.items()
         if tables.stages[name] == stage
     }
-
-
-def _repeats(replay: DrawReplay) -> bool:
-    """Return True while a backward pass computes a forward pass again."""
-    return replay.runs_again > 0 or is_repeated()
 
 
 class _StageForward:
@@ -480,6 +475,10 @@ class _StageForward:
             received = unpack(text, [tensor.detach() for tensor in tensors]) if text else None
             self.text, leaving = pack(self._run(self._loss_of, received, kind_of(self._batch)))
         return leaving
+
+    def again(self) -> bool:
+        """Return True while a backward pass computes a forward pass again."""
+        return self._replay.runs_again > 0 or is_repeated()
 
     def _loss_of(self, module: nn.Module) -> Tensor:
         return find_loss(call_model(module, self._loss, self._batch, torch.device("cpu")))
