@@ -468,7 +468,7 @@ def _passes(
             one = _StageForward(module.train(), run, replay, batch, loss, message)
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
             passed, tensors = measure(
-                module, kinds, batch, one.run, traffic, is_cut, blocks, alike, lambda: _repeats(replay)
+                module, kinds, batch, one.run, traffic, is_cut, blocks, alike, one.again
             )
             back = [] if stage == last else [tensor for tensor in tensors if tensor.requires_grad]
             found[stage] = passed._replace(
@@ -558,11 +558,6 @@ def _class_of(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _repeats(replay: DrawReplay) -> bool:
-    """Return True while a backward pass computes a forward pass again."""
-    return replay.runs_again > 0 or is_repeated()
-
-
 class _StageForward:
     """Runs the forward pass of one stage, or of a whole model if ``run`` is None.
 
@@ -596,6 +591,10 @@ class _StageForward:
             received = unpack(text, [tensor.detach() for tensor in tensors]) if text else None
             self.text, leaving = pack(self._run(self._loss_of, received, kind_of(self._batch)))
         return leaving
+
+    def again(self) -> bool:
+        """Return True while a backward pass computes a forward pass again."""
+        return self._replay.runs_again > 0 or is_repeated()
 
     def _loss_of(self, module: nn.Module) -> Tensor:
         return find_loss(call_model(module, self._loss, self._batch, torch.device("cpu")))
