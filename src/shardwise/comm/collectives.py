@@ -496,7 +496,7 @@ class Group:
         if way == "two_level":
             assert self.levels is not None, "the groups of both levels are made with the engine"
             return self.levels.reduce_scatter(shard_out, full, what, purpose, accumulate, wide)
-        if way == "sum":
+        if way == "sum" and full.dtype is not shard_out.dtype:
             full = full.to(shard_out.dtype)
         return self._run(
             "reduce_scatter",
@@ -605,7 +605,7 @@ class Group:
             self.clock.meet(members)
         explained = partial(self._explained, operation=operation, what=what, step=step, timeout_s=timeout_s)
         # On a device the start waits for nobody, but a collective of host tensors may run in its start.
-        mark = None if meter is None or full.device.type != "cpu" else self.clock.mark_wait()
+        mark = None if meter is None or not full.is_cpu else self.clock.mark_wait()
         self.clock.begin_wait(name, None, members)
         try:
             pending = start(self.transport, timeout_s)
@@ -858,7 +858,7 @@ class TorchTransport:
         def finish() -> None:
             self._wait(works, timeout_s, tensor)
 
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             return PendingCollective(finish, compute=compute)
         return PendingCollective(finish, works, self._communicator, compute)
 
@@ -867,7 +867,7 @@ class TorchTransport:
 
         A wait with a deadline would stop the host of a device. The waits of gloo may be cut into slices.
         """
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             for work in works:
                 work.wait()
             return

@@ -47,6 +47,9 @@ class TrafficCount(NamedTuple):
     bytes: int = 0
 
 
+_NOTHING = TrafficCount()
+
+
 @dataclass
 class Traffic:
     """Running totals by (operation, purpose)."""
@@ -91,10 +94,9 @@ class Traffic:
             else _SENT[operation] * elements * (ranks - 1) // ranks
         )
         self.bytes += sent * itemsize
-        old = self.counts.get((operation, purpose), TrafficCount())
-        self.counts[operation, purpose] = TrafficCount(
-            old.calls + 1, old.elements + sent, old.bytes + sent * itemsize
-        )
+        kind = (operation, purpose)
+        calls, counted, nbytes = self.counts.get(kind, _NOTHING)
+        self.counts[kind] = TrafficCount(calls + 1, counted + sent, nbytes + sent * itemsize)
 
     def total(self, *purposes: Purpose) -> TrafficCount:
         """Return the sum over the given purposes, or over all if none is given."""

@@ -33,7 +33,7 @@ def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
         key = bucket.key
         if strategy.cuts_weight or (strategy.cuts_master and key.trained):
             sent = elements_sent(Shard(), Replicate(), bucket.elements, shards)
-            gather += sent * key.gathered_dtype.itemsize
+            gather += sent * bucket.gathered_dtype.itemsize
         if not key.trained:
             continue
         wire = (key.reduce_dtype or key.dtype).itemsize

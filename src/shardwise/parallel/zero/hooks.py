@@ -121,6 +121,37 @@ class _InterruptedForward(NamedTuple):
     """Number of running forward calls of each Unit."""
 
 
+class _OwnAttributes:
+    """The attributes of a Unit's modules that not every module has.
+
+    Names are read again if the number of a module's attributes has changed or a name is gone.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self._names: list[list[str]] = [[] for _ in modules]
+        self._counts = [-1] * len(modules)
+        """Number of all attributes of each module when its names were read."""
+
+    def values(self) -> Iterator[Any]:
+        """Yield the present values of the attributes; a value may be yielded twice if names have changed."""
+        for place, module in enumerate(self.modules):
+            held = vars(module)
+            if len(held) == self._counts[place]:
+                for name in self._names[place]:
+                    if name not in held:
+                        break
+                    yield held[name]
+                else:
+                    continue
+            self._counts[place] = len(held)
+            self._names[place] = [name for name in held if name not in _MODULE_STATE]
+            yield from (held[name] for name in self._names[place])
+
+
 class ModuleHook(partial[Any]):
     """A method of the engine used as a hook on a module, which does nothing in a copy of the module."""
 
@@ -200,8 +231,8 @@ class UnitHooks:
         """Callback at a backward pass that the engine did not begin; returns True if the pass now belongs to the
         engine (plain_backward.py)."""
         units = {id(state.module) for state in self.states}
-        self._inside = [list(_own_modules(state.module, units)) for state in self.states]
-        """Modules of each Unit, without the modules of Units inside it."""
+        self._inside = [_OwnAttributes([*_own_modules(state.module, units)]) for state in self.states]
+        """Attributes of the modules of each Unit, without the modules of Units inside it."""
         self._installed = _InstalledHooks(
             watched=[bucket for state in self.states for bucket in state.buckets] if is_compiled else []
         )
@@ -392,12 +423,9 @@ class UnitHooks:
 
         See [Note: side losses].
         """
-        for module in self._inside[index]:
-            held = vars(module)
-            for name in held.keys() - _MODULE_STATE:
-                value = held[name]
-                if isinstance(value, _HOLDERS):
-                    yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
+        for value in self._inside[index].values():
+            if isinstance(value, _HOLDERS):
+                yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
         state.enter(WindowState.CLOSED)
@@ -588,10 +616,22 @@ class UnitHooks:
 
     def _accumulate(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
-        name = bucket.layout.slots[place].name
-        if self._pass is not PassKind.BACKWARD:
+        if (
+            self._pass is not PassKind.BACKWARD
+            or state.is_reduced
+            or state.window is WindowState.DISPLACED
+        ):
             parameter.grad = None
-            raise UsageError(
+            raise self._late_gradient(state, bucket.layout.slots[place].name)
+        if bucket.gradient.accumulate(place, parameter):  # [step 7]
+            state.missing -= 1
+            if state.missing == 0:  # [step 8]
+                self._walker.run_while(self._may_close)
+
+    def _late_gradient(self, state: UnitState, name: str) -> UsageError:
+        """Return the error about a gradient that arrived when its Unit took none."""
+        if self._pass is not PassKind.BACKWARD:
+            return UsageError(
                 f"backward: the gradient of {name} arrived outside engine.backward(loss), which alone knows when to "
                 "reduce; call it instead of loss.backward().\n"
                 "  Where another engine's loss passes through this model (a generator's through its discriminator) "
@@ -599,20 +639,15 @@ class UnitHooks:
                 "before that loss is computed and True again after its backward"
             )
         if state.is_reduced:
-            raise UsageError(
+            return UsageError(
                 f"backward: {name} got another gradient after those of its Unit {state.unit.title!r} were reduced. "
                 "Reentrant activation checkpointing does that (set use_reentrant=False), and a graph that returns to a "
                 "block after later ones (name one Unit around them in zero.units)"
             )
-        if state.window is WindowState.DISPLACED:
-            raise UsageError(
-                f"backward: {name} got a gradient while another Unit, which recomputes, "
-                "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
-            )
-        if bucket.gradient.accumulate(place, parameter):  # [step 7]
-            state.missing -= 1
-            if state.missing == 0:  # [step 8]
-                self._walker.run_while(self._may_close)
+        return UsageError(
+            f"backward: {name} got a gradient while another Unit, which recomputes, "
+            "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
+        )
 
     def _may_close(self, action: Action) -> bool:
         """Return True if an Action closes a Unit whose gradients have all been accumulated."""
@@ -636,7 +671,8 @@ class UnitHooks:
                     handle = parameter.register_post_accumulate_grad_hook(hook)
                     self._installed.handles.append(handle)
                     self._installed.landing.append((parameter, handle.id))
-        parts = self._inside[0][1:] if self.states[0].has_windows and not self._is_driven else []
+        gathers_parts = self.states[0].has_windows and not self._is_driven
+        parts = self._inside[0].modules[1:] if gathers_parts else []
         before_part, after_part = apart(self._before_part), apart(self._after_part)
         for module in parts:
             if next(module.parameters(recurse=False), None) is not None:

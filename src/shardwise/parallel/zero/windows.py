@@ -123,7 +123,10 @@ class UnitState:
     @property
     def is_sharded(self) -> bool:
         """True if the rank holds only its shard of some weights, and no gather is under way."""
-        return any(bucket.weight.is_sharded for bucket in self.buckets)
+        for bucket in self.buckets:  # a loop, because ``any`` makes a generator for each call of this hot path
+            if bucket.weight.is_sharded:
+                return True
+        return False
 
     @property
     def is_whole_here(self) -> bool:
