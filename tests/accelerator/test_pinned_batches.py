@@ -144,7 +144,9 @@ def writes(_: Any) -> tuple[list[str], int]:
     """Return the errors of calls after writes into batches, and the number of waits for the device."""
     device = register()
     with Bench() as bench:
-        first, second, third = (pin_batch({"x": torch.full((4, 2), i), "n": 5}, device) for i in (1.0, 2.0, 3.0))
+        first, second, third = (
+            pin_batch({"x": torch.full((4, 2), i), "n": 5}, device) for i in (1.0, 2.0, 3.0)
+        )
         to_device(first["x"], device)
         found = [raised(check_copies), raised(lambda: to_device(second["x"], device))]
         first["x"].add_(1)

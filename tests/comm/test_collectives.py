@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from shardwise.base.errors import DeadlineError
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.plan.mesh import Mesh

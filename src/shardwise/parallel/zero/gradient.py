@@ -57,7 +57,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import DONE, Group, PendingCollective
+from shardwise.comm.collectives import Group
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.parallel.zero.views import ParameterViews

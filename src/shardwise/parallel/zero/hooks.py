@@ -616,11 +616,7 @@ class UnitHooks:
 
     def _accumulate(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
-        if (
-            self._pass is not PassKind.BACKWARD
-            or state.is_reduced
-            or state.window is WindowState.DISPLACED
-        ):
+        if self._pass is not PassKind.BACKWARD or state.is_reduced or state.window is WindowState.DISPLACED:
             parameter.grad = None
             raise self._late_gradient(state, bucket.layout.slots[place].name)
         if bucket.gradient.accumulate(place, parameter):  # [step 7]
