@@ -52,6 +52,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial, wraps
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,24 +133,35 @@ class _OwnAttributes:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules
-        self._names: list[list[str]] = [[] for _ in modules]
-        self._counts = [-1] * len(modules)
-        """Number of all attributes of each module when its names were read."""
+        self._known: list[tuple[int, Callable[[dict[str, Any]], tuple[Any, ...]] | None]] = [
+            (-1, None) for _ in modules
+        ]
+        """For each module, the number of all attributes when names were read, and the function that returns the values
+        of the module's own; None if there are none."""
 
-    def values(self) -> Iterator[Any]:
-        """Yield the present values of the attributes; a value may be yielded twice if names have changed."""
-        for place, module in enumerate(self.modules):
-            held = vars(module)
-            if len(held) == self._counts[place]:
-                for name in self._names[place]:
-                    if name not in held:
-                        break
-                    yield held[name]
-                else:
-                    continue
-            self._counts[place] = len(held)
-            self._names[place] = [name for name in held if name not in _MODULE_STATE]
-            yield from (held[name] for name in self._names[place])
+    def holders(self) -> Iterator[Any]:
+        """Yield the present values that are tensors or may hold tensors."""
+        for place, (count, values) in enumerate(self._known):
+            held = vars(self.modules[place])
+            if len(held) != count:
+                values = self._read(place, held)
+            if values is None:
+                continue
+            try:
+                found = values(held)
+            except KeyError:  # one attribute was deleted and another set
+                values = self._read(place, held)
+                found = () if values is None else values(held)
+            for value in found:
+                if isinstance(value, _HOLDERS):
+                    yield value
+
+    def _read(self, place: int, held: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]] | None:
+        names = [name for name in held if name not in _MODULE_STATE]
+        # One more name that every module has: of a single name ``itemgetter`` returns no tuple.
+        values = itemgetter(*names, "training") if names else None
+        self._known[place] = (len(held), values)
+        return values
 
 
 class ModuleHook(partial[Any]):
@@ -423,9 +435,8 @@ class UnitHooks:
 
         See [Note: side losses].
         """
-        for value in self._inside[index].values():
-            if isinstance(value, _HOLDERS):
-                yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
+        for value in self._inside[index].holders():
+            yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
         state.enter(WindowState.CLOSED)
