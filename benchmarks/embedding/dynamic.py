@@ -16,8 +16,9 @@ from torch import Tensor
 from zipf import ranks
 
 from shardwise.base.ragged import Ragged
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import join
 from shardwise.parallel.embedding.collection import EmbeddingCollection

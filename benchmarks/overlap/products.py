@@ -19,7 +19,9 @@ import torch
 from benchmarks.overlap.links import RANKS, Link, LinkedTransport
 from torch import Tensor
 
-from shardwise.comm.collectives import Group, PendingCollective, StepClock
+from shardwise.comm.collectives import Group
+from shardwise.comm.pending import PendingCollective
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.parallel.tensor.overlap import (
     ForwardOverlap,

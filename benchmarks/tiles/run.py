@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
 from shardwise.compose.module_steps import recompute_blocks

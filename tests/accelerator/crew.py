@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.board import MessageBoard
-from shardwise.comm.collectives import DONE, Group, PendingCollective
+from shardwise.comm.collectives import Group
 from shardwise.comm.peers import PointToPoint
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.world import World

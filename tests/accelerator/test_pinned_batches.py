@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import shardwise
+from shardwise.base.errors import UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.data.batched import BatchedDataset
 from shardwise.data.loader import Loader
 from shardwise.memory import pinned, streams
-from shardwise.memory.pinned import is_pinned_batch, pin_batch
+from shardwise.memory.pinned import check_copies, is_pinned_batch, pin_batch
 from shardwise.memory.streams import to_device
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, on_host, register
@@ -60,7 +61,8 @@ def used(data: Any, reuses_pages: bool) -> tuple[list[str], list[list[float]], l
         if not reuses_pages or tensor.shape not in pages:
             pages[tensor.shape] = copy(tensor)
             return pages[tensor.shape]
-        return pages[tensor.shape].copy_(tensor)
+        pages[tensor.shape].data.copy_(tensor)  # as an allocator would, which no version counter counts
+        return pages[tensor.shape]
 
     main, found = threading.current_thread(), []
     with pytest.MonkeyPatch.context() as patch, Bench() as bench:
@@ -127,6 +129,85 @@ def marks(_: Any) -> list[bool]:
 
 def test_a_tensor_that_was_written_is_copied_again(device_process: RankPool) -> None:
     assert device_process.run(marks) == [[True] * 9]
+
+
+def raised(call: Any) -> str:
+    """Return the text of the UsageError that ``call`` raises; "" if it raises none."""
+    try:
+        call()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def writes(_: Any) -> tuple[list[str], int]:
+    """Return the errors of calls after writes into batches, and the number of waits for the device."""
+    device = register()
+    with Bench() as bench:
+        first, second, third = (
+            pin_batch({"x": torch.full((4, 2), i), "n": 5}, device) for i in (1.0, 2.0, 3.0)
+        )
+        to_device(first["x"], device)
+        found = [raised(check_copies), raised(lambda: to_device(second["x"], device))]
+        first["x"].add_(1)
+        found += [raised(lambda: to_device(third["x"], device)), raised(check_copies)]
+        to_device(pin_batch([torch.ones(3)], device)[0][1:], device).sum()  # a view, which nobody keeps
+        second["x"][0].mul_(2)
+        found.append(raised(check_copies))
+        waits = bench.syncs.total()
+        to_device(third["x"], device)
+        torch.accelerator.synchronize()
+        check_copies()  # the copies are over, and are forgotten
+        third["x"].zero_()
+        return [*found, raised(check_copies)], waits
+
+
+def test_a_write_behind_the_begun_copy_is_an_error(device_process: RankPool) -> None:
+    """The loop wrote into a batch while the device copied it, and trained on either numbers."""
+    [(found, waits)] = device_process.run(writes)
+    assert [bool(error) for error in found] == [False, False, True, False, True, False], found
+    assert "entry 'x' of a batch (shape [4, 2], float32) was written after it was passed" in found[2]
+    assert "clone" in found[2] and waits == 0
+
+
+def writing(world: World, place: str) -> tuple[str, int, list[float]]:
+    """Return the error of a loop that writes into its batch, the steps that were counted, and the weights' change."""
+    engine = shardwise.initialize(
+        torch.nn.Linear(4, 1), {"batch": {"accumulation": 1}}, loss=squares, world=world
+    )
+    with engine.full_parameters():
+        before = on_host(engine.module.weight).clone()
+
+    def loop() -> None:
+        for _, batch in zip(range(2), engine.loader(Numbers(), batch_size=4), strict=False):
+            if place == "before":
+                batch["x"].div_(64)
+            engine.backward(engine(batch))
+            if place == "between":
+                batch["x"].zero_()
+            engine.step()
+            if place == "behind":
+                batch["x"].zero_()
+
+    error, steps = raised(loop), engine.step_count
+    with engine.full_parameters():
+        change = (on_host(engine.module.weight) - before).abs().sum().item()
+    if error:
+        engine.discard()
+    engine.close()
+    return error, steps, change
+
+
+def loops(_: Any) -> list[Any]:
+    device = register()
+    with Bench():
+        return [Crew(1, device).run(writing, place)[0] for place in ("before", "between", "behind")]
+
+
+def test_a_loop_that_writes_into_its_batch_fails_before_the_update(device_process: RankPool) -> None:
+    [(before, between, behind)] = device_process.run(loops)
+    assert before[:2] == behind[:2] == ("", 2) and before[2] > 0
+    assert "entry 'x' of a batch" in between[0] and between[1] == 0 and between[2] == 0
 
 
 def trained(world: World) -> int:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import CommError
-from shardwise.comm.collectives import Group, PendingCollective
+from shardwise.comm.collectives import Group
 from shardwise.comm.peers import PointToPoint
+from shardwise.comm.pending import PendingCollective
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

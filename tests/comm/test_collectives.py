@@ -1,4 +1,4 @@
-"""Both transports give the same sums, count the same elements, and say who failed to come."""
+"""Groups count the elements that they send, and say who failed to come."""
 
 import time
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from shardwise.base.errors import DeadlineError
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.plan.mesh import Mesh
@@ -65,16 +66,6 @@ def exchange(world: World, transport: str) -> Any:
     return report, dict(group.traffic.counts)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_results_do_not_depend_on_the_transport(ranks: Any, size: int) -> None:
-    """Reduce-scatter is exact in rank order on both; a 16-bit gradient is summed in the dtype of the shard."""
-    answers = {transport: ranks(size).run(exchange, transport) for transport in ("torch", "shared_memory")}
-    for transport, results in answers.items():
-        for report, _ in results:
-            assert all(report), f"{transport}: {report}"
-    assert answers["torch"][0][1] == answers["shared_memory"][0][1]
-
-
 def test_counts_are_the_ring_formulas(ranks: Any) -> None:
     counts = ranks(2).run(exchange, "torch")[0][1]
     elements = len(DTYPES) * (1 + 5 + 4096) * 2
@@ -109,10 +100,3 @@ def test_a_late_rank_is_named_with_operation_unit_and_step(transport: str) -> No
     assert "rank 0: all_reduce of Unit blocks.3 in step 12" in text
     assert "did not arrive within 1 s" in text
     assert "comm.timeout_s" in text
-
-
-def test_the_first_step_has_ten_times_the_deadline() -> None:
-    clock = StepClock(30.0)
-    assert clock.timeout_s == 300.0
-    clock.steps_done = 1
-    assert clock.timeout_s == 30.0

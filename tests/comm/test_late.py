@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import CommError
-from shardwise.comm.collectives import DONE, Group, PendingCollective, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.peers import PointToPoint
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from tests.comm import late

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.comm import collectives
+from shardwise.comm import transports
 from shardwise.comm.peers import TorchWire
 from shardwise.comm.world import World
 from tests.ranks import RankPool
@@ -54,7 +54,7 @@ def started(world: World, config: dict[str, Any]) -> list[Operation]:
 
         build = TorchWire.__init__  # as between devices: receives are posted ahead from the second step on
         patch.setattr(TorchWire, "__init__", lambda self, *a, **k: build(self, *a, agrees=True))
-        gather, scatter = collectives._gather_call().__name__, collectives._scatter_call().__name__
+        gather, scatter = transports._gather_call().__name__, transports._scatter_call().__name__
         for name in ("isend", "irecv", "all_reduce", "broadcast", "all_to_all_single", gather, scatter):
             tap(name)
         net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)))

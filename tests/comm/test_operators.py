@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import CommError
 from shardwise.comm import duals
-from shardwise.comm.collectives import Group, NoTransport, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.operators import ExchangeSite, site_of
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
+from shardwise.comm.transports import NoTransport
 
 
 def site(what: str, traffic: Traffic | None = None) -> ExchangeSite:

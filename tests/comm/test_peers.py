@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import CommError, DeadlineError, UsageError
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.peers import RING, PointToPoint, TorchWire
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_ring import CollectiveCall
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic, TrafficCount
 from shardwise.comm.world import World
 from shardwise.plan.mesh import Mesh

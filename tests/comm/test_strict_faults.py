@@ -11,14 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import ShardwiseError
-from shardwise.comm.collectives import (
-    DONE,
-    PendingCollective,
-    TorchTransport,
-    _gather_call,
-    _scatter_call,
-)
 from shardwise.comm.groups import make_group
+from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.transports import TorchTransport, _gather_call, _scatter_call
 from shardwise.comm.world import World
 from shardwise.parallel.zero.weight import Weight
 from tests.accelerator import pretend

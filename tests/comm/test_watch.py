@@ -20,7 +20,7 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import CommError, DeadlineError
-from shardwise.comm import collectives, watch
+from shardwise.comm import step_clock, watch
 from shardwise.comm.world import World, join
 from tests.ranks import RankPool
 
@@ -28,13 +28,13 @@ from tests.ranks import RankPool
 @contextmanager
 def quickly() -> Iterator[None]:
     """The watch of this process in scaled time."""
-    before = collectives.PATIENCE_S, collectives.FIRST_STEP_S, watch._TICK_S
-    collectives.PATIENCE_S = collectives.FIRST_STEP_S = 1.0
+    before = step_clock.PATIENCE_S, step_clock.FIRST_STEP_S, watch._TICK_S
+    step_clock.PATIENCE_S = step_clock.FIRST_STEP_S = 1.0
     watch._TICK_S = 0.1
     try:
         yield
     finally:
-        collectives.PATIENCE_S, collectives.FIRST_STEP_S, watch._TICK_S = before
+        step_clock.PATIENCE_S, step_clock.FIRST_STEP_S, watch._TICK_S = before
 
 
 def stuck_in_a_read(fifo: str) -> None:

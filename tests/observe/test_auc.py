@@ -10,8 +10,8 @@ from tests.ranks import RankPool
 from torch import Tensor
 
 from shardwise.base.errors import DataError
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.observe import auc as module

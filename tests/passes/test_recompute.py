@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm import duals
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.operators import ExchangeSite
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.kernels.rotary import RotaryAngles

@@ -10,8 +10,8 @@ import torch
 from shardwise.base.errors import ConfigError, RankError
 from shardwise.base.hardware import Hardware, Product
 from shardwise.base.hardware_files import find_hardware
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.engine.fit.calibration_rank import action_s

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.base.hardware import Hardware, Level, Link, even_hardware
 from shardwise.comm import shared_memory
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import LEVELS, Operation, Traffic
 from shardwise.comm.world import World
 from shardwise.plan.mesh import Mesh

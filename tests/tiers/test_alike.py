@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.plan.mesh import Mesh
 from shardwise.tiers.alike import AlikeStorages, key_of

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Group, PendingCollective
+from shardwise.comm.collectives import Group
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.trace import Purpose
 
 Counts = list[list[int]]

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from shardwise.base.errors import ConfigError
 from shardwise.comm.board import MessageBoard
-from shardwise.comm.collectives import Group, TorchTransport, Transport
+from shardwise.comm.collectives import Group
 from shardwise.comm.groups import GROUP_TIMEOUT_S, backends, end_groups, make_group
 from shardwise.comm.peers import RING, PointToPoint, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.comm.shared_ring import meet
+from shardwise.comm.transports import TorchTransport, Transport
 from shardwise.memory.leftovers import LEFTOVERS
 
 _log = logging.getLogger(__name__)

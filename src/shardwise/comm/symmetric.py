@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError
-from shardwise.comm.collectives import Group, NoTransport, TorchTransport
+from shardwise.comm.collectives import Group
 from shardwise.comm.trace import Operation
+from shardwise.comm.transports import NoTransport, TorchTransport
 
 _SEQUENCE = 1
 """Dim of an activation that is the sequence."""

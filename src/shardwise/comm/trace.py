@@ -60,6 +60,9 @@ class TrafficCount(NamedTuple):
     bytes: int = 0
 
 
+_NOTHING = TrafficCount()
+
+
 class ExchangeCall(NamedTuple):
     """Equal calls of one collective or message, of one rank."""
 
@@ -138,9 +141,9 @@ class Traffic:
             self.sequence = zlib.crc32(_word(operation, what, size), self.sequence)
         sent = elements_sent_by(operation, elements, ranks)
         self.bytes += sent * itemsize
-        key = operation, purpose, axis
-        old = self.counts.get(key, TrafficCount())
-        self.counts[key] = TrafficCount(old.calls + 1, old.elements + sent, old.bytes + sent * itemsize)
+        kind = operation, purpose, axis
+        calls, counted, nbytes = self.counts.get(kind, _NOTHING)
+        self.counts[kind] = TrafficCount(calls + 1, counted + sent, nbytes + sent * itemsize)
 
     def total(self, *purposes: Purpose) -> TrafficCount:
         """Return the sum over the given purposes, or over all if none is given."""

@@ -22,8 +22,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Group, PendingCollective, sum_in_order
+from shardwise.comm.collectives import Group
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.trace import Purpose
+from shardwise.comm.transports import sum_in_order
 from shardwise.memory.streams import beside, run_beside
 from shardwise.plan.exchange import PIECE_BYTES
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from shardwise.base.errors import CommError, ConfigError, UsageError
 from shardwise.base.words import counted
 from shardwise.comm.board import MessageBoard
-from shardwise.comm.collectives import Group, StepClock, TorchTransport
+from shardwise.comm.collectives import Group
 from shardwise.comm.groups import (
     GROUP_TIMEOUT_S,
     backend_of_default,
@@ -53,7 +53,9 @@ from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
 from shardwise.comm.rendezvous.store import SealedStore, root_of, say_farewell
 from shardwise.comm.shared_memory import SharedMemoryTransport
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import LEVELS, Traffic
+from shardwise.comm.transports import TorchTransport
 from shardwise.comm.two_levels import TwoLevels
 from shardwise.comm.watch import Watchdog
 from shardwise.plan.exchange import Asked, GradientExchange

@@ -69,7 +69,8 @@ class Loader:
         steps_ahead: steps that the threads of a ``BatchedDataset`` read ahead.
         watch: called by the threads of a ``BatchedDataset`` after each read.
         device: the device to which batches go. Unless it is a CPU, threads that read ahead copy the batches to pinned
-            memory, which the device reads after the engine's call has returned: do not write into such a batch then.
+            memory, which the device reads after the engine's call has returned. A write into such a batch then is an
+            error of the next call or of the step.
 
     Raises:
         ConfigError: if batch sizes do not fit, or if ``epochs`` is given for another kind of dataset.
@@ -299,7 +300,7 @@ class _ReadAhead:
 
     def _read(self) -> StepMicrobatches:
         step = next(self._steps)
-        return step._replace(batches=pin_batch(step.batches, self._device))
+        return step._replace(batches=[pin_batch(batch, self._device) for batch in step.batches])
 
     def __iter__(self) -> Iterator[StepMicrobatches]:
         return self

@@ -23,8 +23,8 @@ from shardwise.memory.direct_io import aligned_empty
 @dataclass(eq=False)
 class _PoolSlot:
     memory: Tensor
-    kind: tuple[int, torch.dtype, Hashable]
-    """Elements, dtype, and what keeps its owners apart from others."""
+    row: "list[_PoolSlot]"
+    """All slots of the same size, the least recently released first."""
     holder: Hashable | None = None
     zeros: tuple[tuple[int, int], ...] | None = None
     """The ranges [start, stop) that holders leave zero, or None if the memory is poisoned."""
@@ -92,9 +92,8 @@ class SlotPool:
         slot = self._home[owner]
         assert slot.holder == owner, f"slot of {owner} is held by {slot.holder}"
         slot.holder = None
-        row = self._slots[slot.kind]
-        row.remove(slot)
-        row.append(slot)  # least recently released first
+        slot.row.remove(slot)
+        slot.row.append(slot)
         if self._poison and slot.memory.dtype.is_floating_point:
             slot.memory.fill_(float("nan"))
             slot.zeros = None
@@ -143,7 +142,7 @@ class SlotPool:
         with torch.inference_mode(
             False
         ):  # the first pass may be an evaluation, and autograd cannot save a tensor made in inference mode
-            slot = _PoolSlot(self._new(elements, dtype), kind)
+            slot = _PoolSlot(self._new(elements, dtype), row)
         row.append(slot)
         return slot
 

@@ -29,7 +29,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shardwise.memory.pinned import is_pinned_batch, pinned_copy, pinned_empty
+from shardwise.memory.pinned import (
+    check_copies,
+    is_pinned_batch,
+    note_copy,
+    pinned_copy,
+    pinned_empty,
+)
 
 
 def passed(device: torch.device) -> Callable[[], bool] | None:
@@ -93,7 +99,7 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
 
     The source of the copy is pinned memory of our own, so the caller may write into ``tensor`` as soon as this
     function returns. A tensor that a loader's thread pinned (``pin_batch``) is read later, by the device; the caller
-    may drop it, but must not write into it.
+    may drop it, but must not write into it, which a later call or the step refuses.
 
     Args:
         tensor: The tensor, pinned or not.
@@ -102,14 +108,22 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
 
     Returns:
         The tensor on the device.
+
+    Raises:
+        UsageError: If a tensor of an earlier call, pinned by a loader, was written after that call.
     """
     if device.type == "cpu" or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_sparse:
         return tensor.to(device)
     with torch.no_grad():
-        pinned = tensor if is_ours or is_pinned_batch(tensor) else pinned_copy(tensor)
+        is_batch = not is_ours and is_pinned_batch(tensor)
+        if not is_ours:
+            check_copies()
+        pinned = tensor if is_ours or is_batch else pinned_copy(tensor)
         stream, here = _copies(device), torch.accelerator.current_stream(device)
         with stream:
             there = pinned.to(device, non_blocking=True)
+            if is_batch:
+                note_copy(tensor, passed(device))
         here.wait_stream(stream)
         keep_for(here, (there,))
     return there

@@ -461,9 +461,10 @@ _MARKED = (WithheldParameter, ExpectedParameter)
 
 def give(parameters: Sequence[nn.Parameter]) -> None:
     """End ``withhold`` and ``expect`` for these parameters."""
+    plain = nn.Parameter
     for parameter in parameters:
         own: Any = type(parameter)
-        if own is not nn.Parameter and issubclass(own, _MARKED):
+        if own is not plain and issubclass(own, _MARKED):
             parameter.__class__ = own.__mro__[2]
 
 

@@ -70,11 +70,6 @@ class BucketKey(NamedTuple):
     gather_dtype: torch.dtype | None = None
     """Dtype in which a cut weight is sent to the ranks that gather it, and lies there; None: the compute dtype."""
 
-    @property
-    def gathered_dtype(self) -> torch.dtype:
-        """Dtype of the gathered weight."""
-        return self.gather_dtype or self.dtype
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -95,6 +90,11 @@ class Bucket:
     def used_elements(self) -> int:
         """Elements without padding."""
         return sum(slot.elements for slot in self.slots)
+
+    @cached_property
+    def gathered_dtype(self) -> torch.dtype:
+        """Dtype of the gathered weight."""
+        return self.key.gather_dtype or self.key.dtype
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -148,7 +148,7 @@ class Unit:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the full weights in the dtypes in which they are gathered."""
-        return sum(bucket.elements * bucket.key.gathered_dtype.itemsize for bucket in self.buckets)
+        return sum(bucket.elements * bucket.gathered_dtype.itemsize for bucket in self.buckets)
 
     @property
     def parameters(self) -> int:

@@ -335,6 +335,8 @@ class Walker:
 
 def _end_of_pass(actions: Sequence[Action], place: int) -> int:
     """Return the end of the pass that contains position ``place``."""
-    while place < len(actions) and actions[place][1] >= 0 and not actions[place][0].ends_step:
-        place += 1
-    return place
+    for end in range(place, len(actions)):
+        action = actions[end]
+        if action[1] < 0 or action[0].ends_step:
+            return end
+    return max(place, len(actions))

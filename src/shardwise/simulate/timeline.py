@@ -506,7 +506,7 @@ class RankWalk:
             return
         if holder is not None:
             pool.release(holder)  # releases its slot, as in UnitWindows.need
-        dtype = bucket.key.gathered_dtype if row == "gathered" else bucket.key.dtype
+        dtype = bucket.gathered_dtype if row == "gathered" else bucket.key.dtype
         pool.acquire(owner, elements, dtype, apart=self.ranks.unit_stages[owner[0]])
 
     def _release(self, row: str, unit: int) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.engine.parts.accumulation import Accumulation

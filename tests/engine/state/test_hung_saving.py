@@ -22,7 +22,7 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.files import FileSystem
-from shardwise.comm import collectives, watch
+from shardwise.comm import step_clock, watch
 from shardwise.comm.world import World
 from tests.engine import hung_campaign
 from tests.ranks import RankPool, RanksError
@@ -32,8 +32,8 @@ from tests.ranks import RankPool, RanksError
 def quickly(patience_s: float = 1.0) -> Iterator[None]:
     """The watch of this process in scaled time."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(collectives, "PATIENCE_S", patience_s)
-    patch.setattr(collectives, "FIRST_STEP_S", patience_s)
+    patch.setattr(step_clock, "PATIENCE_S", patience_s)
+    patch.setattr(step_clock, "FIRST_STEP_S", patience_s)
     for name, value in (("_TICK_S", 0.1), ("_SOON_S", 0.4), ("_ANSWER_S", 0.7), ("_AGAIN_S", 0.2)):
         patch.setattr(watch, name, value)
     try:

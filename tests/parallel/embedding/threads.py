@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Group, PendingCollective, StepClock
+from shardwise.comm.collectives import Group
+from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 
 _PATIENCE_S = 30.0

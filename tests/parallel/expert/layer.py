@@ -7,8 +7,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.kernels.grouped import gated_experts

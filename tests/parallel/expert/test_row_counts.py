@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.parallel.expert.cost import expected_rows
 from shardwise.parallel.expert.row_counts import block_counts, even_counts

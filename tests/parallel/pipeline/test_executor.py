@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic, TrafficCount
 from shardwise.comm.world import World
 from shardwise.parallel.pipeline.executor import ScheduleExecutor

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
-from shardwise.comm.collectives import StepClock
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt, GptPolicy

@@ -13,9 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.base.errors import CommError
 from shardwise.comm import duals
-from shardwise.comm.collectives import DONE, Group, NoTransport, PendingCollective, StepClock
+from shardwise.comm.collectives import Group
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic, TrafficCount
+from shardwise.comm.transports import NoTransport
 from shardwise.comm.world import World
 from shardwise.parallel.tensor.overlap import (
     ForwardOverlap,

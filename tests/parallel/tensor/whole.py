@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.parallel.tensor.apply import make_parallel, table_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise
-from shardwise.comm import collectives
+from shardwise.comm import transports
 from shardwise.parallel.zero.layout import strategies_of, strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
@@ -128,12 +128,12 @@ def counting(composed: bool) -> Iterator[dict[str, int]]:
         tap("all_to_all_single", 1, 1)
         tap("all_reduce", 0, 2)
         tap("broadcast", 0, 1, whole=False)
-        tap(collectives._gather_call().__name__, 0, 1)
-        tap(collectives._scatter_call().__name__, 1, 1)
+        tap(transports._gather_call().__name__, 0, 1)
+        tap(transports._scatter_call().__name__, 1, 1)
         if not composed:
-            build = collectives.TorchTransport.__init__
+            build = transports.TorchTransport.__init__
             patch.setattr(
-                collectives.TorchTransport,
+                transports.TorchTransport,
                 "__init__",
                 lambda self, group, ranks, index, composed, *rest: build(
                     self, group, ranks, index, False, *rest

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.parallel.zero.hooks import _OwnAttributes
 from tests.engine.nets import PREFETCH_BYTES, seeded
 from tests.engine.plain import Truth, against_plain, plainly
 from tests.parallel.zero.nets import NETS, WIDTH
@@ -88,3 +89,19 @@ def test_every_case_equals_a_plain_loop(ranks: Any, case: Case) -> None:
     for result in ranks(2).run(measure, case):
         assert isinstance(result, float), result
         assert result <= 1e-10
+
+
+def test_own_attributes_are_those_that_a_module_has_now() -> None:
+    """A module may set, replace and delete attributes in each forward pass, as one for a side loss does."""
+    module = torch.nn.Linear(2, 2)
+    own = _OwnAttributes([module, torch.nn.ModuleList()])
+    found, holders = [], {"first": torch.ones(1), "second": [torch.ones(2)], "third": {"a": torch.ones(3)}}
+    found.append(list(own.holders()))
+    module.side = holders["first"]
+    found.append(list(own.holders()))
+    module.side = holders["second"]  # type: ignore[assignment]
+    found.append(list(own.holders()))
+    del module.side
+    module.other = holders["third"]  # type: ignore[assignment]
+    found.append(list(own.holders()))
+    assert [[id(each) for each in row] for row in found] == [[], *([id(each)] for each in holders.values())]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.parallel.zero.scales import WeightScales
 from shardwise.plan.mesh import Mesh

@@ -72,6 +72,9 @@ def handlers_of(
     }
 
     def of_windows(method: str) -> Handler:
+        if len(parts.hooks) == 1:  # no call in between: this is done for every Action of every Unit
+            bound: Handler = getattr(parts.hooks[0].windows, method)
+            return bound
         do: Callable[[UnitWindows, Action], None] = getattr(UnitWindows, method)
         return lambda action: do(hooks_of[action.unit].windows, action)
 

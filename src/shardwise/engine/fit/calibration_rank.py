@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from shardwise.base.regular_files import write_small_file
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
 from shardwise.engine.construction.build import initialize

@@ -23,8 +23,10 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import CheckpointFolder, open_step, steps_at
-from shardwise.comm.collectives import Group, NoTransport, StepClock, Transport
+from shardwise.comm.collectives import Group
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
+from shardwise.comm.transports import NoTransport, Transport
 from shardwise.compose.describe import describe, describe_cut
 from shardwise.compose.module_steps import (
     CutRanks,

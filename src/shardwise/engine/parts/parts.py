@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.wait_meter import WaitMeter
 from shardwise.comm.world import World

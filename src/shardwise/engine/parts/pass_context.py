@@ -18,7 +18,8 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.base.pytree import tensors_in
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
+from shardwise.comm.step_clock import StepClock
 from shardwise.engine.parts.failed_pass import explained
 from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.vocabulary import VocabularyBounds

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, PlanError, TableFullError, UsageError
 from shardwise.base.policy import nearest
-from shardwise.comm.collectives import Group, StepClock
+from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import share
+from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig

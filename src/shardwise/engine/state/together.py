@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from shardwise.comm.collectives import StepClock
+from shardwise.comm.step_clock import StepClock
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -44,6 +44,7 @@ from shardwise.engine.step.plain_backward import PlainBackward
 from shardwise.engine.step.record import StepInputs
 from shardwise.engine.step.scaled import check_unscaled
 from shardwise.engine.step.unstepped import UnsteppedWarning
+from shardwise.memory.pinned import check_copies
 from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.step_keys import StepKeys
@@ -274,6 +275,7 @@ class TrainingStep:
             raise UsageError(
                 "step: inside engine.no_sync(), where no backward is the last one; call it outside"
             )
+        check_copies()
         if not step.is_last:
             self._record.end_microbatch(step.microbatches)
             step.end_microbatch()
@@ -282,6 +284,7 @@ class TrainingStep:
             rates = parts.optimizer_groups.rates(parts.progress.applied_steps)
             totals, divisor, norm = self._summed(step.weight if weight is None else weight, rates)
         self._record.compared()
+        check_copies()  # the norm has been read, so the copies of all batches are over and may be forgotten
         finite = math.isfinite(norm)
         applies = finite and not math.isnan(totals.loss)
         if not applies:

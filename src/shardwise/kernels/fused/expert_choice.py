@@ -156,6 +156,21 @@ def load_counts(chosen: Tensor, kept: Tensor, scores: Tensor, is_sigmoid: bool, 
 
 
 @triton.jit
+def _tile(rows, experts, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the rows and experts of a program's tile of [rows, experts], the offset of each element, and a mask."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, BLOCK)
+    here = (row < rows)[:, None] & (expert < experts)[None, :]
+    return row, expert, row[:, None] * experts + expert[None, :], here
+
+
+@triton.jit
+def _score_of(scores, expert, chosen):
+    """Return the score of the chosen expert of each row: 0 if it is -1."""
+    return tl.sum(tl.where(expert[None, :] == chosen[:, None], scores, 0.0), 1)
+
+
+@triton.jit
 def _scores(logits, IS_SIGMOID: tl.constexpr):
     """Return the scores of logits [ROWS, BLOCK], which are -inf where there is no expert."""
     if IS_SIGMOID:
@@ -177,10 +192,8 @@ def _chosen_experts(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    expert = tl.arange(0, BLOCK)
-    here = (row < rows)[:, None] & (expert < experts)[None, :]
-    held = tl.load(logits + row[:, None] * experts + expert[None, :], here, other=-float("inf"))
+    row, expert, at, here = _tile(rows, experts, ROWS, BLOCK)
+    held = tl.load(logits + at, here, other=-float("inf"))
     seen = _scores(held, IS_SIGMOID)
     if HAS_BIAS:
         seen += tl.load(bias + expert, expert < experts, other=0.0)[None, :].to(tl.float32)
@@ -206,19 +219,16 @@ def _expert_weights(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    expert = tl.arange(0, BLOCK)
-    here = (row < rows)[:, None] & (expert < experts)[None, :]
-    at = row[:, None] * experts + expert[None, :]
+    row, expert, at, here = _tile(rows, experts, ROWS, BLOCK)
     found = _scores(tl.load(logits + at, here, other=-float("inf")), IS_SIGMOID)
     tl.store(scores + at, found, here)
     total = tl.zeros([ROWS], tl.float32) + 1e-20
     for j in range(TOP_K):
         own = tl.load(index + row * TOP_K + j, row < rows, other=-1)
-        total += tl.sum(tl.where(expert[None, :] == own[:, None], found, 0.0), 1)
+        total += _score_of(found, expert, own)
     for j in range(TOP_K):
         own = tl.load(index + row * TOP_K + j, row < rows, other=-1)
-        chosen = tl.sum(tl.where(expert[None, :] == own[:, None], found, 0.0), 1)
+        chosen = _score_of(found, expert, own)
         if NORMALIZES:
             chosen = chosen / total
         tl.store(weights + row * TOP_K + j, chosen * scale, row < rows)
@@ -241,10 +251,7 @@ def _expert_weight_gradient(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    expert = tl.arange(0, BLOCK)
-    here = (row < rows)[:, None] & (expert < experts)[None, :]
-    at = row[:, None] * experts + expert[None, :]
+    row, expert, at, here = _tile(rows, experts, ROWS, BLOCK)
     held = tl.load(scores + at, here, other=0.0)
     pull = tl.zeros([ROWS, BLOCK], tl.float32)
     if HAS_SCORES:
@@ -254,7 +261,7 @@ def _expert_weight_gradient(
     if NORMALIZES:
         for j in range(TOP_K):
             own = tl.load(index + row * TOP_K + j, row < rows, other=-1)
-            chosen = tl.sum(tl.where(expert[None, :] == own[:, None], held, 0.0), 1)
+            chosen = _score_of(held, expert, own)
             total += chosen
             dot += chosen * tl.load(d_weights + row * TOP_K + j, row < rows, other=0.0) * scale
     for j in range(TOP_K):

@@ -11,13 +11,18 @@ from torch import Tensor
 _TILE = 1024
 
 
+def _rows_of(size: int) -> tuple[int, int]:
+    """Return the columns of a tile, which hold one half of a head, and its rows."""
+    block = triton.next_power_of_2(size // 2)
+    return block, max(1, _TILE // block)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return ``x`` [B, H, T, K], whose last dim is dense, turned by [T, K/2] angles in fp32, or back; contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         batch, heads, places, size = x.shape
-        block = triton.next_power_of_2(size // 2)
-        rows = max(1, _TILE // block)
+        block, rows = _rows_of(size)
         _turned[(triton.cdiv(batch * heads * places, rows),)](
             x,
             cos,
@@ -83,8 +88,7 @@ def split(x: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Te
         for each in (queries, keys, keys)
     )
     if x.numel():
-        block = triton.next_power_of_2(size // 2)
-        rows = max(1, _TILE // block)
+        block, rows = _rows_of(size)
         _split[(triton.cdiv(batch * places * heads, rows),)](
             x,
             cos,
@@ -111,8 +115,7 @@ def join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     heads = queries + 2 * k.shape[1]
     out = torch.empty(batch, places, heads, size, dtype=q.dtype, device=q.device)
     if out.numel():
-        block = triton.next_power_of_2(size // 2)
-        rows = max(1, _TILE // block)
+        block, rows = _rows_of(size)
         _join[(triton.cdiv(batch * places * heads, rows),)](
             q,
             k,
@@ -135,6 +138,15 @@ def join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def _fused_tile(rows, places, heads, half, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return row, column, head, place and sample of the elements of a tile of [B, T, heads, K], and a mask."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    here = (row < rows)[:, None] & (column < half)
+    return row, column, row % heads, row // heads % places, row // heads // places, here
+
+
 @triton.jit(do_not_specialize=["rows", "places"])
 def _split(
     x,
@@ -154,11 +166,7 @@ def _split(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    heads = queries + 2 * keys
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    head, place, sample = row % heads, row // heads % places, row // heads // places
-    column = tl.arange(0, BLOCK)[None, :]
-    here = (row < rows)[:, None] & (column < half)
+    row, column, head, place, sample, here = _fused_tile(rows, places, queries + 2 * keys, half, ROWS, BLOCK)
     turns = (head < queries + keys)[:, None]
     is_query, is_value = (head < queries)[:, None], (head >= queries + keys)[:, None]
     angle = (place * half)[:, None] + column
@@ -207,11 +215,7 @@ def _join(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    heads = queries + 2 * keys
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    head, place, sample = row % heads, row // heads % places, row // heads // places
-    column = tl.arange(0, BLOCK)[None, :]
-    here = (row < rows)[:, None] & (column < half)
+    row, column, head, place, sample, here = _fused_tile(rows, places, queries + 2 * keys, half, ROWS, BLOCK)
     turns = (head < queries + keys)[:, None]
     is_query, is_value = (head < queries)[:, None], (head >= queries + keys)[:, None]
     key = head - queries

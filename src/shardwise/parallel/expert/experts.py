@@ -7,6 +7,7 @@ rows runs too: its weights then have a gradient of 0 instead of none, and every 
 Shapes: E experts, D width, F hidden, k experts of a token; N tokens, R rows of (token, expert).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -49,7 +50,37 @@ def by_expert(
     return alone(hidden, index, weights, compute, routes, beside)
 
 
-class Experts(nn.Module):
+class StackedExperts(nn.Module, ABC):
+    """E experts of one form as stacks."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of experts, E."""
+
+    @abstractmethod
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Compute rows with their experts: [R, D] -> [R, D].
+
+        Rows are sorted by expert; expert e has ``counts[e]`` of them.
+        """
+
+    def forward(
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        keep: Keep = make_anew,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].
+
+        An index of -1 adds nothing. ``beside`` is called once, while rows travel.
+        """
+        return by_expert(self.compute, hidden, index, weights, self.count, keep, beside)
+
+
+class Experts(StackedExperts):
     """E stacked experts down (silu(gate x) · up x): ``gate_up`` [E, 2F, D], gate first, and ``down`` [E, D, F].
 
     Args:
@@ -76,21 +107,12 @@ class Experts(nn.Module):
 
     def expert_stack(self) -> ExpertStack:
         """Return the placement of the tensors on ranks that share experts."""
-        return gated_stack(len(self.down), self.down.shape[-1])
+        return gated_stack(self.count, self.down.shape[-1])
 
-    def forward(
-        self,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        keep: Keep = make_anew,
-        beside: Beside | None = None,
-    ) -> Tensor:
-        """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].
-
-        An index of -1 adds nothing. ``beside`` is called once, while rows travel.
-        """
-        return by_expert(self.compute, hidden, index, weights, len(self.down), keep, beside)
+    @property
+    def count(self) -> int:
+        """Number of experts, E."""
+        return len(self.down)
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute rows with their experts: [R, D] -> [R, D].
@@ -100,7 +122,7 @@ class Experts(nn.Module):
         return gated_experts(rows, self.gate_up, self.down, counts)
 
 
-class MadeExperts(nn.Module):
+class MadeExperts(StackedExperts):
     """E modules made by ``make``, stacked: their parameter ``name`` is the stack ``name`` [E, ...] of this module.
 
     Args:
@@ -129,7 +151,7 @@ class MadeExperts(nn.Module):
                     holder.add_module(part, nn.Module())
                 holder = holder.get_submodule(part)
             holder.register_parameter(local, nn.Parameter(stack, first.requires_grad))
-        self.count = experts
+        self._count = experts
         # A tuple keeps nn.Module from registering the expert, whose own parameters would appear beside the stacks.
         self._one = (made[0].to("meta"),)
 
@@ -156,19 +178,10 @@ class MadeExperts(nn.Module):
         whole = StackPlacement(Replicate(), Replicate())
         return ExpertStack(self.count, 0, {name: whole for name, _ in self.named_parameters()})
 
-    def forward(
-        self,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        keep: Keep = make_anew,
-        beside: Beside | None = None,
-    ) -> Tensor:
-        """Return Σ_j weights_j · expert_{index_j}(hidden): [N, D], [N, k], [N, k] -> [N, D].
-
-        An index of -1 adds nothing. ``beside`` is called once, while rows travel.
-        """
-        return by_expert(self.compute, hidden, index, weights, self.count, keep, beside)
+    @property
+    def count(self) -> int:
+        """Number of experts, E."""
+        return self._count
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute rows with their experts: [R, D] -> [R, D].

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from shardwise.base.caches import is_transformers_cache
 from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.comm import duals
-from shardwise.comm.collectives import NoTransport
 from shardwise.comm.operators import ExchangeSite
+from shardwise.comm.transports import NoTransport
 from shardwise.parallel.tensor.region import ParallelRegion, WithheldValue
 from shardwise.passes.absent import AbsentTensor
 

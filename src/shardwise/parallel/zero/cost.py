@@ -89,7 +89,7 @@ def unit_exchanges(unit: Unit, strategy: Strategy, mesh: Mesh, is_alone: bool = 
     for bucket in unit.buckets:
         key, elements = bucket.key, bucket.elements
         if strategy.cuts_weight or (strategy.cuts_master and key.trained):
-            gather += _gathered(elements, key.gathered_dtype.itemsize, strategy, shards)
+            gather += _gathered(elements, bucket.gathered_dtype.itemsize, strategy, shards)
         if not key.trained:
             continue
         wire = (key.reduce_dtype or key.dtype).itemsize

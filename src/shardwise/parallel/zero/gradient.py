@@ -57,7 +57,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import DONE, Group, PendingCollective
+from shardwise.comm.collectives import Group
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.parallel.zero.views import ParameterViews
@@ -226,12 +227,12 @@ class Gradient:
         grad = parameter.grad
         if grad is None:
             return False
-        if self._into is None:
-            self._open()
-        assert self._into is not None, "the staging memory was just opened"
+        into = self._into
+        if into is None:
+            into = self._open()
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        first = self._waiting.put(index, self._into[index], grad)
+        first = self._waiting.put(index, into[index], grad)
         if first:
             self.used[index] = True
         parameter.grad = None
@@ -268,7 +269,8 @@ class Gradient:
                     (dropped if grad is None else given).append(self.layout.slots[place].name)
         return dropped, given
 
-    def _open(self) -> None:
+    def _open(self) -> list[Tensor]:
+        """Take memory for gradients, and return its views by parameter."""
         if not self.layout.key.trained:
             raise UsageError(
                 f"{self.what}: a frozen parameter got a gradient; set requires_grad before initialize()"
@@ -299,6 +301,7 @@ class Gradient:
             self._staging = self.buffer
             self._into = self.views.fresh(self.buffer)
             self._waiting.has_come = [is_further] * len(self.used)
+        return self._into
 
     def _become_addend(self) -> None:
         """Turn a reduced sum into an addend again. See [Note: further backward passes]."""
@@ -345,12 +348,14 @@ class Gradient:
 
     def reduce(self) -> None:
         """Run REDUCE: begin to sum the gradients over the ranks into the range of the master."""
-        if self._into is None:
-            self._open()
-        assert self._into is not None and self._staging is not None, "the staging memory was just opened"
+        into = self._into
+        if into is None:
+            into = self._open()
+        assert self._staging is not None, "the staging memory was just opened"
         self._waiting.flush()
         come = self._waiting.has_come
-        _zero([view for view, has_come in zip(self._into, come, strict=True) if not has_come])
+        if not all(come):
+            _zero([view for view, has_come in zip(into, come, strict=True) if not has_come])
         strategy, around, full = self._around.strategy, self._around, self._staging
         self._reducing.wait()  # the buffer may still be filled from its tier, and the reduction adds to it
         if strategy.cuts_grad:

@@ -52,6 +52,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial, wraps
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -119,6 +120,48 @@ class _InterruptedForward(NamedTuple):
     running: PassKind
     calls: list[int]
     """Number of running forward calls of each Unit."""
+
+
+class _OwnAttributes:
+    """The attributes of a Unit's modules that not every module has.
+
+    Names are read again if the number of a module's attributes has changed or a name is gone.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self._known: list[tuple[int, Callable[[dict[str, Any]], tuple[Any, ...]] | None]] = [
+            (-1, None) for _ in modules
+        ]
+        """For each module, the number of all attributes when names were read, and the function that returns the values
+        of the module's own; None if there are none."""
+
+    def holders(self) -> Iterator[Any]:
+        """Yield the present values that are tensors or may hold tensors."""
+        for place, (count, values) in enumerate(self._known):
+            held = vars(self.modules[place])
+            if len(held) != count:
+                values = self._read(place, held)
+            if values is None:
+                continue
+            try:
+                found = values(held)
+            except KeyError:  # one attribute was deleted and another set
+                values = self._read(place, held)
+                found = () if values is None else values(held)
+            for value in found:
+                if isinstance(value, _HOLDERS):
+                    yield value
+
+    def _read(self, place: int, held: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]] | None:
+        names = [name for name in held if name not in _MODULE_STATE]
+        # One more name that every module has: of a single name ``itemgetter`` returns no tuple.
+        values = itemgetter(*names, "training") if names else None
+        self._known[place] = (len(held), values)
+        return values
 
 
 class ModuleHook(partial[Any]):
@@ -200,8 +243,8 @@ class UnitHooks:
         """Callback at a backward pass that the engine did not begin; returns True if the pass now belongs to the
         engine (plain_backward.py)."""
         units = {id(state.module) for state in self.states}
-        self._inside = [list(_own_modules(state.module, units)) for state in self.states]
-        """Modules of each Unit, without the modules of Units inside it."""
+        self._inside = [_OwnAttributes([*_own_modules(state.module, units)]) for state in self.states]
+        """Attributes of the modules of each Unit, without the modules of Units inside it."""
         self._installed = _InstalledHooks(
             watched=[bucket for state in self.states for bucket in state.buckets] if is_compiled else []
         )
@@ -392,12 +435,8 @@ class UnitHooks:
 
         See [Note: side losses].
         """
-        for module in self._inside[index]:
-            held = vars(module)
-            for name in held.keys() - _MODULE_STATE:
-                value = held[name]
-                if isinstance(value, _HOLDERS):
-                    yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
+        for value in self._inside[index].holders():
+            yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
         state.enter(WindowState.CLOSED)
@@ -588,10 +627,18 @@ class UnitHooks:
 
     def _accumulate(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
-        name = bucket.layout.slots[place].name
-        if self._pass is not PassKind.BACKWARD:
+        if self._pass is not PassKind.BACKWARD or state.is_reduced or state.window is WindowState.DISPLACED:
             parameter.grad = None
-            raise UsageError(
+            raise self._late_gradient(state, bucket.layout.slots[place].name)
+        if bucket.gradient.accumulate(place, parameter):  # [step 7]
+            state.missing -= 1
+            if state.missing == 0:  # [step 8]
+                self._walker.run_while(self._may_close)
+
+    def _late_gradient(self, state: UnitState, name: str) -> UsageError:
+        """Return the error about a gradient that arrived when its Unit took none."""
+        if self._pass is not PassKind.BACKWARD:
+            return UsageError(
                 f"backward: the gradient of {name} arrived outside engine.backward(loss), which alone knows when to "
                 "reduce; call it instead of loss.backward().\n"
                 "  Where another engine's loss passes through this model (a generator's through its discriminator) "
@@ -599,20 +646,15 @@ class UnitHooks:
                 "before that loss is computed and True again after its backward"
             )
         if state.is_reduced:
-            raise UsageError(
+            return UsageError(
                 f"backward: {name} got another gradient after those of its Unit {state.unit.title!r} were reduced. "
                 "Reentrant activation checkpointing does that (set use_reentrant=False), and a graph that returns to a "
                 "block after later ones (name one Unit around them in zero.units)"
             )
-        if state.window is WindowState.DISPLACED:
-            raise UsageError(
-                f"backward: {name} got a gradient while another Unit, which recomputes, "
-                "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
-            )
-        if bucket.gradient.accumulate(place, parameter):  # [step 7]
-            state.missing -= 1
-            if state.missing == 0:  # [step 8]
-                self._walker.run_while(self._may_close)
+        return UsageError(
+            f"backward: {name} got a gradient while another Unit, which recomputes, "
+            "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
+        )
 
     def _may_close(self, action: Action) -> bool:
         """Return True if an Action closes a Unit whose gradients have all been accumulated."""
@@ -636,7 +678,8 @@ class UnitHooks:
                     handle = parameter.register_post_accumulate_grad_hook(hook)
                     self._installed.handles.append(handle)
                     self._installed.landing.append((parameter, handle.id))
-        parts = self._inside[0][1:] if self.states[0].has_windows and not self._is_driven else []
+        gathers_parts = self.states[0].has_windows and not self._is_driven
+        parts = self._inside[0].modules[1:] if gathers_parts else []
         before_part, after_part = apart(self._before_part), apart(self._after_part)
         for module in parts:
             if next(module.parameters(recurse=False), None) is not None:

@@ -66,8 +66,9 @@ class WaitingGradients:
         Returns:
             True for the parameter's first gradient in a sum, which is copied; others are added.
         """
-        first = not self.has_come[index]
-        self.has_come[index] = True
+        come = self.has_come
+        first = not come[index]
+        come[index] = True
         if _is_on_host(view):
             # Written out: a call for each gradient is what the host spends most of its time on here.
             if first:

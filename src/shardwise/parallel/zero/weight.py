@@ -30,13 +30,14 @@ Shapes: P elements of the bucket with padding, N shard ranks.
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import DONE, PendingCollective
+from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.memory.streams import to_computation
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.views import ParameterViews
@@ -145,7 +146,7 @@ class Weight:
         self._scales = None if of_rank is None else of_rank.add(self, len(layout.slots))
         """The scales of a weight that is gathered in fp8; None for any other."""
 
-    @property
+    @cached_property
     def has_window(self) -> bool:
         """True if the parameters show the weight only inside its Unit's windows."""
         return self._around.strategy.has_windows
@@ -271,7 +272,7 @@ class Weight:
         if held is None:
             self.finish_update()
         scales = None if self._scales is None else self._scales.agree()
-        self._full = around.weights.acquire(self.what, self.layout.elements, self.layout.key.gathered_dtype)
+        self._full = around.weights.acquire(self.what, self.layout.elements, self.layout.gathered_dtype)
         # Enter the state before the collective, which may fail: else ``reshard`` would not release the slot.
         self._enter(_GATHERING)
         if scales is not None:

@@ -30,7 +30,7 @@ from typing import Protocol
 from torch import nn
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.collectives import PendingCollective
+from shardwise.comm.pending import PendingCollective
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
 from shardwise.plan.strategy import Strategy
@@ -123,7 +123,10 @@ class UnitState:
     @property
     def is_sharded(self) -> bool:
         """True if the rank holds only its shard of some weights, and no gather is under way."""
-        return any(bucket.weight.is_sharded for bucket in self.buckets)
+        for bucket in self.buckets:  # noqa: SIM110 (``any`` makes a generator in every window)
+            if bucket.weight.is_sharded:
+                return True
+        return False
 
     @property
     def is_whole_here(self) -> bool:

@@ -1,0 +1,338 @@
+"""Transports: they move the bytes of a group's collectives between its ranks.
+
+    TorchTransport          NCCL, or gloo with the compositions below
+    SharedMemoryTransport   CPU ranks of one host (shared_memory.py)
+    NoTransport             nothing moves, for callers that need only shapes
+
+A backend sums in the dtype that it sends. So a 16-bit gradient whose sum is kept in fp32 is sent by an all-to-all in 16
+bits, followed by one local sum: the bytes that are counted are those that are sent.
+
+On gloo the native reduce-scatter and all-gather are slower than compositions of its other calls
+(benchmarks/collectives):
+    reduce-scatter = one all-to-all, then local sums in rank order: 2 to 4 times faster, with the other transport's bits
+    all-gather     = N broadcasts in flight together
+
+Shapes: every tensor is flat; with N ranks a shard has 1/N of the elements of the full tensor.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.base.errors import CommError
+from shardwise.comm.flights import Communicator
+from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.plan.exchange import PIECE_BYTES
+
+_SLICE_S = 0.25
+"""Interval in seconds at which a thread that waits inside torch checks whether it waits in vain."""
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of one group. ``what`` names the tensor in errors."""
+
+    def all_gather(
+        self, output: Tensor, shard: Tensor, timeout_s: float, what: str
+    ) -> PendingCollective | None:
+        """Gather the ranks' shards into ``output``.
+
+        Args:
+            output: Full tensor, of N times the elements of a shard.
+            shard: This rank's part, which may lie in ``output`` already.
+            timeout_s: Seconds to wait for the other ranks.
+            what: Name of the tensor in errors.
+
+        Returns:
+            The collective in flight; None if nothing is to be waited for.
+        """
+        ...
+
+    def reduce_scatter(
+        self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
+    ) -> PendingCollective | None:
+        """Write this rank's part of the sum of ``full`` over the ranks into ``shard_out``.
+
+        Args:
+            shard_out: This rank's part of the sum.
+            full: This rank's addend.
+            timeout_s: Seconds to wait for the other ranks.
+            what: Name of the tensor in errors.
+            accumulate: Add to ``shard_out`` instead of overwriting it.
+
+        Returns:
+            The collective in flight; None if nothing is to be waited for.
+        """
+        ...
+
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective | None:
+        """Sum ``tensor`` over the ranks in place."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective | None:
+        """Copy ``tensor`` from the rank with index ``root``."""
+        ...
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> PendingCollective | None:
+        """Send parts of ``sent`` to each rank and receive into ``output``.
+
+        Args:
+            output: Elements from each rank, in rank order.
+            sent: Elements for each rank, in rank order.
+            counts: Number of elements, by sender and receiver.
+            timeout_s: Seconds to wait for the other ranks.
+            what: Name of the tensor in errors.
+
+        Returns:
+            The collective in flight; None if nothing is to be waited for.
+        """
+        ...
+
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective | None:
+        """Wait until all ranks have arrived."""
+        ...
+
+
+class NoTransport:
+    """Transport that moves nothing, between ranks that do not exist: for callers that need only shapes."""
+
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
+
+    def reduce_scatter(
+        self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
+    ) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
+
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> None:
+        """Return without moving bytes."""
+        ...  # noqa: PIE790
+
+    def barrier(self, timeout_s: float, what: str) -> None:
+        """Return without waiting."""
+        ...  # noqa: PIE790
+
+
+def _gather_call() -> Callable[..., Any]:
+    """Return ``all_gather_single``, or ``all_gather_into_tensor`` before torch 2.13."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _scatter_call() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class TorchTransport:
+    """Collectives of torch.distributed on one process group.
+
+    Args:
+        group: The process group; None: torch's default group.
+        ranks: Ranks of the job in the group.
+        index: Index of this rank.
+        composed: Use gloo's faster compositions.
+        device: Device of the tensors; the host waits only for tensors on the CPU.
+        alarm: Function that a waiting thread calls; it may raise.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: tuple[int, ...],
+        index: int,
+        composed: bool,
+        device: torch.device | None = None,
+        alarm: Callable[[], None] | None = None,
+    ):
+        self._group = group
+        self._is_closed = False
+        on_host = device is None or device.type == "cpu"
+        self._communicator = None if on_host else Communicator(group)
+        self.device_type = "cpu" if device is None else device.type
+        """Type of the device of the tensors."""
+        self._alarm = alarm
+        self._ranks = ranks
+        self._index = index
+        self._composed = composed
+        self._all_gather = _gather_call()
+        self._reduce_scatter = _scatter_call()
+
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
+        """Gather the ranks' shards into ``output``."""
+        if not self._composed:
+            work = self._all_gather(output, shard, group=self._open_group, async_op=True)
+            return self._waiting([work], timeout_s, output)
+        parts = output.view(len(self._ranks), -1)
+        if parts[self._index].data_ptr() != shard.data_ptr():
+            parts[self._index].copy_(shard)
+        works = [
+            dist.broadcast(part, src=rank, group=self._open_group, async_op=True)
+            for part, rank in zip(parts, self._ranks, strict=True)
+        ]
+        return self._waiting(works, timeout_s, output)
+
+    def reduce_scatter(
+        self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
+    ) -> PendingCollective:
+        """Write (or add) this rank's part of the sum of ``full`` into ``shard_out``."""
+        if self._composed:
+            self._exchange_and_sum(shard_out, full, timeout_s, accumulate)
+            return DONE
+        if shard_out.dtype != full.dtype:
+            return self._exchange_then_sum(shard_out, full, timeout_s, accumulate)
+        received = torch.empty_like(shard_out) if accumulate else shard_out
+        work = self._reduce_scatter(received, full, group=self._open_group, async_op=True)
+        add = partial(shard_out.add_, received) if accumulate else None
+        return self._waiting([work], timeout_s, full, add)
+
+    def _exchange_then_sum(
+        self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool
+    ) -> PendingCollective:
+        """Send narrow parts to each rank and sum them in the wide dtype.
+
+        A backend's own reduce-scatter would sum in the dtype that it sends.
+        """
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, group=self._open_group, async_op=True)
+
+        def compute() -> None:
+            parts = received.view(len(self._ranks), -1)
+            if accumulate:
+                shard_out.add_(parts.sum(0, dtype=shard_out.dtype))
+            else:
+                torch.sum(parts, 0, dtype=shard_out.dtype, out=shard_out)
+
+        return self._waiting([work], timeout_s, full, compute)
+
+    def _exchange_and_sum(self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool) -> None:
+        """Run all-to-alls in bounded pieces, then sum in rank order, so that every transport returns the same bits."""
+        ranks = len(self._ranks)
+        parts = full.view(ranks, -1)
+        piece = max(PIECE_BYTES // (ranks * full.itemsize), 1)
+        for start in range(0, parts.shape[1], piece):
+            sent = parts[:, start : start + piece]
+            received = sent.new_empty(sent.shape)
+            work = dist.all_to_all_single(received, sent.contiguous(), group=self._open_group, async_op=True)
+            self._wait([work], timeout_s, sent)
+            total = shard_out[start : start + piece]
+            if accumulate:
+                total.add_(sum_in_order(received, torch.empty_like(total)) if ranks > 1 else received[0])
+            else:
+                sum_in_order(received, total)
+
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
+        """Sum ``tensor`` over the ranks in place."""
+        return self._waiting(
+            [dist.all_reduce(tensor, group=self._open_group, async_op=True)], timeout_s, tensor
+        )
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
+        """Copy ``tensor`` from the rank with index ``root``."""
+        work = dist.broadcast(tensor, src=self._ranks[root], group=self._open_group, async_op=True)
+        return self._waiting([work], timeout_s, tensor)
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> PendingCollective:
+        """Send parts of ``sent`` to each rank and receive into ``output``."""
+        work = dist.all_to_all_single(
+            output,
+            sent,
+            [row[self._index] for row in counts],
+            list(counts[self._index]),
+            group=self._open_group,
+            async_op=True,
+        )
+        return self._waiting([work], timeout_s, sent)
+
+    def barrier(self, timeout_s: float, what: str) -> PendingCollective:
+        """Wait until all ranks have arrived."""
+        # A tensor on the CPU, because the host waits only for those.
+        return self.all_reduce(torch.ones(1), timeout_s, what)
+
+    def close(self) -> None:
+        """Drop the reference to the group, which ends with its last reference."""
+        self._is_closed = True
+        self._group = self._communicator = None
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of the process group."""
+        group = self._open_group or dist.group.WORLD
+        assert group is not None, "torch's default group exists as long as the engine"
+        return str(group.group_name)
+
+    @property
+    def _open_group(self) -> dist.ProcessGroup | None:
+        if self._is_closed:  # None means torch's default group
+            raise CommError("the group was closed earlier")
+        return self._group
+
+    def _waiting(
+        self,
+        works: list[Any],
+        timeout_s: float,
+        tensor: Tensor,
+        compute: Callable[[], object] | None = None,
+    ) -> PendingCollective:
+        def finish() -> None:
+            self._wait(works, timeout_s, tensor)
+
+        if tensor.is_cpu:
+            return PendingCollective(finish, compute=compute)
+        return PendingCollective(finish, works, self._communicator, compute)
+
+    def _wait(self, works: list[Any], timeout_s: float, tensor: Tensor) -> None:
+        """Wait until all works have ended; on a device, only until its stream waits for them.
+
+        A wait with a deadline would stop the host of a device. The waits of gloo may be cut into slices.
+        """
+        if not tensor.is_cpu:
+            for work in works:
+                work.wait()
+            return
+        end = time.monotonic() + timeout_s
+        for work in works:
+            while work is not None:
+                left_s = end - time.monotonic()
+                slices = left_s > _SLICE_S
+                try:
+                    work.wait(timedelta(seconds=_SLICE_S if slices else max(left_s, 0.001)))
+                    break
+                except RuntimeError:
+                    if not slices:
+                        raise
+                    # The work ended after the slice, or by an error: this wait raises it.
+                    if work.is_completed():
+                        work.wait(timedelta(seconds=_SLICE_S))
+                        break
+                if self._alarm is not None:
+                    self._alarm()
+
+
+def sum_in_order(rows: Tensor, total: Tensor) -> Tensor:
+    """Write row 0 + row 1 + ... into ``total``; 16-bit sums are computed in fp32 and rounded once."""
+    wide = torch.promote_types(total.dtype, torch.float32) if total.is_floating_point() else total.dtype
+    summed = total if wide == total.dtype else torch.empty_like(total, dtype=wide)
+    torch.add(rows[0].to(wide), rows[1], out=summed)
+    for row in rows[2:]:
+        summed.add_(row)
+    return total if summed is total else total.copy_(summed)
