@@ -48,6 +48,7 @@ from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import flops_of, is_repeated
 from shardwise.parallel.embedding.calls import GroupLoad
+from shardwise.passes.absent import AbsentTensor
 from shardwise.plan.action import Kind
 from shardwise.simulate.exchanges import ExchangeCall, ExchangeRecord, united
 from shardwise.simulate.lookups import strip_tables
@@ -317,6 +318,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor) -> None:
+        if isinstance(tensor, AbsentTensor):
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen or tensor.device.type == "meta":
@@ -375,6 +378,8 @@ def _touched(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _lying(tensor: Tensor) -> int:
+    if isinstance(tensor, AbsentTensor):
+        return 0
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

@@ -58,7 +58,6 @@ from shardwise.kernels.philox import words
 from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
 from shardwise.parallel.embedding.calls import GroupLoad
-from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.layers import Layers
@@ -393,8 +392,8 @@ def _passes(
     for rank in plan.mesh.ranks("pp", 0):
         ranks, model = plan.classes[class_of(plan.mesh, rank)], make()
         is_list = isinstance(model, Layers)
-        for name, each in collections_of(model).items():
-            each.adopt_choices(tables.everywhere[name])
+        if tables:
+            chosen_for(model, tables.stages, settings, plan.mesh.size("dp"), device)
         for stage, (module, run) in _cut(
             model, starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
         ).items():
