@@ -137,6 +137,7 @@ FAULTS: list[tuple[str, Any, str]] = [
         {"all_gather": [["1 MB", "1 GB/s"]]},
         r"exchanges.all_gather: '1 GB/s' is not in s; .* '5 us'",
     ),
+    ("spread", {"compute": [1.1, 1.2]}, r"spread.compute: \[1.1, 1.2\] is no range of factors"),
     ("exchanges", {"gather": []}, r"unknown key 'exchanges.gather'; did you mean 'all_gather'"),
     ("sources", {"links.rack": "x"}, r"sources: no figure lies at 'links.rack'"),
     ("sources", ["x"], r"sources: expected an object of texts"),

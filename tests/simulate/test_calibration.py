@@ -68,6 +68,7 @@ def test_figures_become_a_table_that_is_read_again(kept: Path) -> None:
         "measured on" in hardware.sources["peaks.fp32"]
         and "2 ranks" in hardware.sources["exchanges.all_reduce"]
     )
+    assert hardware.spread["compute"] == (0.9, 1.2)
     by_path = find_hardware(str(calibration_file(kept)))
     assert by_path.peaks == hardware.peaks and by_path.exchanges == hardware.exchanges
     assert not [path for path in kept.iterdir() if path.name != "cpu.json"]

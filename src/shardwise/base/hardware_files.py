@@ -17,6 +17,7 @@ replace all peaks of that table. ``sources`` names the source of a figure, or of
     operation, action              seconds, such as "5 us"
     rows                           rate of scattered rows
     exchanges.OPERATION            [["1 MB", "0.4 ms"], ...]: measured seconds by the bytes that a rank copies
+    spread.USE                     [0.9, 1.2]: factors on seconds for the low and the high end of a price
     devices                        regular expressions for whole names that drivers give, without the vendor's name
     measured                       machine and date of a calibration (simulate/calibration.py)
 
@@ -56,7 +57,8 @@ _FIGURE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8")
 _KINDS = ("product", "attention", "convolution")
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "barrier")
-_SHARE, _SHARES, _TIMES = "share", "shares", "times"
+_USES = ("compute", "update", "exchange", "waits", "bubble", "data", "rest")
+_SHARE, _SHARES, _TIMES, _ENDS = "share", "shares", "times", "ends"
 _SCHEMA: Mapping[str, Any] = {
     "peaks": dict.fromkeys(_DTYPES, "FLOP/s"),
     "efficiency": {
@@ -76,6 +78,7 @@ _SCHEMA: Mapping[str, Any] = {
     "action": "s",
     "rows": "B/s",
     "exchanges": dict.fromkeys(_OPERATIONS, _TIMES),
+    "spread": dict.fromkeys(_USES, _ENDS),
 }
 """Units of the figures, by their place in the file."""
 _BESIDE = ("like", "devices", "sources", "measured")
@@ -86,7 +89,7 @@ _NEEDED = (
     *(f"links.{level}.{what}" for level in ("device", "host", "cluster") for what in ("rate", "latency")),
 )
 
-_Figure = float | tuple[tuple[float, float], ...]
+_Figure = float | tuple[float, float] | tuple[tuple[float, float], ...]
 
 
 class DeviceTable(NamedTuple):
@@ -135,6 +138,7 @@ class DeviceTable(NamedTuple):
             action_s=number("action", 0.0),
             row_bytes_s=number("rows", 4e9),
             exchanges=of("exchanges"),
+            spread=of("spread"),
             sources=self.sources,
         )
 
@@ -261,6 +265,8 @@ def _figures(found: Any, schema: Mapping[str, Any], place: str, where: str) -> I
             yield here, _rows(value, f"{where}: {here}", ("FLOP", _SHARE))
         elif unit == _TIMES:
             yield here, _rows(value, f"{where}: {here}", ("B", "s"))
+        elif unit == _ENDS:
+            yield here, _ends(value, f"{where}: {here}")
         elif unit == _SHARE:
             yield here, _share(value, f"{where}: {here}")
         else:
@@ -314,6 +320,14 @@ def _rows(value: Any, where: str, units: tuple[str, str]) -> tuple[tuple[float, 
     if any(second <= 0 for _, second in rows):
         raise ConfigError(f"{where}: a row has a zero; {expected}")
     return rows
+
+
+def _ends(value: Any, where: str) -> tuple[float, float]:
+    """Return the factors for the low and the high end of a price."""
+    is_pair = isinstance(value, list) and len(value) == 2 and all(type(end) in (int, float) for end in value)
+    if not is_pair or not 0.1 <= value[0] <= 1 <= value[1] <= 10:
+        raise ConfigError(f"{where}: {value!r:.100} is no range of factors; expected two such as [0.9, 1.2]")
+    return float(value[0]), float(value[1])
 
 
 def _devices(found: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -374,6 +388,7 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
             operation: [[_text(size, "B"), _text(seconds, "s")] for size, seconds in table]
             for operation, table in hardware.exchanges.items()
         },
+        "spread": {use: list(ends) for use, ends in hardware.spread.items()},
     }
     places = dict(_figures(found, _SCHEMA, "", hardware.name))
     return {**found, "sources": {place: text for place, text in hardware.sources.items() if place in places}}

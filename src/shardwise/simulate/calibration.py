@@ -40,6 +40,17 @@ from shardwise.tiers.scratch_folder import check_folder
 _RANK_MODULE = "shardwise.engine.fit.calibration_rank"
 _PATIENCE_S = 600.0
 _CLUSTER = Link(1.25e9, 5e-5)
+_SPREAD = {
+    "compute": (0.9, 1.2),
+    "update": (0.9, 1.2),
+    "exchange": (0.85, 1.3),
+    "waits": (0.8, 1.4),
+    "bubble": (0.9, 1.25),
+    "data": (0.8, 1.4),
+    "rest": (0.85, 1.3),
+}
+"""Factors on seconds for the low and the high end of a price: rates are the best of several rounds, which a step does
+not always reach."""
 
 
 class Machine(StrictModel):
@@ -239,6 +250,7 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         operation_s=figures["operation"],
         action_s=figures["action"],
         row_bytes_s=figures["rows"],
+        spread=_SPREAD,
         exchanges={name: tuple((size, each) for size, each in points) for name, points in exchanges.items()},
         sources={"links.cluster": "assumed: a port of 10 Gbit/s"}
         | ({} if figures["disk"] else {"memory.disk.rate": "assumed"}),
