@@ -117,10 +117,9 @@ class MeasuredPass(NamedTuple):
     """Bytes of the input from the stage before, which stays until its backward pass is over."""
     answered_bytes: int = 0
     """Bytes of the gradients that come back for the output to the next stage."""
-    alike_bytes: Mapping[str, int] = {}
-    """Bytes that autograd saves in a block and that are alike on all ranks of "tp", by name of the block."""
     alike_sizes: Mapping[str, tuple[int, ...]] = {}
-    """The same by storage, in bytes."""
+    """Bytes of each storage that autograd saves in a block and that is alike on all ranks of "tp", by name of the
+    block."""
     leaves: tuple[ExchangeCall, ...] = ()
     """The message to the next stage."""
     answered: tuple[ExchangeCall, ...] = ()
@@ -129,6 +128,11 @@ class MeasuredPass(NamedTuple):
     """True if the ranks of a pipeline may bring parts of batches, whose rows they tell one another before a step."""
     lookups: Mapping[str, tuple[GroupLoad, ...]] = {}
     """Groups of tables with their numbers of keys, by name of the collection."""
+
+    @property
+    def alike_bytes(self) -> Mapping[str, int]:
+        """Bytes of the storages of ``alike_sizes``, by name of the block."""
+        return {name: sum(sizes) for name, sizes in self.alike_sizes.items()}
 
     @property
     def flops(self) -> int:
@@ -244,8 +248,7 @@ def measure(
             handle.remove()
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
     sizes = cuts.alike_sizes()
-    alike_bytes = {name: sum(each) for name, each in sizes.items()}
-    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=alike_bytes, alike_sizes=sizes), like
+    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_sizes=sizes), like
 
 
 def _watch(module: nn.Module, units: Collection[str], cuts: "_UnitStarts") -> list[RemovableHandle]:

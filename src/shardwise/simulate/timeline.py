@@ -133,7 +133,6 @@ class _WalkedStep:
         self._near = near
         """Tiers in the memory whose peak is computed."""
         self._plan = plan
-        self._is_alone = policies.microbatches == 1
         self._passed = passed
         keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
         ahead = int(policies.zero.prefetch_bytes) if policies.zero.prefetch_bytes != "auto" else 0
@@ -157,6 +156,11 @@ class _WalkedStep:
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
         self.rows |= self._staging_rows()
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        """True if one microbatch makes a step."""
+        return max((action.microbatch for action in self.ranks.actions), default=0) < 1
 
     @cached_property
     def _effects(self) -> Mapping[str, Callable[[Action], object]]:

@@ -57,7 +57,6 @@ from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
 from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
-from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.layers import Layers
@@ -425,18 +424,19 @@ def _passes(
                 brings_parts=is_list and loss is None,
             )
             text, arriving = one.text, leaving
+    return _with_lookups(found, tables, example, plan.mesh.size("dp"))
+
+
+def _with_lookups(
+    found: Mapping[int, MeasuredPass], tables: ModelTables, example: Any, ranks: int
+) -> dict[int, MeasuredPass]:
+    """Return the passes with the numbers of keys that the example has for the tables of each stage."""
+    loads = {name: loads_of(each, example, ranks) for name, each in tables.everywhere.items()}
     return {
-        stage: passed._replace(lookups=_lookups(tables, stage, example, plan.mesh.size("dp")))
+        stage: passed._replace(
+            lookups={name: of for name, of in loads.items() if tables.stages[name] == stage}
+        )
         for stage, passed in found.items()
-    }
-
-
-def _lookups(tables: ModelTables, stage: int, example: Any, ranks: int) -> dict[str, tuple[GroupLoad, ...]]:
-    """Return the numbers of keys that the example has for the tables of a stage, by collection."""
-    return {
-        name: loads_of(collection, example, ranks)
-        for name, collection in tables.everywhere.items()
-        if tables.stages[name] == stage
     }
 
 
