@@ -376,9 +376,7 @@ def _ways(job: JobFacts, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPoli
 def _seconds(
     job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, hardware: Hardware
 ) -> StepSeconds:
-    return step_seconds(
-        outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type
-    )
+    return step_seconds(outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type)
 
 
 def _is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:

@@ -411,13 +411,11 @@ def _passes(
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _StageForward(module.train(), run, replay, batch, loss, text, arriving)
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
-            passed, leaving = measure(
-                module, kinds, batch, one.run, traffic, is_cut, blocks, alike, one.again
-            )
-            received = sum(tensor.nbytes for tensor in arriving)
+            given = traffic, is_cut, blocks, alike, one.again
+            passed, leaving = measure(module, kinds, batch, one.run, *given)
             back = [] if is_last else [tensor for tensor in leaving if tensor.requires_grad]
             found[stage] = passed._replace(
-                received_bytes=received,
+                received_bytes=sum(tensor.nbytes for tensor in arriving),
                 answered_bytes=sum(tensor.nbytes for tensor in back),
                 leaves=() if is_last else message("activations", leaving),
                 answered=message("gradients", back),
