@@ -6,8 +6,8 @@ A layout is a model, a configuration and a number of ranks of one thread each. T
 of two ranks and runs a step of each in turn, then the job of one rank does the same, so that what else runs on the
 machine hits all of them alike. Foreseen is the price of the same job by ``simulate.price.step_seconds``, with the rates
 of FILE, of this machine's calibration (``shardwise plan --calibrate``), or measured here in a second. Printed are both
-times and the range, the mean error, the rank correlation (Spearman), and the regret: how far the layout that is foreseen to be
-the fastest of its model is behind the one that is.
+times and the range, the mean error, the rank correlation (Spearman), and the regret: how far the layout that is
+foreseen to be the fastest is behind the one that is.
 
 Run it on idle cores. Cost: five minutes, two processes.
 """

@@ -59,8 +59,8 @@ def strip_tables(module: nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, EmbeddingCollection):
             shapes = _Shapes(each)
-            each.forward = shapes.by_feature  # type: ignore[method-assign]
-            each.stacked = shapes.stacked  # type: ignore[method-assign]
+            each.forward = shapes.by_feature  # type: ignore[method-assign, assignment]
+            each.stacked = shapes.stacked  # type: ignore[method-assign, assignment]
 
 
 class _Shapes:

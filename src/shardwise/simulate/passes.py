@@ -128,10 +128,9 @@ class MeasuredPass(NamedTuple):
     """Bytes of the input from the stage before, which stays until its backward pass is over."""
     answered_bytes: int = 0
     """Bytes of the gradients that come back for the output to the next stage."""
-    alike_bytes: Mapping[str, int] = {}
-    """Bytes that autograd saves in a block and that are alike on all ranks of "tp", by name of the block."""
     alike_sizes: Mapping[str, tuple[int, ...]] = {}
-    """The same by storage, in bytes."""
+    """Bytes of each storage that autograd saves in a block and that is alike on all ranks of "tp", by name of the
+    block."""
     leaves: tuple[ExchangeCall, ...] = ()
     """The message to the next stage."""
     answered: tuple[ExchangeCall, ...] = ()
@@ -169,9 +168,13 @@ class MeasuredPass(NamedTuple):
             shares={(kind, rename(name)): share(each) for (kind, name), each in self.shares.items()},
             evaluated={rename(name): share(each) for name, each in self.evaluated.items()},
             alike_bytes={rename(name): size for name, size in self.alike_bytes.items()},
-            alike_sizes={rename(name): sizes for name, sizes in self.alike_sizes.items()},
             kinds={names.get(name, name): first[like] for name, like in self.kinds.items()},
         )
+
+    @property
+    def alike_bytes(self) -> Mapping[str, int]:
+        """Bytes of the storages of ``alike_sizes``, by name of the block."""
+        return {name: sum(sizes) for name, sizes in self.alike_sizes.items()}
 
     @property
     def flops(self) -> int:
@@ -292,11 +295,8 @@ def measure(
             each.forward = before
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
     sizes = cuts.alike_sizes()
-    alike_bytes = {name: sum(each) for name, each in sizes.items()}
     kinds = {name: cuts.first_of_kind(name) for name in units}
-    return MeasuredPass(
-        cuts.by_unit(), batch_bytes, alike_bytes=alike_bytes, alike_sizes=sizes, kinds=kinds
-    ), like
+    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_sizes=sizes, kinds=kinds), like
 
 
 def measure_evaluation(

@@ -273,7 +273,7 @@ class RankExchanges:
 
     @property
     def before_passes(self) -> Calls:
-        """What a step sends before its first Action: keys of tables, or the rows of parts of batches."""
+        """Calls before the first Action of a step: of keys of tables, or of the rows of parts of batches."""
         ranks = self._plan.mesh.pp
         if ranks > 1:  # each forward pass exchanges its own keys
             brings_parts = any(passed.brings_parts for passed in self._passed.values())

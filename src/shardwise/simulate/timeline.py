@@ -219,7 +219,6 @@ class RankWalk:
         self._near = near
         """Tiers in the memory whose peak is computed."""
         self._plan = plan
-        self._is_alone = policies.microbatches == 1
         self._passed = passed
         keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
         ahead = int(policies.zero.prefetch_bytes) if policies.zero.prefetch_bytes != "auto" else 0
@@ -246,6 +245,11 @@ class RankWalk:
         self._passing = 0
         """Bytes that the running forward pass of an evaluation holds between Units."""
         self._passing_counts: StorageCounts = {}
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        """True if one microbatch makes a step."""
+        return max((action.microbatch for action in self.ranks.actions), default=0) < 1
 
     @cached_property
     def _effects(self) -> Mapping[str, Callable[[Action], object]]:

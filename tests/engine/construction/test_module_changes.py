@@ -92,6 +92,7 @@ NOT_A_USERS_MODULE = {
     "optim/groups.py": "the user's optimizer",
     "parallel/expert/experts.py": "a module of the package, when it is made",
     "parallel/expert/router.py": "a module of the package, when it is made",
+    "simulate/lookups.py": "a model that is measured and dropped",
     "simulate/passes.py": "a model that is measured and dropped",
     "tiers/tier_cost.py": "a record of costs",
 }

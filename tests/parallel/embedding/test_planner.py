@@ -11,9 +11,9 @@ from shardwise.base.hardware import ASSUMED_HARDWARE
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent
+from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.layout import TablePlacement
-from shardwise.parallel.embedding.planner import PlacementChoice, measured, plan_tables
+from shardwise.parallel.embedding.planner import PlacementChoice, load_of, measured, plan_tables
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from tests.parallel.embedding.threads import on_ranks
 
@@ -107,6 +107,18 @@ def test_rates_of_the_hardware_decide() -> None:
         choice = plan_tables([table], ROWWISE, 4, 1000, torch.float32, hardware=hardware)[0]
         chosen[name] = choice.place.placement
     assert chosen["slow memory"] != "data_parallel" and chosen["slow messages"] == "data_parallel"
+
+
+def test_all_ranks_assume_the_same_figures() -> None:
+    """Placements of a saved run must not move, so these figures are those of the first release."""
+    link = ASSUMED_HARDWARE.links["host"]
+    assert (link.bytes_s, link.latency_s, ASSUMED_HARDWARE.row_bytes_s) == (1.5e9, 1e-4, 4e9)
+    table = TablePolicy(name="t", rows=1000, width=64, placement="column")
+    choice = plan_tables([table], ROWWISE, 4, 1000, torch.float32)[0]
+    sent = bytes_sent(choice.place, load_of(table, 1000), 64, 4, 4).total
+    rows = rows_touched(choice.place, load_of(table, 1000), 4) * 2 * (64 + 1) * 4
+    seconds = sent / 1.5e9 + rows / 4e9 + collectives(choice.place) * 1e-4
+    assert f"{seconds * 1e3:.2f} ms" in choice.why
 
 
 def test_impossible_wishes() -> None:

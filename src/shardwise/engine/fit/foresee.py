@@ -60,8 +60,6 @@ from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
 from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
-from shardwise.parallel.embedding.calls import GroupLoad
-from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.layers import Layers
@@ -456,8 +454,8 @@ def _passes(
         rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
         if rank not in cuts:
             model = make()
-            for name, each in collections_of(model).items():
-                each.adopt_choices(tables.everywhere[name])
+            if tables:
+                chosen_for(model, tables.stages, settings, plan.mesh.size("dp"), device)
             cuts[rank] = _cut(model, starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic)
         module, run = cuts[rank][stage]
         with without_numbers():
@@ -469,9 +467,8 @@ def _passes(
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _StageForward(module.train(), run, replay, batch, loss, message)
             is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
-            passed, tensors = measure(
-                module, kinds, batch, one.run, traffic, is_cut, blocks, alike, one.again
-            )
+            given = traffic, is_cut, blocks, alike, one.again
+            passed, tensors = measure(module, kinds, batch, one.run, *given)
             back = [] if stage == last else [tensor for tensor in tensors if tensor.requires_grad]
             found[stage] = passed._replace(
                 received_bytes=sum(tensor.nbytes for tensor in message.tensors),
@@ -483,18 +480,19 @@ def _passes(
             )
         arrived, message = message, _Message(one.text, tensors)
         measured.setdefault(kind, (found[stage], units, arrived, message))
+    return _with_lookups(found, tables, example, plan.mesh.size("dp"))
+
+
+def _with_lookups(
+    found: Mapping[int, MeasuredPass], tables: ModelTables, example: Any, ranks: int
+) -> dict[int, MeasuredPass]:
+    """Return the passes with the numbers of keys that the example has for the tables of each stage."""
+    loads = {name: loads_of(each, example, ranks) for name, each in tables.everywhere.items()}
     return {
-        stage: passed._replace(lookups=_lookups(tables, stage, example, plan.mesh.size("dp")))
+        stage: passed._replace(
+            lookups={name: of for name, of in loads.items() if tables.stages[name] == stage}
+        )
         for stage, passed in found.items()
-    }
-
-
-def _lookups(tables: ModelTables, stage: int, example: Any, ranks: int) -> dict[str, tuple[GroupLoad, ...]]:
-    """Return the numbers of keys that the example has for the tables of a stage, by collection."""
-    return {
-        name: loads_of(collection, example, ranks)
-        for name, collection in tables.everywhere.items()
-        if tables.stages[name] == stage
     }
 
 

@@ -173,5 +173,5 @@ def _elements(group: GroupLoad, rank: int, ranks: int) -> tuple[int, int]:
         part = round(number * others / ranks) * width
         return part, part
     own = group.of_owner(rank)
-    mine = own.bags if group.is_pooled else own.distinct
-    return others * round(mine) * width, round(number - mine) * width
+    served = own.bags if group.is_pooled else own.distinct
+    return others * round(served) * width, round(number - served) * width

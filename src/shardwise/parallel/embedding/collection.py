@@ -156,10 +156,6 @@ class EmbeddingCollection(nn.Module):
         )
         self._load_given(is_led)
 
-    def adopt_choices(self, other: "EmbeddingCollection") -> None:
-        """Take over the placements that were chosen for the same tables of another collection."""
-        self.choices, self._ranks = other.choices, other._ranks
-
     def choose(
         self,
         ranks: int,
