@@ -43,7 +43,7 @@ from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.plan.action import Kind
-from shardwise.simulate.storages import LiveBytes, StorageCounts, StorageOrigin, added, composition
+from shardwise.simulate.storages import line_of_error, LiveBytes, StorageCounts, StorageOrigin, added, composition
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
 
@@ -53,6 +53,10 @@ _NEEDS_NUMBERS = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+
+
+class NeedsNumbersError(UsageError):
+    """The pass of a model depends on the values of its tensors, so shapes are not enough to measure it."""
 
 
 class UnitPass(NamedTuple):
@@ -218,10 +222,10 @@ def measure(
         The measured pass, and tensors like those that ``forward`` returned.
 
     Raises:
-        UsageError: if the pass depends on numbers.
+        NeedsNumbersError: if the pass depends on numbers.
     """
     if rehearses:
-        _rehearse(forward)
+        _rehearse(forward, module)
     live = LiveBytes(records=True)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or Traffic(), units, saved)
@@ -243,7 +247,7 @@ def measure(
             del edges  # and with them the gradient for the stage before
             cuts.end()
     except _NEEDS_NUMBERS as error:
-        raise UsageError(_why(error)) from error
+        raise NeedsNumbersError(_why(error, module)) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -268,7 +272,7 @@ def measure_evaluation(
         Share of each Unit by name.
 
     Raises:
-        UsageError: if the pass depends on numbers.
+        NeedsNumbersError: if the pass depends on numbers.
     """
     live = LiveBytes(records=True)
     cuts = _UnitStarts(live, Traffic(), units)
@@ -280,7 +284,7 @@ def measure_evaluation(
             forward()
             cuts.end()
     except _NEEDS_NUMBERS as error:
-        raise UsageError(_why(error)) from error
+        raise NeedsNumbersError(_why(error, module)) from error
     finally:
         module.train(was_training)
         for each, before in plain:
@@ -288,13 +292,13 @@ def measure_evaluation(
     return {unit: share for (_, unit), share in cuts.by_unit().items()}
 
 
-def _rehearse(forward: Callable[[], object]) -> None:
+def _rehearse(forward: Callable[[], object], module: nn.Module) -> None:
     """Run a forward pass that is not counted."""
     try:
         with LiveBytes():
             forward()
     except _NEEDS_NUMBERS as error:
-        raise UsageError(_why(error)) from error
+        raise NeedsNumbersError(_why(error, module)) from error
 
 
 def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
@@ -305,12 +309,29 @@ def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
     return {name: names[1] for names in alike.values() for name in names[2:]}
 
 
-def _why(error: Exception) -> str:
+def _why(error: Exception, module: nn.Module) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return (
-        f"the pass of this model cannot be foreseen from shapes: {text}. What it does depends on its numbers; leave "
-        "the example out, and count model state alone"
-    )
+    names = {id(each): name or "the model" for name, each in module.named_modules()}
+    where = place_of_error(error, names)
+    return f"the pass of this model cannot be foreseen from shapes: {text}. What it does depends on its numbers{where}"
+
+
+def place_of_error(error: Exception, names: Mapping[int, str]) -> str:
+    """Return the module in whose forward pass, and the line of a model at which, an error was raised, as words.
+
+    Args:
+        error: The error.
+        names: Names of modules by identity.
+    """
+    module, frame = "", None
+    trace = error.__traceback__
+    while trace is not None:
+        given = trace.tb_frame.f_locals.get("self")
+        if isinstance(given, nn.Module) and id(given) in names:
+            module = f" in the forward pass of {names[id(given)]} ({type(given).__name__})"
+        frame, trace = trace.tb_frame, trace.tb_next
+    line = line_of_error(error)
+    return module + (f", at {line}" if line else "") if frame is not None else ""
 
 
 def _drop(parameter: Tensor) -> None:

@@ -42,6 +42,7 @@ from shardwise.engine.construction.outline import cut_policies_of, policies_of, 
 from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_build, save_copy_bytes
 from shardwise.engine.fit.outside import with_outside
+from shardwise.engine.fit.table_shapes import shape_tables
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
 from shardwise.engine.parts.tables import ModelTables, check_mesh, chosen_for, register_tables, tables_of
@@ -67,6 +68,7 @@ from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
 from shardwise.simulate.passes import (
     MeasuredPass,
+    NeedsNumbersError,
     measure,
     measure_evaluation,
     strip,
@@ -141,7 +143,6 @@ def foresee(
 
     Raises:
         ShardwiseError: as ``initialize``, for everything that does not depend on weights or messages.
-        UsageError: if a pass cannot be computed from shapes only.
     """
     device = device or torch.device("cpu")
     known = read(make, config, ranks, device, example, loss)
@@ -174,6 +175,8 @@ class JobFacts(NamedTuple):
     """True if start weights are drawn, because the model is on meta."""
     given_bytes: int = 0
     """Bytes of the parameters of a model that comes with its weights."""
+    unforeseen: str = ""
+    """Sentence on why an example gave no pass; empty if there is a pass, or no example."""
 
     def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
@@ -191,7 +194,7 @@ class JobFacts(NamedTuple):
         register_tables(plan, self.tables, policies.microbatches)
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
         if not self.passed:
-            return MemoryEstimate(plan)
+            return MemoryEstimate(plan, assumes=(self.unforeseen,) if self.unforeseen else ())
         on = self.device.type
         steps = (
             with_outside(
@@ -272,9 +275,13 @@ def read(
     starts = spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     passed: Mapping[int, MeasuredPass] = {}
+    unforeseen = ""
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
-        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
+        try:
+            passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
+        except NeedsNumbersError as error:
+            unforeseen = f"model state alone: {error}"
     check_blocks(blocks, settings.offload)
     beside = 0
     if device.type == "cpu":
@@ -298,6 +305,7 @@ def read(
         beside,
         is_on_meta and settings.init_from is None,
         given,
+        unforeseen,
     )
 
 
@@ -437,6 +445,7 @@ def _passes(
         with without_numbers():
             batch = stripped(example, device)
             strip(module, dtype_of, device)
+            shape_tables(module)
             operations.apply_to(module)
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and stage == last)
