@@ -75,6 +75,7 @@ from shardwise.simulate.passes import (
     stripped,
     without_numbers,
 )
+from shardwise.simulate.target_kernels import kernels_like
 from shardwise.simulate.timeline import RowsBesideSteps, StepMemory, step_memory
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
@@ -279,7 +280,8 @@ def read(
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
         try:
-            passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
+            with kernels_like(device.type, _attention_names(settings)):
+                passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
         except NeedsNumbersError as error:
             unforeseen = f"model state alone: {error}"
     check_blocks(blocks, settings.offload)
@@ -462,6 +464,14 @@ def _passes(
         arrived, message = message, _Message(one.text, tensors)
         measured.setdefault(kind, (found[stage], units, arrived, message))
     return found
+
+
+def _attention_names(settings: RunConfig) -> tuple[str, ...]:
+    """Return the attention kernels that the configuration names; none if the device chooses freely."""
+    backend = settings.attention.backend
+    if isinstance(backend, str):
+        return () if backend in ("auto", "torch") else (backend,)
+    return tuple(backend)
 
 
 class _Message(NamedTuple):
