@@ -43,7 +43,14 @@ from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.plan.action import Kind
-from shardwise.simulate.storages import line_of_error, LiveBytes, StorageCounts, StorageOrigin, added, composition
+from shardwise.simulate.storages import (
+    LiveBytes,
+    StorageCounts,
+    StorageOrigin,
+    added,
+    composition,
+    line_of_error,
+)
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
 
@@ -128,7 +135,9 @@ class MeasuredPass(NamedTuple):
             return name if own is None else names[own] + name.removeprefix(own)
 
         def counts(given: StorageCounts) -> StorageCounts:
-            return {origin._replace(unit=first.get(origin.unit, origin.unit)): n for origin, n in given.items()}
+            return {
+                origin._replace(unit=first.get(origin.unit, origin.unit)): n for origin, n in given.items()
+            }
 
         def share(given: UnitPass) -> UnitPass:
             return given._replace(rise=counts(given.rise), net=counts(given.net))
@@ -472,15 +481,17 @@ class _UnitStarts:
                 if name == second or (second and name.startswith(f"{second}."))
             }
         for second, at_end in last.items():
-            between = behind.get((Kind.F, self.first_of_kind(second)))
+            between = behind.get((Kind.F, self.first_of_kind(second)), NOTHING)
             alike = [second, *(unit for unit, like in self._passed_over.items() if like == second)]
-            for unit in alike if between is not None else ():
+            for unit in alike:
                 if unit != at_end:
                     found[Kind.F, unit] = found[Kind.F, unit].then(between)
         for (kind, unit), share in behind.items():
             name = last.get(unit, unit)
             found[kind, name] = found[kind, name].then(share)
-        inner = [unit for second in last for unit in (second, *self._passed_over) if unit not in last.values()]
+        inner = [
+            unit for second in last for unit in (second, *self._passed_over) if unit not in last.values()
+        ]
         return _balanced(found, inner)
 
     def alike_bytes(self) -> dict[str, int]:

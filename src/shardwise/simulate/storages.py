@@ -147,7 +147,9 @@ class LiveBytes(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen:
             return
-        made = StorageOrigin(self.unit, str(func._overloadpacket), self._line(), size) if self._records else None
+        made = (
+            StorageOrigin(self.unit, str(func._overloadpacket), self._line(), size) if self._records else None
+        )
 
         def gone(_: Any) -> None:
             del self._seen[key]

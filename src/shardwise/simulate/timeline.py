@@ -92,7 +92,7 @@ class StepMemory(NamedTuple):
     """Moment of each phase at which the device's memory is largest."""
     bytes_by_tier: Mapping[Tier, int]
     """Most bytes of each tier in the phases that count; CPU ranks have one memory, which counts as their device."""
-    near: Collection[Tier] = ("device",)
+    near: Collection[Tier]
     """Tiers in the memory in which the rank computes."""
     moved_bytes: int = 0
     """Most bytes of activations in host memory at once."""

@@ -143,7 +143,14 @@ class _Composition:
         return titles[0] if len(titles) == 1 else f"{titles[0]} .. {titles[-1]}"
 
     def _entry(
-        self, row: str, unit: str, what: str, copies: int, size: int, until: Action | None = None, line: str = ""
+        self,
+        row: str,
+        unit: str,
+        what: str,
+        copies: int,
+        size: int,
+        until: Action | None = None,
+        line: str = "",
     ) -> MemoryReason:
         return MemoryReason(self._name, row, unit, what, line, copies, size, until)
 
@@ -161,10 +168,16 @@ class _Composition:
         alike: dict[tuple[str, str, int, str, int], int] = {}
         for (unit, place), rows in self._ranks.buffers.items():
             bucket = self._ranks.units[unit].buckets[place]
-            for row in rows:
-                if row.row == "gradients":
+            for buffer in rows:
+                if buffer.row == "gradients":
                     continue
-                key = (row.row, self._firsts[unit], place, row.kind, row.nbytes(bucket, self._plan.mesh))
+                key = (
+                    buffer.row,
+                    self._firsts[unit],
+                    place,
+                    buffer.kind,
+                    buffer.nbytes(bucket, self._plan.mesh),
+                )
                 alike[key] = alike.get(key, 0) + 1
         for (row_name, first, place, kind, size), copies in alike.items():
             if size:
@@ -250,7 +263,11 @@ class _Composition:
         for action in self._ranks.actions[self._place :]:
             if not left:
                 break
-            if action.unit < 0 or action.kind not in (Kind.F, Kind.B) or self._ranks.units[action.unit].has_rows:
+            if (
+                action.unit < 0
+                or action.kind not in (Kind.F, Kind.B)
+                or self._ranks.units[action.unit].has_rows
+            ):
                 continue
             passed = self._passed[self._ranks.unit_stages[action.unit]]
             share = passed.shares.get((action.kind, self._ranks.units[action.unit].name), NOTHING)

@@ -32,7 +32,9 @@ _DECODED_BYTES = 4
 def save_copy_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes of the copy that a save behind training makes on ``rank``; 0 if state lies on a disk."""
     ranks = plan.classes[class_of(plan.mesh, rank)]
-    if any(row.tier == "disk" for each in plan.classes.values() for rows in each.buffers.values() for row in rows):
+    if any(
+        row.tier == "disk" for each in plan.classes.values() for rows in each.buffers.values() for row in rows
+    ):
         return 0
     slices, total = TensorSlices(plan.registry, plan.mesh, rank), 0
     for (unit, place), rows in ranks.buffers.items():
@@ -54,7 +56,9 @@ def save_copy_bytes(plan: Plan, rank: int) -> int:
     return total
 
 
-def _written_range(plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int) -> tuple[int, int, int]:
+def _written_range(
+    plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int
+) -> tuple[int, int, int]:
     """Return the range of a bucket that ``rank`` writes, and the first element of the range that it owns."""
     outer, inner = ranks.strategies[unit].axes
     own = plan.mesh.index(inner, rank) * bucket.shard_elements
@@ -131,11 +135,17 @@ def most_at_build(plan: Plan, rank: int, draws: bool) -> tuple[dict[str, int], i
 
 
 def _drawn_bytes(plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int) -> int:
-    """Return the bytes of the largest part of a parameter while it is drawn: twice, and the numbers in fp64 beside it."""
+    """Return the bytes of the largest part of a parameter that is drawn: twice, with its numbers in fp64 beside it."""
     strategy = ranks.strategies[unit]
-    index, count = (plan.mesh.index(strategy.axes[1], rank), bucket.shards) if strategy.cuts_master else (0, 1)
+    index, count = (
+        (plan.mesh.index(strategy.axes[1], rank), bucket.shards) if strategy.cuts_master else (0, 1)
+    )
     itemsize = next(
-        (row.itemsize for row in ranks.buffers[unit, ranks.units[unit].buckets.index(bucket)] if row.kind == "master"),
+        (
+            row.itemsize
+            for row in ranks.buffers[unit, ranks.units[unit].buckets.index(bucket)]
+            if row.kind == "master"
+        ),
         bucket.key.dtype.itemsize,
     )
     most = 0

@@ -76,7 +76,8 @@ from shardwise.simulate.passes import (
     without_numbers,
 )
 from shardwise.simulate.target_kernels import kernels_like
-from shardwise.simulate.timeline import RowsBesideSteps, StepMemory, step_memory
+from shardwise.simulate.timeline import MemoryPoint, RowsBesideSteps, StepMemory, step_memory
+from shardwise.simulate.why import MemoryReason, reasons
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
@@ -222,7 +223,37 @@ class JobFacts(NamedTuple):
             saves=policy.every is not None,
         )
 
+    def reasons(
+        self, plan: Plan, step: StepMemory, point: MemoryPoint | None = None
+    ) -> tuple[MemoryReason, ...]:
+        """Return the composition of a rank's memory at one moment, the largest entries first.
+
+        Args:
+            plan: The Plan of an outlook of this job.
+            step: Memory of a rank in that outlook.
+            point: Moment of a phase of ``step``; None: its peak.
+        """
+        policies = self.policies_with(self.settings.offload)
+        rank, point = step.rank, point or step.peak
+        beside = self.rows_beside(plan, rank)
+        return reasons(plan, policies, self.passed, self.device.type, point, rank, beside)
+
     def _assumptions(self) -> tuple[str, ...]:
+        found = []
+        if self.device.type == "cuda":
+            found.append(
+                "kernels: those that torch and this package choose on CUDA with Triton; what a kernel allocates and "
+                "frees inside itself is not counted"
+            )
+        elif self.device.type != "cpu":
+            found.append(f"kernels: those of a CPU; what {self.device.type} chooses is not known")
+        if self.tables:
+            found.append(
+                "tables: the vectors of a batch; its keys, their indices and rows on the way are not counted"
+            )
+        return (*found, *self._assumptions_of_experts())
+
+    def _assumptions_of_experts(self) -> tuple[str, ...]:
         if not self.has_experts:
             return ()
         policy = self.settings.experts
@@ -475,7 +506,7 @@ def _attention_names(settings: RunConfig) -> tuple[str, ...]:
 
 
 class _Message(NamedTuple):
-    """What one stage sends to the next."""
+    """The message that one stage sends to the next."""
 
     text: str
     """The part that is not tensors."""
@@ -505,7 +536,10 @@ def kinds_of_stages(plan: Plan, model: nn.Module, to_recompute: Collection[str])
                     _class_of(model.get_submodule(unit.name)),
                     unit.name in to_recompute,
                     tuple(
-                        (bucket.key, tuple((_within(slot.name, unit.name), slot.shape) for slot in bucket.slots))
+                        (
+                            bucket.key,
+                            tuple((_within(slot.name, unit.name), slot.shape) for slot in bucket.slots),
+                        )
                         for bucket in unit.buckets
                     ),
                 )

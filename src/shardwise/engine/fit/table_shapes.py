@@ -31,7 +31,9 @@ def shape_tables(module: nn.Module) -> None:
             vars(each)["stacked"] = partial(_stacked, each)
 
 
-def _outputs(collection: EmbeddingCollection, features: Mapping[str, Ragged]) -> list[tuple[Any, int, Tensor]]:
+def _outputs(
+    collection: EmbeddingCollection, features: Mapping[str, Ragged]
+) -> list[tuple[Any, int, Tensor]]:
     """Return (feature, samples, vectors of its keys) of each feature."""
     found = []
     collection.choose(1)
