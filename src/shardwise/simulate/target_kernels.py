@@ -117,7 +117,7 @@ def _bias(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
 def _normed(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    found: Tensor = _FusedNorm.apply(input, weight, len(normalized_shape))
+    found: Tensor = _NormShapes.apply(input, weight, len(normalized_shape))
     return found
 
 
@@ -128,7 +128,7 @@ def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return found
 
 
-class _FusedNorm(torch.autograd.Function):
+class _NormShapes(torch.autograd.Function):
     """Shapes of torch's RMSNorm on a device: the forward pass keeps its input and one number a row."""
 
     @staticmethod
