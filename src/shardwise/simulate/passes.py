@@ -48,6 +48,7 @@ from shardwise.simulate.storages import (
     StorageCounts,
     StorageOrigin,
     added,
+    bytes_of_counts,
     composition,
     line_of_error,
 )
@@ -81,6 +82,8 @@ class UnitPass(NamedTuple):
     """Composition of ``rise_bytes``."""
     net: StorageCounts = {}
     """Composition of ``net_bytes``."""
+    late: StorageCounts | None = None
+    """Composition of the most that is held from the first gradient of a parameter on; None without a gradient."""
 
     def then(self, later: "UnitPass") -> "UnitPass":
         """Return both shares as one, with ``later`` after this."""
@@ -93,7 +96,14 @@ class UnitPass(NamedTuple):
             self.sent_bytes + later.sent_bytes,
             added(self.net, later.rise) if is_later else self.rise,
             added(self.net, later.net),
+            self._late_with(later),
         )
+
+    def _late_with(self, later: "UnitPass") -> StorageCounts | None:
+        if self.late is None:
+            return None if later.late is None else added(self.net, later.late)
+        behind = added(self.net, later.rise)
+        return behind if bytes_of_counts(behind) > bytes_of_counts(self.late) else self.late
 
     @property
     def let_go_bytes(self) -> int:
@@ -140,7 +150,8 @@ class MeasuredPass(NamedTuple):
             }
 
         def share(given: UnitPass) -> UnitPass:
-            return given._replace(rise=counts(given.rise), net=counts(given.net))
+            late = None if given.late is None else counts(given.late)
+            return given._replace(rise=counts(given.rise), net=counts(given.net), late=late)
 
         return self._replace(
             shares={(kind, rename(name)): share(each) for (kind, name), each in self.shares.items()},
@@ -239,7 +250,9 @@ def measure(
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or Traffic(), units, saved)
     handles = [
-        each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
+        each.register_post_accumulate_grad_hook(cuts.drop_gradient)
+        for each in module.parameters()
+        if each.requires_grad
     ]
     plain = cuts.wrap(module)
     try:
@@ -343,11 +356,6 @@ def place_of_error(error: Exception, names: Mapping[int, str]) -> str:
     return module + (f", at {line}" if line else "") if frame is not None else ""
 
 
-def _drop(parameter: Tensor) -> None:
-    """Drop a gradient, because gradients go into flat buffers (parallel/zero/gradient.py), which the Plan counts."""
-    parameter.grad = None
-
-
 def _balanced(
     shares: Mapping[tuple[Kind, str], UnitPass], copied: Collection[str]
 ) -> dict[tuple[Kind, str], UnitPass]:
@@ -370,7 +378,9 @@ def _balanced(
                 other = others.pop()
                 moved = {origin: 1, other: -1}
                 rise = added(share.rise, moved) if share.rise.get(origin, 0) < 0 else share.rise
-                found[key] = share._replace(rise=rise, net=added(share.net, moved))
+                has_late = share.late is not None and share.late.get(origin, 0) < 0
+                late = added(share.late or {}, moved) if has_late else share.late
+                found[key] = share._replace(rise=rise, net=added(share.net, moved), late=late)
     return found
 
 
@@ -429,6 +439,8 @@ class _UnitStarts:
         """Shares by (F or B, Unit, whether behind its forward), because the code around a Unit continues behind it."""
         self._passed_over: dict[str, str] = {}
         self._seconds = seconds
+        self._first_gradient: int | None = None
+        """Place in the log of the first gradient of a parameter in the running share."""
         self._hands_on: set[str] = set()
         """Units whose output has the form of their first input."""
         self._now: tuple[Kind, str, bool] | None = None
@@ -442,6 +454,7 @@ class _UnitStarts:
         live.most = live.held
         live.unit = self.first_of_kind(unit)
         live.log.clear()
+        self._first_gradient = None
         self._now = kind, unit, is_behind
         self._then = live.held, live.flops, live.touched, self._traffic.bytes
 
@@ -457,11 +470,26 @@ class _UnitStarts:
             live.touched - touched,
             self._traffic.bytes - sent,
             *composition(live.log),
+            self._late_counts(),
         )
         live.log.clear()
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
         self._now = None
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        """Drop a gradient, because the Plan counts the flat buffers of gradients (parallel/zero/gradient.py)."""
+        if self._first_gradient is None:
+            self._first_gradient = len(self._live.log)
+        parameter.grad = None
+
+    def _late_counts(self) -> StorageCounts | None:
+        """Return the composition of the most that the running share holds from its first gradient on."""
+        place, log = self._first_gradient, self._live.log
+        if place is None:
+            return None
+        before = composition(log[:place])[1]
+        return added(before, composition(log[place:])[0])
 
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
         """Return all shares, including those of Units that were passed over.

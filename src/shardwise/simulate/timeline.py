@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ from shardwise.plan.plan import BucketBuffers, Plan, RankClass, bytes_by_tier, c
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import NOTHING, MeasuredPass, UnitPass
-from shardwise.simulate.storages import StorageCounts, StorageOrigin, added
+from shardwise.simulate.storages import StorageCounts, StorageOrigin, added, bytes_of_counts
 from shardwise.tiers.scratch import SPARE_BYTES
 
 _META = torch.device("meta")
@@ -411,16 +412,18 @@ class RankWalk:
 
     def _backward(self, action: Action) -> None:
         unit = action.unit
+        coming: dict[tuple[int, int], int] = {}
+        """Gradient buffers that the Unit's first gradient makes."""
         for place, bucket, rows in self._buckets(unit):
             if "grad" not in rows:
                 continue
             if self._strategies[unit].cuts_grad:
                 self._take("staging", (unit, place), bucket, bucket.elements)
-            else:
-                self._gradients[unit, place] = self._bytes(rows["grad"], bucket)
-        self._compute(action)
+            elif (unit, place) not in self._gradients:
+                coming[unit, place] = self._bytes(rows["grad"], bucket)
+        self._compute(action, coming)
 
-    def _compute(self, action: Action) -> None:
+    def _compute(self, action: Action, coming: Mapping[tuple[int, int], int] = MappingProxyType({})) -> None:
         unit = self.ranks.units[action.unit]
         if self._strategies[action.unit].has_windows:
             self._gather(action.unit)
@@ -428,6 +431,12 @@ class RankWalk:
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
         evaluates = self._phase == "evaluation"
         share = passed.evaluated.get(name, NOTHING) if evaluates else passed.of(kind, name)
+        late, made = share.late, sum(coming.values())
+        is_late = late is None or bytes_of_counts(late) + made > share.rise_bytes
+        if is_late:  # the share holds most when its gradient buffers exist
+            self._gradients |= coming
+            if late is not None and made:
+                share = share._replace(rise=late, rise_bytes=bytes_of_counts(late))
         let_go = share.let_go_bytes
         held = self.rows | {
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
@@ -445,6 +454,7 @@ class RankWalk:
             self.peak = moment
         if self._target == (self._phase, self._place):
             self._note(HeldThen(moment, self, share))
+        self._gradients |= coming
         if evaluates:
             self._passing += share.net_bytes
             self._passing_counts = added(self._passing_counts, share.net)
