@@ -275,9 +275,8 @@ def measure(
             handle.remove()
         for each, before in plain:
             each.forward = before
-    batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
-    kinds = {name: cuts.first_of_kind(name) for name in units}
-    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=cuts.alike_bytes(), kinds=kinds), like
+    size = sum(tensor.nbytes for tensor in tensors_in(batch))
+    return MeasuredPass(cuts.by_unit(), size, alike_bytes=cuts.alike_bytes(), kinds=cuts.kinds()), like
 
 
 def measure_evaluation(
@@ -528,6 +527,10 @@ class _UnitStarts:
             return {}
         own = self._saved.bytes
         return own | {unit: own.get(second, 0) for unit, second in self._passed_over.items()}
+
+    def kinds(self) -> dict[str, str]:
+        """Return the first Unit that is alike, by name of each Unit."""
+        return {name: self.first_of_kind(name) for name in self._units}
 
     def first_of_kind(self, unit: str) -> str:
         """Return the name of the first Unit that is like ``unit``."""

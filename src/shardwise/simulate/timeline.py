@@ -23,7 +23,7 @@ Cost: one look at each Action of a list, twice.
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -186,6 +186,27 @@ class HeldThen(NamedTuple):
     """The running share; None outside of passes."""
 
 
+@dataclass
+class _PhaseState:
+    """The running phase of a walk, and the arguments of the walk that phases read."""
+
+    rank: int
+    policies: PlanPolicies
+    beside: RowsBesideSteps
+    target: tuple[Phase, int] | None
+    """Phase and place of the moment whose composition is wanted."""
+    note: Callable[["HeldThen"], object]
+    """Called at that moment with the state of the walk."""
+    near: Collection[Tier]
+    """Tiers in the memory whose peak is computed."""
+    phase: Phase = "first step"
+    place: int = -1
+    """Place of the running Action in the list of the phase."""
+    passing: int = 0
+    """Bytes that the running forward pass of an evaluation holds between Units."""
+    passing_counts: StorageCounts = field(default_factory=dict)
+
+
 class RankWalk:
     """A walk of one rank's list that counts the bytes of each row and keeps the peak."""
 
@@ -200,16 +221,7 @@ class RankWalk:
         target: tuple[Phase, int] | None = None,
         note: Callable[["HeldThen"], object] = lambda then: None,
     ):
-        self._beside = beside
-        self._rank = rank
-        self._policies = policies
-        self._phase: Phase = "first step"
-        self._place = -1
-        """Place of the running Action in the list of the phase."""
-        self._target = target
-        """Phase and place of the moment whose composition is wanted."""
-        self._note = note
-        """Called at that moment with the state of the walk."""
+        self._now = _PhaseState(rank, policies, beside, target, note, near)
         self.ranks: RankClass = plan.classes[class_of(plan.mesh, rank)]
         self.rows: dict[str, int] = {
             row: size for row, size in plan.bytes_per_rank(rank).items() if row != "gradients"
@@ -217,8 +229,6 @@ class RankWalk:
         self.peak: MemoryPoint | None = None
         self.most_on_host = 0
         """Most bytes of activations on the host."""
-        self._near = near
-        """Tiers in the memory whose peak is computed."""
         self._plan = plan
         self._passed = passed
         keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
@@ -243,9 +253,6 @@ class RankWalk:
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
         self.rows |= self._staging_rows() | dict(beside.always)
-        self._passing = 0
-        """Bytes that the running forward pass of an evaluation holds between Units."""
-        self._passing_counts: StorageCounts = {}
 
     @cached_property
     def _effects(self) -> Mapping[str, Callable[[Action], object]]:
@@ -296,25 +303,25 @@ class RankWalk:
 
     def phases(self) -> dict[Phase, MemoryPoint]:
         """Walk the lists of a job in the order of the phases, and return the largest moment of each phase."""
-        always, build = self._beside.always, self._beside.build
+        always, build = self._now.beside.always, self._now.beside.build
         found: dict[Phase, MemoryPoint] = {"build": self._resting("build", {**always, **build}, alone=True)}
         for phase in ("first step", "step", "evaluation"):  # the first step fills the slots
-            self._phase, self.peak, self.blocks.gathered = phase, None, 0
-            if phase == "step" and self._beside.saves:
-                self.rows |= self._beside.save
+            self._now.phase, self.peak, self.blocks.gathered = phase, None, 0
+            if phase == "step" and self._now.beside.saves:
+                self.rows |= self._now.beside.save
             self.walk(self._evaluation if phase == "evaluation" else self.ranks.actions)
             if self.peak is not None:
                 found[phase] = self.peak
-        if self._beside.build:
-            found["save"] = self._resting("save", self._beside.save)
-            found["load"] = self._resting("load", self._beside.load)
+        if self._now.beside.build:
+            found["save"] = self._resting("save", self._now.beside.save)
+            found["load"] = self._resting("load", self._now.beside.load)
         return found
 
     @property
     def _evaluation(self) -> Sequence[Action]:
         """Actions of an evaluation of one batch; more batches hold as much, because each pass leaves nothing behind."""
-        view = replace(self._plan, rank=self._rank)
-        return forward_actions_of(view, self._policies.pipeline, self._policies.zero, {}, 1)
+        view = replace(self._plan, rank=self._now.rank)
+        return forward_actions_of(view, self._now.policies.pipeline, self._now.policies.zero, {}, 1)
 
     def _resting(self, phase: Phase, beside: Mapping[str, int], alone: bool = False) -> MemoryPoint:
         """Return the memory between two passes, with the rows ``beside`` it, or of these rows alone."""
@@ -324,8 +331,8 @@ class RankWalk:
             late = sum(self._late.values())
             rows |= {"gradients": late} if late else {}
         point = MemoryPoint(None, "", {row: size for row, size in rows.items() if size}, phase)
-        if self._target == (phase, -1):
-            self._note(HeldThen(point, self, None))
+        if self._now.target == (phase, -1):
+            self._now.note(HeldThen(point, self, None))
         return point
 
     def _slot_rows(self) -> dict[str, int]:
@@ -348,7 +355,7 @@ class RankWalk:
     def storages_then(self, share: UnitPass) -> tuple[StorageCounts, StorageCounts]:
         """Return the storages that passes keep and those at work when the running ``share`` holds most."""
         let_go = {origin: count for origin, count in share.rise.items() if count < 0}
-        kept = self._passing_counts if self._phase == "evaluation" else self.blocks.counts_here
+        kept = self._now.passing_counts if self._now.phase == "evaluation" else self.blocks.counts_here
         at_work = {origin: count for origin, count in share.rise.items() if count > 0}
         return added(kept, let_go), at_work
 
@@ -358,27 +365,27 @@ class RankWalk:
         """Walk the list of one phase."""
         ending: Action | None = None
         """The running last pass of a stage over a microbatch; the messages for it are released with it."""
-        ends = Kind.F if self._phase == "evaluation" else Kind.B
+        ends = Kind.F if self._now.phase == "evaluation" else Kind.B
         self.blocks.begin()
-        for self._place, action in enumerate(actions):
+        for self._now.place, action in enumerate(actions):
             if action.unit < 0 and ending is not None:
                 for is_gradient in (False, True):
                     self._received.pop((ending.stage, ending.microbatch, is_gradient), None)
                 ending = None
             if action.kind is ends and action.unit < 0:
                 ending = action
-                self._passing, self._passing_counts = 0, {}
+                self._now.passing, self._now.passing_counts = 0, {}
             if action.unit < 0 and action.kind.row.of != "message":
                 continue
             if action.unit < 0 or not self.ranks.units[action.unit].has_rows:
                 for effect in action.kind.row.memory:
                     self._effects[effect](action)
-        self._place = -1
+        self._now.place = -1
         self._reducing.clear()
         self._received.clear()
         for unit, place in list(self._gradients):
             strategy = self._strategies[unit]
-            if strategy.is_delayed and "host" in self._near:
+            if strategy.is_delayed and "host" in self._now.near:
                 self._late[unit, place] = self._gradients.pop((unit, place))
             elif strategy.tier == "device":
                 del self._gradients[unit, place]
@@ -429,7 +436,7 @@ class RankWalk:
             self._gather(action.unit)
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
-        evaluates = self._phase == "evaluation"
+        evaluates = self._now.phase == "evaluation"
         share = passed.evaluated.get(name, NOTHING) if evaluates else passed.of(kind, name)
         late, made = share.late, sum(coming.values())
         is_late = late is None or bytes_of_counts(late) + made > share.rise_bytes
@@ -443,26 +450,26 @@ class RankWalk:
             "reducing": sum(self._reducing.values()),
             "leaving": sum(self._leaving),
             **self._slot_rows(),
-            "kept": passed.batch_bytes + (self._passing if evaluates else self.blocks.here) - let_go,
+            "kept": passed.batch_bytes + (self._now.passing if evaluates else self.blocks.here) - let_go,
             "received": sum(self._received.values()),
             "waiting": self._waiting_bytes(action),
             "at work": share.rise_bytes + let_go,
         }
         rows = {row: size for row, size in held.items() if size}
-        moment = MemoryPoint(action, unit.title, rows, self._phase, self._place)
-        if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
+        moment = MemoryPoint(action, unit.title, rows, self._now.phase, self._now.place)
+        if self.peak is None or moment.bytes_on(self._now.near) > self.peak.bytes_on(self._now.near):
             self.peak = moment
-        if self._target == (self._phase, self._place):
-            self._note(HeldThen(moment, self, share))
+        if self._now.target == (self._now.phase, self._now.place):
+            self._now.note(HeldThen(moment, self, share))
         self._gradients |= coming
         if evaluates:
-            self._passing += share.net_bytes
-            self._passing_counts = added(self._passing_counts, share.net)
+            self._now.passing += share.net_bytes
+            self._now.passing_counts = added(self._now.passing_counts, share.net)
         else:
             self.blocks.behind(kind, name, action.microbatch, share)
 
     def _waiting_bytes(self, action: Action) -> int:
-        if action.kind is not Kind.B or "host" in self._near:
+        if action.kind is not Kind.B or "host" in self._now.near:
             return 0
         trained = [bucket for _, bucket, rows in self._buckets(action.unit) if "grad" in rows]
         return sum(
@@ -476,7 +483,7 @@ class RankWalk:
 
     def _reduce(self, action: Action) -> None:
         strategy = self._strategies[action.unit]
-        if strategy.cuts_master and "host" not in self._near:
+        if strategy.cuts_master and "host" not in self._now.near:
             self._reducing[action.unit] = sum(
                 strategy.exchange.held_bytes(bucket.elements, widths_of(bucket.key, strategy))
                 for _, bucket, rows in self._buckets(action.unit)
