@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardwise.kernels.choice import kernel_device
 from shardwise.kernels.operation import operation
 
 _KEEP_UP_TO = 512
@@ -54,7 +55,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         [B, H, T, K], whose transpose [B, T, H, K] is contiguous on the CPU.
     """
     queries, keys = q.shape[2], k.shape[2]
-    if queries == keys <= _BLOCKED_UP_TO.get(q.dtype, 0) and q.device.type == "cpu" and _chooses_freely():
+    if queries == keys <= _BLOCKED_UP_TO.get(q.dtype, 0) and kernel_device(q) == "cpu" and _chooses_freely():
         return _BlockedAttention.apply(q, k, v).transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if shared and _repeats_keys(q, k, v):
@@ -67,7 +68,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _repeats_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if repeated keys and values keep torch from plain products, and take less memory than scores."""
-    if q.device.type != "cuda" or q.dtype != torch.float32 or 2 * q.shape[3] >= q.shape[2]:
+    if kernel_device(q) != "cuda" or q.dtype != torch.float32 or 2 * q.shape[3] >= q.shape[2]:
         return False
     return not _takes_groups(q, k, v)
 

@@ -18,6 +18,8 @@ of rows in ``do_not_specialize``.
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -28,9 +30,41 @@ DEVICES: frozenset[str] = frozenset({"cuda"} if importlib.util.find_spec("triton
 """Device types that the kernels serve; torch calls AMD's "cuda" too."""
 
 
+class KernelTarget:
+    """The type of the device for which kernels are chosen."""
+
+    type: str | None = None
+    """Type of the device; None: that on which the tensors lie."""
+
+
+_TARGET = KernelTarget()
+
+
+@contextmanager
+def kernels_of(device_type: str) -> Iterator[None]:
+    """Choose the kernels of another device inside the ``with`` block, for a pass on shapes (simulate/passes.py).
+
+    Tensors with numbers must not be used inside. Triton counts as installed.
+
+    Args:
+        device_type: Type of the device, such as ``cuda``.
+    """
+    before, _TARGET.type = _TARGET.type, device_type
+    try:
+        yield
+    finally:
+        _TARGET.type = before
+
+
+def kernel_device(tensor: Tensor) -> str:
+    """Return the type of the device for which a kernel on ``tensor`` is chosen."""
+    return _TARGET.type or tensor.device.type
+
+
 def fused(*tensors: Tensor) -> bool:
     """Return whether Triton's form serves these tensors."""
-    return all(tensor.device.type in DEVICES and tensor.dtype != torch.float64 for tensor in tensors)
+    devices = DEVICES if _TARGET.type is None else {"cuda"}
+    return all(kernel_device(tensor) in devices and tensor.dtype != torch.float64 for tensor in tensors)
 
 
 @cache

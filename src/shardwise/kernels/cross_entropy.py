@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardwise.kernels.choice import fused
+from shardwise.kernels.choice import fused, kernel_device
 from shardwise.kernels.operation import device_operation
 
 IGNORE = -100
@@ -68,7 +68,7 @@ def _on_device_inside(targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | N
 
     The factors are None on a CPU, where torch raises an error that names the target.
     """
-    if rows.device.type == "cpu":
+    if kernel_device(rows) == "cpu":
         return targets, None
     outside = ((targets < 0) | (targets >= rows.shape[1])) & (targets != IGNORE)
     factors = torch.ones_like(targets, dtype=rows.dtype).masked_fill_(outside, math.nan)
@@ -81,7 +81,7 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of ``logits`` [N, V] that are cast to fp32 at once."""
-    elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+    elements = _CHUNK_ELEMENTS.get(kernel_device(logits), _CHUNK_ELEMENTS_ELSEWHERE)
     rows = max(1, elements // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
@@ -123,7 +123,7 @@ def plain_row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
 
 def _at_columns(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the number at a column of each row: [N, V], [N, 1] -> [N]. On a device it is NaN for a column outside."""
-    if rows.device.type == "cpu":
+    if kernel_device(rows) == "cpu":
         return rows.gather(1, columns)[:, 0]
     outside = (columns < 0) | (columns >= rows.shape[1])
     return rows.gather(1, columns.masked_fill(outside, 0)).masked_fill_(outside, math.nan)[:, 0]
@@ -131,7 +131,7 @@ def _at_columns(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _add_at_columns(rows: Tensor, columns: Tensor, addends: Tensor) -> Tensor:
     """Add a number at a column of each row, in place. On a device a column outside gives NaN to its row."""
-    if rows.device.type == "cpu":
+    if kernel_device(rows) == "cpu":
         return rows.scatter_add_(1, columns, addends)
     outside = (columns < 0) | (columns >= rows.shape[1])
     return rows.scatter_add_(1, columns.masked_fill(outside, 0), addends.masked_fill(outside, math.nan))

@@ -37,6 +37,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from shardwise.base.errors import UsageError
+from shardwise.kernels.choice import kernel_device
 from shardwise.kernels.cross_entropy import IGNORE, row_gradient, row_numbers
 from shardwise.kernels.operation import operation
 
@@ -80,7 +81,7 @@ class LossTile(NamedTuple):
         if size is None:
             if tokens * x.element_size() <= 2 * x.shape[-1]:
                 return 0
-            limit = _TILE_BYTES.get(x.device.type, _TILE_BYTES_ELSEWHERE)
+            limit = _TILE_BYTES.get(kernel_device(x), _TILE_BYTES_ELSEWHERE)
             size = max(_LEAST_TOKENS, limit // max(1, columns * x.element_size()))
         return size if size < tokens else 0
 

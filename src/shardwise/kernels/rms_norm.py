@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardwise.kernels.choice import fused
+from shardwise.kernels.choice import fused, kernel_device
 from shardwise.kernels.operation import device_operation, operation
 
 _WIDEST = 1 << 14
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return plain_rms_norm(x, weight, eps)  # The compiler fuses the formula.
     if _is_fused(x, weight):
         return _RmsNormFunction.apply(x, weight, eps)
-    if x.device.type == "cpu":
+    if kernel_device(x) == "cpu":
         # Autocast chooses dtypes op by op, which the kernel's two reductions would mix.
         return (
             plain_rms_norm(x, weight, eps)

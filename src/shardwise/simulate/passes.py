@@ -47,7 +47,15 @@ from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.plan.action import Kind
 from shardwise.simulate.exchanges import ExchangeCall, ExchangeRecord, united
 from shardwise.simulate.lookups import strip_tables
-from shardwise.simulate.storages import LiveBytes, StorageCounts, StorageOrigin, added, composition
+from shardwise.simulate.storages import (
+    LiveBytes,
+    StorageCounts,
+    StorageOrigin,
+    added,
+    bytes_of_counts,
+    composition,
+    line_of_error,
+)
 from shardwise.simulate.work import NO_WORK, Work, WorkCounter
 from shardwise.tiers.activations import SMALL_BYTES
 from shardwise.tiers.alike import AlikeStorages, Key, key_of
@@ -58,6 +66,10 @@ _NEEDS_NUMBERS = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+
+
+class NeedsNumbersError(UsageError):
+    """The pass of a model depends on the values of its tensors, so shapes are not enough to measure it."""
 
 
 class UnitPass(NamedTuple):
@@ -78,6 +90,8 @@ class UnitPass(NamedTuple):
     """Composition of ``rise_bytes``."""
     net: StorageCounts = {}
     """Composition of ``net_bytes``."""
+    late: StorageCounts | None = None
+    """Composition of the most that is held from the first gradient of a parameter on; None without a gradient."""
 
     @property
     def sent_bytes(self) -> int:
@@ -106,7 +120,14 @@ class UnitPass(NamedTuple):
             work=self.work.then(later.work),
             rise=added(self.net, later.rise) if is_later else self.rise,
             net=added(self.net, later.net),
+            late=self._late_with(later),
         )
+
+    def _late_with(self, later: "UnitPass") -> StorageCounts | None:
+        if self.late is None:
+            return None if later.late is None else added(self.net, later.late)
+        behind = added(self.net, later.rise)
+        return behind if bytes_of_counts(behind) > bytes_of_counts(self.late) else self.late
 
     @property
     def let_go_bytes(self) -> int:
@@ -162,12 +183,13 @@ class MeasuredPass(NamedTuple):
             }
 
         def share(given: UnitPass) -> UnitPass:
-            return given._replace(rise=counts(given.rise), net=counts(given.net))
+            late = None if given.late is None else counts(given.late)
+            return given._replace(rise=counts(given.rise), net=counts(given.net), late=late)
 
         return self._replace(
             shares={(kind, rename(name)): share(each) for (kind, name), each in self.shares.items()},
             evaluated={rename(name): share(each) for name, each in self.evaluated.items()},
-            alike_bytes={rename(name): size for name, size in self.alike_bytes.items()},
+            alike_sizes={rename(name): sizes for name, sizes in self.alike_sizes.items()},
             kinds={names.get(name, name): first[like] for name, like in self.kinds.items()},
         )
 
@@ -261,16 +283,18 @@ def measure(
         The measured pass, and tensors like those that ``forward`` returned.
 
     Raises:
-        UsageError: if the pass depends on numbers.
+        NeedsNumbersError: if the pass depends on numbers.
     """
     if rehearses:
-        _rehearse(forward)
+        _rehearse(forward, module)
     live = LiveBytes(records=True)
     live.work = WorkCounter(repeats)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or ExchangeRecord(), units, saved)
     handles = [
-        each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
+        each.register_post_accumulate_grad_hook(cuts.drop_gradient)
+        for each in module.parameters()
+        if each.requires_grad
     ]
     plain = cuts.wrap(module)
     try:
@@ -287,16 +311,14 @@ def measure(
             del edges  # and with them the gradient for the stage before
             cuts.end()
     except _NEEDS_NUMBERS as error:
-        raise UsageError(_why(error)) from error
+        raise NeedsNumbersError(_why(error, module)) from error
     finally:
         for handle in handles:
             handle.remove()
         for each, before in plain:
             each.forward = before
-    batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
-    sizes = cuts.alike_sizes()
-    kinds = {name: cuts.first_of_kind(name) for name in units}
-    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_sizes=sizes, kinds=kinds), like
+    size = sum(tensor.nbytes for tensor in tensors_in(batch))
+    return MeasuredPass(cuts.by_unit(), size, alike_sizes=cuts.alike_sizes(), kinds=cuts.kinds()), like
 
 
 def measure_evaluation(
@@ -313,7 +335,7 @@ def measure_evaluation(
         Share of each Unit by name.
 
     Raises:
-        UsageError: if the pass depends on numbers.
+        NeedsNumbersError: if the pass depends on numbers.
     """
     live = LiveBytes(records=True)
     cuts = _UnitStarts(live, ExchangeRecord(), units)
@@ -325,7 +347,7 @@ def measure_evaluation(
             forward()
             cuts.end()
     except _NEEDS_NUMBERS as error:
-        raise UsageError(_why(error)) from error
+        raise NeedsNumbersError(_why(error, module)) from error
     finally:
         module.train(was_training)
         for each, before in plain:
@@ -333,13 +355,13 @@ def measure_evaluation(
     return {unit: share for (_, unit), share in cuts.by_unit().items()}
 
 
-def _rehearse(forward: Callable[[], object]) -> None:
+def _rehearse(forward: Callable[[], object], module: nn.Module) -> None:
     """Run a forward pass that is not counted."""
     try:
         with LiveBytes():
             forward()
     except _NEEDS_NUMBERS as error:
-        raise UsageError(_why(error)) from error
+        raise NeedsNumbersError(_why(error, module)) from error
 
 
 def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
@@ -350,17 +372,29 @@ def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
     return {name: names[1] for names in alike.values() for name in names[2:]}
 
 
-def _why(error: Exception) -> str:
+def _why(error: Exception, module: nn.Module) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return (
-        f"the pass of this model cannot be foreseen from shapes: {text}. What it does depends on its numbers; leave "
-        "the example out, and count model state alone"
-    )
+    names = {id(each): name or "the model" for name, each in module.named_modules()}
+    where = place_of_error(error, names)
+    return f"the pass of this model cannot be foreseen from shapes: {text}. What it does depends on its numbers{where}"
 
 
-def _drop(parameter: Tensor) -> None:
-    """Drop a gradient, because gradients go into flat buffers (parallel/zero/gradient.py), which the Plan counts."""
-    parameter.grad = None
+def place_of_error(error: Exception, names: Mapping[int, str]) -> str:
+    """Return the module in whose forward pass, and the line of a model at which, an error was raised, as words.
+
+    Args:
+        error: The error.
+        names: Names of modules by identity.
+    """
+    module, frame = "", None
+    trace = error.__traceback__
+    while trace is not None:
+        given = trace.tb_frame.f_locals.get("self")
+        if isinstance(given, nn.Module) and id(given) in names:
+            module = f" in the forward pass of {names[id(given)]} ({type(given).__name__})"
+        frame, trace = trace.tb_frame, trace.tb_next
+    line = line_of_error(error)
+    return module + (f", at {line}" if line else "") if frame is not None else ""
 
 
 def _balanced(
@@ -385,7 +419,9 @@ def _balanced(
                 other = others.pop()
                 moved = {origin: 1, other: -1}
                 rise = added(share.rise, moved) if share.rise.get(origin, 0) < 0 else share.rise
-                found[key] = share._replace(rise=rise, net=added(share.net, moved))
+                has_late = share.late is not None and share.late.get(origin, 0) < 0
+                late = added(share.late or {}, moved) if has_late else share.late
+                found[key] = share._replace(rise=rise, net=added(share.net, moved), late=late)
     return found
 
 
@@ -444,6 +480,8 @@ class _UnitStarts:
         """Shares by (F or B, Unit, whether behind its forward), because the code around a Unit continues behind it."""
         self._passed_over: dict[str, str] = {}
         self._seconds = seconds
+        self._first_gradient: int | None = None
+        """Place in the log of the first gradient of a parameter in the running share."""
         self._hands_on: set[str] = set()
         """Units whose output has the form of their first input."""
         self._now: tuple[Kind, str, bool] | None = None
@@ -457,6 +495,7 @@ class _UnitStarts:
         live.most = live.held
         live.unit = self.first_of_kind(unit)
         live.log.clear()
+        self._first_gradient = None
         self._now = kind, unit, is_behind
         self._then = live.held, live.flops, live.touched, self._traffic.mark()
         live.work.take()
@@ -474,11 +513,26 @@ class _UnitStarts:
             self._traffic.since(sent),
             live.work.take(),
             *composition(live.log),
+            self._late_counts(),
         )
         live.log.clear()
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
         self._now = None
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        """Drop a gradient, because the Plan counts the flat buffers of gradients (parallel/zero/gradient.py)."""
+        if self._first_gradient is None:
+            self._first_gradient = len(self._live.log)
+        parameter.grad = None
+
+    def _late_counts(self) -> StorageCounts | None:
+        """Return the composition of the most that the running share holds from its first gradient on."""
+        place, log = self._first_gradient, self._live.log
+        if place is None:
+            return None
+        before = composition(log[:place])[1]
+        return added(before, composition(log[place:])[0])
 
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
         """Return all shares, including those of Units that were passed over.
@@ -498,9 +552,9 @@ class _UnitStarts:
                 if name == second or (second and name.startswith(f"{second}."))
             }
         for second, at_end in last.items():
-            between = behind.get((Kind.F, self.first_of_kind(second)))
+            between = behind.get((Kind.F, self.first_of_kind(second)), NOTHING)
             alike = [second, *(unit for unit, like in self._passed_over.items() if like == second)]
-            for unit in alike if between is not None else ():
+            for unit in alike:
                 if unit != at_end:
                     found[Kind.F, unit] = found[Kind.F, unit].then(between)
         for (kind, unit), share in behind.items():
@@ -517,6 +571,10 @@ class _UnitStarts:
             return {}
         own = self._saved.sizes
         return own | {unit: own.get(second, ()) for unit, second in self._passed_over.items()}
+
+    def kinds(self) -> dict[str, str]:
+        """Return the first Unit that is alike, by name of each Unit."""
+        return {name: self.first_of_kind(name) for name in self._units}
 
     def first_of_kind(self, unit: str) -> str:
         """Return the name of the first Unit that is like ``unit``."""

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.observe.flops import flops_of
+from shardwise.passes.absent import AbsentTensor
 from shardwise.simulate.work import WorkCounter
 
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
@@ -144,12 +145,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor, func: Any) -> None:
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or isinstance(tensor, AbsentTensor):
             return
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return  # a tensor without memory, such as an absent value (passes/absent.py)
+        storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen:
             return
@@ -200,6 +198,17 @@ def line_of_model(frame: FrameType | None) -> str:
     return own
 
 
+def line_of_error(error: BaseException) -> str:
+    """Return ``file:line`` of the innermost frame of a model through which an error came; empty if there is none."""
+    lines: dict[str, str] = {}
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        lines[_kind_of(code)] = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return lines.get("user", lines.get("model", ""))
+
+
 _KINDS: dict[CodeType, str] = {}
 
 
@@ -232,10 +241,9 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _lying(tensor: Tensor) -> int:
-    try:
-        return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-    except (NotImplementedError, RuntimeError):
-        return 0  # a tensor without memory
+    if isinstance(tensor, AbsentTensor):
+        return 0
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 _TOUCH_NOTHING = frozenset(

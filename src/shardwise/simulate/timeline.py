@@ -23,8 +23,9 @@ Cost: one look at each Action of a list, twice.
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ from shardwise.plan.plan import BucketBuffers, Plan, RankClass, bytes_by_tier, c
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import NOTHING, MeasuredPass, UnitPass
-from shardwise.simulate.storages import StorageCounts, StorageOrigin, added
+from shardwise.simulate.storages import StorageCounts, StorageOrigin, added, bytes_of_counts
 from shardwise.tiers.scratch import SPARE_BYTES
 
 _META = torch.device("meta")
@@ -92,7 +93,7 @@ class StepMemory(NamedTuple):
     """Moment of each phase at which the device's memory is largest."""
     bytes_by_tier: Mapping[Tier, int]
     """Most bytes of each tier in the phases that count; CPU ranks have one memory, which counts as their device."""
-    near: Collection[Tier] = ("device",)
+    near: Collection[Tier]
     """Tiers in the memory in which the rank computes."""
     moved_bytes: int = 0
     """Most bytes of activations in host memory at once."""
@@ -185,6 +186,27 @@ class HeldThen(NamedTuple):
     """The running share; None outside of passes."""
 
 
+@dataclass
+class _PhaseState:
+    """The running phase of a walk, and the arguments of the walk that phases read."""
+
+    rank: int
+    policies: PlanPolicies
+    beside: RowsBesideSteps
+    target: tuple[Phase, int] | None
+    """Phase and place of the moment whose composition is wanted."""
+    note: Callable[["HeldThen"], object]
+    """Called at that moment with the state of the walk."""
+    near: Collection[Tier]
+    """Tiers in the memory whose peak is computed."""
+    phase: Phase = "first step"
+    place: int = -1
+    """Place of the running Action in the list of the phase."""
+    passing: int = 0
+    """Bytes that the running forward pass of an evaluation holds between Units."""
+    passing_counts: StorageCounts = field(default_factory=dict)
+
+
 class RankWalk:
     """A walk of one rank's list that counts the bytes of each row and keeps the peak."""
 
@@ -199,16 +221,7 @@ class RankWalk:
         target: tuple[Phase, int] | None = None,
         note: Callable[["HeldThen"], object] = lambda then: None,
     ):
-        self._beside = beside
-        self._rank = rank
-        self._policies = policies
-        self._phase: Phase = "first step"
-        self._place = -1
-        """Place of the running Action in the list of the phase."""
-        self._target = target
-        """Phase and place of the moment whose composition is wanted."""
-        self._note = note
-        """Called at that moment with the state of the walk."""
+        self._now = _PhaseState(rank, policies, beside, target, note, near)
         self.ranks: RankClass = plan.classes[class_of(plan.mesh, rank)]
         self.rows: dict[str, int] = {
             row: size for row, size in plan.bytes_per_rank(rank).items() if row != "gradients"
@@ -216,8 +229,6 @@ class RankWalk:
         self.peak: MemoryPoint | None = None
         self.most_on_host = 0
         """Most bytes of activations on the host."""
-        self._near = near
-        """Tiers in the memory whose peak is computed."""
         self._plan = plan
         self._passed = passed
         keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
@@ -242,9 +253,6 @@ class RankWalk:
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of received messages by (stage, microbatch, whether for the backward pass)."""
         self.rows |= self._staging_rows() | dict(beside.always)
-        self._passing = 0
-        """Bytes that the running forward pass of an evaluation holds between Units."""
-        self._passing_counts: StorageCounts = {}
 
     @cached_property
     def _is_alone(self) -> bool:
@@ -300,25 +308,25 @@ class RankWalk:
 
     def phases(self) -> dict[Phase, MemoryPoint]:
         """Walk the lists of a job in the order of the phases, and return the largest moment of each phase."""
-        always, build = self._beside.always, self._beside.build
+        always, build = self._now.beside.always, self._now.beside.build
         found: dict[Phase, MemoryPoint] = {"build": self._resting("build", {**always, **build}, alone=True)}
         for phase in ("first step", "step", "evaluation"):  # the first step fills the slots
-            self._phase, self.peak, self.blocks.gathered = phase, None, 0
-            if phase == "step" and self._beside.saves:
-                self.rows |= self._beside.save
+            self._now.phase, self.peak, self.blocks.gathered = phase, None, 0
+            if phase == "step" and self._now.beside.saves:
+                self.rows |= self._now.beside.save
             self.walk(self._evaluation if phase == "evaluation" else self.ranks.actions)
             if self.peak is not None:
                 found[phase] = self.peak
-        if self._beside.build:
-            found["save"] = self._resting("save", self._beside.save)
-            found["load"] = self._resting("load", self._beside.load)
+        if self._now.beside.build:
+            found["save"] = self._resting("save", self._now.beside.save)
+            found["load"] = self._resting("load", self._now.beside.load)
         return found
 
     @property
     def _evaluation(self) -> Sequence[Action]:
         """Actions of an evaluation of one batch; more batches hold as much, because each pass leaves nothing behind."""
-        view = replace(self._plan, rank=self._rank)
-        return forward_actions_of(view, self._policies.pipeline, self._policies.zero, {}, 1)
+        view = replace(self._plan, rank=self._now.rank)
+        return forward_actions_of(view, self._now.policies.pipeline, self._now.policies.zero, {}, 1)
 
     def _resting(self, phase: Phase, beside: Mapping[str, int], alone: bool = False) -> MemoryPoint:
         """Return the memory between two passes, with the rows ``beside`` it, or of these rows alone."""
@@ -328,8 +336,8 @@ class RankWalk:
             late = sum(self._late.values())
             rows |= {"gradients": late} if late else {}
         point = MemoryPoint(None, "", {row: size for row, size in rows.items() if size}, phase)
-        if self._target == (phase, -1):
-            self._note(HeldThen(point, self, None))
+        if self._now.target == (phase, -1):
+            self._now.note(HeldThen(point, self, None))
         return point
 
     def _slot_rows(self) -> dict[str, int]:
@@ -352,7 +360,7 @@ class RankWalk:
     def storages_then(self, share: UnitPass) -> tuple[StorageCounts, StorageCounts]:
         """Return the storages that passes keep and those at work when the running ``share`` holds most."""
         let_go = {origin: count for origin, count in share.rise.items() if count < 0}
-        kept = self._passing_counts if self._phase == "evaluation" else self.blocks.counts_here
+        kept = self._now.passing_counts if self._now.phase == "evaluation" else self.blocks.counts_here
         at_work = {origin: count for origin, count in share.rise.items() if count > 0}
         return added(kept, let_go), at_work
 
@@ -362,27 +370,27 @@ class RankWalk:
         """Walk the list of one phase."""
         ending: Action | None = None
         """The running last pass of a stage over a microbatch; the messages for it are released with it."""
-        ends = Kind.F if self._phase == "evaluation" else Kind.B
+        ends = Kind.F if self._now.phase == "evaluation" else Kind.B
         self.blocks.begin()
-        for self._place, action in enumerate(actions):
+        for self._now.place, action in enumerate(actions):
             if action.unit < 0 and ending is not None:
                 for is_gradient in (False, True):
                     self._received.pop((ending.stage, ending.microbatch, is_gradient), None)
                 ending = None
             if action.kind is ends and action.unit < 0:
                 ending = action
-                self._passing, self._passing_counts = 0, {}
+                self._now.passing, self._now.passing_counts = 0, {}
             if action.unit < 0 and action.kind.row.of != "message":
                 continue
             if action.unit < 0 or not self.ranks.units[action.unit].has_rows:
                 for effect in action.kind.row.memory:
                     self._effects[effect](action)
-        self._place = -1
+        self._now.place = -1
         self._reducing.clear()
         self._received.clear()
         for unit, place in list(self._gradients):
             strategy = self._strategies[unit]
-            if strategy.is_delayed and "host" in self._near:
+            if strategy.is_delayed and "host" in self._now.near:
                 self._late[unit, place] = self._gradients.pop((unit, place))
             elif strategy.tier == "device":
                 del self._gradients[unit, place]
@@ -416,6 +424,8 @@ class RankWalk:
 
     def _backward(self, action: Action) -> None:
         unit = action.unit
+        coming: dict[tuple[int, int], int] = {}
+        """Gradient buffers that the Unit's first gradient makes."""
         for place, bucket, rows in self._buckets(unit):
             if "grad" not in rows:
                 continue
@@ -423,43 +433,50 @@ class RankWalk:
             is_in_ranges = self._is_alone and is_summed_in_ranges(bucket.key, strategy, self._plan.mesh)
             if strategy.cuts_grad or is_in_ranges:
                 self._take("staging", (unit, place), bucket, bucket.elements)
-            if not strategy.cuts_grad:
-                self._gradients[unit, place] = self._bytes(rows["grad"], bucket)
-        self._compute(action)
+            if not strategy.cuts_grad and (unit, place) not in self._gradients:
+                coming[unit, place] = self._bytes(rows["grad"], bucket)
+        self._compute(action, coming)
 
-    def _compute(self, action: Action) -> None:
+    def _compute(self, action: Action, coming: Mapping[tuple[int, int], int] = MappingProxyType({})) -> None:
         unit = self.ranks.units[action.unit]
         if self._strategies[action.unit].has_windows:
             self._gather(action.unit)
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
-        evaluates = self._phase == "evaluation"
+        evaluates = self._now.phase == "evaluation"
         share = passed.evaluated.get(name, NOTHING) if evaluates else passed.of(kind, name)
+        late, made = share.late, sum(coming.values())
+        is_late = late is None or bytes_of_counts(late) + made > share.rise_bytes
+        if is_late:  # the share holds most when its gradient buffers exist
+            self._gradients |= coming
+            if late is not None and made:
+                share = share._replace(rise=late, rise_bytes=bytes_of_counts(late))
         let_go = share.let_go_bytes
         held = self.rows | {
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "reducing": sum(self._reducing.values()),
             "leaving": sum(self._leaving),
             **self._slot_rows(),
-            "kept": passed.batch_bytes + (self._passing if evaluates else self.blocks.here) - let_go,
+            "kept": passed.batch_bytes + (self._now.passing if evaluates else self.blocks.here) - let_go,
             "received": sum(self._received.values()),
             "waiting": self._waiting_bytes(action),
             "at work": share.rise_bytes + let_go,
         }
         rows = {row: size for row, size in held.items() if size}
-        moment = MemoryPoint(action, unit.title, rows, self._phase, self._place)
-        if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
+        moment = MemoryPoint(action, unit.title, rows, self._now.phase, self._now.place)
+        if self.peak is None or moment.bytes_on(self._now.near) > self.peak.bytes_on(self._now.near):
             self.peak = moment
-        if self._target == (self._phase, self._place):
-            self._note(HeldThen(moment, self, share))
+        if self._now.target == (self._now.phase, self._now.place):
+            self._now.note(HeldThen(moment, self, share))
+        self._gradients |= coming
         if evaluates:
-            self._passing += share.net_bytes
-            self._passing_counts = added(self._passing_counts, share.net)
+            self._now.passing += share.net_bytes
+            self._now.passing_counts = added(self._now.passing_counts, share.net)
         else:
             self.blocks.behind(kind, name, action.microbatch, share)
 
     def _waiting_bytes(self, action: Action) -> int:
-        if action.kind is not Kind.B or "host" in self._near:
+        if action.kind is not Kind.B or "host" in self._now.near:
             return 0
         trained = [bucket for _, bucket, rows in self._buckets(action.unit) if "grad" in rows]
         return sum(
@@ -473,7 +490,7 @@ class RankWalk:
 
     def _reduce(self, action: Action) -> None:
         strategy = self._strategies[action.unit]
-        if strategy.cuts_master and "host" not in self._near:
+        if strategy.cuts_master and "host" not in self._now.near:
             self._reducing[action.unit] = sum(
                 strategy.exchange.held_bytes(bucket.elements, widths_of(bucket.key, strategy))
                 for _, bucket, rows in self._buckets(action.unit)

@@ -168,10 +168,16 @@ class _Composition:
         alike: dict[tuple[str, str, int, str, int], int] = {}
         for (unit, place), rows in self._ranks.buffers.items():
             bucket = self._ranks.units[unit].buckets[place]
-            for row in rows:
-                if row.row == "gradients":
+            for buffer in rows:
+                if buffer.row == "gradients":
                     continue
-                key = (row.row, self._firsts[unit], place, row.kind, row.nbytes(bucket, self._plan.mesh))
+                key = (
+                    buffer.row,
+                    self._firsts[unit],
+                    place,
+                    buffer.kind,
+                    buffer.nbytes(bucket, self._plan.mesh),
+                )
                 alike[key] = alike.get(key, 0) + 1
         for (row_name, first, place, kind, size), copies in alike.items():
             if size:

@@ -1,6 +1,7 @@
 """What a step takes, foreseen from shapes, is what it takes when it runs."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,15 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.base.errors import UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
-from shardwise.engine.fit.foresee import foresee
+from shardwise.data.clicks import ClickBatch
+from shardwise.data.clicks.rows import ClickSchema, SparseFeature
+from shardwise.engine.fit.foresee import foresee, read
 from shardwise.models import Gpt, GptPolicy
+from shardwise.models.ctr.build import build_ctr
+from shardwise.models.ctr.policy import CTR_POLICIES
+from shardwise.parallel.embedding.policy import TablesPolicy
 from shardwise.simulate.passes import LiveBytes
 
 SHAPE: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "context": 64, "vocab": 256}
@@ -54,7 +61,7 @@ def test_the_peak_of_a_step_is_foreseen(given: dict[str, Any]) -> None:
     assert 0.97 * passing(step) <= live.most <= passing(step)
 
 
-def test_a_pass_that_depends_on_numbers_is_refused() -> None:
+def test_a_pass_that_depends_on_numbers_leaves_model_state_and_says_where() -> None:
     class Chooses(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -64,8 +71,33 @@ def test_a_pass_that_depends_on_numbers_is_refused() -> None:
             y: Tensor = self.layer(x).sum()
             return y if y.item() > 0 else -y
 
-    with pytest.raises(UsageError, match="cannot be foreseen from shapes: .*depends on its numbers"):
-        foresee(Chooses, {}, example=torch.zeros(2, 4))
+    found = foresee(Chooses, {}, example=torch.zeros(2, 4))
+    assert found.step is None and found.bytes_per_rank()["weights"] == 128
+    (said,) = found.assumes
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "y.item() > 0" in text)
+    assert said.startswith("model state alone") and f"of the model (Chooses), at {__file__}:{line}" in said
+    with pytest.raises(UsageError, match="fits: model state alone: .*depends on its numbers"):
+        shardwise.fits(Chooses, {}, {"device": "1 GiB"}, torch.zeros(2, 4))
+
+
+def test_tables_are_foreseen_by_their_vectors() -> None:
+    """``foresee`` ended in ".numpy() is not supported for tensor subclasses" at the rows of a table."""
+    schema = ClickSchema(("a", "b", "c"), (SparseFeature("user"), SparseFeature("item")))
+    keys = Ragged(torch.arange(32), torch.arange(33))
+    batch = ClickBatch(dense=torch.zeros(32, 3), sparse={"user": keys, "item": keys}, labels=torch.zeros(32))
+    known = read(
+        lambda: build_ctr(CTR_POLICIES["dlrm"](width=4), schema, TablesPolicy(), {"user": 50, "item": 50}),
+        {},
+        1,
+        torch.device("cpu"),
+        batch,
+    )
+    outlook = known.outlook(known.settings.offload)
+    assert outlook.step is not None and outlook.step.rows["tables"] == outlook.plan.bytes_per_rank()["tables"]
+    assert outlook.assumes[0].startswith("tables: ")
+    found = known.reasons(outlook.plan, outlook.step, outlook.step.points["step"])
+    assert any(each.row == "kept" and "ctr" in each.line for each in found)
 
 
 EXPERTS = {"count": 4, "hidden": 64, "router": {"capacity": 1.25}}

@@ -135,7 +135,7 @@ def most_at_build(plan: Plan, rank: int, draws: bool) -> tuple[dict[str, int], i
 
 
 def _drawn_bytes(plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int) -> int:
-    """Return the bytes of the largest part of a parameter while it is drawn: twice, and the numbers in fp64 beside it."""
+    """Return the bytes of the largest part of a parameter that is drawn: twice, with its numbers in fp64 beside it."""
     strategy = ranks.strategies[unit]
     index, count = (
         (plan.mesh.index(strategy.axes[1], rank), bucket.shards) if strategy.cuts_master else (0, 1)

@@ -234,6 +234,8 @@ def fits(
     device = device or torch.device("cpu")
     given, have = load(config), budget(memory)
     known = read(make, given, ranks, device, example, loss)
+    if known.unforeseen:
+        raise UsageError(f"fits: {known.unforeseen}")
     if not known.passed:
         raise UsageError("fits: an example is missing: a microbatch, or tensors of its shapes")
     folder = known.settings.offload.disk_path

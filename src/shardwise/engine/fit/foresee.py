@@ -44,6 +44,7 @@ from shardwise.engine.construction.outline import cut_policies_of, policies_of, 
 from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_build, save_copy_bytes
 from shardwise.engine.fit.outside import with_outside
+from shardwise.engine.fit.table_shapes import shape_tables
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
 from shardwise.engine.parts.tables import (
@@ -80,13 +81,16 @@ from shardwise.simulate.exchanges import message as calls_of
 from shardwise.simulate.lookups import loads_of
 from shardwise.simulate.passes import (
     MeasuredPass,
+    NeedsNumbersError,
     measure,
     measure_evaluation,
     strip,
     stripped,
     without_numbers,
 )
-from shardwise.simulate.timeline import RowsBesideSteps, StepMemory, step_memory
+from shardwise.simulate.target_kernels import kernels_like
+from shardwise.simulate.timeline import MemoryPoint, RowsBesideSteps, StepMemory, step_memory
+from shardwise.simulate.why import MemoryReason, reasons
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
@@ -154,7 +158,6 @@ def foresee(
 
     Raises:
         ShardwiseError: as ``initialize``, for everything that does not depend on weights or messages.
-        UsageError: if a pass cannot be computed from shapes only.
     """
     device = device or torch.device("cpu")
     known = read(make, config, ranks, device, example, loss)
@@ -187,6 +190,8 @@ class JobFacts(NamedTuple):
     """True if start weights are drawn, because the model is on meta."""
     given_bytes: int = 0
     """Bytes of the parameters of a model that comes with its weights."""
+    unforeseen: str = ""
+    """Sentence on why an example gave no pass; empty if there is a pass, or no example."""
 
     def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
@@ -204,7 +209,7 @@ class JobFacts(NamedTuple):
         register_tables(plan, self.tables, policies.microbatches)
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
         if not self.passed:
-            return MemoryEstimate(plan)
+            return MemoryEstimate(plan, assumes=(self.unforeseen,) if self.unforeseen else ())
         on = self.device.type
         steps = (
             with_outside(
@@ -231,12 +236,37 @@ class JobFacts(NamedTuple):
             saves=policy.every is not None,
         )
 
+    def reasons(
+        self, plan: Plan, step: StepMemory, point: MemoryPoint | None = None
+    ) -> tuple[MemoryReason, ...]:
+        """Return the composition of a rank's memory at one moment, the largest entries first.
+
+        Args:
+            plan: The Plan of an outlook of this job.
+            step: Memory of a rank in that outlook.
+            point: Moment of a phase of ``step``; None: its peak.
+        """
+        policies = self.policies_with(self.settings.offload)
+        rank, point = step.rank, point or step.peak
+        beside = self.rows_beside(plan, rank)
+        return reasons(plan, policies, self.passed, self.device.type, point, rank, beside)
+
     def _assumptions(self) -> tuple[str, ...]:
-        of_tables = (
-            "tables: every rank's batches have as many keys as the example, other keys on every rank, spread evenly "
-            "over the ranks that hold rows",
-        )
-        return (*self._assumptions_of_experts(), *(of_tables if self.tables else ()))
+        found = []
+        if self.device.type == "cuda":
+            found.append(
+                "kernels: those that torch and this package choose on CUDA with Triton; what a kernel allocates and "
+                "frees inside itself is not counted"
+            )
+        elif self.device.type != "cpu":
+            found.append(f"kernels: those of a CPU; what {self.device.type} chooses is not known")
+        if self.tables:
+            found.append(
+                "tables: every rank's batches have as many keys as the example, other keys on every rank, spread "
+                "evenly over the ranks that hold rows"
+            )
+            found.append("tables: keys, their indices and rows on the way are not counted in memory")
+        return (*found, *self._assumptions_of_experts())
 
     def _assumptions_of_experts(self) -> tuple[str, ...]:
         if not self.has_experts:
@@ -292,9 +322,16 @@ def read(
     starts = spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     passed: Mapping[int, MeasuredPass] = {}
+    unforeseen = ""
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
-        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks, tables)
+        try:
+            with kernels_like(device.type, _attention_names(settings)):
+                passed = _passes(
+                    make, settings, plan, starts, precision, to_recompute, example, loss, blocks, tables
+                )
+        except NeedsNumbersError as error:
+            unforeseen = f"model state alone: {error}"
     check_blocks(blocks, settings.offload)
     beside = 0
     if device.type == "cpu":
@@ -318,6 +355,7 @@ def read(
         beside,
         is_on_meta and settings.init_from is None,
         given,
+        unforeseen,
     )
 
 
@@ -461,6 +499,7 @@ def _passes(
         with without_numbers():
             batch = stripped(example, device)
             strip(module, dtype_of, device)
+            shape_tables(module)
             operations.apply_to(module)
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and stage == last)
@@ -496,8 +535,16 @@ def _with_lookups(
     }
 
 
+def _attention_names(settings: RunConfig) -> tuple[str, ...]:
+    """Return the attention kernels that the configuration names; none if the device chooses freely."""
+    backend = settings.attention.backend
+    if isinstance(backend, str):
+        return () if backend in ("auto", "torch") else (backend,)
+    return tuple(backend)
+
+
 class _Message(NamedTuple):
-    """What one stage sends to the next."""
+    """The message that one stage sends to the next."""
 
     text: str
     """The part that is not tensors."""
