@@ -63,7 +63,7 @@ def work_of(passed: MeasuredPass) -> PassWork:
     )
 
 
-def time_bound(stages: Sequence[float], ranks: int, microbatches: int) -> float:
+def pipeline_bound(stages: Sequence[float], ranks: int, microbatches: int) -> float:
     """Return seconds that a step takes at least.
 
     Args:

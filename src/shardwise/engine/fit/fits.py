@@ -375,7 +375,9 @@ def _ways(job: JobFacts, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPoli
         yield now.model_copy(update=changed), words
 
 
-def seconds_of(job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, rates: RankRates) -> StepSeconds:
+def seconds_of(
+    job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, rates: RankRates
+) -> StepSeconds:
     """Return the seconds of a step of a job with state and activations on the tiers of ``offload``."""
     return step_seconds(outlook.plan, job.policies_with(offload), job.passed, rates, job.device.type == "cpu")
 

@@ -12,7 +12,7 @@ Cost: a pass on shapes for each different key of a pass; the rest is small.
 
 import math
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from shardwise.engine.construction.outline import policies_of
 from shardwise.engine.fit.alike_passes import MEASURED_STAGES, blocks_by_stage, can_share, shared_passes
 from shardwise.engine.fit.foresee import JobFacts, process_bytes, read
 from shardwise.engine.parts.inputs import Loss
+from shardwise.models.layers import Head
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.passes.recompute import RecomputePolicy, chosen
 from shardwise.passes.tiles import TilesPolicy
@@ -57,7 +58,9 @@ class JobShelf:
         loss: the loss function, as ``initialize`` takes it.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], device: torch.device, example: Any, loss: Loss | None = None):
+    def __init__(
+        self, make: Callable[[], nn.Module], device: torch.device, example: Any, loss: Loss | None = None
+    ):
         self.device = device
         self.passes = 0
         """Number of passes on shapes that were measured."""
@@ -67,6 +70,11 @@ class JobShelf:
         self._described: dict[Hashable, JobFacts | _Failed] = {}
         self._passed: dict[Hashable, JobFacts | _Failed] = {}
         self._process_bytes: dict[bool, int] = {}
+
+    @cached_property
+    def gives_loss(self) -> bool:
+        """True if the model ends in a head of ours, whose loss is computed with it by tiles unless they are off."""
+        return any(isinstance(module, Head) for module in self._make().modules())
 
     def facts(self, config: RunConfig, ranks: int) -> JobFacts:
         """Return the facts about a job without its passes.
@@ -119,10 +127,14 @@ class JobShelf:
         ours = self._neutral(settings, min(mesh.pp, 2))
         if self._has_tables(ours):
             ours = settings.model_copy(update={"offload": OffloadPolicy(), "recompute": RecomputePolicy()})
-        return _taken(self._described, _key(ours), lambda: read(self._make, ours, _ranks_of(ours), self.device))
+        return _taken(
+            self._described, _key(ours), lambda: read(self._make, ours, _ranks_of(ours), self.device)
+        )
 
     def _has_tables(self, ours: RunConfig) -> bool:
-        base = _taken(self._described, _key(ours), lambda: read(self._make, ours, _ranks_of(ours), self.device))
+        base = _taken(
+            self._described, _key(ours), lambda: read(self._make, ours, _ranks_of(ours), self.device)
+        )
         return bool(base.tables.everywhere)
 
     def _passes(self, facts: JobFacts, settings: RunConfig) -> dict[int, MeasuredPass]:
@@ -174,13 +186,22 @@ class JobShelf:
         slices = mesh.ep * mesh.etp
         copies = slices // math.gcd(slices, mesh.tp)
         default = ZeroPolicy()
-        kept = {"prefetch_bytes", "reductions_under_way", "stage", "reduce", "exchange", "reshard_after_forward"}
+        kept = {
+            "prefetch_bytes",
+            "reductions_under_way",
+            "stage",
+            "reduce",
+            "exchange",
+            "reshard_after_forward",
+        }
         return settings.model_copy(
             update={
                 "mesh": MeshPolicy(pp=stages, dp=copies, tp=mesh.tp, ep=mesh.ep, etp=mesh.etp, cp=mesh.cp),
                 "zero": zero.model_copy(update={key: getattr(default, key) for key in kept}),
                 "offload": OffloadPolicy(state=settings.offload.state),
-                "pipeline": PipelinePolicy(partition=settings.pipeline.partition, shapes=settings.pipeline.shapes),
+                "pipeline": PipelinePolicy(
+                    partition=settings.pipeline.partition, shapes=settings.pipeline.shapes
+                ),
                 "batch": BatchPolicy(),
                 "recompute": RecomputePolicy(),
                 "tiles": TilesPolicy(),

@@ -47,6 +47,8 @@ class KnobScope(NamedTuple):
     """Experts of the model's largest mixture; 0 without experts."""
     has_tables: bool
     is_cpu: bool
+    gives_loss: bool = False
+    """True if the model's training pass returns only the loss, so that ``tiles.logits`` is ``auto`` anyway."""
     tiers: Collection[Tier] = ("device",)
     """Tiers whose memory is given."""
 
@@ -190,6 +192,8 @@ def _recompute_texts(scope: KnobScope, chosen: Values) -> Sequence[str]:
 
 def _logits(scope: KnobScope, chosen: Values) -> Sequence[Any]:
     now = scope.given.tiles.logits
+    if now is None and scope.gives_loss:
+        return (None,)
     return (now, "auto") if now in (None, "off") else ()
 
 
@@ -268,7 +272,10 @@ def _state_tiers(scope: KnobScope, chosen: Values) -> Sequence[Tier]:
     if scope.given.offload.optimizer != "device":
         return ()
     others: list[Tier] = ["host", "disk"]
-    return ["device", *(each for each in others if each in scope.tiers and not (each == "host" and scope.is_cpu))]
+    return [
+        "device",
+        *(each for each in others if each in scope.tiers and not (each == "host" and scope.is_cpu)),
+    ]
 
 
 def _weight_tiers(scope: KnobScope, chosen: Values) -> Sequence[Tier]:
@@ -316,12 +323,20 @@ KNOBS: tuple[Knob, ...] = (
         _batch_texts,
     ),
     Knob("pipeline.schedule", _schedules, _configured("pipeline", "schedule"), _BOTH, "shape"),
-    Knob("pipeline.virtual_stages", _virtual_stages, _configured("pipeline", "virtual_stages"), _BOTH, "shape"),
+    Knob(
+        "pipeline.virtual_stages", _virtual_stages, _configured("pipeline", "virtual_stages"), _BOTH, "shape"
+    ),
     Knob("recompute", _recomputed, _recompute_now, _BOTH, "shape", texts=_recompute_texts),
     Knob("tiles.logits", _logits, _configured("tiles", "logits"), _BOTH, "shape"),
     Knob("tiles.mlp", _mlp, _configured("tiles", "mlp"), _BOTH, "shape"),
-    Knob("experts.rows", _expert_rows, _configured("experts", "rows"), _BOTH, "shape"),
-    Knob("precision.reduce", lambda s, c: _first(s.given.precision.reduce, ("fp32", "bf16")), _configured("precision", "reduce"), _ALL, "state"),
+    Knob("experts.rows", _expert_rows, _configured("experts", "rows"), _BOTH, "shape", "more"),
+    Knob(
+        "precision.reduce",
+        lambda s, c: _first(s.given.precision.reduce, ("fp32", "bf16")),
+        _configured("precision", "reduce"),
+        _ALL,
+        "state",
+    ),
     Knob(
         "optimizer.type",
         lambda s, c: _first(s.given.optimizer.type, ("adamw", "lion", "sgd")),
@@ -329,15 +344,34 @@ KNOBS: tuple[Knob, ...] = (
         _ALL,
         "state",
     ),
-    Knob("offload.state", lambda s, c: _first(s.given.offload.state, ("fp32", "bf16", "int8")), _configured("offload", "state"), _ALL, "state"),
+    Knob(
+        "offload.state",
+        lambda s, c: _first(s.given.offload.state, ("fp32", "bf16", "int8")),
+        _configured("offload", "state"),
+        _ALL,
+        "state",
+    ),
     Knob("zero.stage", lambda s, c: (0, 1, 2, 3), _configured("zero", "stage"), _BOTH, "state"),
     Knob("mesh.dp", _copies, _copies_now, _BOTH, "state", texts=_mesh_texts),
     Knob("zero.reduce", _times_of_reduction, _configured("zero", "reduce"), _BOTH, "state"),
-    Knob("zero.reshard_after_forward", _keeps_weights, _configured("zero", "reshard_after_forward"), _BOTH, "state"),
+    Knob(
+        "zero.reshard_after_forward",
+        _keeps_weights,
+        _configured("zero", "reshard_after_forward"),
+        _BOTH,
+        "state",
+    ),
     Knob("zero.exchange", _exchanges, _configured("zero", "exchange"), _BOTH, "state"),
     Knob("tables.placement", _placements, lambda s: dict(s.given.tables.placement), _BOTH, "state"),
     Knob("offload.activations", _activation_tiers, _configured("offload", "activations"), _BOTH, "state"),
-    Knob("offload.optimizer", _state_tiers, _configured("offload", "optimizer"), _BOTH, "state", texts=_tier_texts),
+    Knob(
+        "offload.optimizer",
+        _state_tiers,
+        _configured("offload", "optimizer"),
+        _BOTH,
+        "state",
+        texts=_tier_texts,
+    ),
     Knob("offload.parameters", _weight_tiers, _configured("offload", "parameters"), _BOTH, "state"),
     Knob("offload.fraction", lambda s, c: (), _configured("offload", "fraction"), _BOTH, "state", "less"),
 )
@@ -423,7 +457,5 @@ def _tried(knob: Knob, scope: KnobScope, chosen: Values, is_free: bool) -> Seque
 def overrides_of(scope: KnobScope, chosen: Values) -> tuple[str, ...]:
     """Return the overrides that turn the configuration into the chosen values, in the order of the table."""
     return tuple(
-        itertools.chain.from_iterable(
-            knob.overrides(scope, chosen) for knob in KNOBS if knob.key in chosen
-        )
+        itertools.chain.from_iterable(knob.overrides(scope, chosen) for knob in KNOBS if knob.key in chosen)
     )

@@ -5,14 +5,15 @@
 
 Nothing is drawn at random, and the points are looked at in the order of a bound of their time:
 
-    1  a shape's bound comes from a pass of another size (bound.py), then from its own passes; the shape with the
-       smallest bound goes first
+    1  a shape's bound comes from passes of other sizes (bound.py), then from its own; the shape with the smallest bound
+       goes first
     2  a shape whose bound is not below the third best price ends the search, because no later one can be better
     3  a shape whose kept activations alone exceed the memory is passed over, and so is each shape with a larger
        microbatch and all else equal
     4  the points of a shape are counted with few microbatches, by which a rank holds as much as with many or less, and
        those that fit are priced as the job itself
-    5  state moves to another tier only if the point does not fit without, because a move never makes a step shorter
+    5  tiles of feed-forward parts, recomputation and moves of state to another tier are tried only for what does not fit
+       without them, because they never make a step shorter
 
 Samples of a step, optimizer and precision are the same in all points, unless they are freed; then points are compared by
 seconds for each sample.
@@ -24,7 +25,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,7 +38,7 @@ from shardwise.base.hardware import Hardware
 from shardwise.base.rates import RankRates
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
-from shardwise.engine.fit.bound import PassWork, stage_seconds, time_bound, work_of
+from shardwise.engine.fit.bound import PassWork, pipeline_bound, stage_seconds, work_of
 from shardwise.engine.fit.fits import Memory, budget, is_within, on_tiers, seconds_of
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
 from shardwise.engine.fit.jobs import JobShelf, rows_of
@@ -46,6 +47,7 @@ from shardwise.engine.fit.knobs import (
     TIER_KNOBS,
     Copies,
     KnobScope,
+    RecomputeChoice,
     assignments,
     data_ranks,
     freed,
@@ -124,7 +126,9 @@ class SearchReport(NamedTuple):
             UsageError: if nothing fits.
         """
         if place >= len(self.best):
-            raise UsageError(f"search: {len(self.best)} configurations fit, and number {place + 1} was asked for")
+            raise UsageError(
+                f"search: {len(self.best)} configurations fit, and number {place + 1} was asked for"
+            )
         return load(self.given, self.best[place].set)
 
     def write(self, path: str | Path, place: int = 0) -> None:
@@ -242,7 +246,6 @@ def scope_of(
     alone = load(given, _ALONE)
     facts = shelf.facts(alone, 1)
     experts = max((layer.experts for layer in facts.spec.experts.values()), default=0)
-    is_cpu = shelf.device.type == "cpu"
     return KnobScope(
         given,
         ranks,
@@ -251,7 +254,8 @@ def scope_of(
         len(facts.blocks),
         experts,
         bool(facts.tables.everywhere),
-        is_cpu,
+        shelf.device.type == "cpu",
+        shelf.gives_loss,
         tuple(have),
     )
 
@@ -263,7 +267,12 @@ def batch_of(given: RunConfig, ranks: Sequence[int], rows: int | None) -> tuple[
         UsageError: if the configuration and the example do not give them.
     """
     batch = given.batch
-    if batch.micro_size is None and rows is not None and batch.accumulation is None and batch.global_size is None:
+    if (
+        batch.micro_size is None
+        and rows is not None
+        and batch.accumulation is None
+        and batch.global_size is None
+    ):
         batch = batch.model_copy(update={"micro_size": rows})
     try:
         batch = batch.derived(given.mesh.mesh(ranks[0]).size("dp"))
@@ -309,7 +318,9 @@ def _searched(free: Collection[str], knobs: Collection[str] | None) -> frozenset
     if knobs is not None:
         plain = {knob_of(key).key for key in knobs}
         if changing := sorted(plain - open_keys - {k.key for k in KNOBS if "numbers" not in k.changes}):
-            raise ConfigError(f"knobs: {', '.join(changing)} changes the numbers of the run; name it in free too")
+            raise ConfigError(
+                f"knobs: {', '.join(changing)} changes the numbers of the run; name it in free too"
+            )
     return frozenset(plain | open_keys)
 
 
@@ -327,6 +338,49 @@ class _Shape:
     """Number of the shape's points."""
     level: Literal["scaled", "whole", "stages"] = field(default="scaled", compare=False)
     """Pass from which the bound comes: of another size, of the whole model, of the stages."""
+    children: "list[_Shape]" = field(default_factory=list, compare=False)
+    """Shapes that differ by further recomputation or tiles."""
+
+    @property
+    def all_points(self) -> int:
+        """Number of points of the shape and of all below it."""
+        return self.points + sum(child.all_points for child in self.children)
+
+
+_SCALED = ("batch.global_size", "batch.micro_size", "mesh.pp", "pipeline.schedule", "pipeline.virtual_stages")
+"""Keys of the knobs that change the samples of a pass, or the stage, but not the work for a sample."""
+_PLAIN: Mapping[str, Any] = {
+    "mesh.pp": 1,
+    "mesh.tp": 1,
+    "mesh.ep": 1,
+    "mesh.etp": 1,
+    "pipeline.schedule": "1f1b",
+    "pipeline.virtual_stages": 1,
+    "recompute": RecomputeChoice(),
+    "tiles.logits": None,
+    "tiles.mlp": "off",
+    "experts.rows": None,
+}
+"""Values with which a pass has the least work for a sample."""
+
+
+def _key(chosen: Mapping[str, Any], *without: str) -> Hashable:
+    return tuple((key, repr(value)) for key, value in sorted(chosen.items()) if key not in without)
+
+
+def _divides(scope: KnobScope, chosen: Mapping[str, Any]) -> bool:
+    """Return True if the ranks and the samples divide evenly."""
+    if scope.ranks % (chosen["mesh.pp"] * chosen["mesh.tp"]):
+        return False
+    share = data_ranks(scope, chosen) * chosen["batch.micro_size"]
+    return bool(chosen["batch.global_size"] % share == 0)
+
+
+def _parent_of(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the shape that computes less again, and keeps more."""
+    if chosen["tiles.mlp"] == "auto":
+        return {**chosen, "tiles.mlp": "off"}
+    return {**chosen, "recompute": RecomputeChoice()}
 
 
 class _Search:
@@ -348,8 +402,10 @@ class _Search:
         self._keys = keys
         self._ends_s = ends_s
         self._shapes: list[_Shape] = []
-        self._references: dict[Any, PassWork | None] = {}
-        """Least known work of a pass, by what does not scale it; None if such a pass is refused."""
+        self._whole: dict[Any, PassWork | None] = {}
+        """Work of one sample of the whole model on one rank, by dtype; None if such a pass is refused."""
+        self._works: dict[Any, list[tuple[int, PassWork]]] = {}
+        """Work of measured passes with their samples, by the values that do not scale them."""
         self._too_large: dict[Any, int] = {}
         """Smallest microbatch that does not fit, by the rest of the shape."""
         self._priced: list[tuple[float, int, SearchedPoint]] = []
@@ -363,20 +419,34 @@ class _Search:
     # Shapes ----------------------------------------------------------------------------------------------------------
 
     def add(self, scope: KnobScope) -> None:
-        """Add every shape of a job."""
+        """Add every shape of a job that has no parent, and keep the others with their parents."""
+        shapes: dict[Any, _Shape] = {}
         for chosen in assignments(scope, "shape", {}, self._keys):
-            if scope.ranks % (chosen["mesh.pp"] * chosen["mesh.tp"]):
+            if _divides(scope, chosen):
+                points = sum(1 for _ in self._states(scope, chosen))
+                shapes[_key(chosen)] = _Shape(0.0, next(self._numbers), scope, chosen, points)
+            else:
                 self._causes["rules"] += 1
-                continue
-            dp = data_ranks(scope, chosen)
-            if chosen["batch.global_size"] % (dp * chosen["batch.micro_size"]):
-                self._causes["rules"] += 1
-                continue
-            points = sum(1 for _ in self._states(scope, chosen))
-            shape = _Shape(0.0, next(self._numbers), scope, chosen, points)
-            shape.bound_s = self._scaled_bound(shape)
-            self._shapes.append(shape)
-        heapq.heapify(self._shapes)
+        for shape in shapes.values():
+            parent = shapes.get(_key(_parent_of(shape.chosen)))
+            if parent is None or parent is shape:
+                self._push(shape)
+            else:
+                parent.children.append(shape)
+
+    def _push(self, shape: _Shape) -> None:
+        """Add a shape to those that are looked at, with the bound that is known."""
+        if shape.level == "scaled":
+            shape.bound_s = max(shape.bound_s, self._scaled_bound(shape))
+        heapq.heappush(self._shapes, shape)
+
+    def _leave(self, shape: _Shape, is_needed: bool) -> None:
+        """End the look at a shape; its children are needed if a point of it did not fit or is not possible."""
+        for child in shape.children:
+            if is_needed:
+                self._push(child)
+            else:
+                self._causes["time"] += child.all_points
 
     def _states(self, scope: KnobScope, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the values of the state knobs, all state on the device: tiers are tried where a point does not fit."""
@@ -394,33 +464,39 @@ class _Search:
         chosen, pp = shape.chosen, shape.chosen["mesh.pp"]
         stages = pp * chosen["pipeline.virtual_stages"]
         each_s = work.seconds(self._rates, shape.scope.is_cpu) / stages
-        bound_s = time_bound([each_s] * stages, pp, self._microbatches(shape))
+        bound_s = pipeline_bound([each_s] * stages, pp, self._microbatches(shape))
         return self._per_sample(bound_s, chosen, shape.scope)
 
     def _scaled_bound(self, shape: _Shape) -> float:
-        """Return the bound from passes of the smallest microbatch on a whole model, and on each cut of it."""
-        chosen, size = shape.chosen, shape.chosen["batch.micro_size"]
-        whole = self._reference(shape, {"mesh.tp": 1, "mesh.ep": 1, "mesh.etp": 1})
-        if whole is None:
-            return 0.0
-        computed = whole._replace(sent_bytes=0.0).scaled(size / chosen["mesh.tp"], 0.0)
-        return self._even_bound(shape, computed)
+        """Return the largest bound from the passes of other sizes; one sample of the whole model is always known."""
+        chosen = shape.chosen
+        size = chosen["batch.micro_size"]
+        whole = self._whole_model(shape.scope, chosen)
+        found = 0.0
+        if whole is not None:
+            found = self._even_bound(shape, whole.scaled(size / chosen["mesh.tp"], 0.0))
+        for rows, work in self._works.get(_key(chosen, *_SCALED), ()):
+            found = max(found, self._even_bound(shape, work.scaled(size / rows, size / rows)))
+        return found
 
-    def _reference(self, shape: _Shape, axes: Mapping[str, int]) -> PassWork | None:
-        """Return the work of one sample in a pass with other axes; None if such a pass is refused."""
-        chosen = {**shape.chosen, **axes, "mesh.pp": 1, "pipeline.schedule": "1f1b", "pipeline.virtual_stages": 1}
-        chosen["batch.micro_size"] = shape.scope.micro_size
-        key = tuple((name, repr(value)) for name, value in sorted(chosen.items()) if name != "batch.global_size")
-        if key not in self._references:
-            scope = shape.scope._replace(ranks=1)
+    def _whole_model(self, scope: KnobScope, chosen: Mapping[str, Any]) -> PassWork | None:
+        """Return the work of one sample of the model on one rank without recomputation and tiles; None if refused."""
+        alone = {
+            **chosen,
+            **_PLAIN,
+            "batch.micro_size": scope.micro_size,
+            "batch.global_size": scope.micro_size,
+        }
+        alone = {key: value for key, value in alone.items() if key in chosen}
+        key = _key(alone)
+        if key not in self._whole:
             try:
-                config = load(self._given, self._overrides(scope, {**chosen, "batch.global_size": chosen["batch.micro_size"]}))
+                config = load(self._given, self._overrides(scope._replace(ranks=1), alone))
                 work = work_of(self._shelf.whole_pass(config, 1))
-                rows = chosen["batch.micro_size"]
-                self._references[key] = PassWork(*(each / rows for each in work))
+                self._whole[key] = PassWork(*(each / scope.micro_size for each in work))
             except (ConfigError, PlanError, MeshError, UsageError):
-                self._references[key] = None
-        return self._references[key]
+                self._whole[key] = None
+        return self._whole[key]
 
     def _overrides(self, scope: KnobScope, chosen: Mapping[str, Any]) -> tuple[str, ...]:
         return overrides_of(scope, {"mesh.dp": Copies(1, data_ranks(scope, chosen)), **chosen})
@@ -431,18 +507,19 @@ class _Search:
         """Look at the shapes, the smallest bound first, until no other can be among the best."""
         while self._shapes:
             shape = heapq.heappop(self._shapes)
-            if self._ends_s is not None and time.monotonic() > self._ends_s:
+            is_late = self._ends_s is not None and time.monotonic() > self._ends_s
+            if is_late or shape.bound_s >= self._worst_s:
                 self._shapes.append(shape)
-                self._prune(self._shapes, "limit")
-                return
-            if shape.bound_s >= self._worst_s:
-                self._shapes.append(shape)
-                self._prune(self._shapes, "time")
+                self._prune("limit" if is_late else "time")
                 return
             if self._is_too_large(shape):
                 self._causes["memory"] += shape.points
+                self._leave(shape, True)
             elif shape.level == "stages":
                 self._expand(shape)
+            elif shape.level == "scaled" and (better_s := self._scaled_bound(shape)) > shape.bound_s:
+                shape.bound_s = better_s
+                heapq.heappush(self._shapes, shape)
             else:
                 self._refine(shape)
 
@@ -451,42 +528,48 @@ class _Search:
         """Seconds for each sample of the third best point."""
         return self._priced[_BEST - 1][0] if len(self._priced) >= _BEST else float("inf")
 
-    def _prune(self, shapes: list[_Shape], cause: str) -> None:
-        for shape in sorted(shapes)[:_REJECTED]:
+    def _prune(self, cause: str) -> None:
+        """Pass over all shapes that are left."""
+        for shape in sorted(self._shapes)[:_REJECTED]:
             if cause == "time":
-                reason = f"takes {shape.bound_s:.3g} s at least"
-                self._lose(shape.bound_s, self._overrides(shape.scope, shape.chosen), shape.scope.ranks, None, reason)
-        self._causes[cause] += sum(shape.points for shape in shapes)
-        shapes.clear()
+                self._lose(shape, None, f"takes {shape.bound_s:.3g} s at least")
+        self._causes[cause] += sum(shape.all_points for shape in self._shapes)
+        self._shapes.clear()
 
     def _refine(self, shape: _Shape) -> None:
         """Replace the bound of a shape by one from its own passes."""
         chosen, scope = shape.chosen, shape.scope
-        config_set = self._overrides(scope, chosen)
         try:
-            config = load(self._given, config_set)
+            config = load(self._given, self._overrides(scope, chosen))
             if shape.level == "scaled":
                 passed = self._shelf.whole_pass(config, scope.ranks)
-                is_only = chosen["mesh.pp"] == 1
-                bound_s = self._even_bound(shape, work_of(passed))
-                shape.level = "stages" if is_only else "whole"
+                work = work_of(passed)
+                self._works.setdefault(_key(chosen, *_SCALED), []).append((chosen["batch.micro_size"], work))
+                bound_s = self._even_bound(shape, work if chosen["mesh.pp"] == 1 else work.scaled(1.0, 1.0))
+                shape.level = "stages" if chosen["mesh.pp"] == 1 else "whole"
                 if self._keeps_too_much(shape, passed):
-                    self._remember_size(shape)
-                    self._lose(shape.bound_s, config_set, scope.ranks, None, "keeps more activations than the memory")
-                    self._causes["memory"] += shape.points
+                    self._pass_over(shape)
                     return
             else:
                 job = self._shelf.job(config, scope.ranks)
                 stages = stage_seconds(job.passed, self._rates, scope.is_cpu)
-                bound_s = self._per_sample(
-                    time_bound(stages, chosen["mesh.pp"], self._microbatches(shape)), chosen, scope
-                )
+                bound_s = pipeline_bound(stages, chosen["mesh.pp"], self._microbatches(shape))
+                bound_s = self._per_sample(bound_s, chosen, scope)
                 shape.level = "stages"
         except (ConfigError, PlanError, MeshError) as error:
-            self._refuse(shape, config_set, error)
+            self._causes["rules"] += shape.points
+            self._lose(shape, None, str(error))
+            self._leave(shape, True)
             return
-        shape.bound_s = max(shape.bound_s, bound_s * (1.0 if shape.level == "stages" else 0.98))
+        shape.bound_s = max(shape.bound_s, bound_s)
         heapq.heappush(self._shapes, shape)
+
+    def _pass_over(self, shape: _Shape) -> None:
+        """End the look at a shape that keeps more activations than the memory."""
+        self._remember_size(shape)
+        self._causes["memory"] += shape.points
+        self._lose(shape, None, f"keeps more activations than {bytes_text(self._have['device'])}")
+        self._leave(shape, True)
 
     def _keeps_too_much(self, shape: _Shape, passed: Any) -> bool:
         """Return True if the activations that an average stage keeps exceed the memory of the device."""
@@ -499,8 +582,7 @@ class _Search:
 
     def _rest(self, shape: _Shape) -> Any:
         """Return a key that shapes share which differ in the size of the microbatch alone."""
-        rest = {key: value for key, value in shape.chosen.items() if key != "batch.micro_size"}
-        return shape.scope.ranks, tuple((key, repr(value)) for key, value in sorted(rest.items()))
+        return shape.scope.ranks, _key(shape.chosen, "batch.micro_size")
 
     def _remember_size(self, shape: _Shape) -> None:
         key, size = self._rest(shape), shape.chosen["batch.micro_size"]
@@ -514,36 +596,40 @@ class _Search:
     def _expand(self, shape: _Shape) -> None:
         """Price every point of a shape that fits."""
         least: tuple[int, tuple[str, ...]] | None = None
-        found = False
+        is_found, all_fit = False, True
         for chosen in self._states(shape.scope, shape.chosen):
             said = self._overrides(shape.scope, chosen)
             try:
-                config = load(self._given, said)
-                job = self._shelf.job(config, shape.scope.ranks)
-                needs = self._try_point(shape, chosen, said, job)
+                job = self._shelf.job(load(self._given, said), shape.scope.ranks)
+                needs, is_moved = self._try_point(shape, chosen, said, job)
             except (ConfigError, PlanError, MeshError) as error:
-                self._refuse_point(shape, said, error)
+                self._causes["rules"] += 1
+                self._lose(shape, None, str(error), said)
                 continue
-            if needs is None:
-                found = True
-            elif least is None or needs < least[0]:
+            is_found |= needs is None
+            all_fit &= needs is None and not is_moved
+            if needs is not None and (least is None or needs < least[0]):
                 least = needs, said
         if least is not None:
-            reason = f"needs {bytes_text(least[0])} of {bytes_text(self._have['device'])}"
-            self._lose(shape.bound_s, least[1], shape.scope.ranks, least[0], reason)
-        if not found and least is not None:
-            self._remember_size(shape)
+            self._lose(shape, least[0], f"more than {bytes_text(self._have['device'])}", least[1])
+            if not is_found:
+                self._remember_size(shape)
+        self._leave(shape, not all_fit or not is_found)
 
     def _try_point(
         self, shape: _Shape, chosen: Mapping[str, Any], said: tuple[str, ...], job: JobFacts
-    ) -> int | None:
-        """Price a point if it fits; else return the bytes of the device that it needs."""
+    ) -> tuple[int | None, bool]:
+        """Price a point if it fits, with state on another tier if need be.
+
+        Returns:
+            The bytes of the device that the point needs, or None if it fits; True if it does not fit without moves.
+        """
         few = _ROUNDS * job.mesh.pp * job.settings.pipeline.virtual_stages
         count = job.policies.microbatches
         short = job if count <= few else job._replace(policies=job.policies._replace(microbatches=few))
         outlook = short.outlook(job.settings.offload)
         if is_within(outlook, self._have):
-            return self._price(shape, chosen, said, job, outlook if short is job else None)
+            return self._price(shape, chosen, said, job, outlook if short is job else None), False
         least = outlook.bytes_by_tier["device"]
         fits_on_tier = False
         for words in self._moves(short):
@@ -551,9 +637,9 @@ class _Search:
             fits_on_tier |= needs is None
             least = least if needs is None else min(least, needs)
         if fits_on_tier:
-            return None
+            return None, True
         self._causes["memory"] += 1
-        return least
+        return least, True
 
     def _moves(self, short: JobFacts) -> list[tuple[str, ...]]:
         """Return overrides that move state or activations to other tiers, each with the smallest fraction that fits."""
@@ -594,18 +680,12 @@ class _Search:
         self._priced.sort(key=lambda each: each[:2])
         return None
 
-    def _refuse(self, shape: _Shape, said: tuple[str, ...], error: ShardwiseError) -> None:
-        self._causes["rules"] += shape.points
-        self._lose(shape.bound_s, said, shape.scope.ranks, None, str(error))
-
-    def _refuse_point(self, shape: _Shape, said: tuple[str, ...], error: ShardwiseError) -> None:
-        self._causes["rules"] += 1
-        self._lose(shape.bound_s, said, shape.scope.ranks, None, str(error))
-
     def _lose(
-        self, bound_s: float, said: tuple[str, ...], ranks: int, peak: int | None, reason: str
+        self, shape: _Shape, peak: int | None, reason: str, said: tuple[str, ...] | None = None
     ) -> None:
-        self._lost.append((bound_s, next(self._numbers), SearchedPoint(said, ranks, None, peak, reason)))
+        said = self._overrides(shape.scope, shape.chosen) if said is None else said
+        point = SearchedPoint(said, shape.scope.ranks, None, peak, reason)
+        self._lost.append((shape.bound_s, next(self._numbers), point))
 
     # Result ----------------------------------------------------------------------------------------------------------
 
@@ -625,7 +705,14 @@ class _Search:
         causes = {cause: count for cause, count in sorted(self._causes.items()) if count}
         front = _front([point for _, _, point in self._priced])
         return SearchReport(
-            self._given, best, front, tuple(rejected), self._tried, sum(causes.values()), causes, self._shelf.passes
+            self._given,
+            best,
+            front,
+            tuple(rejected),
+            self._tried,
+            sum(causes.values()),
+            causes,
+            self._shelf.passes,
         )
 
 
