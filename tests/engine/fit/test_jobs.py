@@ -1,14 +1,11 @@
 """Facts that jobs share are those that each job has by itself."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, PlanError
 from shardwise.config.run import load
-from shardwise.engine.fit.foresee import read
 from shardwise.engine.fit.jobs import JobShelf, resized, rows_of
 from shardwise.models import Gpt, GptPolicy
 
@@ -23,56 +20,6 @@ def gpt() -> nn.Module:
 def tokens(rows: int) -> dict[str, Tensor]:
     ids = torch.empty(rows, 8, dtype=torch.int64, device="meta")
     return {"tokens": ids, "targets": ids}
-
-
-def batch(micro: int) -> dict[str, Any]:
-    return {"batch": {"global_size": 8, "micro_size": micro}}
-
-
-def agree(shelf: JobShelf, given: dict[str, Any], ranks: int) -> None:
-    """The shared job has the passes, the memory and the Plan of the job by itself."""
-    config = load(given)
-    ours, alone = (
-        shelf.job(config, ranks),
-        read(gpt, config, ranks, CPU, tokens(config.batch.micro_size or 1)),
-    )
-    assert ours.passed == alone.passed and ours.starts == alone.starts and ours.mesh == alone.mesh
-    ours, alone = (each._replace(process_bytes=0) for each in (ours, alone))
-    found, expected = (each.outlook(each.settings.offload) for each in (ours, alone))
-    assert found.steps == expected.steps and found.flops == expected.flops
-    assert found.plan.actions == expected.plan.actions
-
-
-def test_stages_of_a_pipeline_take_their_passes_from_three() -> None:
-    shelf = JobShelf(gpt, CPU, tokens)
-    agree(shelf, {**batch(1), "mesh": {"pp": 2}}, 4)
-    assert shelf.passes == 1
-    shelf.job(load({**batch(1), "mesh": {"pp": 4}, "zero": {"stage": 1}}), 8)
-    assert shelf.passes == 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("given", "ranks"),
-    [
-        ({"mesh": {"pp": 4}, **batch(1)}, 4),
-        (
-            {
-                "mesh": {"pp": 2},
-                "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
-                **batch(1),
-            },
-            2,
-        ),
-        ({"mesh": {"pp": 2, "tp": 2}, "recompute": "full", **batch(2)}, 4),
-        ({"mesh": {"pp": 2}, "recompute": {"scope": "full", "blocks": 0.5}, **batch(2)}, 4),
-        ({"mesh": {"tp": 2}, "zero": {"stage": 3}, "tiles": {"mlp": 8}, **batch(2)}, 4),
-        ({"mesh": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "precision": "bf16", **batch(1)}, 4),
-    ],
-    ids=str,
-)
-def test_any_job_is_as_by_itself(given: dict[str, Any], ranks: int) -> None:
-    agree(JobShelf(gpt, CPU, tokens), given, ranks)
 
 
 def test_a_refusal_is_kept_and_raised_again() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from shardwise.base.rates import RankRates
 from shardwise.engine.fit import foresee as foreseeing
 from shardwise.engine.fit.foresee import foresee
-from shardwise.engine.fit.removals import Removal, remover_of, removals
+from shardwise.engine.fit.removals import Removal, removals, remover_of
 from shardwise.models import Gpt, GptPolicy
 
 RATES = RankRates(1e10, 1e10, 1e10, 1e10, 1e9, 2.5e9)

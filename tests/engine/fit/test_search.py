@@ -16,9 +16,9 @@ from shardwise.comm.world import World
 from shardwise.config.run import load
 from shardwise.engine.fit import search as searching
 from shardwise.engine.fit.bound import pipeline_bound, stage_seconds
-from shardwise.engine.fit.fits import is_within, seconds_of
+from shardwise.engine.fit.fits import seconds_of
 from shardwise.engine.fit.jobs import JobShelf
-from shardwise.engine.fit.knobs import Copies, KnobScope, assignments, data_ranks, overrides_of
+from shardwise.engine.fit.knobs import KnobScope, assignments, overrides_of
 from shardwise.engine.fit.search import SearchReport, batch_of, rates_of, scope_of, search
 from shardwise.models import Gpt, GptPolicy
 
@@ -119,7 +119,7 @@ def test_nothing_that_fits_beats_what_a_search_finds(points: list[PricedPoint], 
 
 
 def test_the_bound_is_never_above_the_price(points: list[PricedPoint]) -> None:
-    assert len(points) == 32
+    assert len(points) == 40
     for point in points:
         assert 0.3 * point.step_s < point.bound_s <= point.step_s, point
     assert any(1.5 * point.bound_s > point.step_s for point in points), "the bound is close to the price"
@@ -158,7 +158,7 @@ def test_a_job_that_fits_nowhere_has_no_best(points: list[PricedPoint]) -> None:
     memory = min(point.peak_bytes for point in stages) - 1
     found = found_in(memory, knobs=("zero.stage",))
     assert not found.best and found.causes == {"memory": 4}
-    assert "nothing fits" in str(found) and found.rejected[0].reason.startswith("more than 1")
+    assert "nothing fits" in str(found) and found.rejected[0].reason.startswith("more than 94")
     found = found_in(1000, knobs=("zero.stage",))
     assert found.causes == {"memory": 4} and "keeps more activations" in found.rejected[0].reason
     with pytest.raises(UsageError, match="0 configurations fit"):
@@ -194,19 +194,6 @@ def test_hardware_gives_the_rates_of_a_price() -> None:
     )
     rates = rates_of(hardware, load({"precision": "bf16"}), CPU)
     assert rates.flops_s == 3e12 and rates.exchange_bytes_s == 2e10 and rates.link_bytes_s == 1e10
-
-
-def test_axes_of_the_model_leave_samples_and_ranks_as_they_are() -> None:
-    scope = KnobScope(load(GIVEN), 8, 4, 8, 2, 4, 0, False, True)
-    keys = frozenset({"mesh.pp", "mesh.tp", "batch.micro_size", "zero.stage", "mesh.dp", "pipeline.schedule"})
-    seen = set()
-    for shape in assignments(scope, "shape", {}, keys):
-        for chosen in assignments(scope, "state", shape, keys):
-            dp = data_ranks(scope, chosen)
-            copies: Copies = chosen["mesh.dp"]
-            assert copies.replicate * copies.shard == dp and dp * chosen["mesh.pp"] * chosen["mesh.tp"] == 8
-            seen.add((chosen["mesh.pp"], chosen["mesh.tp"], copies, chosen["pipeline.schedule"]))
-    assert (1, 1, Copies(2, 4), "1f1b") in seen and (4, 2, Copies(1, 1), "gpipe") in seen
 
 
 @pytest.mark.soak

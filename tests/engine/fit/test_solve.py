@@ -10,7 +10,6 @@ from shardwise.base.errors import ConfigError
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit import foresee as foreseeing
 from shardwise.engine.fit.foresee import foresee
-from shardwise.engine.fit.ordered import largest
 from shardwise.engine.fit.solve import SolvedKey, solve
 from shardwise.models import Gpt, GptPolicy
 
@@ -78,18 +77,3 @@ def test_a_key_without_order_names_those_that_have_one() -> None:
         solved("zero.stage", {}, 1000)
     with pytest.raises(ConfigError, match=r"did you mean 'model.layers'"):
         solved("model.layer", {}, 1000)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 5, 7, 8, 100])
-@pytest.mark.parametrize("most", [1, 3, 7, 8])
-def test_the_largest_value_is_found_by_doubling_and_halving(limit: int, most: int) -> None:
-    seen: list[int] = []
-
-    def look(value: int) -> int:
-        seen.append(value)
-        return value
-
-    value, found = largest(look, lambda each: each <= limit, most)
-    assert value == min(limit, most) and found == max(value, 1)
-    assert value == most or value + 1 in seen, "the next value was looked at"
-    assert max(seen) <= most

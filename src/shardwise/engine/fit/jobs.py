@@ -29,10 +29,10 @@ from shardwise.engine.fit.foresee import JobFacts, process_bytes, read
 from shardwise.engine.parts.inputs import Loss
 from shardwise.models.layers import Head
 from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.passes.recompute import RecomputePolicy, chosen
 from shardwise.passes.tiles import TilesPolicy
 from shardwise.plan.mesh import MeshPolicy
-from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.offload import OffloadPolicy
@@ -181,7 +181,7 @@ class JobShelf:
         return _taken(self._passed, _key(ours), measure)
 
     def _neutral(self, settings: RunConfig, stages: int) -> RunConfig:
-        """Return the configuration without what changes neither the description nor a pass, on as few ranks as can be."""
+        """Return the configuration on as few ranks as can be, without keys that change no description and no pass."""
         mesh, zero = settings.mesh, settings.zero
         slices = mesh.ep * mesh.etp
         copies = slices // math.gcd(slices, mesh.tp)

@@ -6,22 +6,21 @@ removes a row is the one under which the row falls most at the peak, among those
 Cost: a Plan for each value, and a pass on shapes where the value changes the passes.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from collections.abc import Callable
 
 from shardwise.base.errors import ConfigError, MeshError, PlanError, UsageError
 from shardwise.base.hardware import Hardware
 from shardwise.base.rates import RankRates
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.fits import Memory, budget, seconds_of
-from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
+from shardwise.engine.fit.foresee import MemoryEstimate
 from shardwise.engine.fit.jobs import JobShelf, rows_of
-from shardwise.engine.fit.knobs import KNOBS, Knob, KnobScope, data_ranks, knob_of, overrides_of, Copies
+from shardwise.engine.fit.knobs import KNOBS, Copies, Knob, KnobScope, data_ranks, knob_of, overrides_of
 from shardwise.engine.fit.search import batch_of, rates_of, scope_of
 from shardwise.engine.parts.inputs import Loss
 

@@ -12,11 +12,11 @@ Nothing is drawn at random, and the points are looked at in the order of a bound
        microbatch and all else equal
     4  the points of a shape are counted with few microbatches, by which a rank holds as much as with many or less, and
        those that fit are priced as the job itself
-    5  tiles of feed-forward parts, recomputation and moves of state to another tier are tried only for what does not fit
-       without them, because they never make a step shorter
+    5  tiles of feed-forward parts, recomputation and moves of state to another tier are tried only for what does not
+       fit without them, because they never make a step shorter
 
-Samples of a step, optimizer and precision are the same in all points, unless they are freed; then points are compared by
-seconds for each sample.
+Samples of a step, optimizer and precision are the same in all points, unless they are freed; then points are compared
+by seconds for each sample.
 
 Cost: a pass on shapes for each shape that is looked at, and a Plan for each point.
 """
@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError, MeshError, PlanError, ShardwiseError, UsageError
+from shardwise.base.errors import ConfigError, MeshError, PlanError, UsageError
 from shardwise.base.hardware import Hardware
 from shardwise.base.rates import RankRates
 from shardwise.base.words import bytes_text

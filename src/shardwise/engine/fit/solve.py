@@ -155,7 +155,8 @@ def _rank_counts(given: RunConfig, most: int) -> list[int]:
         shard = mesh.dp.shard
     if isinstance(mesh.dp, int) or (mesh.dp is not None and mesh.dp.replicate != "auto"):
         raise ConfigError(
-            "solve: mesh.dp sets the number of ranks; leave it out, or set {replicate: auto, shard: N}, to solve for ranks"
+            "solve: mesh.dp sets the number of ranks; leave it out to solve for ranks, or set {replicate: auto, shard: "
+            "N}"
         )
     sizes: Sequence[int] = range(shard, most // model + 1, shard)
     if batch.global_size is not None:
