@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.run import load
+from shardwise.engine.fit.alike_passes import can_share, shared_passes
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.fit.jobs import JobShelf
 from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.action import Kind
+from shardwise.simulate.passes import MeasuredPass, UnitPass
 
 CPU = torch.device("cpu")
 
@@ -42,6 +45,38 @@ def agree(shelf: JobShelf, given: dict[str, Any], ranks: int) -> None:
     assert found.plan.actions == expected.plan.actions
 
 
+def test_blocks_take_the_shares_of_the_block_in_their_place() -> None:
+    def stage(name: int) -> MeasuredPass:
+        shares = {
+            (kind, f"blocks.{3 * name + i}"): UnitPass(i, 10 * name, 1)
+            for kind in (Kind.F, Kind.B)
+            for i in range(3)
+        }
+        return MeasuredPass(
+            {**shares, (Kind.F, ""): UnitPass(name, 7, 0)}, 5, alike_bytes={f"blocks.{3 * name}": 9}
+        )
+
+    measured = [[f"blocks.{3 * name + i}" for i in range(3)] for name in range(3)]
+    wanted = [
+        ["blocks.0", "blocks.1"],
+        ["blocks.2", "blocks.3", "blocks.4", "blocks.5"],
+        ["blocks.6", "blocks.7"],
+    ]
+    assert can_share(measured, wanted) and not can_share(measured, [["blocks.0"], ["blocks.1"]])
+    assert not can_share(measured[:2], wanted)
+    found = shared_passes({name: stage(name) for name in range(3)}, measured, wanted)
+    for name, units in enumerate(wanted):
+        assert (
+            found[name].of(Kind.F, "") == UnitPass(name, 7, 0)
+            and len(found[name].shares) == 2 * len(units) + 1
+        )
+        places = [found[name].of(Kind.B, unit).rise_bytes for unit in units]
+        assert places == [0, *[1] * (len(units) - 2), 2]
+        assert {found[name].of(Kind.F, unit).net_bytes for unit in units} == {10 * name}
+        assert found[name].alike_bytes == {units[0]: 9}
+
+
+@pytest.mark.soak
 def test_stages_of_a_pipeline_take_their_passes_from_three() -> None:
     shelf = JobShelf(gpt, CPU, tokens)
     agree(shelf, {**batch(1), "mesh": {"pp": 2}}, 4)

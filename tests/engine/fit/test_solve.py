@@ -48,8 +48,13 @@ def test_the_micro_size_fits_and_the_next_does_not() -> None:
     found = solved("batch.micro_size", {}, memory)
     assert (found.value, found.beyond) == (3, 4) and found.outlook.bytes_by_tier["device"] == memory
     assert needs({"model": MODEL, "batch": {"micro_size": 4}}) > memory
-    assert solved("batch.micro_size", {}, memory - 1).value == 2
     assert found.plain() == {"key": "batch.micro_size", "value": 3}
+
+
+@pytest.mark.soak
+def test_a_micro_size_divides_the_samples_of_a_step() -> None:
+    memory = needs({"model": MODEL, "batch": {"micro_size": 3}})
+    assert solved("batch.micro_size", {}, memory - 1).value == 2
     divided = solved("batch.micro_size", {"batch": {"global_size": 8, "accumulation": 8}}, memory)
     assert (divided.value, divided.beyond) == (2, 4)
 
@@ -63,6 +68,7 @@ def test_the_fewest_ranks_fit_and_fewer_do_not() -> None:
         solved("ranks", {"mesh": {"dp": 2}}, memory)
 
 
+@pytest.mark.soak
 def test_layers_are_solved_for_and_nothing_fits_too_small_a_memory() -> None:
     found = solved("model.layers", {}, needs({"model": MODEL | {"layers": 2}}))
     assert (found.value, found.beyond) == (2, 3)

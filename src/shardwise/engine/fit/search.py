@@ -412,8 +412,8 @@ class _Search:
         """Points that fit, with (seconds for each sample, place in the search)."""
         self._lost: list[tuple[float, int, SearchedPoint]] = []
         """Points that do not fit or are refused, with (bound of their seconds, place)."""
+        self._counts: dict[Any, int] = {}
         self._causes: Counter[str] = Counter()
-        self._tried = 0
         self._numbers = itertools.count()
 
     # Shapes ----------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class _Search:
         shapes: dict[Any, _Shape] = {}
         for chosen in assignments(scope, "shape", {}, self._keys):
             if _divides(scope, chosen):
-                points = sum(1 for _ in self._states(scope, chosen))
+                points = self._count(scope, chosen)
                 shapes[_key(chosen)] = _Shape(0.0, next(self._numbers), scope, chosen, points)
             else:
                 self._causes["rules"] += 1
@@ -451,6 +451,14 @@ class _Search:
     def _states(self, scope: KnobScope, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the values of the state knobs, all state on the device: tiers are tried where a point does not fit."""
         yield from assignments(scope, "state", chosen, self._keys - set(TIER_KNOBS))
+
+    def _count(self, scope: KnobScope, chosen: Mapping[str, Any]) -> int:
+        """Return the number of points of a shape, which follows from its ranks and samples."""
+        sizes = (chosen[key] for key in ("mesh.pp", "mesh.tp", "batch.global_size", "batch.micro_size"))
+        key = scope.ranks, *sizes
+        if key not in self._counts:
+            self._counts[key] = sum(1 for _ in self._states(scope, chosen))
+        return self._counts[key]
 
     def _microbatches(self, shape: _Shape) -> int:
         chosen = shape.chosen
@@ -672,7 +680,7 @@ class _Search:
             self._causes["memory"] += 1
             return peak
         step_s = seconds_of(job, outlook, offload, self._rates).total
-        self._tried += 1
+        self._causes["priced"] += 1
         point = SearchedPoint(said, shape.scope.ranks, step_s, peak)
         if any(point[1:] == other[1:] for _, _, other in self._priced):
             return None  # a key without effect on this job
@@ -702,6 +710,7 @@ class _Search:
             reasons[point.reason] += 1
             if reasons[point.reason] == 1 and len(rejected) < _REJECTED:
                 rejected.append(point)
+        tried = self._causes.pop("priced", 0)
         causes = {cause: count for cause, count in sorted(self._causes.items()) if count}
         front = _front([point for _, _, point in self._priced])
         return SearchReport(
@@ -709,7 +718,7 @@ class _Search:
             best,
             front,
             tuple(rejected),
-            self._tried,
+            tried,
             sum(causes.values()),
             causes,
             self._shelf.passes,
