@@ -50,7 +50,7 @@ NAVIGATION = {
         "*",
     ],
     "docs/techniques/README": ["zero", "tensor", "sequence", "pipeline", "experts", "tables", "*"],
-    "docs/design": ["add_a_technique", "accelerators", "foreign_models", "../CONTRIBUTING"],
+    "docs/design": ["plan", "add_a_technique", "accelerators", "foreign_models", "../CONTRIBUTING"],
     "docs/reference/README": ["configuration", "engine", "command_line", "*", "../deepspeed", "../glossary"],
     "docs/modules/README": [*(f"{room}*" for room in ROOMS)],
     "examples/README": ["*"],

@@ -26,6 +26,9 @@ if (
     from shardwise.engine.fit.fits import fits as fits
     from shardwise.engine.fit.fits import longest as longest
     from shardwise.engine.fit.foresee import foresee as foresee
+    from shardwise.engine.fit.removals import removals as removals
+    from shardwise.engine.fit.search import search as search
+    from shardwise.engine.fit.solve import solve as solve
     from shardwise.engine.step.end import StepResult as StepResult
     from shardwise.launch.function import launch as launch
     from shardwise.models.vectors import Vectors as Vectors
@@ -61,7 +64,10 @@ _HOME = {
     "foresee": "shardwise.engine.fit.foresee",
     "initialize": "shardwise.engine.construction.build",
     "longest": "shardwise.engine.fit.fits",
+    "removals": "shardwise.engine.fit.removals",
+    "search": "shardwise.engine.fit.search",
     "sharded_init": "shardwise.engine.construction.sharded_init",
+    "solve": "shardwise.engine.fit.solve",
 }
 __all__ = [
     "DynamicPolicy",
@@ -84,7 +90,10 @@ __all__ = [
     "initialize",
     "launch",
     "longest",
+    "removals",
+    "search",
     "sharded_init",
+    "solve",
 ]
 
 

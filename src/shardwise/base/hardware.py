@@ -93,6 +93,10 @@ class Hardware:
         part = (here - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         return low + part * (high - low)
 
+    def best_share(self, kind: ProductKind, dtype: str) -> float:
+        """Return the largest share of the peak that operations of a kind and dtype reach, whatever their size."""
+        return max(share for _, share in self._shares(kind, dtype))
+
     def _shares(self, kind: ProductKind, dtype: str) -> tuple[tuple[float, float], ...]:
         return self.efficiency.get(f"{kind} {dtype}") or self.efficiency[kind]
 

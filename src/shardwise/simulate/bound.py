@@ -14,10 +14,9 @@ Cost: one look at each Unit of each stage.
 Shapes: m microbatches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardwise.base.hardware import Hardware
-from shardwise.plan.action import Kind
 from shardwise.simulate.passes import MeasuredPass
 
 
@@ -37,22 +36,29 @@ def time_bound(
         microbatches: Microbatches of a step.
         ranks: Size of the "pp" axis; the rank at index i has the stages i, i + ranks, ...
     """
-    seconds = {stage: _pass_s(each, hardware, device_type) for stage, each in passed.items()}
-    forward = {stage: each[Kind.F] for stage, each in seconds.items()}
-    backward = {stage: each[Kind.B] for stage, each in seconds.items()}
-    found = 0.0
-    for index in range(ranks):
-        own, before = range(index, len(passed), ranks), range(index)
-        reached_s = sum(forward[stage] + backward[stage] for stage in before)
-        work_s = sum(forward[stage] + backward[stage] for stage in own)
-        found = max(found, reached_s + microbatches * work_s)
-    return found
+    return pipeline_bound(stage_seconds(passed, hardware, device_type), ranks, microbatches)
 
 
-def _pass_s(passed: MeasuredPass, hardware: Hardware, device_type: str) -> dict[Kind, float]:
-    """Return the seconds of the forward and of the backward pass of one microbatch in a stage."""
+def pipeline_bound(stages: Sequence[float], ranks: int, microbatches: int) -> float:
+    """Return seconds that a step takes at least.
+
+    Args:
+        stages: Seconds of the forward and the backward pass of one microbatch, by stage.
+        ranks: Size of the "pp" axis; the stages are dealt to its ranks in turn.
+        microbatches: Microbatches of a step.
+    """
+    most = 0.0
+    for place in range(ranks):
+        most = max(most, microbatches * sum(stages[place::ranks]) + sum(stages[:place]))
+    return most
+
+
+def stage_seconds(passed: Mapping[int, MeasuredPass], hardware: Hardware, device_type: str) -> list[float]:
+    """Return the seconds of the forward and the backward pass of one microbatch, by stage."""
     near = "host" if device_type == "cpu" else "device"
-    found = {Kind.F: 0.0, Kind.B: 0.0}
-    for (kind, _), share in passed.shares.items():
-        found[kind] += share.work.seconds(hardware, share.touched_bytes, near)
-    return found
+    return [
+        sum(
+            share.work.seconds(hardware, share.touched_bytes, near) for share in passed[stage].shares.values()
+        )
+        for stage in sorted(passed)
+    ]

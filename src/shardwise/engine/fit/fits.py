@@ -27,6 +27,8 @@ from shardwise.base.hardware import Hardware
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate, process_bytes, read
+from shardwise.engine.fit.knobs import KnobScope, RecomputeChoice, knob_of
+from shardwise.engine.fit.ordered import largest
 from shardwise.engine.fit.outside import HOLES_ROW, OUTSIDE_ROW
 from shardwise.engine.parts.inputs import Loss
 from shardwise.observe.flops import flops_text
@@ -109,7 +111,7 @@ class FitReport(NamedTuple):
     @property
     def fits(self) -> bool:
         """True if the job fits without a change."""
-        return _is_within(self.outlook, self.memory)
+        return is_within(self.outlook, self.memory)
 
     def lines(self) -> list[str]:
         """Return the result as lines of text for people."""
@@ -243,18 +245,18 @@ def fits(
     hardware = hardware or measured_hardware(device, compute_dtype, folder)
     dtype = NAMES[compute_dtype]
     outlook = known.outlook(known.settings.offload)
-    now = _seconds(known, outlook, known.settings.offload, hardware)
-    if _is_within(outlook, have):
+    now = seconds_of(known, outlook, known.settings.offload, hardware)
+    if is_within(outlook, have):
         return FitReport(have, outlook, now, hardware, dtype, (), None)
     jobs = itertools.chain(
-        [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
+        [((), known)], _jobs(known, given, lambda config: read(make, config, ranks, device, example, loss))
     )
     with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
     found: list[ConfigChange] = []
     least: ConfigChange | None = None
     for overrides, job in _with_unlike_passes(jobs):
-        for change in _on_tiers(job, overrides, have, hardware, now.total, (known.process_bytes, with_disk)):
-            if _is_within(change.outlook, have):
+        for change in on_tiers(job, overrides, have, hardware, now.total, (known.process_bytes, with_disk)):
+            if is_within(change.outlook, have):
                 found.append(change)
             elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
                 least = change
@@ -282,22 +284,31 @@ def budget(memory: Memory) -> dict[Tier, int]:
     return found
 
 
-def _jobs(given: RunConfig, look: Callable[[RunConfig], JobFacts]) -> Iterator[_Job]:
+def _jobs(known: JobFacts, given: RunConfig, look: Callable[[RunConfig], JobFacts]) -> Iterator[_Job]:
     """Yield the job with every further combination of tiles and recomputation that the model supports."""
-    scopes = {"none": ("selective", "full"), "selective": ("full",)}.get(given.recompute.scope, ())
-    choices: list[Sequence[str]] = [
-        [""] if given.tiles.logits not in (None, "off") else ["", "tiles.logits=auto"],
-        [""] if given.tiles.mlp != "off" else ["", "tiles.mlp=auto"],
-        ["", *(f"recompute={scope}" for scope in scopes)],
-    ]
+    ranks, blocks = known.mesh.world_size, len(known.blocks)
+    scope = KnobScope(given, ranks, ranks, 1, 1, blocks, 0, False, known.device.type == "cpu")
+    choices: list[Sequence[tuple[str, ...]]] = []
+    for key in ("tiles.logits", "tiles.mlp", "recompute"):
+        knob = knob_of(key)
+        values = [value for value in knob.values(scope, {}) if _keeps_less(value, knob.current(scope))]
+        choices.append([(), *(knob.overrides(scope, {key: value}) for value in values)])
     for words in itertools.product(*choices):
-        overrides = tuple(filter(None, words))
+        overrides = tuple(itertools.chain.from_iterable(words))
         if not overrides:
             continue
         try:
             yield overrides, look(load(given, overrides))
         except (ConfigError, PlanError):
             continue
+
+
+def _keeps_less(value: Any, now: Any) -> bool:
+    """Return True if a value of tiles or recomputation keeps less than the configured one, in all blocks alike."""
+    if isinstance(value, RecomputeChoice):
+        scopes = {"none": ("selective", "full"), "selective": ("full",)}.get(now.scope, ())
+        return value.scope in scopes and value == RecomputeChoice(value.scope)
+    return bool(value != now)
 
 
 def _with_unlike_passes(jobs: Iterable[_Job]) -> Iterator[_Job]:
@@ -309,7 +320,7 @@ def _with_unlike_passes(jobs: Iterable[_Job]) -> Iterator[_Job]:
             yield overrides, job
 
 
-def _on_tiers(
+def on_tiers(
     job: JobFacts,
     overrides: tuple[str, ...],
     have: Mapping[Tier, int],
@@ -319,8 +330,15 @@ def _on_tiers(
 ) -> Iterator[ConfigChange]:
     """Yield the job with state and activations on the possible tiers, each with the smallest fraction that fits.
 
-    If no fraction fits, the change with all Units is yielded. ``process`` are the bytes of the process itself,
-    without a disk and with one.
+    If no fraction fits, the change with all Units is yielded.
+
+    Args:
+        job: The job.
+        overrides: Overrides of the configuration that the job has already.
+        have: Bytes of a rank by tier.
+        hardware: Rates of a rank.
+        before_s: Seconds of a step without any change.
+        process: Bytes of the process itself, without a disk and with one.
     """
     for offload, words in _ways(job, have):
 
@@ -330,7 +348,7 @@ def _on_tiers(
             policy = offload.model_copy(update={"fraction": fraction})
             alike = job._replace(process_bytes=process[policy.optimizer == "disk"])
             outlook = alike.outlook(policy)
-            seconds = _seconds(job, outlook, policy, hardware)
+            seconds = seconds_of(job, outlook, policy, hardware)
             share = (f"offload.fraction={fraction:g}",) * (fraction != job.settings.offload.fraction)
             return ConfigChange((*overrides, *words, *share), outlook, seconds, seconds.total - before_s)
 
@@ -338,17 +356,17 @@ def _on_tiers(
             best = change(1.0 if offload.optimizer != job.settings.offload.optimizer else offload.fraction)
         except (ConfigError, PlanError):
             continue
-        if not words and _is_within(best.outlook, have):
+        if not words and is_within(best.outlook, have):
             yield best
             return
-        if not _is_within(best.outlook, have) or offload.optimizer == job.settings.offload.optimizer:
+        if not is_within(best.outlook, have) or offload.optimizer == job.settings.offload.optimizer:
             yield best
             continue
         too_small, fraction = 0, _PARTS
         while fraction - too_small > 1:
             middle = (too_small + fraction) // 2
             tried = change(middle / _PARTS)
-            if _is_within(tried.outlook, have):
+            if is_within(tried.outlook, have):
                 best, fraction = tried, middle
             else:
                 too_small = middle
@@ -377,13 +395,20 @@ def _ways(job: JobFacts, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPoli
         yield now.model_copy(update=changed), words
 
 
-def _seconds(
-    job: JobFacts, outlook: MemoryEstimate, offload: OffloadPolicy, hardware: Hardware
+def seconds_of(
+    job: JobFacts,
+    outlook: MemoryEstimate,
+    offload: OffloadPolicy,
+    hardware: Hardware,
+    per_host: int | None = None,
 ) -> StepSeconds:
-    return step_seconds(outlook.plan, job.policies_with(offload), job.passed, hardware, job.device.type)
+    """Return the seconds of a step of a job with state and activations on the tiers of ``offload``."""
+    policies = job.policies_with(offload)
+    return step_seconds(outlook.plan, policies, job.passed, hardware, job.device.type, per_host)
 
 
-def _is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:
+def is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:
+    """Return True if no rank needs more of a tier than it has."""
     return all(size <= have.get(tier, size) for tier, size in outlook.bytes_by_tier.items())
 
 
@@ -446,17 +471,5 @@ def longest(
         process_bytes = known.process_bytes if process_bytes is None else process_bytes
         return known._replace(process_bytes=process_bytes).outlook(known.settings.offload)
 
-    best = outlook(1)
-    if not _is_within(best, have):
-        return LongestSequence(0, best)
-    fits_with, too_many = 1, 2
-    while too_many * multiple <= most and _is_within(tried := outlook(too_many), have):
-        fits_with, too_many, best = too_many, 2 * too_many, tried
-    while too_many - fits_with > max(1, fits_with // 50):
-        middle = (fits_with + too_many) // 2
-        tried = outlook(middle)
-        if _is_within(tried, have):
-            fits_with, best = middle, tried
-        else:
-            too_many = middle
-    return LongestSequence(fits_with * multiple, best)
+    count, best = largest(outlook, lambda tried: is_within(tried, have), most // multiple, 1 / 50)
+    return LongestSequence(count * multiple, best)

@@ -1,0 +1,53 @@
+"""The bound of a pipeline's step, by hand."""
+
+import pytest
+
+from shardwise.engine.fit.bound import PassWork
+from shardwise.parallel.pipeline.schedules import schedule
+from shardwise.plan.action import Kind
+from shardwise.simulate.bound import pipeline_bound
+
+
+def walked(seconds: list[float], ranks: int, microbatches: int, name: str, virtual: int) -> float:
+    """Seconds of a schedule in which messages take no time, with a third of a stage's work in its forward pass."""
+    lists = schedule(name, ranks, microbatches, virtual)  # type: ignore[arg-type]
+    ended: dict[tuple[Kind, int, int], float] = {}
+    clock, at = dict.fromkeys(lists, 0.0), dict.fromkeys(lists, 0)
+    last = len(seconds) - 1
+    while any(at[place] < len(row) for place, row in lists.items()):
+        for place, row in lists.items():
+            while at[place] < len(row):
+                action = row[at[place]]
+                stage, is_forward = action.stage, action.kind is Kind.F
+                needs = (Kind.F, stage - 1) if is_forward else (Kind.B, stage + 1)
+                key = (*needs, action.microbatch)
+                free = (is_forward and stage == 0) or (not is_forward and stage == last)
+                if not free and key not in ended:
+                    break
+                begin = max(clock[place], 0.0 if free else ended[key])
+                clock[place] = begin + seconds[stage] * (1 / 3 if is_forward else 2 / 3)
+                ended[action.kind, stage, action.microbatch] = clock[place]
+                at[place] += 1
+    return max(clock.values())
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("uneven", [0.0, 0.5])
+def test_no_schedule_is_faster_than_the_bound(
+    name: str, virtual: int, ranks: int, microbatches: int, uneven: float
+) -> None:
+    seconds = [1 + uneven * (stage % 3) for stage in range(ranks * virtual)]
+    bound, step = (
+        pipeline_bound(seconds, ranks, microbatches),
+        walked(seconds, ranks, microbatches, name, virtual),
+    )
+    assert bound <= step * (1 + 1e-12)
+    if virtual == 1 and not uneven:
+        assert bound == pytest.approx(microbatches + ranks - 1) == pytest.approx(step), "and it is reached"
+
+
+def test_work_of_another_size_is_less_than_in_proportion() -> None:
+    work = PassWork(100.0, 50.0).scaled(2.0)
+    assert (work.product_s, work.touched_s) == (196.0, 90.0)
