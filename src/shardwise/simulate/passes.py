@@ -249,11 +249,7 @@ def measure(
     live = LiveBytes(records=True)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or Traffic(), units, saved)
-    handles = [
-        each.register_post_accumulate_grad_hook(cuts.drop_gradient)
-        for each in module.parameters()
-        if each.requires_grad
-    ]
+    handles = cuts.watch_gradients(module)
     plain = cuts.wrap(module)
     try:
         with live:
@@ -275,8 +271,16 @@ def measure(
             handle.remove()
         for each, before in plain:
             each.forward = before
-    size = sum(tensor.nbytes for tensor in tensors_in(batch))
-    return MeasuredPass(cuts.by_unit(), size, alike_bytes=cuts.alike_bytes(), kinds=cuts.kinds()), like
+    return MeasuredPass(
+        cuts.by_unit(),
+        sum(map(_nbytes, tensors_in(batch))),
+        alike_bytes=cuts.alike_bytes(),
+        kinds=cuts.kinds(),
+    ), like
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes
 
 
 def measure_evaluation(
@@ -475,6 +479,11 @@ class _UnitStarts:
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
         self._now = None
+
+    def watch_gradients(self, module: nn.Module) -> list[Any]:
+        """Drop each gradient of a parameter when it arrives, and return the handles of the hooks."""
+        trained = [each for each in module.parameters() if each.requires_grad]
+        return [each.register_post_accumulate_grad_hook(self.drop_gradient) for each in trained]
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """Drop a gradient, because the Plan counts the flat buffers of gradients (parallel/zero/gradient.py)."""
