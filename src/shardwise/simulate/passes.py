@@ -249,8 +249,7 @@ def measure(
     live = LiveBytes(records=True)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or Traffic(), units, saved)
-    handles = cuts.watch_gradients(module)
-    plain = cuts.wrap(module)
+    handles, plain = cuts.watch_gradients(module), cuts.wrap(module)
     try:
         with live:
             cuts.begin(Kind.F, "")
