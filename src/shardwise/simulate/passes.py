@@ -291,12 +291,7 @@ def measure(
     live.work = WorkCounter(repeats)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
     cuts = _UnitStarts(live, traffic or ExchangeRecord(), units, saved)
-    handles = [
-        each.register_post_accumulate_grad_hook(cuts.drop_gradient)
-        for each in module.parameters()
-        if each.requires_grad
-    ]
-    plain = cuts.wrap(module)
+    handles, plain = cuts.watch_gradients(module), cuts.wrap(module)
     try:
         with live:
             cuts.begin(Kind.F, "")
@@ -519,6 +514,11 @@ class _UnitStarts:
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
         self._now = None
+
+    def watch_gradients(self, module: nn.Module) -> list[Any]:
+        """Drop each gradient of a parameter when it arrives, and return the handles of the hooks."""
+        trained = [each for each in module.parameters() if each.requires_grad]
+        return [each.register_post_accumulate_grad_hook(self.drop_gradient) for each in trained]
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """Drop a gradient, because the Plan counts the flat buffers of gradients (parallel/zero/gradient.py)."""

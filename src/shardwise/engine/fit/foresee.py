@@ -333,30 +333,20 @@ def read(
         except NeedsNumbersError as error:
             unforeseen = f"model state alone: {error}"
     check_blocks(blocks, settings.offload)
+    beside, draws, given = _given_and_drawn(model, settings, device)
+    has_experts = bool(find_stacks(model).stacks)
+    parts = (settings, mesh, spec, policies, starts, tables, blocks, device, passed, has_experts)
+    return JobFacts(*parts, beside, draws, given, unforeseen)
+
+
+def _given_and_drawn(model: nn.Module, settings: RunConfig, device: torch.device) -> tuple[int, bool, int]:
+    """Return the bytes of the process, whether start weights are drawn, and the bytes of weights that were given."""
+    on_meta = [each.numel() for each in model.parameters() if each.is_meta]
+    draws = bool(on_meta) and settings.init_from is None
     beside = 0
     if device.type == "cpu":
-        is_drawn = settings.init_from is None
-        drawn = max((each.numel() for each in model.parameters() if is_drawn and each.is_meta), default=0)
-        beside = process_bytes(settings.offload.optimizer == "disk", drawn)
-    has_experts = bool(find_stacks(model).stacks)
-    is_on_meta = any(each.is_meta for each in model.parameters())
-    given = 0 if is_on_meta else sum(each.nbytes for each in model.parameters())
-    return JobFacts(
-        settings,
-        mesh,
-        spec,
-        policies,
-        starts,
-        tables,
-        blocks,
-        device,
-        passed,
-        has_experts,
-        beside,
-        is_on_meta and settings.init_from is None,
-        given,
-        unforeseen,
-    )
+        beside = process_bytes(settings.offload.optimizer == "disk", max(on_meta) if draws else 0)
+    return beside, draws, 0 if on_meta else sum(each.nbytes for each in model.parameters())
 
 
 def process_bytes(with_disk: bool, drawn_elements: int = 0) -> int:
@@ -479,15 +469,13 @@ def _passes(
     measured: dict[Hashable, tuple[MeasuredPass, Sequence[Unit], _Message, _Message]] = {}
     found: dict[int, MeasuredPass] = {}
     message = _Message("", [])
-    last = max(kinds_of)
     for stage, kind in sorted(kinds_of.items()):
         ranks = plan.classes[class_of(plan.mesh, plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp])]
         units = ranks.units_of(stage)
         before = measured.get(kind)
         if before is not None and before[2].form == message.form:
-            passed, like, _, leaving = before
+            passed, like, _, message = before
             found[stage] = passed.renamed({a.name: b.name for a, b in zip(like, units, strict=True)})
-            message = leaving
             continue
         rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
         if rank not in cuts:
@@ -502,17 +490,16 @@ def _passes(
             shape_tables(module)
             operations.apply_to(module)
             recompute_blocks(module, to_recompute, settings.recompute, replay)
-            cast_at_the_root(module, precision, device, loss is not None and stage == last)
+            cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _StageForward(module.train(), run, replay, batch, loss, message)
-            is_cut = run is not None  # if so, a pass that is not counted runs before the measured one
-            given = traffic, is_cut, blocks, alike, one.again
+            given = traffic, run is not None, blocks, alike, one.again
             passed, tensors = measure(module, kinds, batch, one.run, *given)
-            back = [] if stage == last else [tensor for tensor in tensors if tensor.requires_grad]
+            back = [] if stage == max(kinds_of) else [tensor for tensor in tensors if tensor.requires_grad]
             found[stage] = passed._replace(
                 received_bytes=sum(tensor.nbytes for tensor in message.tensors),
                 answered_bytes=sum(tensor.nbytes for tensor in back),
-                leaves=() if stage == last else calls_of("activations", tensors),
+                leaves=() if stage == max(kinds_of) else calls_of("activations", tensors),
                 answered=calls_of("gradients", back),
                 brings_parts=is_list and loss is None,
                 evaluated=measure_evaluation(module, kinds, one.run),
