@@ -296,7 +296,7 @@ def measured(ranks: Any) -> Any:
     @cache
     def get(size: int) -> dict[Layout, Figures]:
         table = [layout for layout in LAYOUTS if layout.size == size]
-        by_rank = ranks(size).run(measure_all, table)
+        by_rank = ranks(size).run(measure_all, table, timeout_s=250.0)
         return {
             layout: Figures(*(max(column) for column in zip(*rows, strict=True)))
             for layout, *rows in zip(table, *by_rank, strict=True)

@@ -218,7 +218,7 @@ def measured(ranks: Any) -> Any:
     @cache
     def get(size: int) -> dict[Case, Figures]:
         table = cases(size)
-        by_rank = ranks(size).run(measure_all, table)
+        by_rank = ranks(size).run(measure_all, table, timeout_s=250.0)
         return {
             case: Figures(*(max(column) for column in zip(*rows, strict=True)))
             for case, *rows in zip(table, *by_rank, strict=True)
