@@ -1,6 +1,7 @@
-"""Builds the documentation as a site:  make docs   (or: python docs/make_site.py [FOLDER])
+"""Builds the documentation as a site:  make docs   (or: python docs/make_site.py [FOLDER] [--jobs=N])
 
-FOLDER is build/site by default, and FOLDER/index.html is the first page. The site needs no server and no network.
+FOLDER is build/site by default, and FOLDER/index.html is the first page. N processes read and write the pages, by
+default one a core. The site needs no server and no network.
 
 The pages are the Markdown files that a repository shows, at the same places, so that their links hold in both. This
 program adds menus, a page for the folders of guides and reference, a page for each file of the examples, and the
@@ -62,10 +63,12 @@ NAVIGATION = {
 
 def main() -> int:
     """Lay out the pages beside FOLDER and build them."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "site"
+    folders = [word for word in sys.argv[1:] if not word.startswith("--jobs=")]
+    jobs = [word for word in sys.argv[1:] if word not in folders] or ["--jobs=auto"]
+    folder = Path(folders[0]) if folders else ROOT / "build" / "site"
     work = folder.with_name(f"{folder.name}_work")
     lay_out(work / "pages")
-    options = ["--fail-on-warning", "--keep-going", "--quiet", "--jobs=auto"]
+    options = ["--fail-on-warning", "--keep-going", "--quiet", *jobs]
     places = [f"--conf-dir={ROOT / 'docs' / 'site'}", f"--doctree-dir={work / 'doctrees'}"]
     code = build_main(["-b", "html", *options, *places, str(work / "pages"), str(folder)])
     if code == 0:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,33 @@ def said(capfd: pytest.CaptureFixture[str], name: str, *arguments: str, ranks: i
     return capfd.readouterr().out
 
 
-@pytest.mark.parametrize("name", list(PROMISES))
-def test_example(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What an example prints on one rank, by its name; each example runs once."""
+    return {}
+
+
+@pytest.fixture
+def alone(
+    printed: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Callable[[str], str]:
+    """``alone(name)`` returns what an example prints on one rank. The test has an empty folder as its own."""
     monkeypatch.chdir(tmp_path)
-    assert PROMISES[name] in said(capfd, name)
+
+    def get(name: str) -> str:
+        if name not in printed:
+            printed[name] = said(capfd, name)
+        return printed[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", list(PROMISES))
+def test_example(name: str, alone: Callable[[str], str]) -> None:
+    assert PROMISES[name] in alone(name)
 
 
 def test_examples_run_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -94,29 +116,31 @@ def test_more_ranks_lose_what_one_process_does(
     ranks: int,
     arguments: tuple[str, ...],
     promise: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    alone: Callable[[str], str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    alone = losses(said(capfd, name))
+    of_one = losses(alone(name))
     text = said(capfd, name, *arguments, ranks=ranks)
     assert promise in text, text
     assert len(losses(text)) == 2
-    assert losses(text) == pytest.approx(alone, rel=1e-4)
+    assert losses(text) == pytest.approx(of_one, rel=1e-4)
 
 
-def test_experts_in_a_script_of_deepspeeds(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param((), marks=pytest.mark.soak),
+        ("--num-experts", "2", "4", "--mlp-type", "residual", "--moe-param-group", "--stage", "3"),
+    ],
+    ids=["one layer", "two layers"],
+)
+def test_experts_in_a_script_of_deepspeeds(kind: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     """On two ranks with half of the experts each as with all on both: a layer alone, and two that share a dense one.
 
     With ``--stage 3``, at which DeepSpeed has none.
     """
-    for kind in (
-        (),
-        ("--num-experts", "2", "4", "--mlp-type", "residual", "--moe-param-group", "--stage", "3"),
-    ):
-        found = [
-            losses(said(capfd, "12_cifar_as_deepspeed", "--moe", "--ep-world-size", str(ep), *kind, ranks=2))
-            for ep in (1, 2)
-        ]
-        assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-5)
+    found = [
+        losses(said(capfd, "12_cifar_as_deepspeed", "--moe", "--ep-world-size", str(ep), *kind, ranks=2))
+        for ep in (1, 2)
+    ]
+    assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-5)

@@ -4,6 +4,7 @@ The tests of the browser open the pages as files, with no server, in a Chromium 
 """
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -37,13 +38,21 @@ OPENED = {
 """Pages that the browser opens, each with a part of its title."""
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built") / "site"
-    command = [sys.executable, str(ROOT / "docs" / "make_site.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+SECRET = "a-value-of-whoever-builds-the-site"
+
+
+def build(folder: Path, jobs: str) -> Path:
+    command = [sys.executable, str(ROOT / "docs" / "make_site.py"), str(folder), f"--jobs={jobs}"]
+    environment = os.environ | {"SHARDWISE_TESTS_SECRET": SECRET}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built by one process, which takes the least time of all cores together."""
+    return build(tmp_path_factory.mktemp("built") / "site", "1")
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +118,24 @@ def test_every_link_leads_to_a_page_and_a_place_on_it(site: Path, parsed: dict[P
                 dead.append(f"{path.relative_to(site)}: {link}")
     assert not dead, f"{len(dead)} dead links, such as {dead[:20]}"
     assert sum(len(page.links) for page in parsed.values()) > 5000
+
+
+def test_no_page_shows_the_environment_of_the_build(site: Path) -> None:
+    """A default value ``os.environ`` once stood with all its variables in the signature of a function."""
+    pages = [path for path in site.rglob("*") if path.suffix in (".html", ".js", ".inv", ".txt")]
+    assert not [path for path in pages if SECRET in path.read_text(encoding="utf-8", errors="replace")]
+    assert "os.environ" in (site / "docs" / "modules" / "comm.rendezvous.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.soak
+def test_two_processes_build_the_same_pages(site: Path, tmp_path: Path) -> None:
+    other = build(tmp_path / "site", "2")
+    one, two = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.html")}
+        for folder in (site, other)
+    )
+    assert one.keys() == two.keys()
+    assert not [name for name in one if one[name] != two[name]]
 
 
 def test_nothing_is_loaded_from_the_network(site: Path, parsed: dict[Path, Page]) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import zlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
+autodoc_use_type_comments = (
+    False  # the package has annotations, and looking for comments parses every function
+)
 python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 add_module_names = False
@@ -81,13 +85,19 @@ def of_key(owner: Any, field: str) -> list[str]:
     """Return a sentence that says what a field of a policy takes, its unit and its default."""
     if not (isinstance(owner, type) and issubclass(owner, Policy)):
         return []
-    key = next((key for key in keys.keys_of(owner) if key.path == field), None)
+    key = keys_by_field(owner).get(field)
     if key is None:
         return []
     facts = [f"Takes: {docstrings.escape(key.kind)}"]
     facts += [f"unit: {key.unit}"] if key.unit else []
     facts += ["required"] if key.is_required else [f"default: ``{key.default}``"] if key.default else []
     return ["", f"{'; '.join(facts)}.", ""]
+
+
+@cache
+def keys_by_field(owner: type[Policy]) -> dict[str, keys.ConfigKey]:
+    """Return the keys of a policy by the names of its fields."""
+    return {key.path: key for key in keys.keys_of(owner)}
 
 
 def skip_member(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
@@ -114,6 +124,7 @@ class LinkedNames(SphinxPostTransform):
         domain = self.env.domains["py"]
         assert isinstance(domain, PythonDomain)
         names = short_names(domain)
+        last_parts = {name.rpartition(".")[2] for name in domain.objects}
         for literal in list(self.document.findall(nodes.literal)):
             if not is_linked(literal) and (name := full_name(domain, names, literal.astext())):
                 literal.replace_self(self.reference(domain, name, [literal.deepcopy()]))
@@ -125,7 +136,8 @@ class LinkedNames(SphinxPostTransform):
                 domain, names, target.rpartition(".")[2]
             ):
                 node.replace_self(self.reference(domain, name, node.children))
-            elif hasattr(builtins, target):  # Sphinx would look for a member of that name in any class
+            elif hasattr(builtins, target) or target.rpartition(".")[2] not in last_parts:
+                # Sphinx would look for a member of that name in any class, and compare it with all names for that.
                 node.replace_self(node.children)
 
     def reference(self, domain: PythonDomain, name: str, shown: list[nodes.Node]) -> nodes.reference:
@@ -186,11 +198,17 @@ def add_public_names(app: Sphinx, document: nodes.document) -> None:
 
 
 def drop_unreadable(app: Sphinx, document: nodes.document) -> None:
-    """Remove values that Python shows by a type or an address in memory, and types that a key says in words."""
+    """Remove values that Python shows by a type or an address in memory, and types that a key says in words.
+
+    The default value ``os.environ`` stands under its name. Python shows it by all variables of whoever builds the site.
+    """
     for node in list(document.findall(addnodes.desc_annotation)):
         text = node.astext()
         if (text.startswith(" = ") and "<" in text) or "Annotated[" in text:
             node.parent.remove(node)
+    for node in list(document.findall(nodes.inline)):
+        if "default_value" in node["classes"] and node.astext().startswith("environ("):
+            node.children = [nodes.Text("os.environ")]
 
 
 def correct_sources(app: Sphinx) -> list[Any]:
@@ -198,13 +216,14 @@ def correct_sources(app: Sphinx) -> list[Any]:
 
     Each entry has the text of a module, its definitions, the page of each documented one, and the name by which their
     anchors begin. viewcode takes that name from the first object that it sees, which may be a class of another module
-    that inherits a member; and it lists modules without a page, to which the index would link.
+    that inherits a member; and it lists modules without a page, to which the index would link, and modules of Python
+    and of torch if several processes read the pages.
     """
     domain = app.env.domains["py"]
     assert isinstance(domain, PythonDomain)
     sources = app.env._viewcode_modules
     for module, entry in list(sources.items()):
-        if not entry:
+        if not entry or module.partition(".")[0] != shardwise.__name__:
             del sources[module]
             continue
         text, definitions, used, _ = entry

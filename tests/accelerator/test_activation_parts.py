@@ -22,7 +22,7 @@ from tests.accelerator.test_activations import late_copies
 from tests.engine.conformance import Conformance
 from tests.ranks import RankPool
 
-WIDTH, LAYERS, VOCABULARY, SAMPLES = 8, 4, 13, 2
+WIDTH, VOCABULARY, SAMPLES = 8, 13, 2
 
 
 class Way(NamedTuple):
@@ -42,13 +42,16 @@ class Way(NamedTuple):
     microbatches: int = 1
     mlp: int = 0
     """Tokens of a tile; 0: none."""
+    layers: int = 4
 
 
 def gpt(way: Way) -> nn.Module:
     torch.manual_seed(0)
     experts = {"count": 4, "hidden": 6, "first": 1, "shared": 1} if way.experts else None
-    shape = {"layers": LAYERS, "width": WIDTH, "heads": 2, "hidden": 12, "context": 8, "vocab": VOCABULARY}
-    return Gpt(GptPolicy(**shape, family=way.family, dropout=way.dropout, experts=experts)).double()
+    shape = {"width": WIDTH, "heads": 2, "hidden": 12, "context": 8, "vocab": VOCABULARY}
+    return Gpt(
+        GptPolicy(**shape, layers=way.layers, family=way.family, dropout=way.dropout, experts=experts)
+    ).double()
 
 
 def config_of(way: Way, moves: bool) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def trained(world: Any, way: Way, moves: bool) -> Gradients:
         engine.train_step(batches(way, step, engine.dp_index))
     recalled = sum(action.kind is Kind.RELOAD for action in engine.trace.actions)
     keeps_last = engine.plan.mesh.index("pp", world.rank) == way.pp - 1
-    assert recalled == moves * way.microbatches * (LAYERS // way.pp - keeps_last)
+    assert recalled == moves * way.microbatches * (way.layers // way.pp - keeps_last)
     assert not conformance.departures
     engine.close()
     return found
@@ -168,8 +171,8 @@ def outcome_of(_: Any, way: Way) -> Outcome:
 
 
 WAYS = [
-    Way(dropout=0.2, tokens=5),
-    Way(recompute="full", tokens=5, sequence=True, dropout=0.2),
+    Way(dropout=0.2, tokens=5, layers=3),
+    Way(recompute="full", tokens=5, sequence=True, dropout=0.2, layers=3),
     Way(pp=2, recompute="selective", microbatches=2),
 ]
 MORE = [
@@ -242,7 +245,7 @@ def test_what_differs_in_the_first_pass_stays_whole(device_process: RankPool) ->
     [(error, parts, said)] = device_process.run(unlike_on)
     assert error <= 1e-10 and parts and not any(parts)
     assert (
-        len(said) == LAYERS - 1
+        len(said) == Way().layers - 1
         and "what block blocks.0 has saved should be alike on the ranks of tp" in said[0]
     )
 
@@ -307,7 +310,7 @@ def bytes_on(_: Any, recompute: str) -> Bytes:
     return Bytes(held, whole, cut, sent - usual, (step.moved_bytes, step.gathered_bytes))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.soak)])
 def test_bytes_are_those_of_a_cut_sequence_and_those_foreseen(
     device_process: RankPool, recompute: str
 ) -> None:

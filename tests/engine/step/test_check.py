@@ -25,7 +25,7 @@ from tests.engine.step.test_planted_bugs import (
     tied_gradient_lost,
     weights_of_microbatches_ignored,
 )
-from tests.engine.test_model_parallel import Layout, config_of, model_of, pieces
+from tests.engine.test_model_parallel import MASKED, Layout, config_of, model_of, pieces
 
 ALL = [
     *BUGS,
@@ -66,10 +66,6 @@ def looking() -> Iterator[Seen]:
 
     with patch.object(FirstStepCheck, "_difference", compares), patch.object(FirstStepCheck, "_say", says):
         yield seen
-
-
-MASKED = 2
-"""The step whose data has masked targets, and unlike numbers of them in the microbatches."""
 
 
 def first_step(
