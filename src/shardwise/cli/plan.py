@@ -68,7 +68,34 @@ _Refit = Annotated[
         "and step_s, and write it with --write.",
     ),
 ]
-_Write = Annotated[Path | None, typer.Option(metavar="FILE", help="File that --refit writes.")]
+_Write = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="File that --search (the best configuration) or --refit (a table) writes."
+    ),
+]
+_Search = Annotated[
+    bool,
+    typer.Option("--search", help="Find the fastest layouts that fit, over all knobs of the configuration."),
+]
+_Free = Annotated[
+    str,
+    typer.Option(
+        metavar="KEYS",
+        help="With --search: keys that may change the run's numbers, divided by commas, as batch.global_size.",
+    ),
+]
+_LimitS = Annotated[
+    float | None, typer.Option("--limit-s", min=0.0, help="With --search: seconds after which it ends.")
+]
+_Solve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="Find the largest batch.micro_size, model.context, model.layers or experts.rows that fits, or the fewest "
+        "ranks.",
+    ),
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
 
 
@@ -88,11 +115,16 @@ def command(
     calibrate: _Calibrate = False,
     refit: _Refit = None,
     write: _Write = None,
+    search: _Search = False,
+    free: _Free = "",
+    limit_s: _LimitS = None,
+    solve: _Solve = None,
     as_json: _AsJson = False,
 ) -> None:
     """Print what a job needs, how long it takes and why, without data, devices or processes.
 
-    The exit code is 0 if the job fits, and 2 if it does not or the call is wrong.
+    The exit code is 0 if the job fits, or if --search or --solve has found something, and 2 otherwise or if the call is
+    wrong.
     """
     from shardwise.base.errors import UsageError
     from shardwise.cli import planned
@@ -133,6 +165,11 @@ def command(
         failures_per_day,
         against,
         why,
+        search,
+        tuple(key.strip() for key in free.split(",") if key.strip()),
+        limit_s,
+        write,
+        solve,
     )
     report = planned.plan(request)
     if as_json:
@@ -140,4 +177,4 @@ def command(
     else:
         for line in report.lines():
             typer.echo(line)
-    raise typer.Exit(0 if report.fits else 2)
+    raise typer.Exit(0 if report.answers else 2)

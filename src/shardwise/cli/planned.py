@@ -28,7 +28,10 @@ from shardwise.config.auto import ResolvedConfig, resolve
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit.fits import Memory, budget, fits
 from shardwise.engine.fit.foresee import JobFacts, read
+from shardwise.engine.fit.removals import Removal, removals, remover_of
 from shardwise.engine.fit.report import JobReport, JobSeconds, SavePace, restart_seconds, save_pace
+from shardwise.engine.fit.search import SearchReport, search
+from shardwise.engine.fit.solve import SolvedKey, solve
 from shardwise.models import GptPolicy, flops_per_token
 from shardwise.observe.flops import flops_text
 from shardwise.observe.memory import available_bytes
@@ -38,7 +41,7 @@ from shardwise.simulate.calibration import Calibration, calibrate, calibration_f
 from shardwise.simulate.price import step_seconds
 from shardwise.simulate.refit import Refit, StepLine, read_lines, refit
 from shardwise.simulate.step_flops import StepFlops, run_time, seconds_at, step_flops
-from shardwise.simulate.why import MemoryReason, reasons
+from shardwise.simulate.why import MemoryReason
 
 CPU = "cpu"
 """Name of this machine as hardware."""
@@ -60,6 +63,13 @@ class PlanRequest(NamedTuple):
     failures_per_day: float | None = None
     against: str | None = None
     why: bool = False
+    search: bool = False
+    free: tuple[str, ...] = ()
+    limit_s: float | None = None
+    """Seconds after which a search ends with what it has found."""
+    write: Path | None = None
+    """File into which the best configuration of a search goes."""
+    solve: str | None = None
 
 
 class PlanSetting(NamedTuple):
@@ -99,7 +109,7 @@ def plan(request: PlanRequest) -> JobReport:
     if request.against is None:
         return report
     other = _job(request._replace(overrides=()), request.against, setting.device.type)
-    theirs = report_of(request._replace(why=False), other, setting, memory, ())
+    theirs = report_of(request._replace(why=False, search=False, solve=None), other, setting, memory, ())
     return replace(report, diff=_difference(report, theirs))
 
 
@@ -274,7 +284,13 @@ def report_of(
             make, config, memory, example, ranks=job.ranks, device=setting.device, hardware=setting.hardware
         )
         report = replace(report, changes=found.changes)
-    return replace(report, why=_why(report)) if request.why else report
+    if request.why:
+        report = replace(report, why=_why(request, report, job, setting))
+    if request.search:
+        report = replace(report, search=_searched(request, job, setting, memory))
+    if request.solve is not None:
+        report = replace(report, solved=_solved(request.solve, job, setting, memory))
+    return report
 
 
 def _flops(known: JobFacts, shapes: JobShapes) -> StepFlops:
@@ -321,21 +337,73 @@ def _seconds(
     return JobSeconds(run, low_s or step_s, high_s or step_s, spent, exposed, given)
 
 
-def _why(report: JobReport) -> tuple[tuple[MemoryReason, Mapping[str, Any]], ...]:
-    """Return the composition of the peak of the rank that needs most."""
+def _why(
+    request: PlanRequest, report: JobReport, job: PlannedJob, setting: PlanSetting
+) -> tuple[tuple[MemoryReason, Mapping[str, Any]], ...]:
+    """Return the composition of the peak of the rank that needs most, and what removes each row."""
     step, known = report.outlook.step, report.known
     assert step is not None, "a pass was measured"
-    plan = report.outlook.plan
-    found = reasons(
-        plan,
-        known.policies_with(known.settings.offload),
-        known.passed,
-        known.device.type,
-        step.peak,
-        step.rank,
-        known.rows_beside(plan, step.rank),
+    found = removals(
+        job.shapes.make,
+        job.config,
+        {**report.memory, "device": report.memory.get("device", step.bytes_by_tier["device"])},
+        lambda rows: shapes_of(job.resolved.config, rows).example,
+        ranks=job.ranks,
+        device=setting.device,
+        hardware=setting.hardware,
+        per_host=setting.per_host,
     )
-    return tuple((reason, {}) for reason in found)
+    return tuple(
+        (reason, _removal(remover_of(reason.row, found)))
+        for reason in known.reasons(report.outlook.plan, step, step.peak)
+    )
+
+
+def _removal(found: Removal | None) -> dict[str, Any]:
+    """Return the change that removes a row as values for JSON."""
+    if found is None:
+        return {"removed_by": None, "saves_bytes": None, "price_s": None}
+    return {
+        "removed_by": " ".join(found.set),
+        "saves_bytes": found.saves_bytes,
+        "price_s": found.price_s,
+    }
+
+
+def _searched(request: PlanRequest, job: PlannedJob, setting: PlanSetting, memory: Memory) -> SearchReport:
+    """Return the fastest layouts of a job, and write the best if the request says where."""
+    found = search(
+        job.shapes.make,
+        job.config,
+        memory,
+        lambda rows: shapes_of(job.resolved.config, rows).example,
+        ranks=job.ranks,
+        device=setting.device,
+        hardware=setting.hardware,
+        free=request.free,
+        limit_s=request.limit_s,
+        per_host=setting.per_host,
+    )
+    if request.write is not None and found.best:
+        found.write(request.write)
+    return found
+
+
+def _solved(key: str, job: PlannedJob, setting: PlanSetting, memory: Memory) -> SolvedKey:
+    """Return the largest value of a key with which the job fits, or the fewest ranks."""
+
+    def shapes(config: RunConfig) -> JobShapes:
+        return shapes_of(config, config.batch.micro_size or job.resolved.config.batch.micro_size or 1)
+
+    return solve(
+        key,
+        lambda config: shapes(config).make(),
+        job.config,
+        memory,
+        lambda config: shapes(config).example,
+        ranks=job.ranks,
+        device=setting.device,
+    )
 
 
 def _pace(

@@ -317,8 +317,8 @@ def measure(
 
 
 def measure_evaluation(
-    module: nn.Module, units: Mapping[str, Hashable], forward: Callable[[], object]
-) -> dict[str, UnitPass]:
+    module: nn.Module, units: Mapping[str, Hashable], forward: Callable[[], Sequence[Tensor]]
+) -> tuple[dict[str, UnitPass], list[Tensor]]:
     """Measure one forward pass without gradients, in evaluation mode. Call inside ``without_numbers``.
 
     Args:
@@ -327,7 +327,7 @@ def measure_evaluation(
         forward: Function that runs the forward pass and returns its result.
 
     Returns:
-        Share of each Unit by name.
+        Share of each Unit by name, and tensors like those that ``forward`` returned.
 
     Raises:
         NeedsNumbersError: if the pass depends on numbers.
@@ -339,7 +339,7 @@ def measure_evaluation(
     try:
         with live, torch.no_grad():
             cuts.begin(Kind.F, "")
-            forward()
+            ends = forward()
             cuts.end()
     except _NEEDS_NUMBERS as error:
         raise NeedsNumbersError(_why(error, module)) from error
@@ -347,7 +347,7 @@ def measure_evaluation(
         module.train(was_training)
         for each, before in plain:
             each.forward = before
-    return {unit: share for (_, unit), share in cuts.by_unit().items()}
+    return {unit: share for (_, unit), share in cuts.by_unit().items()}, [*map(torch.empty_like, ends)]
 
 
 def _rehearse(forward: Callable[[], object], module: nn.Module) -> None:

@@ -466,15 +466,15 @@ def _passes(
     whole = make()
     kinds_of, is_list = kinds_of_stages(plan, whole, to_recompute), isinstance(whole, Layers)
     cuts: dict[int, Stages] = {}
-    measured: dict[Hashable, tuple[MeasuredPass, Sequence[Unit], _Message, _Message]] = {}
+    measured: dict[Hashable, tuple[MeasuredPass, Sequence[Unit], _Messages, _Messages]] = {}
     found: dict[int, MeasuredPass] = {}
-    message = _Message("", [])
+    messages = _Messages(_Message("", []), _Message("", []))
     for stage, kind in sorted(kinds_of.items()):
         ranks = plan.classes[class_of(plan.mesh, plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp])]
         units = ranks.units_of(stage)
         before = measured.get(kind)
-        if before is not None and before[2].form == message.form:
-            passed, like, _, message = before
+        if before is not None and before[2].form == messages.form:
+            passed, like, _, messages = before
             found[stage] = passed.renamed({a.name: b.name for a, b in zip(like, units, strict=True)})
             continue
         rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
@@ -492,20 +492,23 @@ def _passes(
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
-            one = _StageForward(module.train(), run, replay, batch, loss, message)
+            one, other = (
+                _StageForward(module.train(), run, replay, batch, loss, message) for message in messages
+            )
             given = traffic, run is not None, blocks, alike, one.again
             passed, tensors = measure(module, kinds, batch, one.run, *given)
             back = [] if stage == max(kinds_of) else [tensor for tensor in tensors if tensor.requires_grad]
             found[stage] = passed._replace(
-                received_bytes=sum(tensor.nbytes for tensor in message.tensors),
+                received_bytes=sum(tensor.nbytes for tensor in messages.trained.tensors),
                 answered_bytes=sum(tensor.nbytes for tensor in back),
                 leaves=() if stage == max(kinds_of) else calls_of("activations", tensors),
                 answered=calls_of("gradients", back),
                 brings_parts=is_list and loss is None,
-                evaluated=measure_evaluation(module, kinds, one.run),
             )
-        arrived, message = message, _Message(one.text, tensors)
-        measured.setdefault(kind, (found[stage], units, arrived, message))
+            evaluated, told = measure_evaluation(module, kinds, other.run)
+            found[stage] = found[stage]._replace(evaluated=evaluated)
+        arrived, messages = messages, _Messages(_Message(one.text, tensors), _Message(other.text, told))
+        measured.setdefault(kind, (found[stage], units, arrived, messages))
     return _with_lookups(found, tables, example, plan.mesh.size("dp"))
 
 
@@ -541,6 +544,18 @@ class _Message(NamedTuple):
     def form(self) -> Hashable:
         """Value that is equal for messages of equal shapes."""
         return tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in self.tensors)
+
+
+class _Messages(NamedTuple):
+    """Messages of one stage to the next: along "tp" a sequence that is cut in training is whole in an evaluation."""
+
+    trained: _Message
+    evaluated: _Message
+
+    @property
+    def form(self) -> Hashable:
+        """Value that is equal for messages of equal shapes."""
+        return self.trained.form, self.evaluated.form
 
 
 def kinds_of_stages(plan: Plan, model: nn.Module, to_recompute: Collection[str]) -> dict[int, Hashable]:

@@ -21,6 +21,8 @@ from shardwise.base.words import bytes_text, counted
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit.fits import ConfigChange
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
+from shardwise.engine.fit.search import SearchReport
+from shardwise.engine.fit.solve import SolvedKey
 from shardwise.observe.flops import flops_text
 from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
@@ -122,8 +124,10 @@ class JobReport:
     """Configurations that fit, the cheapest first, if this one does not."""
     why: tuple[tuple[MemoryReason, Mapping[str, Any]], ...] = ()
     """Composition of the peak, with what removes each entry: ``removed_by``, ``saves_bytes`` and ``price_s``."""
-    search: Mapping[str, Any] | None = None
-    solved: Mapping[str, Any] | None = None
+    search: SearchReport | None = None
+    """With ``--search``: the fastest layouts that fit."""
+    solved: SolvedKey | None = None
+    """With ``--solve``: the largest value of a key with which the job fits."""
     diff: Mapping[str, Any] | None = None
     """With ``--against``: what differs, theirs minus ours."""
     outcome: Mapping[str, Any] | None = None
@@ -149,6 +153,14 @@ class JobReport:
     def margins(self) -> dict[Tier, int]:
         """Bytes that are left on each tier whose size is known; negative if the job does not fit."""
         return {tier: size - self.needs.get(tier, 0) for tier, size in self.memory.items()}
+
+    @property
+    def answers(self) -> bool:
+        """True if the report has what was asked for: a job that fits, or what a search or ``--solve`` found."""
+        if self.search is not None or self.solved is not None:
+            has_layout = self.search is None or bool(self.search.best)
+            return has_layout and (self.solved is None or self.solved.value is not None)
+        return self.fits
 
     @property
     def fits(self) -> bool:
@@ -231,8 +243,8 @@ class JobReport:
             "time": None if self.seconds is None else self.seconds.plain(),
             "pace": None if self.pace is None else self.pace._asdict(),
             "changes": [change.plain() for change in self.changes],
-            "search": self.search,
-            "solved": self.solved,
+            "search": None if self.search is None else self.search.plain(),
+            "solved": None if self.solved is None else self.solved.plain(),
             "diff": self.diff,
             "outcome": self.outcome,
         }
@@ -283,6 +295,10 @@ class JobReport:
         if self.why:
             said.append("every byte at the peak:")
             said += [f"  {_why_line(reason, removal)}" for reason, removal in self.why]
+        if self.search is not None:
+            said += self.search.lines()
+        if self.solved is not None:
+            said.append(_solved_line(self.solved))
         if self.diff is not None:
             said.append("what differs, theirs minus ours:")
             said += _difference_lines(self.diff)
@@ -339,6 +355,14 @@ def _why_line(reason: MemoryReason, removal: Mapping[str, Any]) -> str:
             f"for {removal['price_s']:+.3g} s a step"
         )
     return said
+
+
+def _solved_line(solved: SolvedKey) -> str:
+    if solved.value is None:
+        return f"no value of {solved.key} makes the job fit"
+    word = "fewest" if solved.key == "ranks" else "largest"
+    beyond = "" if solved.beyond is None else f"; {solved.beyond} does not fit"
+    return f"{solved.key}: {solved.value} is the {word} that fits{beyond}"
 
 
 def _difference_lines(diff: Mapping[str, Any]) -> list[str]:
