@@ -84,6 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(stack.close)
 
 
+_WITHOUT_LATE = ("test_foresee.py", "test_outside.py")
+"""Tests that compare measured memory, of which late collectives hold copies, or that run on tensors without data."""
+
+
 def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
     """``soak`` runs only when asked for by name; ``gpu`` only where there is one."""
     wanted = config.getoption("-m") or ""
@@ -91,5 +95,9 @@ def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None
         # Not the keywords: these contain the name of the folder of the checkout, too.
         if item.get_closest_marker("soak") and "soak" not in wanted:
             item.add_marker(pytest.mark.skip(reason="make soak"))
+        if config.getoption("--late") and item.path.name in _WITHOUT_LATE:
+            item.add_marker(
+                pytest.mark.skip(reason="late collectives hold copies, and compare what tensors hold")
+            )
         if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
