@@ -12,7 +12,7 @@ import torch
 
 import shardwise
 from shardwise.cli.main import main
-from shardwise.cli.outcome import outcome_of, write_outcome
+from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 from shardwise.comm.collectives import Group
 from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.cli.outcome import outcome_of, write_outcome
+from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 
 MODEL = {"name": "gpt", "layers": 3, "width": 32, "heads": 4, "context": 16, "vocab": 256}
 GIVEN: dict[str, Any] = {

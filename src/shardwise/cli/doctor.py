@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.cli.outcome import RunOutcome
+    from shardwise.cli.outlook.outcome import RunOutcome
     from shardwise.observe.diagnosis import StepDiagnosis
 
 
@@ -45,7 +45,7 @@ def _diagnosed(folder: "Path") -> "tuple[RunOutcome, StepDiagnosis]":  # type: i
         UsageError: if the run has no outcome, or no step was measured.
     """
     from shardwise.base.errors import UsageError
-    from shardwise.cli.outcome import read_outcome
+    from shardwise.cli.outlook.outcome import read_outcome
     from shardwise.cli.run_folder import RunFolder
     from shardwise.observe.diagnosis import diagnose
 

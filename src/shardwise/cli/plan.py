@@ -8,7 +8,7 @@ import typer
 _Config = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG|RUN",
+        metavar="CONFIG/RUN",
         help="The run as YAML or JSON, the name of an example, or the folder of a run, with its outcome.",
     ),
 ]
@@ -21,7 +21,7 @@ _Overrides = Annotated[
 _Device = Annotated[
     str,
     typer.Option(
-        metavar="NAME|FILE",
+        metavar="NAME/FILE",
         help="Hardware of a rank: a name that --devices lists, a file of the same form, or cpu: this machine.",
     ),
 ]
@@ -37,7 +37,7 @@ _Devices = Annotated[bool, typer.Option("--devices", help="List the hardware tha
 _Why = Annotated[bool, typer.Option("--why", help="Explain every byte at the peak, and what removes it.")]
 _Against = Annotated[
     str | None,
-    typer.Option(metavar="CONFIG|RUN", help="Another job on the same hardware: print what differs."),
+    typer.Option(metavar="CONFIG/RUN", help="Another job on the same hardware: print what differs."),
 ]
 _Mfu = Annotated[
     float | None,
@@ -127,25 +127,12 @@ def command(
     wrong.
     """
     from shardwise.base.errors import UsageError
-    from shardwise.cli import planned
     from shardwise.cli.check import memory_of
+    from shardwise.cli.outlook import planned
 
-    if devices:
-        for line in planned.device_lines():
+    if devices or calibrate or refit is not None:
+        for line in _hardware_lines(devices, calibrate, refit, device, write):
             typer.echo(line)
-        return
-    if calibrate:
-        for line in planned.calibration_lines(planned.calibrated_here()):
-            typer.echo(line)
-        return
-    if refit is not None:
-        if write is None:
-            raise UsageError("plan: --refit needs --write FILE, into which the fitted table goes")
-        fitted = planned.refitted(refit, device, write)
-        for name, factor in fitted.factors.items():
-            typer.echo(f"{name:<10} times {factor:.3g}")
-        worst = max(abs(ratio - 1) for ratio in fitted.after)
-        typer.echo(f"{write}: foreseen within {worst:.1%} of the {len(fitted.after)} measured steps")
         return
     if config is None:
         raise UsageError(
@@ -153,28 +140,32 @@ def command(
         )
     if mfu is not None and step_s is not None:
         raise UsageError("plan: --mfu and --step-s both replace the seconds of a step; give one")
-    request = planned.PlanRequest(
-        config,
-        tuple(overrides or ()),
-        ranks,
-        device,
-        per_host,
-        None if memory is None else memory_of(memory),
-        mfu,
-        step_s,
-        failures_per_day,
-        against,
-        why,
-        search,
-        tuple(key.strip() for key in free.split(",") if key.strip()),
-        limit_s,
-        write,
-        solve,
+    has = None if memory is None else memory_of(memory)
+    request = planned.PlanRequest(config, tuple(overrides or ()), ranks, device, per_host, has)
+    request = request._replace(
+        mfu=mfu, step_s=step_s, failures_per_day=failures_per_day, against=against, why=why
     )
+    freed = tuple(key.strip() for key in free.split(",") if key.strip())
+    request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
     report = planned.plan(request)
-    if as_json:
-        typer.echo(report.to_json())
-    else:
-        for line in report.lines():
-            typer.echo(line)
+    typer.echo(report.to_json() if as_json else "\n".join(report.lines()))
     raise typer.Exit(0 if report.answers else 2)
+
+
+def _hardware_lines(
+    devices: bool, calibrate: bool, refit: Path | None, device: str, write: Path | None
+) -> list[str]:
+    """Do what an option on tables of hardware asks for, and return lines for people."""
+    from shardwise.base.errors import UsageError
+    from shardwise.cli.outlook import planned
+
+    if devices:
+        return planned.device_lines()
+    if calibrate:
+        return planned.calibration_lines(planned.calibrated_here())
+    if refit is None or write is None:
+        raise UsageError("plan: --refit needs --write FILE, into which the fitted table goes")
+    fitted = planned.refitted(refit, device, write)
+    worst = max(abs(ratio - 1) for ratio in fitted.after)
+    said = [f"{name:<10} times {factor:.3g}" for name, factor in fitted.factors.items()]
+    return [*said, f"{write}: foreseen within {worst:.1%} of the {len(fitted.after)} measured steps"]

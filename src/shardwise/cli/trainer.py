@@ -14,19 +14,17 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import nn
 
 import shardwise
 from shardwise.base.errors import DataError, MismatchError, UsageError
-from shardwise.base.words import bytes_text, in_words
+from shardwise.base.words import bytes_text
 from shardwise.cli.evaluations import RunEvaluations
-from shardwise.cli.forecast import forecast_of, free_bytes
-from shardwise.cli.outcome import outcome_of, write_outcome
+from shardwise.cli.outlook.forecast import RunOutlook
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest, step_windows
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.run_saves import RunSaves
@@ -40,7 +38,6 @@ from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import examine_step
 from shardwise.engine.step.end import StepResult
-from shardwise.observe.memory import peak_resident_bytes, resident_bytes
 from shardwise.observe.metrics import Record, Sink, exposed_columns
 from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
@@ -201,10 +198,8 @@ class Trainer(ABC):
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """Timelines of the last step of a pipeline, predicted and measured."""
-        self._first_step = self.engine.step_count
-        """Steps before those of this process."""
-        self.forecast: Mapping[str, Any] | None = None
-        """What was foreseen of this run, for ``outcome.json``; None if nothing was."""
+        self.outlook = RunOutlook(self.engine, folder.outcome)
+        """What was foreseen of this run, beside what it takes."""
         self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
 
@@ -354,7 +349,7 @@ class Trainer(ABC):
         self.loader.load_state(state["loader"])
         self.evaluations.load_state(state)
         self.load_state(state)
-        self._first_step = self.engine.step_count
+        self.outlook.begins_at = self.engine.step_count
         if self.folder.checkpoints.resolve() in (start.resolve(), start.resolve().parent):
             self.saves.step = self.engine.step_count
         _log.info("resuming from step %d of %s", self.engine.step_count, start)
@@ -405,8 +400,8 @@ class Trainer(ABC):
         waited_s = time.perf_counter() - started
         self.waited_s += waited_s
         self.engine.count_seconds("data", waited_s)
-        if self.engine.step_count == self._first_step:
-            self._foresee(batches)
+        if self.config.train.forecast and batches:
+            self.outlook.foresee(self.make_model, self.config, batches[0])
         weights = self.weights(batches)
         result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
@@ -425,32 +420,6 @@ class Trainer(ABC):
             self.evaluations.judge(self.engine.step_count, self.evaluate())
             record = self.with_evaluation(record)
         return record
-
-    def _foresee(self, batches: list[Any]) -> None:
-        """Say what the run will take, on rank 0, by its first microbatch."""
-        if self.world.rank != 0 or not self.config.train.forecast or not batches:
-            return
-        found = forecast_of(
-            self.make_model,
-            self.config,
-            self.world.size,
-            self.world.device,
-            batches[0],
-            self._process_bytes(),
-        )
-        if found is None:
-            return
-        self.forecast = found.plain()
-        has = free_bytes(self.world.device, self.world.local_size)
-        too_many = has is not None and found.peak_bytes > has
-        _log.log(logging.WARNING if too_many else logging.INFO, "%s", found.line(has))
-
-    def _process_bytes(self) -> int:
-        """Return the bytes of this process beside its engine's memory, on a CPU; 0 on a device."""
-        if self.world.device.type != "cpu":
-            return 0
-        held = sum(size for row, size in self.engine.held_bytes().items() if row != "disk")
-        return max((resident_bytes() or 0) - held, 0)
 
     def train_step(self, batches: list[Any], weights: Sequence[float] | None) -> StepResult:
         """Run one step of the engine and return its result."""
@@ -495,30 +464,7 @@ class Trainer(ABC):
         started = time.perf_counter()
         self.saves.save(self._score)
         self.engine.count_seconds("save", time.perf_counter() - started)
-        self.keep_outcome()
-
-    def keep_outcome(self) -> None:
-        """Write ``outcome.json`` on rank 0; a file that cannot be written does not end the run."""
-        if self.world.rank != 0:
-            return
-        device = self.world.device
-        peak = (
-            peak_resident_bytes() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
-        )
-        phases = self.engine.rank_seconds()
-        outcome = outcome_of(
-            ranks=self.world.size,
-            device=device.type,
-            forecast=self.forecast,
-            held=self.engine.held_bytes(),
-            peak_bytes=peak,
-            phases=[each._asdict() for each in phases],
-            steps=self.engine.measured_steps,
-        )
-        try:
-            write_outcome(self.folder.outcome, outcome)
-        except OSError as error:
-            _log.warning("%s cannot be written: %s", self.folder.outcome, in_words(error))
+        self.outlook.keep()
 
     def finish_saving(self) -> None:
         """Wait for the last save, which must not fail. Collective.

@@ -236,10 +236,9 @@ def fits(
     device = device or torch.device("cpu")
     given, have = load(config), budget(memory)
     known = read(make, given, ranks, device, example, loss)
-    if known.unforeseen:
-        raise UsageError(f"fits: {known.unforeseen}")
     if not known.passed:
-        raise UsageError("fits: an example is missing: a microbatch, or tensors of its shapes")
+        missing = "an example is missing: a microbatch, or tensors of its shapes"
+        raise UsageError(f"fits: {known.unforeseen or missing}")
     folder = known.settings.offload.disk_path
     compute_dtype = known.settings.precision.compute_dtype or torch.float32
     hardware = hardware or measured_hardware(device, compute_dtype, folder)

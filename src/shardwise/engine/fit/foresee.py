@@ -44,7 +44,6 @@ from shardwise.engine.construction.outline import cut_policies_of, policies_of, 
 from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_build, save_copy_bytes
 from shardwise.engine.fit.outside import with_outside
-from shardwise.engine.fit.table_shapes import shape_tables
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
 from shardwise.engine.parts.tables import (
@@ -487,29 +486,34 @@ def _passes(
         with without_numbers():
             batch = stripped(example, device)
             strip(module, dtype_of, device)
-            shape_tables(module)
             operations.apply_to(module)
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
-            one, other = (
-                _StageForward(module.train(), run, replay, batch, loss, message) for message in messages
-            )
-            given = traffic, run is not None, blocks, alike, one.again
-            passed, tensors = measure(module, kinds, batch, one.run, *given)
-            back = [] if stage == max(kinds_of) else [tensor for tensor in tensors if tensor.requires_grad]
-            found[stage] = passed._replace(
-                received_bytes=sum(tensor.nbytes for tensor in messages.trained.tensors),
-                answered_bytes=sum(tensor.nbytes for tensor in back),
-                leaves=() if stage == max(kinds_of) else calls_of("activations", tensors),
-                answered=calls_of("gradients", back),
-                brings_parts=is_list and loss is None,
-            )
-            evaluated, told = measure_evaluation(module, kinds, other.run)
-            found[stage] = found[stage]._replace(evaluated=evaluated)
-        arrived, messages = messages, _Messages(_Message(one.text, tensors), _Message(other.text, told))
+            forwards = [_StageForward(module.train(), run, replay, batch, loss, each) for each in messages]
+            given = traffic, run is not None, blocks, alike, forwards[0].again
+            passed, tensors = measure(module, kinds, batch, forwards[0].run, *given)
+            evaluated, told = measure_evaluation(module, kinds, forwards[1].run)
+        found[stage] = _with_messages(passed, messages.trained, tensors, stage == max(kinds_of))._replace(
+            brings_parts=is_list and loss is None, evaluated=evaluated
+        )
+        leaving = _Message(forwards[0].text, tensors), _Message(forwards[1].text, told)
+        arrived, messages = messages, _Messages(*leaving)
         measured.setdefault(kind, (found[stage], units, arrived, messages))
     return _with_lookups(found, tables, example, plan.mesh.size("dp"))
+
+
+def _with_messages(
+    passed: MeasuredPass, arrived: "_Message", leaving: Sequence[Tensor], is_last: bool
+) -> MeasuredPass:
+    """Return the pass of a stage with the messages that it receives and sends."""
+    back = [] if is_last else [tensor for tensor in leaving if tensor.requires_grad]
+    return passed._replace(
+        received_bytes=sum(tensor.nbytes for tensor in arrived.tensors),
+        answered_bytes=sum(tensor.nbytes for tensor in back),
+        leaves=() if is_last else calls_of("activations", leaving),
+        answered=calls_of("gradients", back),
+    )
 
 
 def _with_lookups(

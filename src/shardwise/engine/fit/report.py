@@ -49,8 +49,12 @@ class JobSeconds(NamedTuple):
     """Seconds of the slowest rank by use; they add up to the step, and are empty if the seconds were given."""
     exposed: Mapping[str, float]
     """Seconds in which the computation waits for other ranks, by axis."""
+    flops: StepFlops
+    """Operations of a step."""
     given: str = ""
     """What replaced the price: ``--mfu`` or ``--step-s``; empty if nothing did."""
+    pace: "SavePace | None" = None
+    """Best interval of checkpoints under failures, if their number is given."""
 
     def plain(self) -> dict[str, Any]:
         """Return the seconds as values for JSON."""
@@ -115,11 +119,8 @@ class JobReport:
     """Values that followed from the ranks, in words."""
     assumes: tuple[str, ...] = ()
     """Assumptions, each a sentence."""
-    flops: StepFlops | None = None
-    """Operations of a step; None if the pass needs numbers."""
     seconds: JobSeconds | None = None
-    pace: SavePace | None = None
-    """With ``--failures-per-day``."""
+    """Seconds and operations of a step; None if the pass needs numbers."""
     changes: tuple[ConfigChange, ...] = ()
     """Configurations that fit, the cheapest first, if this one does not."""
     why: tuple[tuple[MemoryReason, Mapping[str, Any]], ...] = ()
@@ -225,7 +226,8 @@ class JobReport:
 
     def plain(self) -> dict[str, Any]:
         """Return the report as values for JSON."""
-        mesh, flops = self.outlook.plan.mesh, self.flops
+        mesh, seconds = self.outlook.plan.mesh, self.seconds
+        flops, pace = (None, None) if seconds is None else (seconds.flops, seconds.pace)
         steps = self.config.train.steps
         return {
             "fits": self.fits,
@@ -240,8 +242,8 @@ class JobReport:
             "flops": None
             if flops is None
             else {**flops._asdict(), "total": flops.total(steps), "pf_days": flops.pf_days(steps)},
-            "time": None if self.seconds is None else self.seconds.plain(),
-            "pace": None if self.pace is None else self.pace._asdict(),
+            "time": None if seconds is None else seconds.plain(),
+            "pace": None if pace is None else pace._asdict(),
             "changes": [change.plain() for change in self.changes],
             "search": None if self.search is None else self.search.plain(),
             "solved": None if self.solved is None else self.solved.plain(),
@@ -268,19 +270,7 @@ class JobReport:
             )
         said += _memory_lines(self.outlook.step)
         if self.seconds is not None:
-            said += _time_lines(self.seconds)
-        if self.flops is not None:
-            steps = self.config.train.steps
-            said.append(
-                f"{flops_text(self.flops.total(steps))} in {counted(steps, 'step')}: "
-                f"{self.flops.pf_days(steps):.3g} PF-days"
-            )
-        if self.pace is not None:
-            pace = self.pace
-            said.append(
-                f"checkpoints every {pace.interval_s:.3g} s ({counted(pace.steps, 'step')}): "
-                f"{pace.goodput:.1%} of the time trains"
-            )
+            said += _time_lines(self.seconds, self.config.train.steps)
         said += [f"assumed: {each}" for each in self.assumes]
         return said + self._further_lines()
 
@@ -324,7 +314,7 @@ def _memory_lines(step: StepMemory | None) -> list[str]:
     ]
 
 
-def _time_lines(seconds: JobSeconds) -> list[str]:
+def _time_lines(seconds: JobSeconds, steps: int) -> list[str]:
     run, spent = (
         seconds.run,
         ", ".join(f"{name} {each_s:.3g}" for name, each_s in seconds.spent.items() if each_s),
@@ -340,7 +330,16 @@ def _time_lines(seconds: JobSeconds) -> list[str]:
     rates += [f"{count_text(run.tokens_per_s)} tokens/s"] if run.tokens_per_s is not None else []
     if run.days is not None and run.device_hours is not None:
         rates.append(f"the run takes {run.days * 24:.3g} hours and {run.device_hours:.3g} device hours")
-    return [*said, ", ".join(rates)] if rates else said
+    said += [", ".join(rates)] if rates else []
+    total, days = seconds.flops.total(steps), seconds.flops.pf_days(steps)
+    said.append(f"{flops_text(total)} in {counted(steps, 'step')}: {days:.3g} PF-days")
+    if seconds.pace is not None:
+        pace = seconds.pace
+        said.append(
+            f"checkpoints every {pace.interval_s:.3g} s ({counted(pace.steps, 'step')}): "
+            f"{pace.goodput:.1%} of the time trains"
+        )
+    return said
 
 
 def _why_line(reason: MemoryReason, removal: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a run foresees of itself before its first step, and keeps beside what it then takes (cli/outcome.py).
+"""What a run foresees of itself before its first step, and keeps beside what it then takes (cli/outlook/outcome.py).
 
 Rank 0 measures the passes of its first microbatch on shapes and prices them with the rates of this machine, a second or
 so. The result is a line at the start, and the column ``foreseen`` of ``outcome.json``. It never refuses a run: a model
@@ -7,22 +7,87 @@ that cannot be foreseen (its pass depends on numbers, or it cannot be built on m
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.base.errors import ShardwiseError
-from shardwise.base.words import bytes_text
+from shardwise.base.words import bytes_text, in_words
+from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 from shardwise.config.run import RunConfig
+from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.parts.rank_phases import PhaseSeconds, phase_of_axis
-from shardwise.observe.memory import available_bytes
+from shardwise.observe.memory import available_bytes, peak_resident_bytes, resident_bytes
 from shardwise.simulate.calibration import cpu_hardware
 from shardwise.simulate.price import StepSeconds, step_seconds
 from shardwise.simulate.rates import measured_hardware
 
 _log = logging.getLogger(__name__)
+
+
+class RunOutlook:
+    """What rank 0 foresees of a run before its first step, and what it keeps of the run for ``outcome.json``.
+
+    Args:
+        engine: The run's engine.
+        path: The file.
+    """
+
+    def __init__(self, engine: Engine, path: Path):
+        self._engine = engine
+        self._path = path
+        self.begins_at = engine.step_count
+        """Steps before those of this process."""
+        self.forecast: RunForecast | None = None
+        """What was foreseen; None if nothing was."""
+
+    def foresee(self, make: Callable[[], nn.Module], config: RunConfig, example: Any) -> None:
+        """Say on rank 0, in front of the first step of the process, what a step will take.
+
+        Args:
+            make: Function that builds the model.
+            config: Configuration of the run.
+            example: The first microbatch.
+        """
+        world = self._engine.world
+        if world.rank != 0 or self._engine.step_count != self.begins_at:
+            return
+        self.forecast = forecast_of(make, config, world.size, world.device, example, self._process_bytes())
+        if self.forecast is None:
+            return
+        has = free_bytes(world.device, world.local_size)
+        too_many = has is not None and self.forecast.peak_bytes > has
+        _log.log(logging.WARNING if too_many else logging.INFO, "%s", self.forecast.line(has))
+
+    def keep(self) -> None:
+        """Write the outcome so far on rank 0; a file that cannot be written does not end the run."""
+        world, device = self._engine.world, self._engine.world.device
+        if world.rank != 0:
+            return
+        is_cpu = device.type == "cpu"
+        outcome = outcome_of(
+            ranks=world.size,
+            device=device.type,
+            forecast=None if self.forecast is None else self.forecast.plain(),
+            held=self._engine.held_bytes(),
+            peak_bytes=peak_resident_bytes() if is_cpu else torch.accelerator.max_memory_allocated(device),
+            phases=[each._asdict() for each in self._engine.rank_seconds()],
+            steps=self._engine.measured_steps,
+        )
+        try:
+            write_outcome(self._path, outcome)
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", self._path, in_words(error))
+
+    def _process_bytes(self) -> int:
+        """Return the bytes of this process beside its engine's memory, on a CPU; 0 on a device."""
+        if self._engine.world.device.type != "cpu":
+            return 0
+        held = sum(size for row, size in self._engine.held_bytes().items() if row != "disk")
+        return max((resident_bytes() or 0) - held, 0)
 
 
 class RunForecast(NamedTuple):

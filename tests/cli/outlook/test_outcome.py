@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import DataError, UsageError
-from shardwise.cli.outcome import RunOutcome, outcome_of, read_outcome, write_outcome
+from shardwise.cli.outlook.outcome import RunOutcome, outcome_of, read_outcome, write_outcome
 
 
 def made() -> RunOutcome:

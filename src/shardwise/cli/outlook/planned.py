@@ -2,7 +2,7 @@
 
 CONFIG or RUN -> configuration, ranks       RUN: config.yaml, the ranks of the last start, outcome.json
 --device      -> Hardware, bytes of a rank  a shipped table, a file, or this machine
-shapes        -> passes on shapes           cli/job_shapes.py, engine/fit/
+shapes        -> passes on shapes           cli/outlook/job_shapes.py, engine/fit/
 report        -> text or JSON               engine/fit/report.py
 """
 
@@ -20,8 +20,8 @@ from shardwise.base.hardware import Hardware
 from shardwise.base.hardware_files import find_hardware, read_hardware, shipped_tables, write_hardware
 from shardwise.base.regular_files import read_small_file
 from shardwise.base.words import bytes_text, counted
-from shardwise.cli.job_shapes import JobShapes, shapes_of
-from shardwise.cli.outcome import RunOutcome, read_outcome
+from shardwise.cli.outlook.job_shapes import JobShapes, shapes_of
+from shardwise.cli.outlook.outcome import RunOutcome, read_outcome
 from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder, differences
 from shardwise.config.auto import ResolvedConfig, resolve
@@ -278,7 +278,7 @@ def report_of(
         return report
     flops = _flops(known, job.shapes)
     seconds = _seconds(request, report, flops, setting, job.shapes)
-    report = replace(report, flops=flops, seconds=seconds, pace=_pace(request, report, seconds, setting))
+    report = replace(report, seconds=seconds._replace(pace=_pace(request, report, seconds, setting)))
     if not report.fits:
         found = fits(
             make, config, memory, example, ranks=job.ranks, device=setting.device, hardware=setting.hardware
@@ -334,7 +334,7 @@ def _seconds(
     samples = config.batch.global_size
     tokens = None if shapes.tokens is None or samples is None else shapes.tokens * samples
     run = run_time(flops, step_s, hardware, dtype, report.ranks, tokens, config.train.steps)
-    return JobSeconds(run, low_s or step_s, high_s or step_s, spent, exposed, given)
+    return JobSeconds(run, low_s or step_s, high_s or step_s, spent, exposed, flops, given)
 
 
 def _why(

@@ -12,13 +12,13 @@ from torch import Tensor
 
 import shardwise
 from shardwise.base.errors import ConfigError
-from shardwise.comm import symmetric
 from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.transports import NoTransport
 from shardwise.comm.world import World
+from shardwise.parallel.tensor import symmetric
 from shardwise.parallel.tensor.overlap import (
     OFF,
     ForwardOverlap,

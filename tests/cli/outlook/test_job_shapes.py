@@ -12,13 +12,13 @@ from shardwise.base.errors import DataError
 from shardwise.base.pytree import tensors_in
 from shardwise.cli.check import check
 from shardwise.cli.examples import found
-from shardwise.cli.job_shapes import shapes_of
+from shardwise.cli.outlook.job_shapes import shapes_of
 from shardwise.cli.request import CommandRequest
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks import ClickPolicy, build_clicks, columns_of
 from shardwise.data.images import ImagePolicy, build_images, classes_of
 
-TARGET = "tests.cli.test_job_shapes"
+TARGET = "tests.cli.outlook.test_job_shapes"
 
 
 class Samples(Dataset[dict[str, Tensor]]):
