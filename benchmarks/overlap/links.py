@@ -16,7 +16,7 @@ import torch
 from tests.accelerator.mirror import mirror_world
 from torch import Tensor, nn
 
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import World
 

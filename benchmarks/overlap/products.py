@@ -20,7 +20,7 @@ from benchmarks.overlap.links import RANKS, Link, LinkedTransport
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.pending import PendingCollective
+from shardwise.comm.flights import PendingCollective
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.parallel.tensor.overlap import (

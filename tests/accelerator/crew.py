@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.peers import PointToPoint
-from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.world import World

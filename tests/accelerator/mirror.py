@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.board import MessageBoard
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import World
 from tests.accelerator.pretend import Bench, is_on_device

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.collectives import Group
-from shardwise.comm.pending import PendingCollective
+from shardwise.comm.flights import PendingCollective
 from shardwise.comm.world import World
 from shardwise.models.gpt import GptExperts
 from tests.accelerator import budget

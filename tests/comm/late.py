@@ -23,8 +23,8 @@ from torch import Tensor
 
 from shardwise.base.errors import CommError
 from shardwise.comm.collectives import Group
+from shardwise.comm.flights import PendingCollective
 from shardwise.comm.peers import PointToPoint
-from shardwise.comm.pending import PendingCollective
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwise.base.errors import CommError
 from shardwise.comm.collectives import Group
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.peers import PointToPoint
-from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import ShardwiseError
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.groups import make_group
-from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.transports import TorchTransport, _gather_call, _scatter_call
 from shardwise.comm.world import World
 from shardwise.parallel.zero.weight import Weight

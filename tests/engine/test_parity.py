@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.comm.pending import DONE
+from shardwise.comm.flights import DONE
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.step import end as step_module
 from shardwise.engine.step.end import StepTotals

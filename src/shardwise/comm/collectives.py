@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm.equality import are_equal, terms
 from shardwise.comm.faults import cause_of, is_late
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Operation, Purpose, Traffic
 from shardwise.comm.transports import Transport

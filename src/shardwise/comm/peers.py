@@ -35,9 +35,8 @@ from shardwise.base.errors import CommError, DeadlineError, UsageError
 from shardwise.comm.agreed import MessageHeaders
 from shardwise.comm.collectives import Group
 from shardwise.comm.faults import cause_of, is_late
-from shardwise.comm.flights import Communicator
+from shardwise.comm.flights import DONE, Communicator, PendingCollective
 from shardwise.comm.groups import backend_for
-from shardwise.comm.pending import DONE, PendingCollective
 from shardwise.comm.shared_ring import CollectiveCall, GroupRings, RingLayout
 from shardwise.comm.trace import Purpose
 

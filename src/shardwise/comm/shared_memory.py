@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import CommError, UsageError
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.shared_ring import (
     HEAD_BYTES,
     CollectiveCall,

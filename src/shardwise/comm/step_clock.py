@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwise.base.errors import CommError, UsageError
-from shardwise.comm.flights import InFlightCollective
-from shardwise.comm.pending import PendingCollective
+from shardwise.comm.flights import InFlightCollective, PendingCollective
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.wait_meter import WaitMeter
 from shardwise.comm.watch import WaitLimits, Watchdog, advice

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import CommError
-from shardwise.comm.flights import Communicator
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, Communicator, PendingCollective
 from shardwise.plan.exchange import PIECE_BYTES
 
 _SLICE_S = 0.25

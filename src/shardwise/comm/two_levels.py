@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.trace import Purpose
 from shardwise.comm.transports import sum_in_order
 from shardwise.memory.streams import beside, run_beside

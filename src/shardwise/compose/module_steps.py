@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import PlanError
+from shardwise.comm import symmetric
 from shardwise.comm.collectives import Group
 from shardwise.compose.apply import Phase, Step, apply_steps
 from shardwise.compose.describe import DescribedModel, blocks_of
@@ -29,7 +30,6 @@ from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import order_of_use
-from shardwise.parallel.tensor import symmetric
 from shardwise.parallel.tensor.apply import make_parallel
 from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
 from shardwise.parallel.tensor.layout import dropout_cuts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
-from shardwise.comm.pending import PendingCollective
+from shardwise.comm.flights import PendingCollective
 from shardwise.comm.world import World
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.expert.dispatch import Dispatcher

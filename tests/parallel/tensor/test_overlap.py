@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.base.errors import CommError
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic, TrafficCount

@@ -242,8 +242,7 @@ def fits(
     folder = known.settings.offload.disk_path
     compute_dtype = known.settings.precision.compute_dtype or torch.float32
     hardware = hardware or measured_hardware(device, compute_dtype, folder)
-    dtype = NAMES[compute_dtype]
-    outlook = known.outlook(known.settings.offload)
+    dtype, outlook = NAMES[compute_dtype], known.outlook(known.settings.offload)
     now = seconds_of(known, outlook, known.settings.offload, hardware)
     if is_within(outlook, have):
         return FitReport(have, outlook, now, hardware, dtype, (), None)

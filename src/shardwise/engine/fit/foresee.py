@@ -454,17 +454,11 @@ def _passes(
     """Return measurements of one microbatch on shapes, by stage; stages that are alike share one measurement."""
     device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
     replay = DrawReplay(operations, has_numbers=False)
-    dtypes = {
-        name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
-    }
-
-    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-        return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
-
+    dtype_of = _dtypes_of(plan, precision)
     alike = AlikeStorages(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
     whole = make()
     kinds_of, is_list = kinds_of_stages(plan, whole, to_recompute), isinstance(whole, Layers)
-    cuts: dict[int, Stages] = {}
+    cuts: dict[int, Stages] = {}  # by rank
     measured: dict[Hashable, tuple[MeasuredPass, Sequence[Unit], _Messages, _Messages]] = {}
     found: dict[int, MeasuredPass] = {}
     messages = _Messages(_Message("", []), _Message("", []))
@@ -490,17 +484,25 @@ def _passes(
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
-            forwards = [_StageForward(module.train(), run, replay, batch, loss, each) for each in messages]
-            given = traffic, run is not None, blocks, alike, forwards[0].again
-            passed, tensors = measure(module, kinds, batch, forwards[0].run, *given)
-            evaluated, told = measure_evaluation(module, kinds, forwards[1].run)
+            one, other = (_StageForward(module.train(), run, replay, batch, loss, each) for each in messages)
+            passed, tensors = measure(
+                module, kinds, batch, one.run, traffic, run is not None, blocks, alike, one.again
+            )
+            evaluated, told = measure_evaluation(module, kinds, other.run)
         found[stage] = _with_messages(passed, messages.trained, tensors, stage == max(kinds_of))._replace(
             brings_parts=is_list and loss is None, evaluated=evaluated
         )
-        leaving = _Message(forwards[0].text, tensors), _Message(forwards[1].text, told)
-        arrived, messages = messages, _Messages(*leaving)
+        arrived, messages = messages, _Messages(_Message(one.text, tensors), _Message(other.text, told))
         measured.setdefault(kind, (found[stage], units, arrived, messages))
     return _with_lookups(found, tables, example, plan.mesh.size("dp"))
+
+
+def _dtypes_of(plan: Plan, precision: PrecisionPolicy) -> Callable[[str, Tensor], torch.dtype]:
+    """Return a function of (name, tensor) that returns the dtype in which a tensor of the model lies on a rank."""
+    dtypes = {
+        name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
+    }
+    return lambda name, tensor: dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
 
 
 def _with_messages(

@@ -61,7 +61,7 @@ from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.comm.exchange import Counts, back, gather, scatter, send, share, start_send, transposed
-from shardwise.comm.pending import PendingCollective
+from shardwise.comm.flights import PendingCollective
 from shardwise.kernels import choice
 from shardwise.kernels.expert_rows import (
     RowPlaces,

@@ -15,7 +15,7 @@ order for another number of rows. The sums over the ranks are those of the whole
 The number of pieces depends only on the size of the whole activation, which is equal on all ranks; matrices are not,
 if "tp" does not divide a vocabulary.
 
-With ``symmetric_memory`` the products of a cut sequence are operators of torch (parallel/tensor/symmetric.py), in which ranks read
+With ``symmetric_memory`` the products of a cut sequence are operators of torch (comm/symmetric.py), in which ranks read
 one another's memory; sums of a whole sequence, for which torch has no such operator, are cut into pieces.
 
 Paper: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023.
@@ -32,10 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm import duals
+from shardwise.comm import duals, symmetric
 from shardwise.comm.collectives import Group
 from shardwise.comm.operators import ExchangeSite
-from shardwise.parallel.tensor import symmetric
 
 Wanted = Literal["auto", "off", "symmetric_memory"] | int
 """Values of the key ``tensor.overlap``."""

@@ -58,7 +58,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.parallel.zero.views import ParameterViews

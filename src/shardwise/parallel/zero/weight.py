@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.pending import DONE, PendingCollective
+from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.memory.streams import to_computation
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.views import ParameterViews

@@ -30,7 +30,7 @@ from typing import Protocol
 from torch import nn
 
 from shardwise.base.errors import UsageError
-from shardwise.comm.pending import PendingCollective
+from shardwise.comm.flights import PendingCollective
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
 from shardwise.plan.strategy import Strategy
