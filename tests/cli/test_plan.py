@@ -60,6 +60,7 @@ def test_json_has_every_part(
     by_row: dict[str, int] = {}
     for reason in found["why"]:
         by_row[reason["row"]] = by_row.get(reason["row"], 0) + reason["bytes"]
+    assert any(reason["removed_by"] and reason["saves_bytes"] > 0 for reason in found["why"])
     assert by_row == {row: size for row, size in memory["peak"]["rows"].items() if size}
     time, flops = found["time"], found["flops"]
     assert time["low_s"] <= time["step_s"] <= time["high_s"]
@@ -160,6 +161,32 @@ def test_hardware_is_listed_and_a_configuration_is_needed(
     assert "a100-80gb" in capsys.readouterr().out
     assert call(monkeypatch, "plan") == 2
     assert "CONFIG is missing" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_the_layout_that_a_search_writes_is_the_one_that_it_found(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    best = tmp_path / "best.yaml"
+    given = (config, "--ranks", "2", "--device", "h100", "--set", "batch.micro_size=4")
+    code, found = report(monkeypatch, capsys, *given, "--search", "--limit-s", "600", "--write", str(best))
+    assert code == 0 and found["search"]["tried"] > 0
+    fastest = found["search"]["best"][0]
+    assert fastest["step_s"] <= found["time"]["step_s"]
+    written = report(monkeypatch, capsys, str(best), "--ranks", "2", "--device", "h100")[1]
+    assert written["classes"][0]["memory"]["peak_bytes"] == fastest["peak_bytes"]
+
+
+def test_a_key_is_solved(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (config, "--ranks", "2", "--device", "h100", "--set", "batch.micro_size=4")
+    code, found = report(monkeypatch, capsys, *given, "--solve", "batch.micro_size", "--memory", "80GB")
+    assert code == 0 and found["solved"] == {"key": "batch.micro_size", "value": 4}
+    code, found = report(monkeypatch, capsys, *given, "--solve", "batch.micro_size", "--memory", "1MB")
+    assert code == 2 and found["solved"]["value"] is None
+    assert call(monkeypatch, "plan", *given, "--solve", "zero.stage") == 2
+    assert "no order" in capsys.readouterr().err
 
 
 def test_ten_thousand_ranks_are_planned_as_eight(
