@@ -369,7 +369,8 @@ def _difference_lines(diff: Mapping[str, Any]) -> list[str]:
     said += [f"  {row}: {size:+,.0f} bytes" for row, size in diff["rows"].items()]
     said += [f"  {kind}: {count:+d} Actions" for kind, count in diff["actions"].items()]
     said += [
-        f"  {row['operation']} of {row['purpose']} over {row['axis']}: {row['calls']:+d} calls, {row['bytes']:+,d} bytes"
+        f"  {row['operation']} of {row['purpose']} over {row['axis']}: {row['calls']:+d} calls, "
+        f"{row['bytes']:+,d} bytes"
         for row in diff["sent"]
     ]
     return said + [f"  {use}: {seconds:+.3g} s a step" for use, seconds in diff["spent"].items()]
