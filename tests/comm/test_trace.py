@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardwise.comm.trace import Operation, Traffic, TrafficCount
+from shardwise.comm.trace import Traffic, TrafficCount
+from shardwise.plan.exchange_calls import Operation
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def _not_specialized(kernel: ast.FunctionDef) -> tuple[bool, set[str]]:
     for decorator in kernel.decorator_list:
         text = ast.unparse(decorator)
         if text.startswith("triton.jit"):
-            return any(isinstance(each, ast.Call) for each in ast.walk(kernel)), {
+            is_launched = not any(isinstance(each, ast.Return) and each.value for each in ast.walk(kernel))
+            return is_launched and any(isinstance(each, ast.Call) for each in ast.walk(kernel)), {
                 each.value for each in ast.walk(decorator) if isinstance(each, ast.Constant)
             }
     return False, set()

@@ -82,7 +82,7 @@ def test_moments_are_known_before_the_first_step() -> None:
     assert names(type="sgd") == ()
     assert names(type="sgd", momentum=0.9) == ("momentum_buffer",)
     (rule,) = update_rules(from_torch(OPTIMIZERS["rmsprop"]([torch.zeros(1)])))
-    assert rule == (("square_avg", "momentum_buffer", "grad_avg"), "elements")
+    assert rule[:2] == (("square_avg", "momentum_buffer", "grad_avg"), "elements")
 
 
 def bits(tensor: Tensor) -> list[int]:

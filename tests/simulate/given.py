@@ -5,13 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardwise.base.hardware import Hardware, Product, even_hardware
-from shardwise.comm.trace import ExchangeCall
 from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.embedding.cost import TableLoad
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.plan.action import Kind
+from shardwise.plan.exchange_calls import ExchangeCall
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 from shardwise.simulate.passes import MeasuredPass, UnitPass

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.base.hardware import Product
-from shardwise.comm.trace import ExchangeCall
 from shardwise.plan.action import Kind
+from shardwise.plan.exchange_calls import ExchangeCall
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.simulate.bound import time_bound

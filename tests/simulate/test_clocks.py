@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwise.comm.trace import ExchangeCall
 from shardwise.compose.spec import BufferSpec
 from shardwise.plan.action import Kind
+from shardwise.plan.exchange_calls import ExchangeCall
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule

@@ -11,8 +11,9 @@ from shardwise.base.hardware import Hardware, Level, Link, even_hardware
 from shardwise.comm import shared_memory
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.step_clock import StepClock
-from shardwise.comm.trace import LEVELS, Operation, Traffic
+from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
+from shardwise.plan.exchange_calls import LEVELS, Operation
 from shardwise.plan.mesh import Mesh
 from shardwise.simulate.exchange_price import (
     GroupPlace,

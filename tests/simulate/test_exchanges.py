@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.comm.trace import ExchangeCall, collective
+from shardwise.plan.exchange_calls import ExchangeCall, collective
 from shardwise.simulate.exchanges import ExchangeRecord, message, rows_of, totals, united
 
 

@@ -21,9 +21,10 @@ from shardwise.comm.equality import are_equal, terms
 from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.step_clock import StepClock
-from shardwise.comm.trace import Operation, Purpose, Traffic
+from shardwise.comm.trace import Traffic
 from shardwise.comm.transports import Transport
 from shardwise.plan.exchange import GradientExchange, Widths
+from shardwise.plan.exchange_calls import Operation, Purpose
 
 
 class Levels(Protocol):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.flights import DONE, PendingCollective
-from shardwise.comm.trace import Purpose
+from shardwise.plan.exchange_calls import Purpose
 
 Counts = list[list[int]]
 """Numbers of rows: ``counts[i][j]`` go from rank i to rank j."""

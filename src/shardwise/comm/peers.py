@@ -38,7 +38,7 @@ from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import DONE, Communicator, PendingCollective
 from shardwise.comm.groups import backend_for
 from shardwise.comm.shared_ring import CollectiveCall, GroupRings, RingLayout
-from shardwise.comm.trace import Purpose
+from shardwise.plan.exchange_calls import Purpose
 
 RING = RingLayout(ranks=2, slots=64, slot_bytes=256 << 10)
 """Memory of one rank of a pair: the bytes that it may send ahead of the other's receiving."""

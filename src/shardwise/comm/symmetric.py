@@ -23,8 +23,8 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError
 from shardwise.comm.collectives import Group
-from shardwise.comm.trace import Operation
 from shardwise.comm.transports import NoTransport, TorchTransport
+from shardwise.plan.exchange_calls import Operation
 
 _SEQUENCE = 1
 """Dim of an activation that is the sequence."""

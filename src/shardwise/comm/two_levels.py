@@ -24,10 +24,10 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.flights import DONE, PendingCollective
-from shardwise.comm.trace import Purpose
 from shardwise.comm.transports import sum_in_order
 from shardwise.memory.streams import beside, run_beside
 from shardwise.plan.exchange import PIECE_BYTES
+from shardwise.plan.exchange_calls import Purpose
 
 
 class TwoLevels:

@@ -54,11 +54,12 @@ from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
 from shardwise.comm.rendezvous.store import SealedStore, root_of, say_farewell
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.step_clock import StepClock
-from shardwise.comm.trace import LEVELS, Traffic
+from shardwise.comm.trace import Traffic
 from shardwise.comm.transports import TorchTransport
 from shardwise.comm.two_levels import TwoLevels
 from shardwise.comm.watch import Watchdog
 from shardwise.plan.exchange import Asked, GradientExchange
+from shardwise.plan.exchange_calls import LEVELS
 from shardwise.plan.mesh import Mesh
 
 _log = logging.getLogger(__name__)

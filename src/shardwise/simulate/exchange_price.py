@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from shardwise.base.hardware import Hardware, Level, Link
-from shardwise.comm.trace import LEVELS
+from shardwise.plan.exchange_calls import LEVELS
 from shardwise.plan.mesh import Mesh
 from shardwise.simulate.exchanges import ExchangeCall
 

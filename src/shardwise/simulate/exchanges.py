@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from shardwise.comm.trace import ExchangeCall, Operation, Purpose, Traffic, TrafficCount, elements_sent_by
+from shardwise.comm.trace import Traffic, TrafficCount
+from shardwise.plan.exchange_calls import ExchangeCall, Operation, Purpose, elements_sent_by
 
 __all__ = ["ExchangeCall", "ExchangeRecord", "message", "rows_of", "totals", "united"]
 

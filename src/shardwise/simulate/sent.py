@@ -29,7 +29,6 @@ from functools import cached_property
 import torch
 
 from shardwise.comm.equality import terms
-from shardwise.comm.trace import ExchangeCall, collective
 from shardwise.optim.stage_matrices import dealt_rounds
 from shardwise.parallel.embedding.calls import (
     CollectionCalls,
@@ -41,6 +40,7 @@ from shardwise.parallel.embedding.calls import (
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.zero.cost import Calls, UnitExchanges, unit_exchanges
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.exchange_calls import ExchangeCall, collective
 from shardwise.plan.plan import Plan, class_of
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.unit import Bucket

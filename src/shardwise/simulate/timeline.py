@@ -311,7 +311,9 @@ class RankWalk:
         always, build = self._now.beside.always, self._now.beside.build
         found: dict[Phase, MemoryPoint] = {"build": self._resting("build", {**always, **build}, alone=True)}
         for phase in ("first step", "step", "evaluation"):  # the first step fills the slots
-            self._now.phase, self.peak, self.blocks.gathered = phase, None, 0
+            self._now.phase, self.peak = phase, None
+            if phase != "evaluation":  # which brings nothing back
+                self.blocks.gathered = 0
             if phase == "step" and self._now.beside.saves:
                 self.rows |= self._now.beside.save
             self.walk(self._evaluation if phase == "evaluation" else self.ranks.actions)

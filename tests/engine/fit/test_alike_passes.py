@@ -53,7 +53,7 @@ def test_blocks_take_the_shares_of_the_block_in_their_place() -> None:
             for i in range(3)
         }
         return MeasuredPass(
-            {**shares, (Kind.F, ""): UnitPass(name, 7, 0)}, 5, alike_bytes={f"blocks.{3 * name}": 9}
+            {**shares, (Kind.F, ""): UnitPass(name, 7, 0)}, 5, alike_sizes={f"blocks.{3 * name}": (9,)}
         )
 
     measured = [[f"blocks.{3 * name + i}" for i in range(3)] for name in range(3)]

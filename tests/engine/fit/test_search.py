@@ -158,7 +158,7 @@ def test_a_job_that_fits_nowhere_has_no_best(points: list[PricedPoint]) -> None:
     memory = min(point.peak_bytes for point in stages) - 1
     found = found_in(memory, knobs=("zero.stage",))
     assert not found.best and found.causes == {"memory": 4}
-    assert "nothing fits" in str(found) and found.rejected[0].reason.startswith("more than 94")
+    assert "nothing fits" in str(found) and found.rejected[0].reason.startswith("more than ")
     found = found_in(1000, knobs=("zero.stage",))
     assert found.causes == {"memory": 4} and "keeps more activations" in found.rejected[0].reason
     with pytest.raises(UsageError, match="0 configurations fit"):

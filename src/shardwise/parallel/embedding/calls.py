@@ -15,10 +15,10 @@ Shapes: W ranks; of a group N keys, U distinct ones, S bags, width D.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwise.comm.trace import ExchangeCall, collective
 from shardwise.parallel.embedding.cost import TableLoad
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.step_keys import slot_of
+from shardwise.plan.exchange_calls import ExchangeCall, collective
 
 Calls = tuple[ExchangeCall, ...]
 _KEY_BYTES = 8

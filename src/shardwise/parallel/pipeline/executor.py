@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.base.errors import CommError
 from shardwise.comm.peers import PointToPoint, ReceivedMessage
-from shardwise.comm.trace import Purpose
 from shardwise.parallel.pipeline.messages import (
     PackedValue,
     check_refusal,
@@ -50,6 +49,7 @@ from shardwise.parallel.pipeline.messages import (
 )
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.exchange_calls import Purpose
 from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
 

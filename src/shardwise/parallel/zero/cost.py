@@ -12,8 +12,8 @@ reduction may go in two levels; ``plan/exchange.py`` has the formulas.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwise.comm.trace import LEVELS, ExchangeCall, collective
 from shardwise.plan.exchange import PIECE_BYTES, Widths
+from shardwise.plan.exchange_calls import LEVELS, ExchangeCall, collective
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket, BucketKey, Unit
