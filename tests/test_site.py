@@ -25,6 +25,7 @@ MISSING = [
     if importlib.util.find_spec(name) is None
 ]
 pytestmark = [
+    pytest.mark.soak,  # the build takes more than a minute of one core
     pytest.mark.skipif(bool(MISSING), reason=f"pip install 'shardwise[docs]': {MISSING} is missing"),
     pytest.mark.timeout(1800),  # the build takes about a minute of two cores, and many on a crowded host
 ]

@@ -125,7 +125,7 @@ LAYOUTS = [
     (2, 0, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}),
     (4, 3, {"mesh": {"pp": 2, "dp": 2}}),
     (4, 3, {"mesh": {"dp": 2, "tp": 2}, "recompute": "full"}),
-    (4, 2, {"mesh": {"pp": 2, "tp": 2}}),
+    pytest.param(4, 2, {"mesh": {"pp": 2, "tp": 2}}, marks=pytest.mark.soak),
 ]
 
 

@@ -284,7 +284,11 @@ def measured(ranks: Any) -> Any:
     return get
 
 
-@pytest.mark.parametrize("layout", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.soak) if each.ahead and each.tp > 1 else each for each in PAIRS],
+    ids=str,
+)
 def test_equals_one_process(measured: Any, layout: Layout) -> None:
     figures = measured(layout.size)[layout]
     assert max(figures) <= 1e-10, figures

@@ -80,7 +80,7 @@ def plain_and_late(world: World, size: int) -> list[tuple[str, list[str], list[s
     return found
 
 
-@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.soak)))
 def test_every_bit_is_that_of_the_plain_run(ranks: Any, size: int) -> None:
     for found in ranks(size).run(plain_and_late, size):
         for name, plain, delayed in found:

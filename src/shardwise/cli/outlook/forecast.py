@@ -65,8 +65,9 @@ class RunOutlook:
     def keep(self) -> None:
         """Write the outcome so far on rank 0; a file that cannot be written does not end the run."""
         world, device = self._engine.world, self._engine.world.device
-        if world.rank != 0:
-            return
+        steps = self._engine.measured_steps
+        if world.rank != 0 or (not steps and self._path.exists()):
+            return  # a run that has just resumed keeps what it measured before
         is_cpu = device.type == "cpu"
         outcome = outcome_of(
             ranks=world.size,
@@ -75,7 +76,7 @@ class RunOutlook:
             held=self._engine.held_bytes(),
             peak_bytes=peak_resident_bytes() if is_cpu else torch.accelerator.max_memory_allocated(device),
             phases=[each._asdict() for each in self._engine.rank_seconds()],
-            steps=self._engine.measured_steps,
+            steps=steps,
         )
         try:
             write_outcome(self._path, outcome)
