@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.base.errors import ShardwiseError
 from shardwise.base.words import bytes_text, in_words
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 from shardwise.config.run import RunConfig
+from shardwise.data.draws import GeneratorContext
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.parts.rank_phases import PhaseSeconds, phase_of_axis
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunOutlook:
-    """What rank 0 foresees of a run before its first step, and what it keeps of the run for ``outcome.json``.
+    """Holds what rank 0 foresees of a run before its first step, and writes it beside what the run took.
 
     Args:
         engine: The run's engine.
@@ -137,6 +137,9 @@ def forecast_of(
 ) -> RunForecast | None:
     """Return the forecast of a run; None if it cannot be foreseen.
 
+    The user's function that builds the model is called once more and may draw random numbers or fail in any way; the
+    run's own generators and steps must not notice.
+
     Args:
         make: Function that builds the model; it is called on meta.
         config: Configuration of the run.
@@ -151,13 +154,14 @@ def forecast_of(
             return make()
 
     try:
-        known = read(on_meta, config, ranks, device, example)._replace(process_bytes=process_bytes)
+        with GeneratorContext(0):
+            known = read(on_meta, config, ranks, device, example)._replace(process_bytes=process_bytes)
         outlook = known.outlook(known.settings.offload)
         dtype = config.precision.compute_dtype or torch.float32
         hardware = cpu_hardware(dtype)[0] if device.type == "cpu" else measured_hardware(device, dtype)
         policies = known.policies_with(known.settings.offload)
         seconds = step_seconds(outlook.plan, policies, known.passed, hardware, device.type)
-    except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except Exception as error:
         _log.info(
             "this run is not foreseen: %s", str(error).splitlines()[0] if str(error) else type(error).__name__
         )
