@@ -297,15 +297,14 @@ def _flops(known: JobFacts, shapes: JobShapes) -> StepFlops:
     """Return the operations of a step of all ranks."""
     config, mesh = known.settings, known.mesh
     model, samples = config.model, config.batch.global_size
-    has_formula = isinstance(model, GptPolicy)
     return step_flops(
         known.passed,
         config.batch.accumulation or 1,
         mesh.size("dp"),
         mesh.tp,
         None if shapes.tokens is None or samples is None else shapes.tokens * samples,
-        flops_per_token(model, causal=False) if isinstance(model, GptPolicy) and has_formula else None,
-        flops_per_token(model) if isinstance(model, GptPolicy) and has_formula else None,
+        flops_per_token(model, causal=False) if isinstance(model, GptPolicy) else None,
+        flops_per_token(model) if isinstance(model, GptPolicy) else None,
     )
 
 
