@@ -176,6 +176,7 @@ LAYOUTS = [
         2,
         {"zero": {"stage": 2}, "offload": {"optimizer": "host", "step": "delayed"}, "precision": "bf16"},
     ),
+    Layout("seconds of ranks", 2, {"mesh": {"tp": 2}, "monitor": {"rank_seconds": True}}),
     Layout("norms of Units", 2, {"zero": {"stage": 2}, "monitor": {"unit_norms": True}}),
     Layout("lamb", 2, {"zero": {"stage": 2}, "optimizer": {"type": "lamb"}}),
     Layout("muon", 2, {"zero": {"stage": 2}, "optimizer": {"type": "muon"}}),
@@ -269,7 +270,7 @@ LAYOUTS = [
 ]
 
 
-THIN = ("zero 3, clip", "tp, uncut sequence, bf16", "pp, tied", "ep, blocks")
+THIN = ("zero 3, clip", "tp, uncut sequence, bf16", "pp, tied", "ep, blocks", "seconds of ranks")
 """Names of the layouts that every run of the tests compares."""
 
 

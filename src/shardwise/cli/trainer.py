@@ -170,9 +170,7 @@ class Trainer(ABC):
         opened = self.open_data(resolved.config)
         self.config, self.validation = opened.config, opened.validation
         self._check_data(opened.fingerprint)
-        if self.config.monitor.rank_seconds is None:
-            monitor = self.config.monitor.model_copy(update={"rank_seconds": True})
-            self.config = self.config.model_copy(update={"monitor": monitor})
+        self.config = self.config.model_copy(update={"monitor": self.config.monitor.of_train()})
         self.engine: Engine = shardwise.initialize(self.make_model(), self.config, world=world)
         if self.engine.is_main or self.config.monitor.rank_seconds:
             self.engine.measure_waits()

@@ -84,6 +84,10 @@ class MonitorPolicy(Policy):
     """Axis of the monitors other than ``metrics.csv``: steps, or samples (steps times ``batch.global_size``, also if
     the caller ends steps)."""
 
+    def of_train(self) -> "MonitorPolicy":
+        """Return this policy with the defaults of ``shardwise train`` for keys that are left out."""
+        return self if self.rank_seconds is not None else self.model_copy(update={"rank_seconds": True})
+
     def asked(self) -> "MonitorPolicy":
         """Return this policy without the files that are on by default and that nobody has set."""
         off = {key: False for key in ("csv", "tensorboard", "picture") if key not in self.model_fields_set}

@@ -170,8 +170,9 @@ class Plan:
     """Tokens of one optimizer step over all ranks; None if unknown before the batches arrive."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """Number of experts of each mixture of the model, whose loads NORM sums."""
-    squares: int = 0
-    """Number of squares of single Units that NORM sums (``monitor.unit_norms``)."""
+    monitored: int = 0
+    """Numbers that monitors add to those that NORM sums: squares of single Units (``monitor.unit_norms``), and seconds
+    of all ranks by phase (``monitor.rank_seconds``)."""
 
     @property
     def own(self) -> RankClass:

@@ -212,7 +212,7 @@ class RankExchanges:
     def _numbers_of_followers(self) -> tuple[int, int]:
         """Return the numbers that techniques add to NORM, over "dp" and over the model."""
         plan = self._plan
-        both = sum(2 * experts + _BESIDE_PAIRS for experts in plan.experts.values()) + plan.squares
+        both = sum(2 * experts + _BESIDE_PAIRS for experts in plan.experts.values()) + plan.monitored
         capped = sum(
             _is_capped(table)
             for unit in self._ranks.tables

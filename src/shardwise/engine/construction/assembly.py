@@ -34,7 +34,7 @@ from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.parts import EngineParts, RuntimeContext, Stage, TrainedBucket
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.engine.parts.program import ActionLists
-from shardwise.engine.parts.rank_phases import MOST_RANKS, RankPhases
+from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.engine.parts.shared import SharedGradients
 from shardwise.engine.parts.table_units import TableUnits
 from shardwise.engine.parts.tables import ModelTables
@@ -45,6 +45,7 @@ from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.phase_seconds import count_phase_numbers
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
@@ -212,7 +213,7 @@ def _exchanges_phases(site: RuntimeContext) -> bool:
     """Return True if any rank asks for the seconds of all ranks, and there are not too many ranks. Collective."""
     asks = bool(site.settings.monitor.rank_seconds)
     agree = site.groups["world"].all_equal(int(asks), "monitor.rank_seconds", site.world.device)
-    return (asks or not agree) and 1 <= site.world.size <= MOST_RANKS
+    return (asks or not agree) and count_phase_numbers(site.world.size) > 0
 
 
 def _unit_squares(

@@ -159,6 +159,7 @@ def policies_of(
         settings.offload,
         frozenset(blocks),
         unit_norms=settings.monitor.unit_norms,
+        rank_seconds=bool(settings.monitor.rank_seconds),
     )
 
 

@@ -26,7 +26,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.model import single_tensors, views
 from shardwise.engine.model.held import ModelHandle
 from shardwise.engine.parts.parts import EngineParts
-from shardwise.engine.parts.rank_phases import PhaseSeconds, Reported
+from shardwise.engine.parts.rank_phases import Reported
 from shardwise.engine.state import mapped_state, state
 from shardwise.engine.state.together import named, together, within
 from shardwise.engine.step.check import FirstStepCheck
@@ -37,6 +37,7 @@ from shardwise.observe.module_profile import ModuleTree
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import RowTally
 from shardwise.parallel.expert.loads import ExpertTally
+from shardwise.plan.phase_seconds import PhaseSeconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 from shardwise.plan.trace import Trace

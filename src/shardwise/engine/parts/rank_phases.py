@@ -13,49 +13,20 @@ A rank that is slow in its own work lets the others wait for it: their exchange 
 That tells a slow rank from a slow link (observe/diagnosis.py).
 
 Cost: 9 numbers a rank and step in an all-reduce that runs anyway; nothing without ``monitor.rank_seconds``. Above
-``MOST_RANKS`` ranks the rows would be larger than what they measure, and the numbers are left out.
+``MOST_RANKS`` (plan/phase_seconds.py) ranks the rows would cost more than what they measure, and are left out.
 """
 
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from shardwise.plan.phase_seconds import PhaseSeconds
 from shardwise.plan.trace import Trace
-
-MOST_RANKS = 4096
-"""Ranks above which no rows are exchanged."""
 
 _AXES = ("dp", "tp", "pp", "ep")
 
 Reported = Literal["data", "save"]
 """Phases that the loop around the engine reports."""
-
-
-class PhaseSeconds(NamedTuple):
-    """Seconds of one rank by phase; they add up to the time of its steps."""
-
-    data: float = 0.0
-    """Waits for batches."""
-    compute: float = 0.0
-    dp: float = 0.0
-    """Waits for data-parallel ranks, and for all ranks together."""
-    tp: float = 0.0
-    pp: float = 0.0
-    ep: float = 0.0
-    update: float = 0.0
-    save: float = 0.0
-    """Waits for checkpoints."""
-    rest: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds of all phases."""
-        return sum(self)
-
-    @property
-    def exchange(self) -> float:
-        """Seconds of waits for other ranks on all axes."""
-        return self.dp + self.tp + self.pp + self.ep
 
 
 class RankPhases:
