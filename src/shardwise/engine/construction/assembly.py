@@ -30,6 +30,7 @@ from shardwise.engine.parts.followers import (
     TablesFollower,
     UnitNormsFollower,
 )
+from shardwise.engine.parts.guard import guard_of
 from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.parts import EngineParts, RuntimeContext, Stage, TrainedBucket
 from shardwise.engine.parts.pass_context import PassContext
@@ -45,7 +46,7 @@ from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.phase_seconds import count_phase_numbers
+from shardwise.plan.norm_numbers import count_phase_numbers
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
@@ -95,7 +96,7 @@ def assemble(
     _compile_kernels(site, stages, trained)
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
-    return EngineParts(
+    parts = EngineParts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
         program=ActionLists(planned, orders, table_units, walker),
@@ -111,6 +112,11 @@ def assemble(
         followers=followers,
         stage_peers=peers,
     )
+    guard = guard_of(parts)
+    if guard is not None:
+        # First, because others may mend what the guard has to name, such as masters that differ from their weights.
+        parts.followers = (guard, *followers)
+    return parts
 
 
 def _compile_kernels(site: RuntimeContext, stages: Sequence[Stage], trained: Sequence[TrainedBucket]) -> None:
