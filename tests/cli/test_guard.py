@@ -31,7 +31,7 @@ def run(folder: Path, guard: dict[str, Any], faults: tuple[int, ...]) -> list[tu
             "data": {"source": str(folder / "text.txt"), "validation_samples": 5},
             "batch": {"global_size": 4, "micro_size": 4},
             "train": {"steps": 8},
-            "checkpoint": {"every": 1, "keep": 10},
+            "checkpoint": {"every": 1, "keep_last": 10},
             "output_dir": str(folder / "run"),
             "guard": guard,
         }

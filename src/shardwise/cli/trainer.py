@@ -199,8 +199,6 @@ class Trainer(ABC):
         self.outlook = RunOutlook(self.engine, folder.outcome)
         """What was foreseen of this run, beside what it takes."""
         self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
-        self._restored_step: int | None = None
-        """Step that was loaded after the last alarm of ``guard``."""
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
 
     # What a subclass defines -------------------------------------------------------------------------------------
@@ -364,9 +362,9 @@ class Trainer(ABC):
         Raises:
             DivergedError: if nothing was loaded, or if the same step was loaded after the alarm before.
         """
-        if error.restored_step is None or not error.trainer or error.restored_step == self._restored_step:
+        if error.restored_step is None or not error.trainer or error.restored_step == self.saves.restored:
             raise error
-        self._restored_step = error.restored_step
+        self.saves.restored = error.restored_step
         self._take_up(error.trainer)
         if self.saves.step is not None and self.saves.step > self.engine.step_count:
             self.saves.step = self.engine.step_count

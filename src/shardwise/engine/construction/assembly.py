@@ -30,7 +30,6 @@ from shardwise.engine.parts.followers import (
     TablesFollower,
     UnitNormsFollower,
 )
-from shardwise.engine.parts.guard import guard_of
 from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.parts import EngineParts, RuntimeContext, Stage, TrainedBucket
 from shardwise.engine.parts.pass_context import PassContext
@@ -96,7 +95,7 @@ def assemble(
     _compile_kernels(site, stages, trained)
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
-    parts = EngineParts(
+    return EngineParts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
         program=ActionLists(planned, orders, table_units, walker),
@@ -112,11 +111,6 @@ def assemble(
         followers=followers,
         stage_peers=peers,
     )
-    guard = guard_of(parts)
-    if guard is not None:
-        # First, because others may mend what the guard has to name, such as masters that differ from their weights.
-        parts.followers = (guard, *followers)
-    return parts
 
 
 def _compile_kernels(site: RuntimeContext, stages: Sequence[Stage], trained: Sequence[TrainedBucket]) -> None:

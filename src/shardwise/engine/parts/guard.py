@@ -298,11 +298,11 @@ class GuardFollower(StepFollower):
         self._is_first, self._resting = True, []
 
 
-def guard_of(parts: EngineParts) -> GuardFollower | None:
-    """Return the guard of an engine; None without ``guard`` in its configuration."""
+def with_guard(parts: EngineParts) -> EngineParts:
+    """Return the parts of an engine with its guard; unchanged without ``guard`` in its configuration."""
     policy, site = parts.config.guard, parts.site
     if policy is None:
-        return None
+        return parts
 
     def run_numbers() -> tuple[float, ...]:
         scale = parts.loss_scale
@@ -312,7 +312,7 @@ def guard_of(parts: EngineParts) -> GuardFollower | None:
             0.0 if scale is None else scale.scale,
         )
 
-    return GuardFollower(
+    guard = GuardFollower(
         policy,
         GuardedState(
             [bucket for hooks in parts.hooks for state in hooks.states for bucket in state.buckets],
@@ -326,3 +326,6 @@ def guard_of(parts: EngineParts) -> GuardFollower | None:
         parts.folders.exchange,
         site.world.device,
     )
+    # First, because others may mend what the guard has to name, such as masters that differ from their weights.
+    parts.followers = (guard, *parts.followers)
+    return parts
