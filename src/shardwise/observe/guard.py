@@ -47,7 +47,7 @@ class TensorCopies(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int, int, tuple[int, ...]]:
-        """What the holders' entries have in common."""
+        """The fields in which the entries of all holders agree."""
         return self[:5]
 
 

@@ -59,7 +59,7 @@ class StateTensor(NamedTuple):
 
     @property
     def place(self) -> tuple[str, BucketState, int]:
-        """What stays the same when the tensor moves."""
+        """The fields that stay the same when the tensor moves."""
         return self.kind, self.bucket, self.first
 
 
