@@ -53,6 +53,7 @@ class PricedJob(NamedTuple):
     plan: Plan
     policies: PlanPolicies
     passed: dict[int, MeasuredPass]
+    facts: JobFacts
     elements: int
     """Parameters of the rank that has most."""
 
@@ -124,7 +125,7 @@ def job(row: dict[str, Any], micro_size: int) -> PricedJob:
         sum(bucket.elements for unit in ranks.units for bucket in unit.buckets)
         for ranks in plan.classes.values()
     )
-    return PricedJob(plan, policies, passed, elements)
+    return PricedJob(plan, policies, passed, known, elements)
 
 
 def hardware_of(row: dict[str, Any]) -> Hardware:
@@ -244,7 +245,6 @@ def refitted(rows: list[Foreseen], names: list[str], write: Path | None) -> None
     if write is not None:
         write_hardware(write, fitted.hardware)
 
-STATE_ROWS = ("weights", "gradients", "master", "moments")
 MEMORY = {
     "state_gib": ("model state", GIB),
     "activations_gib": ("activations", GIB),
@@ -253,20 +253,14 @@ MEMORY = {
 """Name, and bytes of the unit, by key of ``measured``."""
 
 
-def memory_of(row: dict[str, Any]) -> dict[str, int]:
+def memory_of(known: PricedJob) -> dict[str, int]:
     """Return the foreseen bytes of the first rank, by key of ``MEMORY``."""
-    ids = torch.empty(row["micro_size"], row["model"]["context"], dtype=torch.int64, device="meta")
-    example = {"tokens": ids, "targets": ids}
-    settings = config(row, row["micro_size"])
-    known = read(partial(make, row["model"]), settings, row["ranks"], torch.device("cuda"), example)
-    plan = make_plan(known.spec, known.mesh, known.policies)
-    step = with_outside(
-        step_memory(plan, known.policies, known.passed, "cuda", 0, known.rows_beside(plan, 0)), plan, "cuda"
-    )
-    rows = step.points["step"].rows
+    beside = known.facts.rows_beside(known.plan, 0)
+    step = step_memory(known.plan, known.policies, known.facts.passed, "cuda", 0, beside)
+    rows = with_outside(step, known.plan, "cuda").points["step"].rows
     return {
-        "state_gib": sum(rows[name] for name in STATE_ROWS),
-        "activations_gib": most_kept(plan, known.passed),
+        "state_gib": sum(known.plan.bytes_per_rank(0).values()),
+        "activations_gib": most_kept(known.plan, known.facts.passed),
         "memory_mib": sum(rows.values()),
     }
 
@@ -293,7 +287,7 @@ def memory_table(rows: list[Foreseen]) -> None:
         published = {key: each for key, each in found.row["measured"].items() if key in MEMORY}
         if not published:
             continue
-        foreseen = memory_of(found.row)
+        foreseen = memory_of(next(iter(found.jobs.values())))
         for key, size in published.items():
             what, unit = MEMORY[key]
             ratio = foreseen[key] / (size * unit)
