@@ -123,9 +123,12 @@ def test_what_exchanges_take_of_a_device_slows_the_computation_beside_them() -> 
 def test_messages_of_devices_do_not_stand_behind_reductions() -> None:
     """A message has a communicator of its own: stages would hand on the delay of one another's reductions."""
     whole = plan(Mesh(pp=4, dp_shard=2), 0)
-    slow = {**hardware().links, "cluster": Link(1e3, 0.0)}
-    passed = passes(whole, one_pass(100), one_pass(200))
-    found = timeline(whole, passed, replace(hardware(flops_s=1e2), links=slow), "cuda")
+    sends = (ExchangeCall("send", "activations", "pp", 1000, 1),)
+    passed = {
+        stage: each._replace(leaves=sends, answered=sends)
+        for stage, each in passes(whole, one_pass(100), one_pass(200)).items()
+    }
+    found = timeline(whole, passed, hardware(flops_s=1e2, exchange_bytes_s=1e2), "cuda")
     spans = [span for row in found.spans.values() for span in row if span.lane == "exchange"]
     sends = [span for span in spans if span.action.kind is Kind.SEND]
     reduces = [span for span in spans if span.action.kind is Kind.REDUCE]
