@@ -2,8 +2,8 @@
 
     python published.py [--only sc21 seqsel] [--details] [--refit seqsel-22b-full dlperf-dp8] [--write table.json]
 
-published.json holds the rows with their sources. Each row is a GPT of Megatron-LM on V100s or A100s. Here the GPT of this
-package runs on shapes in the same layout, with the attention, the recomputation and the messages of that software
+published.json holds the rows with their sources. Each row is a GPT of Megatron-LM on V100s or A100s. Here the GPT of
+this package runs on shapes in the same layout, with the attention, the recomputation and the messages of that software
 (megatron.py). ``--refit`` fits factors on the rates of the rows' table to the named rows, and prints the errors of the
 others by the fitted table: prices alone, from the passes that were measured first.
 
@@ -39,7 +39,7 @@ from shardwise.plan.plan import Plan, class_of
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.price import StepSeconds, step_timeline
 from shardwise.simulate.refit import StepLine, refit
-from shardwise.simulate.timeline import StepMemory, step_memory
+from shardwise.simulate.timeline import step_memory
 
 HERE = Path(__file__).resolve().parent
 MICRO_SIZES = (1, 2, 4, 8)
@@ -216,7 +216,9 @@ def table(
             if found.row["name"] in ratios and source in (found.row["source"], "all")
         ]
         if errors:
-            print(f"{source}: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}, of {len(errors)}")
+            print(
+                f"{source}: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}, of {len(errors)}"
+            )
     print()
     return ratios
 
@@ -245,6 +247,7 @@ def refitted(rows: list[Foreseen], names: list[str], write: Path | None) -> None
     if write is not None:
         write_hardware(write, fitted.hardware)
 
+
 MEMORY = {
     "state_gib": ("model state", GIB),
     "activations_gib": ("activations", GIB),
@@ -268,7 +271,8 @@ def memory_of(known: PricedJob) -> dict[str, int]:
 def most_kept(plan: Plan, passed: Mapping[int, MeasuredPass]) -> int:
     """Return the most bytes that forward passes of the first rank keep for backward passes at once."""
     kept = {
-        stage: each.received_bytes + sum(share.net_bytes for (kind, _), share in each.shares.items() if kind is Kind.F)
+        stage: each.received_bytes
+        + sum(share.net_bytes for (kind, _), share in each.shares.items() if kind is Kind.F)
         for stage, each in passed.items()
     }
     held = most = 0
@@ -318,7 +322,9 @@ def main() -> None:
     begin = time.perf_counter()
     ratios = table(rows, lambda found: hardware_of(found.row), given.details)
     print(f"prices: {time.perf_counter() - begin:.0f} s")
-    print(f"geometric mean of foreseen / published: {math.exp(statistics.mean(map(math.log, ratios.values()))):.3f}")
+    print(
+        f"geometric mean of foreseen / published: {math.exp(statistics.mean(map(math.log, ratios.values()))):.3f}"
+    )
     if given.memory:
         memory_table(rows)
     if given.refit:

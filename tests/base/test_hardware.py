@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.base.hardware import Link, ASSUMED_HARDWARE, Hardware, Product, even_hardware
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Product, even_hardware
 
 TABLE = ((1e6, 0.1), (1e8, 0.5), (1e10, 0.8))
 

@@ -122,7 +122,11 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("links.host.latency", "3 seconds", r"links.host.latency: '3 seconds' is not in s; .* such as '5 us'"),
     ("links.host.reached", 1.5, r"links.host.reached: 1.5 is no share"),
     ("links.host.reached", True, r"links.host.reached: True is no share"),
-    ("links.host.groups", [[2]], r"links.host.groups: \[\[2\]\] is no table of groups; expected pairs of ranks"),
+    (
+        "links.host.groups",
+        [[2]],
+        r"links.host.groups: \[\[2\]\] is no table of groups; expected pairs of ranks",
+    ),
     ("links.host.groups", [[4, 0.5], [2, 0.2]], r"is no table of groups"),
     ("links.host.groups", [[2, 1.5]], r"links.host.groups: 1.5 is no share"),
     ("links.rack", {}, r"unknown key 'links.rack'; known here: cluster, device, host"),

@@ -330,11 +330,13 @@ def _groups(value: Any, where: str) -> tuple[tuple[float, float], ...]:
     """Return shares of a rate by the ranks of a group."""
     rows = value if isinstance(value, list) else []
     sizes = [row[0] for row in rows if isinstance(row, list) and len(row) == 2]
-    is_table = bool(rows) and len(sizes) == len(rows) and all(type(size) is int and size > 1 for size in sizes)
+    is_table = (
+        bool(rows) and len(sizes) == len(rows) and all(type(size) is int and size > 1 for size in sizes)
+    )
     if not is_table or any(low >= high for low, high in zip(sizes, sizes[1:], strict=False)):
         raise ConfigError(
-            f"{where}: {value!r:.100} is no table of groups; expected pairs of ranks, ascending from 2, and shares, such "
-            "as [[2, 0.5]]"
+            f"{where}: {value!r:.100} is no table of groups; expected pairs of ranks, ascending from 2, and shares, "
+            "such as [[2, 0.5]]"
         )
     return tuple((float(size), _share(share, where)) for size, share in rows)
 

@@ -216,7 +216,9 @@ def refitted(lines: Path, device: str, out: Path) -> Refit:
             shapes = job.shapes
             known = read(shapes.make, shapes.config, job.ranks, torch.device("cuda"), shapes.example)
             if not known.passed:
-                raise ConfigError(f"refit: {line.config}: {known.unforeseen or 'the job has no example batch'}")
+                raise ConfigError(
+                    f"refit: {line.config}: {known.unforeseen or 'the job has no example batch'}"
+                )
             jobs[key] = known, known.outlook(known.settings.offload).plan
         known, plan = jobs[key]
         policies = known.policies_with(known.settings.offload)
