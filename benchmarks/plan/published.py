@@ -240,7 +240,7 @@ def refitted(rows: list[Foreseen], names: list[str], write: Path | None) -> None
     ]
     begin = time.perf_counter()
     fitted = refit(lines, hardware, lambda line, given: shortest(by_name[line.config], given)[0].total)
-    print(f"refit: {time.perf_counter() - begin:.0f} s")
+    print(f"\n{hardware.name}, refitted to {', '.join(names)} in {time.perf_counter() - begin:.0f} s")
     print("factors:", {name: round(factor, 3) for name, factor in fitted.factors.items()})
     rest = [found for found in rows if found not in used and hardware_of(found.row).name == hardware.name]
     table(rest, lambda _: fitted.hardware)
@@ -311,8 +311,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="beginnings of names of rows")
     parser.add_argument("--details", action="store_true", help="print what the seconds are spent on")
     parser.add_argument("--memory", action="store_true", help="print the memory that the sources have too")
-    parser.add_argument("--refit", nargs="+", default=[], help="names of rows")
-    parser.add_argument("--write", type=Path, help="file for the fitted table")
+    parser.add_argument(
+        "--refit",
+        nargs="+",
+        action="append",
+        default=[],
+        help="names of rows; may be given for several tables",
+    )
+    parser.add_argument("--write", type=Path, help="file for the fitted table of the last --refit")
     given = parser.parse_args()
     begin = time.perf_counter()
     rows = list(rows_of(given.only))
@@ -327,8 +333,8 @@ def main() -> None:
     )
     if given.memory:
         memory_table(rows)
-    if given.refit:
-        refitted(rows, given.refit, given.write)
+    for names in given.refit:
+        refitted(rows, names, given.write)
 
 
 if __name__ == "__main__":
