@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Product, even_hardware
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Product, even_hardware
 
 TABLE = ((1e6, 0.1), (1e8, 0.5), (1e10, 0.8))
 
@@ -60,5 +60,5 @@ def test_even_hardware_reaches_one_rate() -> None:
         message_s=8,
     )
     assert found.product_s(Product("attention", "bf16", 2)) == 1e-9
-    assert found.memory_bytes_s == {"device": 4, "host": 3, "disk": 6} and found.links["device"] == (5, 0, 0)
-    assert found.links["host"] == found.links["cluster"] == (7, 8, 0)
+    assert found.memory_bytes_s == {"device": 4, "host": 3, "disk": 6} and found.links["device"] == Link(5, 0)
+    assert found.links["host"] == found.links["cluster"] == Link(7, 8)

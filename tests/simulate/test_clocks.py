@@ -120,6 +120,25 @@ def test_what_exchanges_take_of_a_device_slows_the_computation_beside_them() -> 
     assert free.spent["compute"] < taken.spent["compute"] < 2 * free.spent["compute"]
 
 
+def test_messages_of_devices_do_not_stand_behind_reductions() -> None:
+    """A message has a communicator of its own: stages would hand on the delay of one another's reductions."""
+    whole = plan(Mesh(pp=4, dp_shard=2), 0)
+    sends = (ExchangeCall("send", "activations", "pp", 1000, 1),)
+    passed = {
+        stage: each._replace(leaves=sends, answered=sends)
+        for stage, each in passes(whole, one_pass(100), one_pass(200)).items()
+    }
+    found = timeline(whole, passed, hardware(flops_s=1e2, exchange_bytes_s=1e2), "cuda")
+    spans = [span for row in found.spans.values() for span in row if span.lane == "exchange"]
+    sends = [span for span in spans if span.action.kind is Kind.SEND]
+    reduces = [span for span in spans if span.action.kind is Kind.REDUCE]
+    assert sends and any(
+        one.rank == two.rank and one.start_s < two.stop_s and two.start_s < one.stop_s
+        for one in sends
+        for two in reduces
+    )
+
+
 def test_batches_are_read_beside_the_step_before() -> None:
     whole = plan(Mesh(), 0)
     passed = passes(whole, one_pass(1), one_pass(2))

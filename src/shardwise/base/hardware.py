@@ -31,6 +31,14 @@ class Link(NamedTuple):
     """Seconds before the first byte of a message arrives."""
     taken: float = 0.0
     """Share of the device's computation that exchanges on the link take while they run."""
+    groups: tuple[tuple[float, float], ...] = ()
+    """Shares of the rate that small groups have, as (ranks, share), ascending: on hosts whose devices are joined in
+    pairs by different numbers of links. Larger groups have the whole rate."""
+
+    def among(self, ranks: float) -> "Link":
+        """Return the link between neighbours in a ring of so many ranks of a host."""
+        share = next((share for most, share in self.groups if ranks <= most), 1.0)
+        return self if share == 1.0 else self._replace(bytes_s=self.bytes_s * share)
 
 
 class Product(NamedTuple):

@@ -13,7 +13,8 @@ replace all peaks of that table. ``sources`` names the source of a figure, or of
     peaks.DTYPE                    rate, such as "989.4 TFLOP/s": dense, with 32-bit accumulation
     efficiency.KIND [DTYPE]        [["1 GFLOP", 0.6], ...]: share of the peak by the FLOPs of one operation
     memory.TIER                    size, rate, reached
-    links.LEVEL                    rate in one direction, reached, latency, taken (share of the device's computation)
+    links.LEVEL                    rate in one direction, reached, latency, taken (share of the device's computation),
+                                   groups (shares of the rate between few ranks, such as [[2, 0.5]])
     operation, action              seconds, such as "5 us"
     rows                           rate of scattered rows
     exchanges.OPERATION            [["1 MB", "0.4 ms"], ...]: measured seconds by the bytes that a rank copies
@@ -58,7 +59,7 @@ _DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8")
 _KINDS = ("product", "attention", "convolution")
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "barrier")
 _USES = ("compute", "update", "exchange", "waits", "bubble", "data", "rest")
-_SHARE, _SHARES, _TIMES, _ENDS = "share", "shares", "times", "ends"
+_SHARE, _SHARES, _TIMES, _ENDS, _GROUPS = "share", "shares", "times", "ends", "groups"
 _SCHEMA: Mapping[str, Any] = {
     "peaks": dict.fromkeys(_DTYPES, "FLOP/s"),
     "efficiency": {
@@ -71,7 +72,7 @@ _SCHEMA: Mapping[str, Any] = {
         "disk": {"size": "B", "rate": "B/s", "reached": _SHARE},
     },
     "links": {
-        level: {"rate": "B/s", "reached": _SHARE, "latency": "s", "taken": _SHARE}
+        level: {"rate": "B/s", "reached": _SHARE, "latency": "s", "taken": _SHARE, "groups": _GROUPS}
         for level in ("device", "host", "cluster")
     },
     "operation": "s",
@@ -131,6 +132,7 @@ class DeviceTable(NamedTuple):
                     number(f"links.{level}.rate", 0) * number(f"links.{level}.reached", 1.0),
                     number(f"links.{level}.latency", 0),
                     number(f"links.{level}.taken", 0.0),
+                    cast(Any, figures.get(f"links.{level}.groups", ())),
                 )
                 for level in levels
             },
@@ -265,6 +267,8 @@ def _figures(found: Any, schema: Mapping[str, Any], place: str, where: str) -> I
             yield here, _rows(value, f"{where}: {here}", ("FLOP", _SHARE))
         elif unit == _TIMES:
             yield here, _rows(value, f"{where}: {here}", ("B", "s"))
+        elif unit == _GROUPS:
+            yield here, _groups(value, f"{where}: {here}")
         elif unit == _ENDS:
             yield here, _ends(value, f"{where}: {here}")
         elif unit == _SHARE:
@@ -322,6 +326,21 @@ def _rows(value: Any, where: str, units: tuple[str, str]) -> tuple[tuple[float, 
     return rows
 
 
+def _groups(value: Any, where: str) -> tuple[tuple[float, float], ...]:
+    """Return shares of a rate by the ranks of a group."""
+    rows = value if isinstance(value, list) else []
+    sizes = [row[0] for row in rows if isinstance(row, list) and len(row) == 2]
+    is_table = (
+        bool(rows) and len(sizes) == len(rows) and all(type(size) is int and size > 1 for size in sizes)
+    )
+    if not is_table or any(low >= high for low, high in zip(sizes, sizes[1:], strict=False)):
+        raise ConfigError(
+            f"{where}: {value!r:.100} is no table of groups; expected pairs of ranks, ascending from 2, and shares, "
+            "such as [[2, 0.5]]"
+        )
+    return tuple((float(size), _share(share, where)) for size, share in rows)
+
+
 def _ends(value: Any, where: str) -> tuple[float, float]:
     """Return the factors for the low and the high end of a price."""
     is_pair = isinstance(value, list) and len(value) == 2 and all(type(end) in (int, float) for end in value)
@@ -373,6 +392,8 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         links[level] = {"rate": _text(link.bytes_s, "B/s"), "latency": _text(link.latency_s, "s")}
         if link.taken:
             links[level]["taken"] = link.taken
+        if link.groups:
+            links[level]["groups"] = [[int(ranks), share] for ranks, share in link.groups]
     found = {
         "peaks": {dtype: _text(peak, "FLOP/s") for dtype, peak in hardware.peaks.items()},
         "efficiency": {

@@ -68,8 +68,8 @@ class RankClocks:
         """Time of the computation."""
         self._host = 0.0
         """Time of Python, where it runs ahead of a device."""
-        self._free: dict[Lane, float] = dict.fromkeys(
-            ("exchange", "update", "disk", "down", "up", "data"), 0.0
+        self._free: dict[str, float] = dict.fromkeys(
+            ("exchange", "messages", "update", "disk", "down", "up", "data"), 0.0
         )
         self._there: dict[tuple[str, int], float] = {}
         """Time at which a result of a Unit is available, by the result's name in the table of Kinds."""
@@ -113,10 +113,12 @@ class RankClocks:
         begin = max(self.now, after_s)
         if not seconds:
             return begin
-        start = max(self._free[lane], begin)
-        self._free[lane] = start + seconds
+        # Messages have communicators of their own (comm/links.py), so no reduction stands in front of them.
+        queue = "messages" if action.kind is Kind.SEND else lane
+        start = max(self._free[queue], begin)
+        self._free[queue] = start + seconds
         self.spans.append(Span(self._rank, action, start, start + seconds, lane, axis))
-        return self._free[lane]
+        return self._free[queue]
 
     def _exchange(self, action: Action, after_s: float, control: bool = False) -> float:
         """Return the time at which what an Action sends, available from ``after_s`` on, has reached the other ranks.

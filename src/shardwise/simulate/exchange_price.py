@@ -247,7 +247,7 @@ def _through_adapters_s(full: float, hardware: Hardware, level: Level, ranks: in
 
 def _nccl_s(operation: str, full: float, hardware: Hardware, level: Level, ranks: int, hosts: int) -> float:
     if operation == "send":
-        link = hardware.links[level]
+        link = hardware.links[level].among(2)
         return _NCCL_BASE_S["simple"] + link.latency_s + full / link.bytes_s
     if operation == "barrier":
         operation, full = "all_reduce", 8.0
@@ -283,8 +283,8 @@ def _nccl_ways(
 
 def _ring_link(hardware: Hardware, level: Level, ranks: int, hosts: int) -> Link:
     """Return the link that a ring over all ranks of a group has between two of them."""
-    near, far = hardware.links["host"], hardware.links["cluster"]
-    if level != "cluster":
-        return hardware.links[level]
     per_host = ranks // hosts
+    near, far = hardware.links["host"].among(per_host), hardware.links["cluster"]
+    if level != "cluster":
+        return hardware.links[level].among(ranks)
     return far._replace(bytes_s=min(per_host * far.bytes_s, near.bytes_s if per_host > 1 else math.inf))
