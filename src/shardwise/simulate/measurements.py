@@ -5,7 +5,8 @@ caches. Each measurement is repeated in several sweeps over all of them, seconds
 all repeats: what a step finds on average, not the best case.
 
 A rank of one thread counts the CPU time of its thread instead of the time of the clock, so that repeats in which
-another process has the core cost no more than others. A rank of several threads counts the time of the clock.
+another process has the core cost no more than others. A rank of several threads counts the time of the clock. Of what
+ranks do together, repeats in which a rank lost its core to another process do not count, unless there are no others.
 
     product, batched, attention,       FLOP/s by dtype and by the FLOPs of one operation, less the fixed cost of a call,
     convolution                        with operands that come from memory, as those of a layer do
@@ -19,6 +20,7 @@ Cost: some ten seconds of all ranks.
 """
 
 import math
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -275,31 +277,36 @@ def row_repeats() -> Repeats:
 # Between ranks -----------------------------------------------------------------------------------------------------
 
 
-def exchange_repeats(group: Group) -> dict[str, Repeats]:
+def exchange_repeats(group: Group, sizes: Sequence[int] | None = None) -> dict[str, Repeats]:
     """Return the seconds of each collective of a group, by the bytes that a rank copies.
 
     Every rank of the group makes this call; the seconds of a repeat are those of the rank that takes longest.
+
+    Args:
+        group: The group.
+        sizes: Bytes of the full tensors; None: from 1 KiB to 16 MiB.
     """
     return {
         operation: {
             copied_bytes(operation, full_bytes, group.size): _together(
                 group, _exchanges(group, operation, full_bytes // 4 // group.size * group.size), full_bytes
             )
-            for full_bytes in _FULL_BYTES
+            for full_bytes in sizes or _FULL_BYTES
         }
         for operation in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
     }
 
 
-def message_repeats(group: Group, peers: PointToPoint) -> Repeats:
+def message_repeats(group: Group, peers: PointToPoint, sizes: Sequence[int] | None = None) -> Repeats:
     """Return the seconds of a message between two ranks of a group, by the bytes that both of them copy.
 
     Args:
         group: Group of two ranks or more; those after the second wait.
         peers: Channel of the group.
+        sizes: Bytes of the messages; None: from 1 KiB to 16 MiB.
     """
     found: Repeats = {}
-    for full_bytes in _FULL_BYTES:
+    for full_bytes in sizes or _FULL_BYTES:
         tensor = torch.ones(full_bytes // 4)
 
         def run(tensor: Tensor = tensor) -> None:
@@ -345,17 +352,41 @@ def _together(group: Group, runs: Sequence[Callable[[], object]], full_bytes: in
     times = 20 if full_bytes < 1 << 18 else 4
     run = in_turn(runs)
     run()
-    found = []
-    for _ in range(_ROUNDS):
-        group.barrier()
-        begin = time.perf_counter()
+
+    def several() -> None:
         for _ in range(times):
             run()
-        found.append((time.perf_counter() - begin) / times)
-    seconds = torch.tensor(found, dtype=torch.float64)
-    everyones = seconds.new_empty(group.size * len(found))
-    group.all_gather(everyones, seconds, "seconds", "control").wait()
-    return everyones.view(group.size, -1).amax(0).tolist()  # type: ignore[no-any-return]
+
+    everyones = _everyones_s(group, several, _ROUNDS)
+    return [max(row) / times for row in everyones]
+
+
+def _everyones_s(group: Group, run: Callable[[], None], rounds: int) -> list[list[float]]:
+    """Return the seconds of each rank in each round of a call that all ranks begin together.
+
+    Rounds in which a rank lost its core to another process are left out; if there are no others, the fastest one stays.
+    """
+    found = []
+    for _ in range(rounds):
+        group.barrier()
+        lost, begin = _switches(), time.perf_counter()
+        run()
+        found.append([time.perf_counter() - begin, float(_switches() - lost)])
+    mine = torch.tensor(found, dtype=torch.float64).flatten()
+    everyones = mine.new_empty(group.size * len(mine))
+    group.all_gather(everyones, mine, "seconds", "control").wait()
+    by_round = everyones.view(group.size, rounds, 2).transpose(0, 1)
+    seconds, lost_by_round = by_round[..., 0], by_round[..., 1].sum(-1)
+    kept = lost_by_round == 0
+    if not kept.any():
+        kept[seconds.amax(-1).argmin()] = True
+    return seconds[kept].tolist()  # type: ignore[no-any-return]
+
+
+def _switches() -> int:
+    """Return how often this thread has lost its core to another."""
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(who).ru_nivcsw
 
 
 def late_shares(group: Group) -> dict[float, list[float]]:
@@ -377,19 +408,13 @@ def late_shares(group: Group) -> dict[float, list[float]]:
         agreed = torch.tensor([seconds / once], dtype=torch.float64)
         group.all_reduce(agreed, "calls", "control").wait()
         times, meetings = max(int(agreed.item() / group.size), 1), max(round(0.25 / seconds), 3)
-        own = []
-        for _ in range(meetings):
-            group.barrier()
-            begin = time.perf_counter()
+
+        def several(times: int = times) -> None:
             for _ in range(times):
                 work()
-            own.append(time.perf_counter() - begin)
-        mine = torch.tensor(own, dtype=torch.float64)
-        all_ = mine.new_empty(group.size * meetings)
-        group.all_gather(all_, mine, "seconds", "control").wait()
-        by_rank = all_.view(group.size, meetings)
-        late = (by_rank.amax(0) - by_rank.mean(0)) / by_rank.mean(0)
-        found[seconds] = late.tolist()
+
+        everyones = _everyones_s(group, several, meetings)
+        found[seconds] = [max(row) / statistics.mean(row) - 1 for row in everyones]
     return found
 
 
