@@ -241,8 +241,9 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if not made or name in _TOUCH_NOTHING:
         return 0
     if name in _ADD_TO_PLACES:
-        added_bytes = [_lying(each) for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)]
-        return sum(added_bytes) + 2 * max(added_bytes, default=0)
+        # Behind the tensor come the places and what is added there.
+        behind = [_lying(each) for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)]
+        return sum(behind) + 2 * behind[-1]
     read = sum(_lying(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     return made + (min(read, made) if name in _PICK else read)
 
