@@ -10,7 +10,7 @@ beside the figures; it can be copied to another machine, and named there by its 
 
 ``cpu_hardware`` is what a plan for CPU ranks uses: the calibrated table, or a short measurement if there is none.
 
-Cost: half a minute on idle cores; reading is one small file.
+Cost: less than a minute on idle cores; reading is one small file.
 """
 
 import datetime

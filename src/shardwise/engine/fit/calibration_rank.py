@@ -3,7 +3,7 @@
     shardwise launch --ranks 2 -m shardwise.engine.fit.calibration_rank OUT [DISK_FOLDER]
 
 All measurements are made in several sweeps, seconds apart, and each figure is the median of its repeats in all of them.
-The quartiles of the repeats, over their medians, tell how far a step may be from its price.
+The spread of the repeats over their medians tells how far a step may be from its price.
 
 What an operation and an Action cost is measured with a GPT so small that its arithmetic takes no time:
 
@@ -11,7 +11,7 @@ What an operation and an Action cost is measured with a GPT so small that its ar
     an Action of a pass       a further microbatch of an engine's step, less the same passes, over its Actions
     an Action that ends one   the rest of the step, over the Actions that end a step
 
-Cost: half a minute, of which the imports of the ranks take a fifth.
+Cost: less than a minute, of which the imports of the ranks take some seconds.
 """
 
 import json
