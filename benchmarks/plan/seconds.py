@@ -145,14 +145,13 @@ def run_rank(names: list[str], rounds: int, out: Path) -> None:
     engines = [shardwise.initialize(model(layout), config(layout), world=world) for layout in chosen]
     batches = [[batch(layout)] * engine.accumulation for layout, engine in zip(chosen, engines, strict=True)]
     seconds: dict[str, list[float]] = {layout.name: [] for layout in chosen}
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for layout, engine, given in zip(chosen, engines, batches, strict=True):
             for _ in range(WARM_STEPS):
                 engine.train_step(given)
             begin = time.perf_counter()
             engine.train_step(given)
-            if number:
-                seconds[layout.name].append(time.perf_counter() - begin)
+            seconds[layout.name].append(time.perf_counter() - begin)
     for engine in engines:
         engine.close()
     if world.rank == 0:

@@ -349,7 +349,7 @@ def _exchanges(group: Group, operation: str, elements: int) -> list[Callable[[],
 
 def _together(group: Group, runs: Sequence[Callable[[], object]], full_bytes: int) -> list[float]:
     """Return the seconds of one call in rounds that all ranks make with as many calls, of the slowest rank."""
-    times = 20 if full_bytes < 1 << 18 else 4
+    times = 10 if full_bytes < 1 << 18 else 4
     run = in_turn(runs)
     run()
 
@@ -357,7 +357,7 @@ def _together(group: Group, runs: Sequence[Callable[[], object]], full_bytes: in
         for _ in range(times):
             run()
 
-    everyones = _everyones_s(group, several, _ROUNDS)
+    everyones = _everyones_s(group, several, 2 * _ROUNDS)
     return [max(row) / times for row in everyones]
 
 

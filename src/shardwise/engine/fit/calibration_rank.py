@@ -61,6 +61,8 @@ _FEW, _MANY = 1, 5
 """Microbatches of the two steps whose difference is the cost of a microbatch."""
 _ENDS = (0.1, 0.9)
 """Shares of repeats below the low and the high end of the range of a price."""
+_LEAST = 0.1
+"""Least factor for the low end, and one over the largest for the high end, that a file of hardware may have."""
 _SMALL = GptPolicy(layers=4, width=16, heads=1, context=4, vocab=16)
 
 
@@ -165,7 +167,7 @@ def _ends(found: list[Repeats]) -> tuple[float, float]:
     """Return the factors between which most repeats are, over the medians of their sizes."""
     rows = sorted(each for repeats in found for each in differences(repeats))
     low, high = (rows[round(share * (len(rows) - 1))] for share in _ENDS)
-    return min(low, 1.0), max(high, 1.0)
+    return min(max(low, _LEAST), 1.0), max(min(high, 1 / _LEAST), 1.0)
 
 
 # Python ------------------------------------------------------------------------------------------------------------
