@@ -38,8 +38,8 @@ import shardwise
 from shardwise.base.hardware import Hardware
 from shardwise.base.hardware_files import read_hardware
 from shardwise.comm.world import join
-from shardwise.engine.fit.foresee import read
 from shardwise.engine.fit.calibration_rank import Channels
+from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.exchange_calls import ExchangeCall
 from shardwise.simulate.calibration import cpu_hardware
@@ -57,8 +57,8 @@ SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 19, 1 << 21, 1 << 23)
 """Bytes of the full tensors of collectives, and of messages."""
 SWEEPS = 4
 WARM_STEPS = 2
-"""Steps before each one that counts: an engine finds caches of other engines, and memory that the allocator has returned
-to the system while they ran, which a step of a training run does not."""
+"""Steps before each one that counts: an engine finds caches of other engines, and memory that the allocator has
+returned to the system while they ran, which a step of a training run does not."""
 TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "gloo")
 
 
@@ -216,7 +216,8 @@ def report_collectives(hardware: Hardware, found: dict[str, list[float]]) -> str
                 row.append(f"{1e6 * told:.0f} | {1e6 * real:.0f} | {told / real:.2f}")
             lines.append(f"| {' | '.join(row)} |")
     said = "; ".join(
-        f"{name}: mean error {statistics.mean(each):.1%}, at most {max(each):.1%}" for name, each in errors.items()
+        f"{name}: mean error {statistics.mean(each):.1%}, at most {max(each):.1%}"
+        for name, each in errors.items()
     )
     return "\n".join([*lines, "", f"{said}."])
 

@@ -65,10 +65,18 @@ def test_even_hardware_reaches_one_rate() -> None:
 
 
 def test_operations_have_rates_by_class_and_size() -> None:
-    given = replace(ASSUMED_HARDWARE, operations={"function": ((1e6, 4e9), (1e8, 1e9)), "update": ((1.0, 5e10),)})
-    assert given.operation_bytes_s("function", 1e7) == pytest.approx(2e9), "between two sizes, over the logarithms"
-    assert given.operation_bytes_s("function", 1.0) == 4e9 and given.operation_bytes_s("function", 1e12) == 1e9
-    assert given.operation_bytes_s("copy", 1e7, "disk") == 1e9, "a class without rates is priced by the memory"
+    given = replace(
+        ASSUMED_HARDWARE, operations={"function": ((1e6, 4e9), (1e8, 1e9)), "update": ((1.0, 5e10),)}
+    )
+    assert given.operation_bytes_s("function", 1e7) == pytest.approx(2e9), (
+        "between two sizes, over the logarithms"
+    )
+    assert (
+        given.operation_bytes_s("function", 1.0) == 4e9 and given.operation_bytes_s("function", 1e12) == 1e9
+    )
+    assert given.operation_bytes_s("copy", 1e7, "disk") == 1e9, (
+        "a class without rates is priced by the memory"
+    )
     assert given.best_bytes_s("host") == 6e9, "updates are no part of a pass"
     faster = replace(given, operations={"copy": ((1e6, 9e9), (1e7, 8e9))})
     assert faster.best_bytes_s("host") == 9e9
@@ -76,7 +84,9 @@ def test_operations_have_rates_by_class_and_size() -> None:
 
 def test_ranks_wait_for_the_last_of_them() -> None:
     given = replace(ASSUMED_HARDWARE, unevenness=((1e-3, 0.1), (1e-1, 0.025)))
-    assert given.late_s(1e-3, 2) == pytest.approx(1e-4) and given.late_s(1e-2, 2) == pytest.approx(1e-2 * 0.05)
+    assert given.late_s(1e-3, 2) == pytest.approx(1e-4) and given.late_s(1e-2, 2) == pytest.approx(
+        1e-2 * 0.05
+    )
     waits = [given.late_s(1e-2, ranks) for ranks in (1, 2, 4, 8, 64)]
     assert waits[0] == 0.0 and waits == sorted(set(waits))
     # Expected largest of two and of eight normal numbers: 0.564 and 1.424 of their deviation.

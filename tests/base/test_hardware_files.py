@@ -140,7 +140,11 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("links.host.reached", True, r"links.host.reached: True is no share"),
     ("unevenness", [["10 ms", 2]], r"unevenness: 2 is no share"),
     ("operations", {"copy": [["1 MB", "5 GB"]]}, r"operations.copy: '5 GB' is not in B/s"),
-    ("operations", {"sort": []}, r"unknown key 'operations.sort'; known here: arithmetic, copy, function, update"),
+    (
+        "operations",
+        {"sort": []},
+        r"unknown key 'operations.sort'; known here: arithmetic, copy, function, update",
+    ),
     ("links.rack", {}, r"unknown key 'links.rack'; known here: cluster, device, host"),
     ("memory.device.rates", "1 GB/s", r"unknown key 'memory.device.rates'; did you mean 'rate'"),
     ("memory.device", "24 GB", r"memory.device: expected an object with size, rate, reached"),

@@ -161,7 +161,9 @@ def test_ranks_measure_together(ranks: Any) -> None:
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
         assert first[name] == second[name], "the seconds of the slowest rank"
     assert late == late_there and set(late) == {1e-3, 4e-3}
-    assert all(0 <= share <= 1 for shares in late.values() for share in shares), "of two ranks, at most all of the work"
+    assert all(0 <= share <= 1 for shares in late.values() for share in shares), (
+        "of two ranks, at most all of the work"
+    )
     assert {"send", "gloo send"} < set(first)
     for points in first.values():
         assert len(points) == 2 and [size for size, _ in points] == sorted(size for size, _ in points)

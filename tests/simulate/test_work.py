@@ -105,4 +105,6 @@ def test_other_operations_take_the_rate_of_their_class() -> None:
     classed = replace(rates, operations={"function": ((1.0, 4.0),)})
     assert work.seconds(classed, 250, "host") == pytest.approx(200 / 4 + 50 / 10)
     assert work.then(work).others == {("function", 100): 4, ("copy", 50): 2}
-    assert work.seconds(classed, 280, "host") == pytest.approx(200 / 4 + 80 / 10), "the rest by the memory's rate"
+    assert work.seconds(classed, 280, "host") == pytest.approx(200 / 4 + 80 / 10), (
+        "the rest by the memory's rate"
+    )

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 Level = Literal["device", "host", "cluster"]
 """What a link joins: a device and its host, the ranks of one host, or the hosts of a cluster."""
 ProductKind = Literal["product", "attention", "convolution", "batched"]
-"""Kind of an operation that is priced by its FLOPs; a ``batched`` one multiplies many pairs of small matrices, and counts
-as a ``product`` if a table has no shares for it."""
+"""Kind of an operation that is priced by its FLOPs; a ``batched`` one multiplies many pairs of small matrices, and
+counts as a ``product`` if a table has no shares for it."""
 OperationClass = Literal["arithmetic", "function", "copy", "update"]
 """Class of an operation that is priced by the bytes that it touches: sums and products of elements; functions such as
 ``exp``, ``silu`` and ``softmax``; copies that change the order of elements; updates of an optimizer."""

@@ -1,4 +1,4 @@
-"""Measurements of one rank beside its neighbours: products, operations, rows, updates, exchanges, and how late ranks are.
+"""Measurements of one rank beside its neighbours: products, operations, rows, exchanges, and how late ranks are.
 
 All ranks of a host measure the same at the same time, so the rates include the load of the neighbours on memory and
 caches. Each measurement is repeated in several sweeps over all of them, seconds apart, and its figure is the median of

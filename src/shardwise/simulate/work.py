@@ -34,10 +34,13 @@ _UNCOUNTED = frozenset(
 )
 """Operations that neither read nor write memory."""
 _FUNCTIONS = frozenset(
-    "exp exp2 expm1 log log2 log1p sin cos tanh erf pow sigmoid silu silu_backward gelu gelu_backward mish mish_backward "
-    "softplus softplus_backward log_sigmoid_forward elu _softmax _log_softmax logsumexp native_dropout bernoulli "
-    "tanh_backward sigmoid_backward _log_softmax_backward_data".split()
-)
+    {
+        "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "pow", "sigmoid",
+        "silu", "silu_backward", "gelu", "gelu_backward", "mish", "mish_backward", "softplus",
+        "softplus_backward", "log_sigmoid_forward", "elu", "_softmax", "_log_softmax", "logsumexp",
+        "native_dropout", "bernoulli", "tanh_backward", "sigmoid_backward", "_log_softmax_backward_data",
+    }
+)  # fmt: skip
 """Operations that compute a function of each element, whose arithmetic takes longer than its memory."""
 _COPIES = frozenset({"copy", "clone", "_to_copy", "cat", "stack"})
 """Operations that copy, and change the order of elements if a tensor is not contiguous."""
@@ -155,9 +158,7 @@ class WorkCounter:
 
     def take(self) -> Work:
         """Return the work since the last call of ``take``."""
-        taken = Work(
-            dict(self._products), dict(self._bytes), self._calls, self._repeated, dict(self._others)
-        )
+        taken = Work(dict(self._products), dict(self._bytes), self._calls, self._repeated, dict(self._others))
         for each in (self._products, self._bytes, self._others):
             each.clear()
         self._calls = self._repeated = 0

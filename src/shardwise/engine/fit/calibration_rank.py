@@ -48,7 +48,6 @@ from shardwise.simulate.measurements import (
     rates,
     row_repeats,
     times,
-    typical_s,
     united,
 )
 from shardwise.simulate.rates import disk_rate
