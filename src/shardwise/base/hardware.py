@@ -165,7 +165,8 @@ def interpolated(table: Sequence[tuple[float, float]], size: float) -> float:
     if above == 0 or above == len(table):
         return table[min(above, len(table) - 1)][1]
     (small, low), (large, high) = table[above - 1], table[above]
-    return low * (high / low) ** (math.log(size / small) / math.log(large / small))
+    part = math.log(size / small) / math.log(large / small)
+    return low * math.exp(part * math.log(high / low))
 
 
 def _largest_of(count: int) -> float:

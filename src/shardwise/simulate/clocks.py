@@ -32,6 +32,10 @@ from shardwise.simulate.prices import ActionPrices
 from shardwise.simulate.quantities import Quantities
 
 
+_MET = ("met", -1)
+"""Key of the time at which a rank last met other ranks."""
+
+
 class StepClocks(Protocol):
     """The clocks of one rank, as ``simulate.price.walk`` moves them."""
 
@@ -75,14 +79,13 @@ class RankClocks:
             ("exchange", "update", "disk", "down", "up", "data"), 0.0
         )
         self._there: dict[tuple[str, int], float] = {}
-        """Time at which a result of a Unit is available, by the result's name in the table of Kinds."""
+        """Time at which a result of a Unit is available, by the result's name in the table of Kinds, and the time at which
+        the rank last met other ranks, as ``_MET``."""
         self._limit = leaving
         self._leaving: deque[float] = deque()
         self._pass: tuple[Action, float] | None = None
         """The running pass of a stage, and its start."""
         self._data_s = data_s
-        self._met_s = 0.0
-        """Time at which the rank last met other ranks."""
         self._taken = 0.0
         """Share of the device that the last exchange takes from the computation beside it."""
 
@@ -144,13 +147,14 @@ class RankClocks:
                     self._meet(action, call.axis)
                 self._wait(after_s, action, call.axis)
                 self._do(seconds, action, "exchange", call.axis)
-                after_s = self._met_s = self.now
+                after_s = self._there[_MET] = self.now
         return max(self.now, after_s)
 
     def _meet(self, action: Action, axis: str) -> None:
         """Wait for ranks of an axis that are late."""
-        self._do(self._prices.late_s(self.now - self._met_s, axis), action, "wait", axis)
-        self._met_s = self.now
+        worked_s = self.now - self._there.get(_MET, 0.0)
+        self._do(self._prices.late_s(worked_s, axis), action, "wait", axis)
+        self._there[_MET] = self.now
 
     def _move(self, action: Action, move: Move, after_s: float) -> float:
         """Return the time at which a move of an Action, whose bytes are available from ``after_s`` on, has ended."""
