@@ -31,7 +31,6 @@ from shardwise.plan.timeline import Span
 from shardwise.simulate.prices import ActionPrices
 from shardwise.simulate.quantities import Quantities
 
-
 _MET = ("met", -1)
 """Key of the time at which a rank last met other ranks."""
 
@@ -79,8 +78,8 @@ class RankClocks:
             ("exchange", "update", "disk", "down", "up", "data"), 0.0
         )
         self._there: dict[tuple[str, int], float] = {}
-        """Time at which a result of a Unit is available, by the result's name in the table of Kinds, and the time at which
-        the rank last met other ranks, as ``_MET``."""
+        """Time at which a result of a Unit is available, by the result's name in the table of Kinds, and the time at
+        which the rank last met other ranks, as ``_MET``."""
         self._limit = leaving
         self._leaving: deque[float] = deque()
         self._pass: tuple[Action, float] | None = None
