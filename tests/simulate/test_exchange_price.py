@@ -295,3 +295,17 @@ def test_copies_of_the_shared_memory_are_those_that_are_foreseen(ranks: Any, siz
     for rows in ranks(size).run(copied):
         for operation, elements, total, foreseen in rows:
             assert total == pytest.approx(foreseen), (operation, elements)
+
+
+def test_measured_seconds_of_gloo_are_those_of_two_ranks_on_one_host() -> None:
+    closed = replace(EVEN, links={"device": Link(1e10, 0), "host": NEAR, "cluster": FAR})
+    measured = replace(closed, exchanges={"gloo all_gather": ((1e3, 1e-3), (1e6, 1e-3))})
+
+    def price(rates: Hardware, ranks: int, level: Level = "host", hosts: int = 1) -> float:
+        return exchange_s(sent("all_gather", 1e5, ranks), rates, "gloo", level, ranks, hosts)
+
+    assert price(measured, 2) == pytest.approx(1e-3)
+    assert price(measured, 4) == pytest.approx(1e-3 * price(closed, 4) / price(closed, 2))
+    assert price(measured, 4, "cluster", 2) == price(closed, 4, "cluster", 2)
+    shared = exchange_s(sent("all_gather", 1e5, 2), measured, "shared_memory", "host", 2)
+    assert shared == exchange_s(sent("all_gather", 1e5, 2), closed, "shared_memory", "host", 2)

@@ -16,6 +16,9 @@ replace all peaks of that table. ``sources`` names the source of a figure, or of
     links.LEVEL                    rate in one direction, reached, latency, taken (share of the device's computation),
                                    groups (shares of the rate between few ranks, such as [[2, 0.5]])
     operation, action              seconds, such as "5 us"
+    ending_action                  the same, of an Action that ends a step
+    operations.CLASS               [["1 MB", "20 GB/s"], ...]: rate of a class by the bytes that one operation touches
+    unevenness                     [["10 ms", 0.05], ...]: share of the work since a meeting for which ranks wait
     rows                           rate of scattered rows
     exchanges.OPERATION            [["1 MB", "0.4 ms"], ...]: measured seconds by the bytes that a rank copies
     spread.USE                     [0.9, 1.2]: factors on seconds for the low and the high end of a price
@@ -57,14 +60,26 @@ _EXAMPLES = {"FLOP/s": "312 TFLOP/s", "FLOP": "1 GFLOP", "B/s": "25 GB/s", "B": 
 _FIGURE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8")
 _KINDS = ("product", "attention", "convolution")
+_BATCHED = "batched"
+_CLASSES = ("arithmetic", "function", "copy", "update")
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "barrier")
+_EXCHANGES = (*_OPERATIONS, *(f"gloo {operation}" for operation in _OPERATIONS))
 _USES = ("compute", "update", "exchange", "waits", "bubble", "data", "rest")
-_SHARE, _SHARES, _TIMES, _ENDS, _GROUPS = "share", "shares", "times", "ends", "groups"
+_SHARE, _SHARES, _TIMES, _ENDS, _RATES, _WAITS = "share", "shares", "times", "ends", "rates", "waits"
+_GROUPS = "groups"
+_COLUMNS: Mapping[str, tuple[str, str]] = {
+    _SHARES: ("FLOP", _SHARE),
+    _TIMES: ("B", "s"),
+    _RATES: ("B", "B/s"),
+    _WAITS: ("s", _SHARE),
+}
+"""Units of the columns of tables."""
 _SCHEMA: Mapping[str, Any] = {
     "peaks": dict.fromkeys(_DTYPES, "FLOP/s"),
     "efficiency": {
         **dict.fromkeys(_KINDS, _SHARES),
         **{f"{kind} {dtype}": _SHARES for kind in _KINDS for dtype in _DTYPES},
+        _BATCHED: _SHARES,
     },
     "memory": {
         "device": {"size": "B", "rate": "B/s", "reached": _SHARE},
@@ -77,8 +92,11 @@ _SCHEMA: Mapping[str, Any] = {
     },
     "operation": "s",
     "action": "s",
+    "ending_action": "s",
+    "operations": dict.fromkeys(_CLASSES, _RATES),
+    "unevenness": _WAITS,
     "rows": "B/s",
-    "exchanges": dict.fromkeys(_OPERATIONS, _TIMES),
+    "exchanges": dict.fromkeys(_EXCHANGES, _TIMES),
     "spread": dict.fromkeys(_USES, _ENDS),
 }
 """Units of the figures, by their place in the file."""
@@ -138,6 +156,9 @@ class DeviceTable(NamedTuple):
             },
             operation_s=number("operation", 0.0),
             action_s=number("action", 0.0),
+            ending_action_s=number("ending_action", 0.0),
+            operations=of("operations"),
+            unevenness=cast(tuple[tuple[float, float], ...], figures.get("unevenness", ())),
             row_bytes_s=number("rows", 4e9),
             exchanges=of("exchanges"),
             spread=of("spread"),
@@ -263,10 +284,8 @@ def _figures(found: Any, schema: Mapping[str, Any], place: str, where: str) -> I
         unit = schema[key]
         if isinstance(unit, Mapping):
             yield from _figures(value, unit, here, where)
-        elif unit == _SHARES:
-            yield here, _rows(value, f"{where}: {here}", ("FLOP", _SHARE))
-        elif unit == _TIMES:
-            yield here, _rows(value, f"{where}: {here}", ("B", "s"))
+        elif unit in _COLUMNS:
+            yield here, _rows(value, f"{where}: {here}", _COLUMNS[unit])
         elif unit == _GROUPS:
             yield here, _groups(value, f"{where}: {here}")
         elif unit == _ENDS:
@@ -404,6 +423,10 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         "links": links,
         "operation": _text(hardware.operation_s, "s"),
         "action": _text(hardware.action_s, "s"),
+        "operations": {
+            name: [[_text(size, "B"), _text(rate, "B/s")] for size, rate in table]
+            for name, table in hardware.operations.items()
+        },
         "rows": _text(hardware.row_bytes_s, "B/s"),
         "exchanges": {
             operation: [[_text(size, "B"), _text(seconds, "s")] for size, seconds in table]
@@ -411,6 +434,10 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         },
         "spread": {use: list(ends) for use, ends in hardware.spread.items()},
     }
+    if hardware.ending_action_s:
+        found["ending_action"] = _text(hardware.ending_action_s, "s")
+    if hardware.unevenness:
+        found["unevenness"] = [[_text(worked, "s"), share] for worked, share in hardware.unevenness]
     places = dict(_figures(found, _SCHEMA, "", hardware.name))
     return {**found, "sources": {place: text for place, text in hardware.sources.items() if place in places}}
 

@@ -191,6 +191,11 @@ def calibration_lines(found: Calibration) -> list[str]:
     )
     said.append(f"  an operation       {hardware.operation_s * 1e6:>8.3g} us")
     said.append(f"  an Action          {hardware.action_s * 1e6:>8.3g} us")
+    said.append(f"  one that ends      {hardware.ending_action_s * 1e6:>8.3g} us")
+    said += [
+        f"  {name:<18} {max(rate for _, rate in table) / 1e9:>8.3g} GB/s at most"
+        for name, table in hardware.operations.items()
+    ]
     return [*said, f"kept in {calibration_file()}"]
 
 

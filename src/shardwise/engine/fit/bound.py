@@ -64,4 +64,4 @@ def work_of(passed: MeasuredPass, hardware: Hardware, is_cpu: bool) -> PassWork:
             product_s += (
                 calls * product.flops / (hardware.peaks[dtype] * hardware.best_share(product.kind, dtype))
             )
-    return PassWork(product_s, hardware.touched_s(touched, near))
+    return PassWork(product_s, touched / hardware.best_bytes_s(near))
