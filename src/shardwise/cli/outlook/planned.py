@@ -259,9 +259,9 @@ def report_of(
     config, make, example, _, told = job.shapes
     assumes = (*assumes, *told)
     try:
-        known = read(make, config, job.ranks, setting.device, example)
+        known = read(make, config, job.ranks, setting.device, example, per_host=setting.per_host)
     except UsageError as error:
-        known = read(make, config, job.ranks, setting.device)
+        known = read(make, config, job.ranks, setting.device, per_host=setting.per_host)
         assumes = (*assumes, f"model state alone is counted: {error}")
     outlook = known.outlook(known.settings.offload)
     report = JobReport(
@@ -281,7 +281,14 @@ def report_of(
     report = replace(report, seconds=seconds._replace(pace=_pace(request, report, seconds, setting)))
     if not report.fits:
         found = fits(
-            make, config, memory, example, ranks=job.ranks, device=setting.device, hardware=setting.hardware
+            make,
+            config,
+            memory,
+            example,
+            ranks=job.ranks,
+            device=setting.device,
+            hardware=setting.hardware,
+            per_host=setting.per_host,
         )
         report = replace(report, changes=found.changes)
     if request.why:

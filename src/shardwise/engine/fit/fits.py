@@ -210,6 +210,7 @@ def fits(
     device: torch.device | None = None,
     loss: Loss | None = None,
     hardware: Hardware | None = None,
+    per_host: int | None = None,
 ) -> FitReport:
     """Check whether a step of the job fits ``memory``, and find the changes that make it fit.
 
@@ -224,6 +225,7 @@ def fits(
         device: device of the ranks; None: CPU.
         loss: the loss function, as ``initialize`` takes it.
         hardware: rates of a rank; None: measured in this process, in about a second.
+        per_host: ranks of one host; None: all ranks lie on one host.
 
     Returns:
         The needs of the job, and the changes that make it fit.
@@ -235,7 +237,7 @@ def fits(
     """
     device = device or torch.device("cpu")
     given, have = load(config), budget(memory)
-    known = read(make, given, ranks, device, example, loss)
+    known = read(make, given, ranks, device, example, loss, per_host)
     if not known.passed:
         missing = "an example is missing: a microbatch, or tensors of its shapes"
         raise UsageError(f"fits: {known.unforeseen or missing}")
@@ -247,7 +249,8 @@ def fits(
     if is_within(outlook, have):
         return FitReport(have, outlook, now, hardware, dtype, (), None)
     jobs = itertools.chain(
-        [((), known)], _jobs(known, given, lambda config: read(make, config, ranks, device, example, loss))
+        [((), known)],
+        _jobs(known, given, lambda config: read(make, config, ranks, device, example, loss, per_host)),
     )
     with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
     found: list[ConfigChange] = []
@@ -398,11 +401,10 @@ def seconds_of(
     outlook: MemoryEstimate,
     offload: OffloadPolicy,
     hardware: Hardware,
-    per_host: int | None = None,
 ) -> StepSeconds:
     """Return the seconds of a step of a job with state and activations on the tiers of ``offload``."""
     policies = job.policies_with(offload)
-    return step_seconds(outlook.plan, policies, job.passed, hardware, job.device.type, per_host)
+    return step_seconds(outlook.plan, policies, job.passed, hardware, job.device.type, job.per_host)
 
 
 def is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:

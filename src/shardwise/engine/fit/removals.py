@@ -68,14 +68,14 @@ def removals(
         ShardwiseError: as ``foresee``.
     """
     device, given = device or torch.device("cpu"), load(config)
-    shelf = JobShelf(make, device, example, loss)
+    shelf = JobShelf(make, device, example, loss, per_host)
     sizes = batch_of(given, [ranks], None if callable(example) else rows_of(example))
     scope = scope_of(shelf, given, ranks, budget(memory), sizes, per_host or 8)
     rates = hardware_of(hardware, given, device)
     now = _configured(scope)
     job = shelf.job(load(given, overrides_of(scope, now)), ranks)
     before = job.outlook(job.settings.offload)
-    before_s = seconds_of(job, before, job.settings.offload, rates, scope.per_host).total
+    before_s = seconds_of(job, before, job.settings.offload, rates).total
     found = []
     for knob in KNOBS:
         if "numbers" in knob.changes or (knobs is not None and knob.key not in knobs):
@@ -87,7 +87,7 @@ def removals(
                 outlook = job.outlook(job.settings.offload)
             except (ConfigError, PlanError, MeshError):
                 continue
-            seconds = seconds_of(job, outlook, job.settings.offload, rates, scope.per_host).total
+            seconds = seconds_of(job, outlook, job.settings.offload, rates).total
             found.append(_removal(said, before, outlook, seconds - before_s))
     return tuple(sorted(found, key=lambda each: (-each.saves_bytes, each.price_s, each.set)))
 
