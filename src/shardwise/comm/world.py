@@ -30,8 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.base.errors import CommError, ConfigError, UsageError
-from shardwise.base.words import counted
+from shardwise.base.errors import CommError, UsageError
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group
 from shardwise.comm.groups import (

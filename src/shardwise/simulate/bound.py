@@ -39,9 +39,7 @@ def time_bound(
     return pipeline_bound(stage_seconds(passed, hardware, device_type), ranks, microbatches)
 
 
-def pipeline_bound(
-    stages: Sequence[float], ranks: int, microbatches: int, messages_s: float = 0.0
-) -> float:
+def pipeline_bound(stages: Sequence[float], ranks: int, microbatches: int, messages_s: float = 0.0) -> float:
     """Return seconds that a step takes at least.
 
     Args:

@@ -346,7 +346,7 @@ def _seconds(
 def _why(
     request: PlanRequest, report: JobReport, job: PlannedJob, setting: PlanSetting
 ) -> tuple[tuple[MemoryReason, Mapping[str, Any]], ...]:
-    """Return the composition of the peak of the rank that needs most, and what removes each row."""
+    """Return the composition of the peak of the rank that needs most, and what removes each entry."""
     step, known = report.outlook.step, report.known
     assert step is not None, "a pass was measured"
     found = removals(
@@ -360,7 +360,7 @@ def _why(
         per_host=setting.per_host,
     )
     return tuple(
-        (reason, _removal(remover_of(reason.row, found)))
+        (reason, _removal(remover_of(reason, found)))
         for reason in known.reasons(report.outlook.plan, step, step.peak)
     )
 

@@ -14,7 +14,8 @@ another, and the numbers of NORM follow all of them; on CPU ranks all of it stan
 
 A rank holds at least its model state, and what the forward passes in flight keep when a backward pass begins.
 
-Cost: a Plan of three microbatches for each way in which lists of Actions differ; of a point, a look at each kind of Unit.
+Cost: a Plan of three microbatches for each way in which lists of Actions differ; of a point, a look at each kind of
+Unit.
 """
 
 from collections import Counter
@@ -161,7 +162,7 @@ class _AlikeUnits(NamedTuple):
     """One of the Units."""
     rows: tuple[tuple[BucketBuffers, ...], ...]
     """Its buffers, by bucket."""
-    count: int
+    number: int
     """Number of the Units."""
     times: Mapping[Kind, tuple[int, int]]
     """Actions of all the Units by Kind: of a step of few microbatches, and of each further microbatch."""
@@ -318,9 +319,7 @@ class JobBounds:
             held = max(held, state + shape.kept[costs.place])
         return PointBound(step_s, held)
 
-    def _of_state(
-        self, costs: _StateCosts, job: JobFacts, count: int, few: int
-    ) -> tuple[LaneSeconds, int]:
+    def _of_state(self, costs: _StateCosts, job: JobFacts, count: int, few: int) -> tuple[LaneSeconds, int]:
         """Return the seconds of a rank beside its passes, and the bytes of its state without gradients."""
         mesh, policies, more = job.mesh, job.policies, count - few
         total, state = costs.fixed[0].plus(costs.fixed[1], more), costs.tables_bytes
@@ -341,7 +340,7 @@ class JobBounds:
                 total = total.plus(
                     LaneSeconds(passes_s=seconds) if stands else LaneSeconds(exchange_s=seconds)
                 )
-            total = total.plus(LaneSeconds(norm_s=alike.count * self._sent_s(calls.replicas, mesh)))
+            total = total.plus(LaneSeconds(norm_s=alike.number * self._sent_s(calls.replicas, mesh)))
             pairs = list(zip(buckets, alike.unit.buckets, strict=True))
             whole = min((new.elements / old.elements for new, old in pairs), default=1.0)
             cut = min((new.shard_elements / old.shard_elements for new, old in pairs), default=1.0)
@@ -349,7 +348,7 @@ class JobBounds:
                 total = total.plus(first, ratio).plus(each, more * ratio)
             for bucket, rows in zip(buckets, alike.rows, strict=True):
                 kept = (row.nbytes(bucket, mesh) for row in rows if row.kind != "grad")
-                state += alike.count * sum(kept)
+                state += alike.number * sum(kept)
         return total, state
 
     def _state_costs(self, job: JobFacts, few: int) -> list[_StateCosts]:
@@ -434,9 +433,7 @@ def _seconds_beside(action: Action, prices: ActionPrices) -> tuple[LaneSeconds, 
     Messages, and sums over ranks of a model, are left out.
     """
     row, kind, is_cpu = action.kind.row, action.kind, prices.is_cpu
-    python = (
-        LaneSeconds(passes_s=prices.action_s) if is_cpu else LaneSeconds(python_s=prices.action_s)
-    )
+    python = LaneSeconds(passes_s=prices.action_s) if is_cpu else LaneSeconds(python_s=prices.action_s)
     if row.of == "message" or (kind.computes and action.unit < 0) or kind is Kind.SUM:
         return _NOTHING, python
     computed_s = norm_s = exchange_s = 0.0

@@ -219,7 +219,11 @@ class JobFacts(NamedTuple):
         on = self.device.type
         steps = (
             with_outside(
-                step_memory(plan, policies, self.passed, on, rank, self.rows_beside(plan, rank, only_counted)), plan, on
+                step_memory(
+                    plan, policies, self.passed, on, rank, self.rows_beside(plan, rank, only_counted)
+                ),
+                plan,
+                on,
             )
             for rank in plan.mesh.ranks("pp", 0)
         )

@@ -95,9 +95,7 @@ class JobShelf:
         settings = found.config.model_copy(update={"precision": base.settings.precision})
         check_blocks(base.blocks, settings.offload)
         policies = policies_of(settings, base.policies.group_of, base.policies.updates, base.blocks)
-        exchanges = exchanges_on_hosts(
-            found.mesh, settings.zero.exchange, self._per_host, self.device.type
-        )
+        exchanges = exchanges_on_hosts(found.mesh, settings.zero.exchange, self._per_host, self.device.type)
         return base._replace(
             settings=settings,
             mesh=found.mesh,

@@ -38,7 +38,7 @@ from shardwise.base.hardware import Hardware
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.bound import JobBounds, PassWork, ShapeBound, state_key, work_of
-from shardwise.engine.fit.fits import Memory, budget, is_within, on_tiers, seconds_of
+from shardwise.engine.fit.fits import ConfigChange, Memory, budget, is_within, on_tiers, seconds_of
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
 from shardwise.engine.fit.jobs import JobShelf, rows_of
 from shardwise.engine.fit.knobs import (
@@ -64,6 +64,8 @@ _REJECTED = 8
 """Number of configurations that lost narrowly, with reasons."""
 _ROUNDS = 2
 """Microbatches for each stage with which a point's memory is counted first."""
+_SLICES = 8
+"""Most ranks over which tensors are cut if the ranks of a host are not given."""
 _ALONE = (
     "mesh={}",
     "batch={}",
@@ -72,6 +74,7 @@ _ALONE = (
     "zero.reshard_after_forward=true",
 )
 """Overrides that put a job on one rank."""
+
 
 class SearchedPoint(NamedTuple):
     """One configuration that a search looked at."""
@@ -192,11 +195,12 @@ def search(
         device: device of the ranks; None: CPU.
         hardware: rates of a rank; None: measured in this process, in about a second.
         free: keys that may change the numbers of the run: ``batch.global_size``, ``precision``, ``optimizer``,
-            ``offload.state``.
+            ``offload.state``, ``offload.step``.
         limit_s: seconds after which the search ends with what it has found; None: it ends when nothing can be better.
         loss: the loss function, as ``initialize`` takes it.
         knobs: keys of the knobs that are tried; None: all.
-        per_host: ranks of one host, within which tensors are cut; None: 8.
+        per_host: ranks of one host, within which tensors are cut; None: all ranks lie on one host, and tensors are cut
+            over 8 at most.
 
     Returns:
         The best configurations, and why others lost.
@@ -215,7 +219,7 @@ def search(
     ends_s = None if limit_s is None else time.monotonic() + limit_s
     run = _Search(shelf, given, have, hardware, keys, ends_s, per_host)
     for count in counts:
-        run.add(scope_of(shelf, given, count, have, sizes, per_host or 8))
+        run.add(scope_of(shelf, given, count, have, sizes, per_host, freed(free)))
     run.run()
     return run.report()
 
@@ -226,7 +230,8 @@ def scope_of(
     ranks: int,
     have: Mapping[Tier, int],
     sizes: tuple[int, int],
-    per_host: int,
+    per_host: int | None,
+    free: frozenset[str] = frozenset(),
 ) -> KnobScope:
     """Return the facts from which the values of the knobs follow.
 
@@ -236,15 +241,17 @@ def scope_of(
         ranks: Number of ranks.
         have: Bytes of a rank by tier.
         sizes: Samples of a step and of a microbatch.
-        per_host: Ranks of one host.
+        per_host: Ranks of one host; None: all ranks lie on one host.
+        free: Keys of the knobs that may change the run's numbers.
     """
     alone = load(given, _ALONE)
     facts = shelf.facts(alone, 1)
     experts = max((layer.experts for layer in facts.spec.experts.values()), default=0)
+    names = (table.name for _, _, table in facts.tables.each())
     return KnobScope(
         given,
         ranks,
-        per_host,
+        per_host or _SLICES,
         *sizes,
         len(facts.blocks),
         experts,
@@ -252,6 +259,10 @@ def scope_of(
         shelf.device.type == "cpu",
         shelf.gives_loss,
         tuple(have),
+        -(-ranks // (per_host or ranks)),
+        tuple(dict.fromkeys(names)),
+        any(layer.capacity is not None for layer in facts.spec.experts.values()),
+        free,
     )
 
 
@@ -627,6 +638,7 @@ class _Search:
     def _look(self, point: _Point, bound_s: float, number: int) -> None:
         """Compute a point's own bound, or price the point if it fits."""
         shape = point.shape
+        needs: int | None
         try:
             config = load(self._given, point.said)
             if point.held_bytes is None:
@@ -682,9 +694,12 @@ class _Search:
             return self._price(shape, said, job, outlook if short is job else None), False
         least = outlook.bytes_by_tier["device"]
         fits_on_tier = False
-        for words in self._moves(short) if self._moves_state(shape) else ():
-            moved = self._shelf.job(load(self._given, (*said, *words)), shape.scope.ranks)
-            needs = self._price(shape, (*said, *words), moved, None)
+        for words in self._moves(shape, short) if self._moves_state(shape) else ():
+            try:
+                moved = self._shelf.job(load(self._given, (*said, *words)), shape.scope.ranks)
+                needs = self._price(shape, (*said, *words), moved, None)
+            except (ConfigError, PlanError):
+                continue  # such as delayed updates of a part of the Units
             fits_on_tier |= needs is None
             least = least if needs is None else min(least, needs)
         if fits_on_tier:
@@ -692,7 +707,7 @@ class _Search:
         self._causes["memory"] += 1
         return least, True
 
-    def _moves(self, short: JobFacts) -> list[tuple[str, ...]]:
+    def _moves(self, shape: _Shape, short: JobFacts) -> list[tuple[str, ...]]:
         """Return overrides that move state or activations to other tiers, each with the smallest fraction that fits."""
         process = self._shelf.process_bytes(False), self._shelf.process_bytes("disk" in self._have)
         allowed = self._keys & set(TIER_KNOBS)
@@ -700,8 +715,19 @@ class _Search:
         for change in on_tiers(short, (), self._have, self._hardware, 0.0, process):
             keys = {text.partition("=")[0] for text in change.overrides} - {"offload.disk_path"}
             if change.overrides and keys <= allowed and is_within(change.outlook, self._have):
-                found.append(change.overrides)
+                found += [(*change.overrides, *words) for words in self._step_times(shape, change)]
         return found
+
+    def _step_times(self, shape: _Shape, change: ConfigChange) -> list[tuple[str, ...]]:
+        """Return overrides of the time at which updates on another tier end, the configured time first."""
+        moved = next(
+            (text.partition("=")[2] for text in change.overrides if text.startswith("offload.optimizer=")), ""
+        )
+        if not moved or "offload.step" not in self._keys:
+            return [()]
+        knob = knob_of("offload.step")
+        values = knob.values(shape.scope, {"offload.optimizer": moved})
+        return [knob.overrides(shape.scope, {"offload.step": value}) for value in values]
 
     def _price(
         self, shape: _Shape, said: tuple[str, ...], job: JobFacts, outlook: MemoryEstimate | None
