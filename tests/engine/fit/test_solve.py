@@ -115,16 +115,15 @@ def trains(world: World, given: dict[str, Any], cap: int) -> bool:
     settings = {key: given[key] for key in ("batch", "zero") if key in given} | {"comm": comm}
     settings["check_first_step"] = "off"
     settings["batch"] = settings.get("batch", {}) | {"duplicates": "allow"}
-    with CappedBytes(cap) as memory:
+    rows = load(settings).batch.micro_size or 1
+    ids = torch.arange(config.model.context).repeat(rows, 1) % 32
+    with CappedBytes(cap):
         try:
             engine = shardwise.initialize(model, settings, world=world)
-            rows = engine.config.batch.micro_size or 1
-            ids = torch.arange(config.model.context).repeat(rows, 1) % 32
             for _ in range(2):
                 engine.train_step([{"tokens": ids, "targets": ids}] * engine.accumulation)
         except MemoryError:
             return False
-    print(given, memory.most, cap)
     return True
 
 
@@ -149,7 +148,8 @@ def test_the_value_trains_in_the_memory_and_a_fifth_more_does_not(ranks: Any, ke
     found = solve(key, make, first, {"device": memory}, example, ranks=count, multiple=step)
     assert found.value == wanted
     more = 1 if key == "ranks" else step * math.ceil(1.2 * wanted / step)
-    # The batch exists before the memory is counted; ranks that share nothing have no rows beside storages.
-    assert all(ranks(count).run(trains, first, memory))
+    # What is foreseen holds within 1 % of the storages of a run (test_phases.py).
+    cap = int(1.01 * memory)
+    assert all(ranks(count).run(trains, first, cap))
     other = more if key == "ranks" else count
-    assert not any(ranks(other).run(trains, with_value(more), memory))
+    assert not any(ranks(other).run(trains, with_value(more), cap))

@@ -124,7 +124,7 @@ def even_bound(seconds: float, ranks: int, virtual: int, microbatches: int) -> f
 
 
 class ShapeBound(NamedTuple):
-    """What every point of a shape takes and holds at least."""
+    """Least seconds and bytes of every point of a shape."""
 
     step_s: float
     """Seconds of a step."""
@@ -185,7 +185,7 @@ class _StateCosts(NamedTuple):
 
 
 class PointBound(NamedTuple):
-    """What a point takes and holds at least."""
+    """Least seconds and bytes of a point."""
 
     step_s: float
     held_bytes: int

@@ -237,7 +237,11 @@ def fits(
     """
     device = device or torch.device("cpu")
     given, have = load(config), budget(memory)
-    known = read(make, given, ranks, device, example, loss, per_host)
+
+    def look(config: RunConfig) -> JobFacts:
+        return read(make, config, ranks, device, example, loss, per_host)
+
+    known = look(given)
     if not known.passed:
         missing = "an example is missing: a microbatch, or tensors of its shapes"
         raise UsageError(f"fits: {known.unforeseen or missing}")
@@ -248,21 +252,25 @@ def fits(
     now = seconds_of(known, outlook, known.settings.offload, hardware)
     if is_within(outlook, have):
         return FitReport(have, outlook, now, hardware, dtype, (), None)
-    jobs = itertools.chain(
-        [((), known)],
-        _jobs(known, given, lambda config: read(make, config, ranks, device, example, loss, per_host)),
-    )
-    with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
+    jobs = itertools.chain([((), known)], _jobs(known, given, look))
+    found, least = _tried(jobs, known, have, hardware, now.total)
+    return FitReport(have, outlook, now, hardware, dtype, found, None if found else least)
+
+
+def _tried(
+    jobs: Iterable[_Job], known: JobFacts, have: Mapping[Tier, int], hardware: Hardware, before_s: float
+) -> tuple[tuple[ConfigChange, ...], ConfigChange | None]:
+    """Return the changes that fit, the cheapest first, and of the others the one that needs least device memory."""
+    with_disk = process_bytes("disk" in have) if known.device.type == "cpu" else 0
     found: list[ConfigChange] = []
     least: ConfigChange | None = None
     for overrides, job in _with_unlike_passes(jobs):
-        for change in on_tiers(job, overrides, have, hardware, now.total, (known.process_bytes, with_disk)):
+        for change in on_tiers(job, overrides, have, hardware, before_s, (known.process_bytes, with_disk)):
             if is_within(change.outlook, have):
                 found.append(change)
             elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
                 least = change
-    found.sort(key=lambda change: (change.price_s, len(change.overrides)))
-    return FitReport(have, outlook, now, hardware, dtype, tuple(found), None if found else least)
+    return tuple(sorted(found, key=lambda change: (change.price_s, len(change.overrides)))), least
 
 
 def budget(memory: Memory) -> dict[Tier, int]:

@@ -341,9 +341,8 @@ def read(
     settings = with_fp8_layers(settings, model, spec)
     precision = settings.precision
     policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates, blocks)
-    exchanges = exchanges_on_hosts(mesh, settings.zero.exchange, per_host, device.type)
-    policies = policies._replace(exchanges=exchanges)
-    starts = spec.stage_starts(settings.pipeline, mesh.pp)
+    hosts = exchanges_on_hosts(mesh, settings.zero.exchange, per_host, device.type)
+    policies, starts = policies._replace(exchanges=hosts), spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     passed: Mapping[int, MeasuredPass] = {}
     unforeseen = ""
