@@ -135,9 +135,9 @@ def test_the_value_trains_in_the_memory_and_a_fifth_more_does_not(ranks: Any, ke
     size["zero"] = {"stage": 3}
 
     def with_value(value: int) -> dict[str, Any]:
-        given = size | {"batch": {"micro_size": 2}}
+        given = size | {"batch": {"micro_size": 8}}
         if key == "ranks":
-            return size | {"batch": {"global_size": 8, "micro_size": 2}}
+            return size | {"batch": {"global_size": 32, "micro_size": 8}}
         if key == "batch.micro_size":
             return size | {"batch": {"micro_size": value}}
         return given | {"model": size["model"] | {key.partition(".")[2]: value}}

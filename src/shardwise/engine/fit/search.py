@@ -516,7 +516,7 @@ class _Search:
         cause = "time"
         while self._heap:
             bound_s, number, item = heapq.heappop(self._heap)
-            is_late = self._ends_s is not None and time.monotonic() > self._ends_s
+            is_late = self._is_late
             if is_late or bound_s >= self._worst_s:
                 cause = "limit" if is_late else cause
                 heapq.heappush(self._heap, (bound_s, number, item))
@@ -532,6 +532,11 @@ class _Search:
             else:
                 self._refine(item)
         self._leave_rest(cause)
+
+    @property
+    def _is_late(self) -> bool:
+        """True if the seconds that the search may take are over."""
+        return self._ends_s is not None and time.monotonic() > self._ends_s
 
     @property
     def _worst_s(self) -> float:
@@ -713,6 +718,8 @@ class _Search:
         allowed = self._keys & set(TIER_KNOBS)
         found = []
         for change in on_tiers(short, (), self._have, self._hardware, 0.0, process):
+            if self._is_late:
+                break
             keys = {text.partition("=")[0] for text in change.overrides} - {"offload.disk_path"}
             if change.overrides and keys <= allowed and is_within(change.outlook, self._have):
                 found += [(*change.overrides, *words) for words in self._step_times(shape, change)]
