@@ -178,7 +178,7 @@ def test_repeats_in_which_a_rank_lost_its_core_do_not_count(monkeypatch: pytest.
     world = World(0, 1)
     group = world.group(Mesh(), "dp", CommPolicy(), StepClock(60.0), Traffic())
     kept = measurements._everyones_s(group, lambda: time.sleep(next(slept)), 4)
-    assert [round(row[0], 2) for row in kept] == [0.02, 0.04]
+    assert len(kept) == 2 and kept[0][0] >= 0.02 and kept[1][0] >= 0.04, "not those that slept 0 s"
     counter, slept = itertools.count(), iter([0.02, 0.0, 0.04])
     monkeypatch.setattr(measurements, "_switches", lambda: next(counter))
     kept = measurements._everyones_s(group, lambda: time.sleep(next(slept)), 3)

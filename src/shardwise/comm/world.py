@@ -30,8 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.base.errors import CommError, ConfigError, UsageError
-from shardwise.base.words import counted
+from shardwise.base.errors import CommError, UsageError
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group
 from shardwise.comm.groups import (
@@ -48,7 +47,7 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
 from shardwise.comm.rendezvous.device import choose_device, identity_of
 from shardwise.comm.rendezvous.environment import prepare_for_groups
-from shardwise.comm.rendezvous.hosts import levels_of, numbered
+from shardwise.comm.rendezvous.hosts import exchange_of, levels_of, numbered
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
 from shardwise.comm.rendezvous.store import SealedStore, root_of, say_farewell
@@ -287,20 +286,8 @@ class World:
         Raises:
             ConfigError: if ``two_level`` is asked for and the ranks do not lie evenly on their hosts.
         """
-        kin = mesh.groups(axis)
-        lying = [[self.hosts[rank] for rank in ranks] for ranks in kin]
-        hosts = max(len({*each}) for each in lying)
-        is_even = hosts > 1 and all(
-            levels_of(ranks, each) is not None for ranks, each in zip(kin, lying, strict=True)
-        )
-        if asked == "two_level" and hosts > 1 and not is_even:
-            raise ConfigError(
-                f"zero.exchange: two_level needs equally many ranks of {axis!r} on each host, more than one and "
-                f"neighbours on the axis; here the {counted(mesh.size(axis), 'rank')} of such a group lie on the hosts "
-                f"{', '.join(map(str, lying[0]))}; use auto"
-            )
         is_native = self.backend not in ("gloo", "fake")
-        return GradientExchange(asked, mesh.size(axis), hosts, is_even, is_native)
+        return exchange_of(axis, asked, mesh.groups(axis), self.hosts.__getitem__, is_native)
 
     def thread(self, lane: str) -> JobThread:
         """Return the thread of a lane, which all engines share because they share the lane's transports."""

@@ -39,17 +39,18 @@ def time_bound(
     return pipeline_bound(stage_seconds(passed, hardware, device_type), ranks, microbatches)
 
 
-def pipeline_bound(stages: Sequence[float], ranks: int, microbatches: int) -> float:
+def pipeline_bound(stages: Sequence[float], ranks: int, microbatches: int, messages_s: float = 0.0) -> float:
     """Return seconds that a step takes at least.
 
     Args:
         stages: Seconds of the forward and the backward pass of one microbatch, by stage.
         ranks: Size of the "pp" axis; the stages are dealt to its ranks in turn.
         microbatches: Microbatches of a step.
+        messages_s: Seconds of a microbatch's messages from one stage to the next and back.
     """
     most = 0.0
     for place in range(ranks):
-        most = max(most, microbatches * sum(stages[place::ranks]) + sum(stages[:place]))
+        most = max(most, microbatches * sum(stages[place::ranks]) + sum(stages[:place]) + place * messages_s)
     return most
 
 

@@ -94,12 +94,12 @@ def place_of(mesh: Mesh, axis: str, per_host: int) -> GroupPlace:
     size = mesh.size(axis)
     if mesh.world_size <= per_host or size == 1:
         return GroupPlace("host", size)
-    groups = [mesh.ranks(axis, 0)] if _is_aligned(mesh, axis, per_host) else mesh.groups(axis)
+    groups = [mesh.ranks(axis, 0)] if is_aligned(mesh, axis, per_host) else mesh.groups(axis)
     hosts = max(len({rank // per_host for rank in ranks}) for ranks in groups)
     return GroupPlace("cluster" if hosts > 1 else "host", size, hosts)
 
 
-def _is_aligned(mesh: Mesh, axis: str, per_host: int) -> bool:
+def is_aligned(mesh: Mesh, axis: str, per_host: int) -> bool:
     """Return True if bounds of hosts are bounds of groups, so that all groups of an axis lie on hosts alike."""
     ranks = mesh.ranks(axis, 0)
     steps = {later - before for before, later in zip(ranks, ranks[1:], strict=False)}
@@ -151,6 +151,47 @@ def exchange_s(
         full = call.elements * call.itemsize * ranks / (ranks - 1) / times
     seconds = {"shared_memory": _shared_memory_s, "gloo": _gloo_s, "nccl": _nccl_s}[transport]
     return call.calls * seconds(call.operation, full, hardware, level, ranks, hosts)
+
+
+_SHARED = "shared"
+"""Axis of sums over the ranks of a model that hold the same elements."""
+
+
+class ExchangePrices:
+    """Seconds of the exchanges of one job, each priced once.
+
+    Args:
+        hardware: Rates of a rank.
+        mesh: The mesh.
+        is_cpu: True if ranks compute on CPUs.
+        per_host: Ranks of one host; None: all ranks are on one host.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: Mesh, is_cpu: bool, per_host: int | None = None):
+        self._hardware = hardware
+        self._mesh = mesh
+        self._is_cpu = is_cpu
+        self._per_host = per_host or mesh.world_size
+        self._transport = transport_of(is_cpu, mesh.world_size, self._per_host)
+        self._seconds: dict[ExchangeCall, float] = {}
+        self._places: dict[str, GroupPlace] = {}
+
+    def of(self, call: ExchangeCall) -> float:
+        """Return the seconds of equal calls of a collective, or of a message, on a rank."""
+        if call not in self._seconds:
+            place = self.place(call.axis)
+            seconds = exchange_s(call, self._hardware, self._transport, place.level, place.ranks, place.hosts)
+            if call.operation == "send" and self._is_cpu:
+                seconds /= 2  # the sender copies the message in, and the receiver copies it out
+            self._seconds[call] = seconds
+        return self._seconds[call]
+
+    def place(self, axis: str) -> GroupPlace:
+        """Return the place of an axis's groups on the hosts of the job."""
+        if axis not in self._places:
+            name = "model" if axis == _SHARED else axis
+            self._places[axis] = place_of(self._mesh, name, self._per_host)
+        return self._places[axis]
 
 
 # Shared memory -----------------------------------------------------------------------------------------------------

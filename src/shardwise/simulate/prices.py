@@ -14,12 +14,9 @@ from shardwise.parallel.zero.cost import Calls
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.kinds import Move
 from shardwise.plan.mesh import Mesh
-from shardwise.simulate.exchange_price import GroupPlace, exchange_s, place_of, transport_of
+from shardwise.simulate.exchange_price import ExchangePrices
 from shardwise.simulate.exchanges import ExchangeCall
 from shardwise.simulate.quantities import Quantities
-
-_SHARED = "shared"
-"""Axis of sums over the ranks of a model that hold the same elements."""
 
 
 class ActionPrices:
@@ -38,15 +35,11 @@ class ActionPrices:
     ):
         self._job = job
         self._hardware = hardware
-        self._mesh = mesh
-        self._per_host = per_host or mesh.world_size
-        self._transport = transport_of(is_cpu, mesh.world_size, self._per_host)
+        self._exchanges = ExchangePrices(hardware, mesh, is_cpu, per_host)
         self.is_cpu = is_cpu
         self._near = "host" if is_cpu else "device"
         self._work: dict[tuple[Kind, int], float] = {}
         self._sent: dict[Action, Calls] = {}
-        self._seconds: dict[ExchangeCall, float] = {}
-        self._places: dict[str, GroupPlace] = {}
 
     def python_s(self, kind: Kind) -> float:
         """Return the seconds of Python for one Action of a Kind."""
@@ -103,24 +96,12 @@ class ActionPrices:
 
     def exchange_s(self, call: ExchangeCall) -> float:
         """Return the seconds of equal calls of a collective, or of a message, on a rank."""
-        if call not in self._seconds:
-            place = self._place(call.axis)
-            seconds = exchange_s(call, self._hardware, self._transport, place.level, place.ranks, place.hosts)
-            if call.operation == "send" and self.is_cpu:
-                seconds /= 2  # the sender copies the message in, and the receiver copies it out
-            self._seconds[call] = seconds
-        return self._seconds[call]
+        return self._exchanges.of(call)
 
     def late_s(self, worked_s: float, axis: str) -> float:
         """Return the seconds for which a rank waits for the last rank of an axis, after work since they met."""
-        return self._hardware.late_s(worked_s, self._place(axis).ranks)
+        return self._hardware.late_s(worked_s, self._exchanges.place(axis).ranks)
 
     def taken(self, axis: str) -> float:
         """Return the share of the device that exchanges over an axis take from the computation beside them."""
-        return self._hardware.links[self._place(axis).level].taken
-
-    def _place(self, axis: str) -> GroupPlace:
-        if axis not in self._places:
-            name = "model" if axis == _SHARED else axis
-            self._places[axis] = place_of(self._mesh, name, self._per_host)
-        return self._places[axis]
+        return self._hardware.links[self._exchanges.place(axis).level].taken

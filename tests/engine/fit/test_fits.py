@@ -1,6 +1,7 @@
 """What makes a job fit is what it takes, at a price by counted bytes and operations."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import even_hardware
+from shardwise.base.hardware import Link, even_hardware
 from shardwise.engine.fit import foresee as foreseeing
-from shardwise.engine.fit.fits import FitReport, Memory, budget, fits, longest
+from shardwise.engine.fit.fits import FitReport, Memory, budget, fits, longest, seconds_of
 from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
 from shardwise.tiers.offload import OffloadPolicy
@@ -140,3 +141,27 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(alone: None) -> Non
     step = known.outlook(OffloadPolicy()).step
     assert step is not None and step.bytes_by_tier["device"] > 1.5 * 2**20
     assert longest(make, {}, {"device": 1000}, example).tokens == 0
+
+
+def test_changes_are_priced_over_the_hosts_of_the_job(alone: None) -> None:
+    """Two hosts send what one host copies, so the same change has another price."""
+    hardware = replace(RATES, links={**RATES.links, "cluster": Link(1e8, 1e-4)})
+    given = TILED | {"zero": {"stage": 1}, "batch": {"micro_size": 4}}
+    batch = {"tokens": TOKENS, "targets": TOKENS}
+    found = {}
+    for per_host in (None, 1):
+        job = read(lambda: gpt(4), given, 2, torch.device("cpu"), batch, per_host=per_host)
+        outlook = job.outlook(job.settings.offload)
+        needs = outlook.bytes_by_tier["device"] - 1
+        report = fits(
+            lambda: gpt(4), given, {"device": needs}, batch, ranks=2, hardware=hardware, per_host=per_host
+        )
+        assert report.seconds == seconds_of(job, outlook, job.settings.offload, hardware)
+        [change] = [each for each in report.changes if each.overrides == ("recompute=full",)]
+        changed = read(
+            lambda: gpt(4), given | {"recompute": "full"}, 2, torch.device("cpu"), batch, per_host=per_host
+        )
+        after = seconds_of(changed, change.outlook, changed.settings.offload, hardware)
+        assert change.price_s == pytest.approx(after.total - report.seconds.total, rel=1e-9)
+        found[per_host] = report.seconds.total
+    assert found[1] > 1.5 * found[None]

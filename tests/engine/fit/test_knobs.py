@@ -72,6 +72,52 @@ def test_keys_that_change_numbers_are_freed_by_name_or_block() -> None:
         knob_of("tiles.ml")
 
 
+def test_two_levels_are_tried_where_ranks_lie_on_several_hosts() -> None:
+    chosen = {"zero.stage": 1, "mesh.dp": Copies(1, 8)}
+    exchange = knob_of("zero.exchange")
+    assert exchange.values(scope_of(GIVEN), chosen) == ["auto", "sum", "all_to_all"]
+    assert "two_level" in exchange.values(scope_of(GIVEN, hosts=2), chosen)
+    assert not exchange.values(scope_of(GIVEN, hosts=2), {**chosen, "zero.stage": 0})
+
+
+def test_tables_are_placed_one_by_one_from_the_planners_choice() -> None:
+    """All combinations of few tables; of many, those in which all tables, or one, lie elsewhere than they are put."""
+    placement = knob_of("tables.placement")
+    few = placement.values(scope_of(GIVEN, has_tables=True, tables=("a", "b")), {})
+    assert few[0] == {} and len(few) == 5**2 and {"a": "row", "b": "table"} in few
+    many = placement.values(scope_of(GIVEN, has_tables=True, tables=tuple("abcdefgh")), {})
+    assert many[0] == {} and len(many) == 1 + 4 + 8 * 4
+    given = GIVEN | {"tables": {"placement": {"a": "row", "*": "column"}}}
+    [first, *others] = placement.values(scope_of(given, has_tables=True, tables=("a", "b")), {})
+    assert first == {"a": "row", "*": "column"}
+    assert [*first] == ["a", "*"] and {"*": "column", "a": "table"} in others
+    assert placement.overrides(scope_of(GIVEN), {"tables.placement": {"a": "row"}}) == (
+        'tables.placement={"a": "row"}',
+    )
+    assert load(GIVEN, ['tables.placement={"a": "row"}']).tables.placement == {"a": "row"}
+
+
+def test_delayed_updates_are_tried_if_they_are_freed() -> None:
+    step, moved = knob_of("offload.step"), {"offload.optimizer": "host"}
+    assert step.values(scope_of(GIVEN), moved) == ["before_use", "at_end"]
+    assert "delayed" in step.values(scope_of(GIVEN, freed=freed(["offload.step"])), moved)
+    assert not step.values(scope_of(GIVEN), {"offload.optimizer": "device"})
+
+
+def test_rows_travel_in_blocks_where_a_capacity_bounds_them() -> None:
+    exchange = knob_of("experts.exchange")
+    assert not exchange.values(scope_of(GIVEN), {"experts.rows": None})
+    assert "blocks" in exchange.values(scope_of(GIVEN, is_capped=True), {"experts.rows": None})
+    assert not exchange.values(scope_of(GIVEN, is_capped=True), {"experts.rows": 64})
+
+
+def test_every_key_of_a_layout_is_a_knob() -> None:
+    wanted = """mesh.pp mesh.tp mesh.ep mesh.etp mesh.dp zero.stage zero.reduce zero.exchange batch.micro_size
+        pipeline.schedule pipeline.virtual_stages recompute tiles.logits tiles.mlp experts.rows experts.exchange
+        offload.optimizer offload.parameters offload.activations offload.fraction offload.step tables.placement"""
+    assert {*wanted.split()} <= {knob.key for knob in KNOBS}
+
+
 def test_every_knob_says_what_it_changes() -> None:
     keys = [knob.key for knob in KNOBS]
     assert len(keys) == len(set(keys)) and all({"memory", "time"} <= knob.changes for knob in KNOBS)

@@ -10,13 +10,16 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.base.errors import ConfigError, PlanError, UsageError
-from shardwise.base.hardware import even_hardware
+from shardwise.base.hardware import Hardware, even_hardware
+from shardwise.base.hardware_files import find_hardware
 from shardwise.comm.world import World
 from shardwise.config.run import load
 from shardwise.engine.fit import search as searching
-from shardwise.engine.fit.fits import seconds_of
+from shardwise.engine.fit.bound import state_key
+from shardwise.engine.fit.fits import is_within, seconds_of
+from shardwise.engine.fit.foresee import JobFacts
 from shardwise.engine.fit.jobs import JobShelf
-from shardwise.engine.fit.knobs import KnobScope, assignments, overrides_of
+from shardwise.engine.fit.knobs import TIER_KNOBS, KnobScope, assignments, overrides_of
 from shardwise.engine.fit.search import SearchReport, batch_of, scope_of, search
 from shardwise.models import Gpt, GptPolicy
 from shardwise.simulate.bound import pipeline_bound, stage_seconds
@@ -181,6 +184,135 @@ def test_what_a_search_writes_trains(ranks: Any, tmp_path: Path) -> None:
     found.write(tmp_path / "best.yaml")
     losses = ranks(2).run(train, str(tmp_path / "best.yaml"))
     assert losses[0] == losses[1] > 0 and "stage: " in (tmp_path / "best.yaml").read_text()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_limit_ends_a_search_between_two_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on by a second at each look."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(searching.time, "monotonic", lambda: float(next(ticks)))
+    whole = found_in(1 << 30, limit_s=1000.0)
+    looks = next(ticks) - 1
+    assert "limit" not in whole.causes and whole.tried + 2 < looks
+    found = found_in(1 << 30, limit_s=looks - 2.0)
+    assert 0 < found.tried < whole.tried and found.causes["limit"] > 0
+    assert found.tried + found.pruned == whole.tried + whole.pruned
+
+
+class BoundedPoint(NamedTuple):
+    """One point that a search has priced, with the bounds that it had."""
+
+    said: tuple[str, ...]
+    bounds: tuple[float, ...]
+    step_s: float
+    held_bytes: int
+    peak_bytes: int
+
+
+def bounded(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[BoundedPoint]:
+    """Every point of a search that leaves nothing out, with its bounds."""
+    found: list[BoundedPoint] = []
+    plain, without_tiers = searching._Search._price, searching.JobBounds.point
+
+    def price(self: Any, shape: Any, said: tuple[str, ...], job: JobFacts, outlook: Any) -> int | None:
+        needs = plain(self, shape, said, job, outlook)
+        outlook = outlook or job.outlook(job.settings.offload, only_counted=True)
+        step_s = seconds_of(job, outlook, job.settings.offload, self._hardware).total
+        own = without_tiers(
+            self._bounds, job, shape.bound, state_key(job.settings, job.mesh.world_size, job.mesh)
+        )
+        bounds = (self._scaled_bound(shape), shape.bound.step_s, own.step_s)
+        if job.mesh.pp > 1:
+            config = load(self._given, self._overrides(shape.scope, shape.chosen))
+            passed = self._shelf.whole_pass(config, shape.scope.ranks)
+            bounds += (self._bounds.whole(passed, job).step_s,)
+        found.append(BoundedPoint(said, bounds, step_s, own.held_bytes, outlook.bytes_by_tier["device"]))
+        return needs
+
+    with monkeypatch.context() as patched:
+        patched.setattr(searching, "_BEST", 1 << 30)
+        patched.setattr(searching._Search, "_price", price)
+        search(**{"memory": {"device": 1 << 40}, **given})
+    return found
+
+
+def check_bounds(points: list[BoundedPoint]) -> None:
+    for point in points:
+        assert max(point.bounds) <= point.step_s, point
+        assert point.held_bytes <= point.peak_bytes, point
+
+
+def test_no_bound_of_a_point_is_above_its_price_or_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "JobShelf", lambda *_: shelf(2))
+    knobs = ("mesh.pp", "zero.stage", "zero.exchange")
+    given = {"make": lambda: gpt(2), "config": GIVEN, "example": tokens, "ranks": 2, "hardware": RATES}
+    points = bounded(monkeypatch, **given, knobs=knobs)
+    check_bounds(points)
+    assert len(points) > 10
+    assert any(1.1 * max(point.bounds) > point.step_s for point in points), "a bound is close to the price"
+    assert any(point.bounds[2] > 1.05 * point.bounds[1] for point in points), "a point's own bound is higher"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_bounds_hold_at_thousands_of_points(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    hardware: Hardware = RATES if device == "cpu" else find_hardware(device)
+    knobs = ("mesh.pp", "mesh.tp", "batch.micro_size", "pipeline.schedule", "pipeline.virtual_stages")
+    knobs += ("recompute", "zero.stage", "mesh.dp", "zero.exchange", "zero.reduce")
+    points = bounded(
+        monkeypatch,
+        make=lambda: gpt(4),
+        config={"batch": {"global_size": 16, "micro_size": 2}, "optimizer": {"type": "adamw"}},
+        example=tokens,
+        ranks=8,
+        device=torch.device("cpu" if device == "cpu" else "cuda"),
+        hardware=hardware,
+        knobs=knobs,
+        per_host=4,
+    )
+    check_bounds(points)
+    print(device, len(points), "points")
+    assert len(points) >= 2000
+
+
+@pytest.mark.soak
+def test_nothing_drawn_at_random_beats_what_a_search_finds() -> None:
+    """Points of 64 ranks on 8 hosts, with tiles and recomputation, of any shape and any state."""
+    hardware, device = find_hardware("h100"), torch.device("cuda")
+
+    def model() -> nn.Module:
+        with torch.device("meta"):
+            return Gpt(GptPolicy(layers=8, width=1024, heads=8, context=512, vocab=32000))
+
+    def ids(rows: int) -> dict[str, Tensor]:
+        each = torch.empty(rows, 512, dtype=torch.int64, device="meta")
+        return {"tokens": each, "targets": each}
+
+    given = load({"batch": {"global_size": 128, "micro_size": 1}, "precision": "bf16"})
+    memory: dict[Any, Any] = {"device": "4 GiB"}
+    found = search(model, given, memory, ids, ranks=64, device=device, hardware=hardware, per_host=8)
+    assert "limit" not in found.causes and found.best
+    made = JobShelf(model, device, ids, None, 8)
+    have = searching.budget(memory)
+    scope = scope_of(made, given, 64, have, (128, 1), 8)
+    keys = searching._searched((), None)
+    shapes = [each for each in assignments(scope, "shape", {}, keys) if searching._divides(scope, each)]
+    draws, looked, fitting = Random(7), 0, 0
+    while looked < 150:
+        states = list(assignments(scope, "state", draws.choice(shapes), keys - set(TIER_KNOBS)))
+        said = overrides_of(scope, draws.choice(states))
+        try:
+            job = made.job(load(given, said), 64)
+            outlook = job.outlook(job.settings.offload, only_counted=True)
+        except (ConfigError, PlanError):
+            continue
+        looked += 1
+        if is_within(outlook, have):
+            fitting += 1
+            price = seconds_of(job, outlook, job.settings.offload, hardware).total
+            assert price >= (found.best[0].step_s or 0), said
+    print(looked, "drawn", fitting, "fit", found.tried, "priced", found.pruned, "excluded")
+    assert fitting >= 50
 
 
 @pytest.mark.soak

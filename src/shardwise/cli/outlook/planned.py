@@ -269,9 +269,9 @@ def report_of(
     config, make, example, _, told = job.shapes
     assumes = (*assumes, *told)
     try:
-        known = read(make, config, job.ranks, setting.device, example)
+        known = read(make, config, job.ranks, setting.device, example, per_host=setting.per_host)
     except UsageError as error:
-        known = read(make, config, job.ranks, setting.device)
+        known = read(make, config, job.ranks, setting.device, per_host=setting.per_host)
         assumes = (*assumes, f"model state alone is counted: {error}")
     outlook = known.outlook(known.settings.offload)
     report = JobReport(
@@ -291,7 +291,14 @@ def report_of(
     report = replace(report, seconds=seconds._replace(pace=_pace(request, report, seconds, setting)))
     if not report.fits:
         found = fits(
-            make, config, memory, example, ranks=job.ranks, device=setting.device, hardware=setting.hardware
+            make,
+            config,
+            memory,
+            example,
+            ranks=job.ranks,
+            device=setting.device,
+            hardware=setting.hardware,
+            per_host=setting.per_host,
         )
         report = replace(report, changes=found.changes)
     if request.why:
@@ -349,7 +356,7 @@ def _seconds(
 def _why(
     request: PlanRequest, report: JobReport, job: PlannedJob, setting: PlanSetting
 ) -> tuple[tuple[MemoryReason, Mapping[str, Any]], ...]:
-    """Return the composition of the peak of the rank that needs most, and what removes each row."""
+    """Return the composition of the peak of the rank that needs most, and what removes each entry."""
     step, known = report.outlook.step, report.known
     assert step is not None, "a pass was measured"
     found = removals(
@@ -363,7 +370,7 @@ def _why(
         per_host=setting.per_host,
     )
     return tuple(
-        (reason, _removal(remover_of(reason.row, found)))
+        (reason, _removal(remover_of(reason, found)))
         for reason in known.reasons(report.outlook.plan, step, step.peak)
     )
 

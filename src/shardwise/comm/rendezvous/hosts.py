@@ -6,7 +6,11 @@ across   (0 2) (1 3)    the ranks in one place of their hosts
 within   (0 1) (2 3)    the ranks of one host
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.words import counted
+from shardwise.plan.exchange import Asked, GradientExchange
 
 Ranks = tuple[int, ...]
 
@@ -34,3 +38,32 @@ def levels_of(ranks: Ranks, hosts: Sequence[int]) -> tuple[list[Ranks], list[Ran
     if 1 in (len(starts), size) or len(starts) > len({*hosts}) or starts != [*range(0, len(ranks), size)]:
         return None
     return [tuple(column) for column in zip(*within, strict=True)], within
+
+
+def exchange_of(
+    axis: str, asked: Asked, kin: Sequence[Ranks], host_of: Callable[[int], int], is_native: bool
+) -> GradientExchange:
+    """Return how gradients are summed over the ranks along an axis.
+
+    Args:
+        axis: Name of the axis.
+        asked: Value of ``zero.exchange``.
+        kin: Groups of ranks along the axis; of groups that lie on hosts alike, one is enough.
+        host_of: Function that returns the number of a rank's host.
+        is_native: True if the backend has a reduce-scatter of its own.
+
+    Raises:
+        ConfigError: if ``two_level`` is asked for and the ranks do not lie evenly on their hosts.
+    """
+    lying = [[host_of(rank) for rank in ranks] for ranks in kin]
+    size, hosts = len(kin[0]), max(len({*each}) for each in lying)
+    is_even = hosts > 1 and all(
+        levels_of(ranks, each) is not None for ranks, each in zip(kin, lying, strict=True)
+    )
+    if asked == "two_level" and hosts > 1 and not is_even:
+        raise ConfigError(
+            f"zero.exchange: two_level needs equally many ranks of {axis!r} on each host, more than one and "
+            f"neighbours on the axis; here the {counted(size, 'rank')} of such a group lie on the hosts "
+            f"{', '.join(map(str, lying[0]))}; use auto"
+        )
+    return GradientExchange(asked, size, hosts, is_even, is_native)

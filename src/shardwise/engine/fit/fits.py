@@ -210,6 +210,7 @@ def fits(
     device: torch.device | None = None,
     loss: Loss | None = None,
     hardware: Hardware | None = None,
+    per_host: int | None = None,
 ) -> FitReport:
     """Check whether a step of the job fits ``memory``, and find the changes that make it fit.
 
@@ -224,6 +225,7 @@ def fits(
         device: device of the ranks; None: CPU.
         loss: the loss function, as ``initialize`` takes it.
         hardware: rates of a rank; None: measured in this process, in about a second.
+        per_host: ranks of one host; None: all ranks lie on one host.
 
     Returns:
         The needs of the job, and the changes that make it fit.
@@ -235,7 +237,11 @@ def fits(
     """
     device = device or torch.device("cpu")
     given, have = load(config), budget(memory)
-    known = read(make, given, ranks, device, example, loss)
+
+    def look(config: RunConfig) -> JobFacts:
+        return read(make, config, ranks, device, example, loss, per_host)
+
+    known = look(given)
     if not known.passed:
         missing = "an example is missing: a microbatch, or tensors of its shapes"
         raise UsageError(f"fits: {known.unforeseen or missing}")
@@ -246,20 +252,25 @@ def fits(
     now = seconds_of(known, outlook, known.settings.offload, hardware)
     if is_within(outlook, have):
         return FitReport(have, outlook, now, hardware, dtype, (), None)
-    jobs = itertools.chain(
-        [((), known)], _jobs(known, given, lambda config: read(make, config, ranks, device, example, loss))
-    )
-    with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
+    jobs = itertools.chain([((), known)], _jobs(known, given, look))
+    found, least = _tried(jobs, known, have, hardware, now.total)
+    return FitReport(have, outlook, now, hardware, dtype, found, None if found else least)
+
+
+def _tried(
+    jobs: Iterable[_Job], known: JobFacts, have: Mapping[Tier, int], hardware: Hardware, before_s: float
+) -> tuple[tuple[ConfigChange, ...], ConfigChange | None]:
+    """Return the changes that fit, the cheapest first, and of the others the one that needs least device memory."""
+    with_disk = process_bytes("disk" in have) if known.device.type == "cpu" else 0
     found: list[ConfigChange] = []
     least: ConfigChange | None = None
     for overrides, job in _with_unlike_passes(jobs):
-        for change in on_tiers(job, overrides, have, hardware, now.total, (known.process_bytes, with_disk)):
+        for change in on_tiers(job, overrides, have, hardware, before_s, (known.process_bytes, with_disk)):
             if is_within(change.outlook, have):
                 found.append(change)
             elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
                 least = change
-    found.sort(key=lambda change: (change.price_s, len(change.overrides)))
-    return FitReport(have, outlook, now, hardware, dtype, tuple(found), None if found else least)
+    return tuple(sorted(found, key=lambda change: (change.price_s, len(change.overrides)))), least
 
 
 def budget(memory: Memory) -> dict[Tier, int]:
@@ -398,11 +409,10 @@ def seconds_of(
     outlook: MemoryEstimate,
     offload: OffloadPolicy,
     hardware: Hardware,
-    per_host: int | None = None,
 ) -> StepSeconds:
     """Return the seconds of a step of a job with state and activations on the tiers of ``offload``."""
     policies = job.policies_with(offload)
-    return step_seconds(outlook.plan, policies, job.passed, hardware, job.device.type, per_host)
+    return step_seconds(outlook.plan, policies, job.passed, hardware, job.device.type, job.per_host)
 
 
 def is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:

@@ -43,6 +43,7 @@ from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.construction.outline import cut_policies_of, policies_of, with_fp8_layers
 from shardwise.engine.construction.recipe import recipe_of
 from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_build, save_copy_bytes
+from shardwise.engine.fit.hosts import exchanges_on_hosts
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
@@ -191,13 +192,19 @@ class JobFacts(NamedTuple):
     """Bytes of the parameters of a model that comes with its weights."""
     unforeseen: str = ""
     """Sentence on why an example gave no pass; empty if there is a pass, or no example."""
+    per_host: int | None = None
+    """Ranks of one host; None: all ranks lie on one host."""
 
     def policies_with(self, offload: OffloadPolicy) -> PlanPolicies:
         """Return the policies of the Plan with this offload policy."""
         return self.policies._replace(offload=offload)
 
-    def outlook(self, offload: OffloadPolicy) -> "MemoryEstimate":
+    def outlook(self, offload: OffloadPolicy, only_counted: bool = False) -> "MemoryEstimate":
         """Return the outlook with state and activations on the tiers of ``offload``.
+
+        Args:
+            offload: The tiers.
+            only_counted: True to leave out saves and loads if they do not count for the peak.
 
         Raises:
             ConfigError: if ``offload`` does not suit the job.
@@ -212,7 +219,11 @@ class JobFacts(NamedTuple):
         on = self.device.type
         steps = (
             with_outside(
-                step_memory(plan, policies, self.passed, on, rank, self.rows_beside(plan, rank)), plan, on
+                step_memory(
+                    plan, policies, self.passed, on, rank, self.rows_beside(plan, rank, only_counted)
+                ),
+                plan,
+                on,
             )
             for rank in plan.mesh.ranks("pp", 0)
         )
@@ -220,16 +231,26 @@ class JobFacts(NamedTuple):
             plan, tuple(steps), sum(each.flops for each in self.passed.values()), self._assumptions()
         )
 
-    def rows_beside(self, plan: Plan, rank: int) -> RowsBesideSteps:
-        """Return the rows of a rank's memory outside of its passes."""
+    def rows_beside(self, plan: Plan, rank: int, only_counted: bool = False) -> RowsBesideSteps:
+        """Return the rows of a rank's memory outside of its passes.
+
+        Args:
+            plan: The Plan.
+            rank: The rank.
+            only_counted: True to leave out saves and loads if they do not count for the peak.
+        """
         is_host = self.device.type == "cpu"
         shares = is_host and self.settings.comm.transport != "torch"
         always = {"process": self.process_bytes, "rings": ring_bytes(plan, rank) if shares else 0}
         policy = self.settings.checkpoint
+        build = rows_of_build(plan, rank, self.draws, self.given_bytes)
+        always = {row: size for row, size in always.items() if size}
+        if only_counted and policy.every is None:
+            return RowsBesideSteps(always=always, build=build)
         copy = save_copy_bytes(plan, rank) if policy.asynchronous else 0
         return RowsBesideSteps(
-            always={row: size for row, size in always.items() if size},
-            build=rows_of_build(plan, rank, self.draws, self.given_bytes),
+            always=always,
+            build=build,
             save={"save": copy},
             load=load_rows(plan, rank),
             saves=policy.every is not None,
@@ -286,6 +307,7 @@ def read(
     device: torch.device,
     example: Any = None,
     loss: Loss | None = None,
+    per_host: int | None = None,
 ) -> JobFacts:
     """Return everything about a job that does not depend on tiers.
 
@@ -296,6 +318,7 @@ def read(
         device: device of the ranks.
         example: a microbatch, or tensors of its shapes, or None.
         loss: the loss function, as ``initialize`` takes it.
+        per_host: ranks of one host; None: all ranks lie on one host.
 
     Raises:
         ShardwiseError: as ``foresee``, except for errors of cutting the model.
@@ -318,7 +341,8 @@ def read(
     settings = with_fp8_layers(settings, model, spec)
     precision = settings.precision
     policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates, blocks)
-    starts = spec.stage_starts(settings.pipeline, mesh.pp)
+    hosts = exchanges_on_hosts(mesh, settings.zero.exchange, per_host, device.type)
+    policies, starts = policies._replace(exchanges=hosts), spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     passed: Mapping[int, MeasuredPass] = {}
     unforeseen = ""
@@ -335,7 +359,7 @@ def read(
     beside, draws, given = _given_and_drawn(model, settings, device)
     has_experts = bool(find_stacks(model).stacks)
     parts = (settings, mesh, spec, policies, starts, tables, blocks, device, passed, has_experts)
-    return JobFacts(*parts, beside, draws, given, unforeseen)
+    return JobFacts(*parts, beside, draws, given, unforeseen, per_host)
 
 
 def _given_and_drawn(model: nn.Module, settings: RunConfig, device: torch.device) -> tuple[int, bool, int]:

@@ -26,6 +26,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.construction.outline import policies_of
 from shardwise.engine.fit.alike_passes import MEASURED_STAGES, blocks_by_stage, can_share, shared_passes
 from shardwise.engine.fit.foresee import JobFacts, process_bytes, read
+from shardwise.engine.fit.hosts import exchanges_on_hosts
 from shardwise.engine.parts.inputs import Loss
 from shardwise.models.layers import Head
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -56,16 +57,23 @@ class JobShelf:
         example: a microbatch, or tensors of its shapes, whose first dim counts samples; or a function from a number of
             samples to such a microbatch.
         loss: the loss function, as ``initialize`` takes it.
+        per_host: ranks of one host; None: all ranks lie on one host.
     """
 
     def __init__(
-        self, make: Callable[[], nn.Module], device: torch.device, example: Any, loss: Loss | None = None
+        self,
+        make: Callable[[], nn.Module],
+        device: torch.device,
+        example: Any,
+        loss: Loss | None = None,
+        per_host: int | None = None,
     ):
         self.device = device
         self.passes = 0
         """Number of passes on shapes that were measured."""
         self._make = make
         self._loss = loss
+        self._per_host = per_host
         self._example: MicrobatchMaker = example if callable(example) else partial(resized, example)
         self._described: dict[Hashable, JobFacts | _Failed] = {}
         self._passed: dict[Hashable, JobFacts | _Failed] = {}
@@ -86,10 +94,13 @@ class JobShelf:
         base = self._description(found)
         settings = found.config.model_copy(update={"precision": base.settings.precision})
         check_blocks(base.blocks, settings.offload)
+        policies = policies_of(settings, base.policies.group_of, base.policies.updates, base.blocks)
+        exchanges = exchanges_on_hosts(found.mesh, settings.zero.exchange, self._per_host, self.device.type)
         return base._replace(
             settings=settings,
             mesh=found.mesh,
-            policies=policies_of(settings, base.policies.group_of, base.policies.updates, base.blocks),
+            policies=policies._replace(exchanges=exchanges),
+            per_host=self._per_host,
             starts=base.spec.stage_starts(settings.pipeline, found.mesh.pp),
             process_bytes=self.process_bytes(settings.offload.optimizer == "disk"),
         )

@@ -51,6 +51,14 @@ class KnobScope(NamedTuple):
     """True if the model's training pass returns only the loss, so that ``tiles.logits`` is ``auto`` anyway."""
     tiers: tuple[Tier, ...] = ("device",)
     """Tiers whose memory is given."""
+    hosts: int = 1
+    """Hosts over which the ranks lie."""
+    tables: tuple[str, ...] = ()
+    """Names of the embedding tables."""
+    is_capped: bool = False
+    """True if a router has a capacity, so that its rows may travel in blocks."""
+    freed: frozenset[str] = frozenset()
+    """Keys of the knobs that may change the run's numbers."""
 
 
 class Knob(NamedTuple):
@@ -67,6 +75,8 @@ class Knob(NamedTuple):
     """Change of a rank's memory when the value grows; empty if the values have no order."""
     texts: Callable[[KnobScope, Values], Sequence[str]] | None = None
     """Overrides for the value; None: ``key=value``."""
+    frees: bool = False
+    """True if the knob has further values, which change the run's numbers and are tried if the key is freed."""
 
     def overrides(self, scope: KnobScope, chosen: Values) -> tuple[str, ...]:
         """Return the overrides that set the chosen value; empty if it is configured already."""
@@ -252,7 +262,7 @@ def _mesh_texts(scope: KnobScope, chosen: Values) -> Sequence[str]:
 
 
 def _exchanges(scope: KnobScope, chosen: Values) -> Sequence[str]:
-    others = ("auto", "sum", "all_to_all")
+    others = ("auto", "sum", "all_to_all", *["two_level"] * (scope.hosts > 1))
     is_cut = chosen["zero.stage"] and chosen["mesh.dp"].shard > 1
     return _first(scope.given.zero.exchange, others) if is_cut else ()
 
@@ -292,11 +302,45 @@ def _activation_tiers(scope: KnobScope, chosen: Values) -> Sequence[str]:
     return () if scope.is_cpu or "host" not in scope.tiers else ("device", "host")
 
 
+def _step_times(scope: KnobScope, chosen: Values) -> Sequence[str]:
+    """Return the times at which updates on another tier may end; with delayed ones a step has other numbers."""
+    if chosen["offload.optimizer"] == "device":
+        return ()
+    others = ("before_use", "at_end", *["delayed"] * ("offload.step" in scope.freed))
+    return _first(scope.given.offload.step, others)
+
+
 def _placements(scope: KnobScope, chosen: Values) -> Sequence[Any]:
-    now = dict(scope.given.tables.placement)
-    return _first(now, [{"*": placement} for placement in PLACEMENTS]) if scope.has_tables else ()
+    """Return placements of tables by name: every combination of few tables; of many, one table or all change.
+
+    Tables that are not named have the placement that the planner of tables chooses.
+    """
+    if not scope.has_tables:
+        return ()
+    now, tables = dict(scope.given.tables.placement), scope.tables
+    if (len(PLACEMENTS) + 1) ** len(tables) <= _MOST_PLACEMENTS:
+        choices = itertools.product((None, *PLACEMENTS), repeat=len(tables))
+        others = [_placed(now, dict(zip(tables, each, strict=True))) for each in choices]
+    else:
+        others = [{"*": placement} for placement in PLACEMENTS]
+        others += [_placed(now, {table: placement}) for table in tables for placement in PLACEMENTS]
+    return _first(now, others)
 
 
+def _placed(now: Mapping[str, str], chosen: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the configured placements with those of some tables in their place; None leaves a table as it is."""
+    placed = {table: placement for table, placement in chosen.items() if placement is not None}
+    return {**{pattern: each for pattern, each in now.items() if pattern not in placed}, **placed}
+
+
+def _expert_exchanges(scope: KnobScope, chosen: Values) -> Sequence[str]:
+    if not scope.is_capped or chosen["experts.rows"] is not None:
+        return ()
+    return ("counted", "blocks")
+
+
+_MOST_PLACEMENTS = 125
+"""Largest number of combinations of placements of tables that are all tried: those of three tables."""
 _BOTH: frozenset[Change] = frozenset({"memory", "time"})
 _ALL: frozenset[Change] = frozenset({"memory", "time", "numbers"})
 
@@ -330,6 +374,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("tiles.logits", _logits, _configured("tiles", "logits"), _BOTH, "shape"),
     Knob("tiles.mlp", _mlp, _configured("tiles", "mlp"), _BOTH, "shape"),
     Knob("experts.rows", _expert_rows, _configured("experts", "rows"), _BOTH, "shape", "more"),
+    Knob("experts.exchange", _expert_exchanges, _configured("experts", "exchange"), _BOTH, "shape"),
     Knob(
         "precision.reduce",
         lambda s, c: _first(s.given.precision.reduce, ("fp32", "bf16")),
@@ -373,6 +418,7 @@ KNOBS: tuple[Knob, ...] = (
         texts=_tier_texts,
     ),
     Knob("offload.parameters", _weight_tiers, _configured("offload", "parameters"), _BOTH, "state"),
+    Knob("offload.step", _step_times, _configured("offload", "step"), _BOTH, "state", frees=True),
     Knob("offload.fraction", lambda s, c: (), _configured("offload", "fraction"), _BOTH, "state", "less"),
 )
 """Every knob, in the order in which values are chosen.
@@ -407,7 +453,7 @@ def freed(keys: Collection[str]) -> frozenset[str]:
     Raises:
         ConfigError: if a key frees no knob.
     """
-    changing = [knob.key for knob in KNOBS if "numbers" in knob.changes]
+    changing = [knob.key for knob in KNOBS if "numbers" in knob.changes or knob.frees]
     found: set[str] = set()
     for key in keys:
         hits = [each for each in changing if each == key or each.startswith(f"{key}.")]

@@ -1,11 +1,17 @@
-"""Removals: how far each single change of a knob lowers the peak of a step, by row, and its price in seconds.
+"""Removals: how far each single change of a knob lowers the peak of a step, entry by entry, and its price in seconds.
 
-Each value of each knob that does not change the run's numbers is tried by itself on the configured job. The change that
-removes a row is the one under which the row falls most at the peak, among those under which the peak falls.
+Each value of each knob that does not change the run's numbers is tried by itself on the configured job, and the peak
+under it is composed of entries as that of the job is (simulate/why.py). The change that removes an entry is the one
+under which the entry falls most from peak to peak, among those under which the peak falls.
 
-Cost: a Plan for each value, and a pass on shapes where the value changes the passes.
+Entries of two jobs are the same if their row, their buffer or operation and their source line are; numbers in names
+are left out, because another layout begins a stage with another block.
+
+Cost: a Plan and a second walk for each value, and a pass on shapes where the value changes the passes.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +23,12 @@ from shardwise.base.errors import ConfigError, MeshError, PlanError, UsageError
 from shardwise.base.hardware import Hardware
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.fits import Memory, budget, seconds_of
-from shardwise.engine.fit.foresee import MemoryEstimate
+from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
 from shardwise.engine.fit.jobs import JobShelf, rows_of
 from shardwise.engine.fit.knobs import KNOBS, Copies, Knob, KnobScope, data_ranks, knob_of, overrides_of
 from shardwise.engine.fit.search import batch_of, hardware_of, scope_of
 from shardwise.engine.parts.inputs import Loss
+from shardwise.simulate.why import MemoryReason
 
 
 class Removal(NamedTuple):
@@ -33,8 +40,25 @@ class Removal(NamedTuple):
     """Bytes by which the peak of the device's memory falls."""
     price_s: float
     """Seconds that the change adds to a step."""
-    rows: Mapping[str, int]
-    """Bytes by which each row falls from peak to peak, without rows that stay."""
+    entries: Mapping["EntryKey", int]
+    """Bytes by which each entry falls from peak to peak, without entries that stay."""
+
+
+class EntryKey(NamedTuple):
+    """The origin of bytes at a peak, the same in every layout of one model."""
+
+    row: str
+    what: str
+    """Name of the buffer or the operation, without its numbers."""
+    line: str
+
+    @classmethod
+    def of(cls, reason: MemoryReason) -> "EntryKey":
+        """Return the key of an entry."""
+        return cls(reason.row, _NUMBER.sub("#", reason.what), reason.line)
+
+
+_NUMBER = re.compile(r"\d[\d,]*")
 
 
 def removals(
@@ -62,20 +86,22 @@ def removals(
         hardware: rates of a rank; None: measured in this process.
         loss: the loss function, as ``initialize`` takes it.
         knobs: keys of the knobs that are tried; None: all.
-        per_host: ranks of one host, within which tensors are cut; None: 8.
+        per_host: ranks of one host, within which tensors are cut; None: all ranks lie on one host, and tensors are cut
+            over 8 at most.
 
     Raises:
         ShardwiseError: as ``foresee``.
     """
     device, given = device or torch.device("cpu"), load(config)
-    shelf = JobShelf(make, device, example, loss)
+    shelf = JobShelf(make, device, example, loss, per_host)
     sizes = batch_of(given, [ranks], None if callable(example) else rows_of(example))
-    scope = scope_of(shelf, given, ranks, budget(memory), sizes, per_host or 8)
+    scope = scope_of(shelf, given, ranks, budget(memory), sizes, per_host)
     rates = hardware_of(hardware, given, device)
     now = _configured(scope)
     job = shelf.job(load(given, overrides_of(scope, now)), ranks)
     before = job.outlook(job.settings.offload)
-    before_s = seconds_of(job, before, job.settings.offload, rates, scope.per_host).total
+    entries = _entries(job, before)
+    before_s = seconds_of(job, before, job.settings.offload, rates).total
     found = []
     for knob in KNOBS:
         if "numbers" in knob.changes or (knobs is not None and knob.key not in knobs):
@@ -87,20 +113,43 @@ def removals(
                 outlook = job.outlook(job.settings.offload)
             except (ConfigError, PlanError, MeshError):
                 continue
-            seconds = seconds_of(job, outlook, job.settings.offload, rates, scope.per_host).total
-            found.append(_removal(said, before, outlook, seconds - before_s))
+            seconds = seconds_of(job, outlook, job.settings.offload, rates).total
+            fall = _fall(entries, _entries(job, outlook))
+            saves = before.bytes_by_tier["device"] - outlook.bytes_by_tier["device"]
+            found.append(Removal(said, saves, seconds - before_s, fall))
     return tuple(sorted(found, key=lambda each: (-each.saves_bytes, each.price_s, each.set)))
 
 
-def remover_of(row: str, found: Collection[Removal]) -> Removal | None:
-    """Return the change that removes most of a row of the peak; None if no change that lowers the peak does.
+def remover_of(reason: MemoryReason, found: Collection[Removal]) -> Removal | None:
+    """Return the change that removes most of an entry of the peak; None if no change that lowers the peak does.
 
     Args:
-        row: Name of a row.
+        reason: An entry of the composition of the peak.
         found: Result of ``removals``.
     """
-    helping = [each for each in found if each.saves_bytes > 0 and each.rows.get(row, 0) > 0]
-    return min(helping, key=lambda each: (-each.rows[row], each.price_s, each.set), default=None)
+    key = EntryKey.of(reason)
+    helping = [each for each in found if each.saves_bytes > 0 and each.entries.get(key, 0) > 0]
+    return min(helping, key=lambda each: (-each.entries[key], each.price_s, each.set), default=None)
+
+
+def _entries(job: JobFacts, outlook: MemoryEstimate) -> Counter[EntryKey]:
+    """Return the bytes of the entries at the peak of the rank that needs most.
+
+    Raises:
+        UsageError: if the job has no pass.
+    """
+    if outlook.step is None:
+        raise UsageError("removals: an example is missing: a microbatch, or tensors of its shapes")
+    found: Counter[EntryKey] = Counter()
+    for reason in job.reasons(outlook.plan, outlook.step):
+        found[EntryKey.of(reason)] += reason.bytes
+    return found
+
+
+def _fall(before: Counter[EntryKey], after: Counter[EntryKey]) -> dict[EntryKey, int]:
+    """Return the bytes by which each entry falls, without entries that stay."""
+    falls = {key: before[key] - after[key] for key in sorted({*before, *after})}
+    return {key: fall for key, fall in falls.items() if fall}
 
 
 def _configured(scope: KnobScope) -> dict[str, Any]:
@@ -131,19 +180,3 @@ def _changed(scope: KnobScope, knob: Knob, now: Mapping[str, Any]) -> Iterator[d
             chosen["offload.optimizer"] = value
         if chosen["batch.global_size"] % (dp * chosen["batch.micro_size"]) == 0:
             yield chosen
-
-
-def _removal(said: tuple[str, ...], before: MemoryEstimate, after: MemoryEstimate, price_s: float) -> Removal:
-    one, other = before.step, after.step
-    if one is None or other is None:
-        raise UsageError("removals: an example is missing: a microbatch, or tensors of its shapes")
-    rows = {
-        row: one.peak.rows.get(row, 0) - other.peak.rows.get(row, 0)
-        for row in {*one.peak.rows, *other.peak.rows}
-    }
-    return Removal(
-        said,
-        before.bytes_by_tier["device"] - after.bytes_by_tier["device"],
-        price_s,
-        {row: fall for row, fall in sorted(rows.items()) if fall},
-    )

@@ -37,8 +37,8 @@ from shardwise.base.errors import ConfigError, MeshError, PlanError, UsageError
 from shardwise.base.hardware import Hardware
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
-from shardwise.engine.fit.bound import PassWork, work_of
-from shardwise.engine.fit.fits import Memory, budget, is_within, on_tiers, seconds_of
+from shardwise.engine.fit.bound import JobBounds, PassWork, ShapeBound, state_key, work_of
+from shardwise.engine.fit.fits import ConfigChange, Memory, budget, is_within, on_tiers, seconds_of
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
 from shardwise.engine.fit.jobs import JobShelf, rows_of
 from shardwise.engine.fit.knobs import (
@@ -54,9 +54,8 @@ from shardwise.engine.fit.knobs import (
     overrides_of,
 )
 from shardwise.engine.parts.inputs import Loss
-from shardwise.plan.action import Kind
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Tier
-from shardwise.simulate.bound import pipeline_bound, stage_seconds
 from shardwise.simulate.rates import measured_hardware
 
 _BEST = 3
@@ -65,6 +64,8 @@ _REJECTED = 8
 """Number of configurations that lost narrowly, with reasons."""
 _ROUNDS = 2
 """Microbatches for each stage with which a point's memory is counted first."""
+_SLICES = 8
+"""Most ranks over which tensors are cut if the ranks of a host are not given."""
 _ALONE = (
     "mesh={}",
     "batch={}",
@@ -73,8 +74,6 @@ _ALONE = (
     "zero.reshard_after_forward=true",
 )
 """Overrides that put a job on one rank."""
-_SHARE_OF_KEPT = 0.9
-"""Share of the even part of the kept activations that the heaviest stage holds at least."""
 
 
 class SearchedPoint(NamedTuple):
@@ -196,11 +195,12 @@ def search(
         device: device of the ranks; None: CPU.
         hardware: rates of a rank; None: measured in this process, in about a second.
         free: keys that may change the numbers of the run: ``batch.global_size``, ``precision``, ``optimizer``,
-            ``offload.state``.
+            ``offload.state``, ``offload.step``.
         limit_s: seconds after which the search ends with what it has found; None: it ends when nothing can be better.
         loss: the loss function, as ``initialize`` takes it.
         knobs: keys of the knobs that are tried; None: all.
-        per_host: ranks of one host, within which tensors are cut; None: 8.
+        per_host: ranks of one host, within which tensors are cut; None: all ranks lie on one host, and tensors are cut
+            over 8 at most.
 
     Returns:
         The best configurations, and why others lost.
@@ -211,15 +211,15 @@ def search(
         UsageError: if the samples of a step are not known.
     """
     device, given, have = device or torch.device("cpu"), load(config), budget(memory)
-    shelf = JobShelf(make, device, example, loss)
+    shelf = JobShelf(make, device, example, loss, per_host)
     keys = _searched(free, knobs)
     counts = [ranks] if isinstance(ranks, int) else sorted(set(ranks))
     sizes = batch_of(given, counts, None if callable(example) else rows_of(example))
     hardware = hardware_of(hardware, given, device)
     ends_s = None if limit_s is None else time.monotonic() + limit_s
-    run = _Search(shelf, given, have, hardware, keys, ends_s)
+    run = _Search(shelf, given, have, hardware, keys, ends_s, per_host)
     for count in counts:
-        run.add(scope_of(shelf, given, count, have, sizes, per_host or 8))
+        run.add(scope_of(shelf, given, count, have, sizes, per_host, freed(free)))
     run.run()
     return run.report()
 
@@ -230,7 +230,8 @@ def scope_of(
     ranks: int,
     have: Mapping[Tier, int],
     sizes: tuple[int, int],
-    per_host: int,
+    per_host: int | None,
+    free: frozenset[str] = frozenset(),
 ) -> KnobScope:
     """Return the facts from which the values of the knobs follow.
 
@@ -240,15 +241,17 @@ def scope_of(
         ranks: Number of ranks.
         have: Bytes of a rank by tier.
         sizes: Samples of a step and of a microbatch.
-        per_host: Ranks of one host.
+        per_host: Ranks of one host; None: all ranks lie on one host.
+        free: Keys of the knobs that may change the run's numbers.
     """
     alone = load(given, _ALONE)
     facts = shelf.facts(alone, 1)
     experts = max((layer.experts for layer in facts.spec.experts.values()), default=0)
+    names = (table.name for _, _, table in facts.tables.each())
     return KnobScope(
         given,
         ranks,
-        per_host,
+        per_host or _SLICES,
         *sizes,
         len(facts.blocks),
         experts,
@@ -256,6 +259,10 @@ def scope_of(
         shelf.device.type == "cpu",
         shelf.gives_loss,
         tuple(have),
+        -(-ranks // (per_host or ranks)),
+        tuple(dict.fromkeys(names)),
+        any(layer.capacity is not None for layer in facts.spec.experts.values()),
+        free,
     )
 
 
@@ -310,27 +317,42 @@ def _searched(free: Collection[str], knobs: Collection[str] | None) -> frozenset
     return frozenset(plain | open_keys)
 
 
-@dataclass(order=True)
+@dataclass
 class _Shape:
-    """Points that have their passes in common, ordered by the bound of their time."""
+    """Points that have their passes in common."""
 
-    bound_s: float
-    """Seconds that a step takes at least, for each sample of the configured step."""
     number: int
     """Place in the order of the table, which decides between equal bounds."""
-    scope: KnobScope = field(compare=False)
-    chosen: Mapping[str, Any] = field(compare=False)
-    points: int = field(compare=False)
-    """Number of the shape's points."""
-    level: Literal["scaled", "whole", "stages"] = field(default="scaled", compare=False)
+    scope: KnobScope
+    chosen: Mapping[str, Any]
+    left: int
+    """Number of the shape's points of which nothing is known yet."""
+    bound: ShapeBound = ShapeBound(0.0)
+    level: Literal["scaled", "whole", "stages"] = "scaled"
     """Pass from which the bound comes: of another size, of the whole model, of the stages."""
-    children: "list[_Shape]" = field(default_factory=list, compare=False)
+    children: "list[_Shape]" = field(default_factory=list)
     """Shapes that differ by further recomputation or tiles."""
+    wanted: list[Mapping[str, Any]] | None = None
+    """Values of the state knobs that are tried, if the shape is a child: those that did not fit above it."""
+    is_open: bool = False
+    """True if the shape's points are looked at."""
+    is_passed: bool = False
+    """True if the shape is excluded, and its points are tried in its children."""
+    is_found: bool = False
+    """True if a point of the shape fits."""
+    is_small: bool = False
+    """True if a point was left out for another reason than memory."""
 
-    @property
-    def all_points(self) -> int:
-        """Number of points of the shape and of all below it."""
-        return self.points + sum(child.all_points for child in self.children)
+
+@dataclass
+class _Point:
+    """One configuration, which is looked at if its bound is the smallest."""
+
+    shape: _Shape
+    state: Mapping[str, Any]
+    said: tuple[str, ...]
+    held_bytes: int | None = None
+    """Bytes that a rank holds at least; None if they and the point's own bound are not computed yet."""
 
 
 _SCALED = ("batch.global_size", "batch.micro_size", "mesh.pp", "pipeline.schedule", "pipeline.virtual_stages")
@@ -369,6 +391,12 @@ def _parent_of(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {**chosen, "recompute": RecomputeChoice()}
 
 
+def _microbatches(shape: _Shape) -> int:
+    chosen = shape.chosen
+    ranks = data_ranks(shape.scope, chosen)
+    return int(chosen["batch.global_size"] // ranks // chosen["batch.micro_size"])
+
+
 class _Search:
     """A search under way."""
 
@@ -380,6 +408,7 @@ class _Search:
         hardware: Hardware,
         keys: frozenset[str],
         ends_s: float | None,
+        per_host: int | None,
     ):
         self._shelf = shelf
         self._given = given
@@ -387,18 +416,18 @@ class _Search:
         self._hardware = hardware
         self._keys = keys
         self._ends_s = ends_s
+        self._bounds = JobBounds(hardware, shelf.device.type == "cpu", per_host)
         self._shapes: list[_Shape] = []
-        self._whole: dict[Any, PassWork | None] = {}
-        """Work of one sample of the whole model on one rank, by dtype; None if such a pass is refused."""
-        self._works: dict[Any, list[tuple[int, PassWork]]] = {}
-        """Work of measured passes with their samples, by the values that do not scale them."""
+        self._heap: list[tuple[float, int, _Shape | _Point]] = []
+        """Shapes and points that are looked at next, by (bound of the seconds for each sample, number)."""
+        self._works: dict[Any, list[tuple[int, PassWork]] | None] = {}
+        """Work of measured passes with their samples, by the values that do not scale them; None: refused."""
         self._too_large: dict[Any, int] = {}
         """Smallest microbatch that does not fit, by the rest of the shape."""
         self._priced: list[tuple[float, int, SearchedPoint]] = []
         """Points that fit, with (seconds for each sample, place in the search)."""
         self._lost: list[tuple[float, int, SearchedPoint]] = []
         """Points that do not fit or are refused, with (bound of their seconds, place)."""
-        self._counts: dict[Any, int] = {}
         self._causes: Counter[str] = Counter()
         self._numbers = itertools.count()
 
@@ -407,90 +436,75 @@ class _Search:
     def add(self, scope: KnobScope) -> None:
         """Add every shape of a job that has no parent, and keep the others with their parents."""
         shapes: dict[Any, _Shape] = {}
+        counts: dict[Any, int] = {}
         for chosen in assignments(scope, "shape", {}, self._keys):
-            if _divides(scope, chosen):
-                points = self._count(scope, chosen)
-                shapes[_key(chosen)] = _Shape(0.0, next(self._numbers), scope, chosen, points)
-            else:
+            if not _divides(scope, chosen):
                 self._causes["rules"] += 1
+                continue
+            sizes = ("mesh.pp", "mesh.tp", "batch.global_size", "batch.micro_size")
+            key = tuple(chosen[each] for each in sizes)
+            if key not in counts:
+                counts[key] = sum(1 for _ in self._states(scope, chosen))
+            shapes[_key(chosen)] = _Shape(next(self._numbers), scope, chosen, counts[key])
+        self._shapes += shapes.values()
         for shape in shapes.values():
             parent = shapes.get(_key(_parent_of(shape.chosen)))
             if parent is None or parent is shape:
-                self._push(shape)
+                self._push(shape, self._scaled_bound(shape))
             else:
                 parent.children.append(shape)
+                shape.wanted = []
 
-    def _push(self, shape: _Shape) -> None:
-        """Add a shape to those that are looked at, with the bound that is known."""
-        if shape.level == "scaled":
-            shape.bound_s = max(shape.bound_s, self._scaled_bound(shape))
-        heapq.heappush(self._shapes, shape)
-
-    def _leave(self, shape: _Shape, is_needed: bool) -> None:
-        """End the look at a shape; its children are needed if a point of it did not fit or is not possible."""
-        for child in shape.children:
-            if is_needed:
-                self._push(child)
-            else:
-                self._causes["time"] += child.all_points
+    def _push(self, shape: _Shape, step_s: float) -> None:
+        """Add a shape to those that are looked at, with a bound of its step's seconds."""
+        shape.bound = shape.bound._replace(step_s=max(shape.bound.step_s, step_s))
+        heapq.heappush(self._heap, (self._per_sample(shape, shape.bound.step_s), shape.number, shape))
 
     def _states(self, scope: KnobScope, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the values of the state knobs, all state on the device: tiers are tried where a point does not fit."""
-        yield from assignments(scope, "state", chosen, self._keys - set(TIER_KNOBS))
+        for each in assignments(scope, "state", chosen, self._keys - set(TIER_KNOBS)):
+            yield {key: value for key, value in each.items() if key not in chosen}
 
-    def _count(self, scope: KnobScope, chosen: Mapping[str, Any]) -> int:
-        """Return the number of points of a shape, which follows from its ranks and samples."""
-        sizes = (chosen[key] for key in ("mesh.pp", "mesh.tp", "batch.global_size", "batch.micro_size"))
-        key = scope.ranks, *sizes
-        if key not in self._counts:
-            self._counts[key] = sum(1 for _ in self._states(scope, chosen))
-        return self._counts[key]
+    def _per_sample(self, shape: _Shape, seconds: float) -> float:
+        return seconds * shape.scope.global_size / shape.chosen["batch.global_size"]
 
-    def _microbatches(self, shape: _Shape) -> int:
+    def _mesh(self, shape: _Shape) -> Mesh:
         chosen = shape.chosen
-        return chosen["batch.global_size"] // data_ranks(shape.scope, chosen) // chosen["batch.micro_size"]
-
-    def _per_sample(self, seconds: float, chosen: Mapping[str, Any], scope: KnobScope) -> float:
-        return seconds * scope.global_size / chosen["batch.global_size"]
-
-    def _even_bound(self, shape: _Shape, work: PassWork) -> float:
-        """Return the bound if the work of a microbatch is dealt evenly to the stages."""
-        chosen, pp = shape.chosen, shape.chosen["mesh.pp"]
-        stages = pp * chosen["pipeline.virtual_stages"]
-        each_s = work.seconds / stages
-        bound_s = pipeline_bound([each_s] * stages, pp, self._microbatches(shape))
-        return self._per_sample(bound_s, chosen, shape.scope)
+        axes = {key: chosen[f"mesh.{key}"] for key in ("pp", "tp", "ep", "etp")}
+        return Mesh(dp_shard=data_ranks(shape.scope, chosen), **axes)
 
     def _scaled_bound(self, shape: _Shape) -> float:
         """Return the largest bound from the passes of other sizes; one sample of the whole model is always known."""
         chosen = shape.chosen
-        size = chosen["batch.micro_size"]
-        whole = self._whole_model(shape.scope, chosen)
-        found = 0.0
-        if whole is not None:
-            found = self._even_bound(shape, whole.scaled(size / chosen["mesh.tp"]))
-        for rows, work in self._works.get(_key(chosen, *_SCALED), ()):
-            found = max(found, self._even_bound(shape, work.scaled(size / rows)))
+        size, found = chosen["batch.micro_size"], 0.0
+        rest = chosen["pipeline.virtual_stages"], _microbatches(shape)
+        try:
+            mesh = self._mesh(shape)
+        except MeshError:
+            return found  # which the look at the shape's own pass reports
+        for rows, work in self._whole_model(shape.scope, chosen):
+            sample = work.scaled(size / rows, chosen["mesh.tp"])._replace(sent=())
+            found = max(found, self._bounds.scaled(sample, mesh, *rest))
+        for rows, work in self._works.get(_key(chosen, *_SCALED)) or ():
+            alike = work.scaled(size / rows)
+            if chosen["tiles.mlp"] != "off":  # whose calls grow in number
+                alike = alike._replace(sent=())
+            found = max(found, self._bounds.scaled(alike, mesh, *rest))
         return found
 
-    def _whole_model(self, scope: KnobScope, chosen: Mapping[str, Any]) -> PassWork | None:
-        """Return the work of one sample of the model on one rank without recomputation and tiles; None if refused."""
-        alone = {
-            **chosen,
-            **_PLAIN,
-            "batch.micro_size": scope.micro_size,
-            "batch.global_size": scope.micro_size,
-        }
-        alone = {key: value for key, value in alone.items() if key in chosen}
+    def _whole_model(self, scope: KnobScope, chosen: Mapping[str, Any]) -> Sequence[tuple[int, PassWork]]:
+        """Return the work of the model on one rank without recomputation and tiles, with its samples."""
+        sizes = dict.fromkeys(("batch.micro_size", "batch.global_size"), scope.micro_size)
+        alone = {key: value for key, value in {**chosen, **_PLAIN, **sizes}.items() if key in chosen}
         key = _key(alone)
-        if key not in self._whole:
+        if key not in self._works:
             try:
                 config = load(self._given, self._overrides(scope._replace(ranks=1), alone))
                 work = work_of(self._shelf.whole_pass(config, 1), self._hardware, scope.is_cpu)
-                self._whole[key] = PassWork(*(each / scope.micro_size for each in work))
+                self._works[key] = [(scope.micro_size, work)]
             except (ConfigError, PlanError, MeshError, UsageError):
-                self._whole[key] = None
-        return self._whole[key]
+                self._works[key] = None
+        return self._works[key] or ()
 
     def _overrides(self, scope: KnobScope, chosen: Mapping[str, Any]) -> tuple[str, ...]:
         return overrides_of(scope, {"mesh.dp": Copies(1, data_ranks(scope, chosen)), **chosen})
@@ -498,37 +512,45 @@ class _Search:
     # Walking ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Look at the shapes, the smallest bound first, until no other can be among the best."""
-        while self._shapes:
-            shape = heapq.heappop(self._shapes)
-            is_late = self._ends_s is not None and time.monotonic() > self._ends_s
-            if is_late or shape.bound_s >= self._worst_s:
-                self._shapes.append(shape)
-                self._prune("limit" if is_late else "time")
-                return
-            if self._is_too_large(shape):
-                self._causes["memory"] += shape.points
-                self._leave(shape, True)
-            elif shape.level == "stages":
-                self._expand(shape)
-            elif shape.level == "scaled" and (better_s := self._scaled_bound(shape)) > shape.bound_s:
-                shape.bound_s = better_s
-                heapq.heappush(self._shapes, shape)
+        """Look at shapes and points, the smallest bound first, until no other can be among the best."""
+        cause = "time"
+        while self._heap:
+            bound_s, number, item = heapq.heappop(self._heap)
+            is_late = self._is_late
+            if is_late or bound_s >= self._worst_s:
+                cause = "limit" if is_late else cause
+                heapq.heappush(self._heap, (bound_s, number, item))
+                break
+            if isinstance(item, _Point):
+                self._look(item, bound_s, number)
+            elif self._is_too_large(item):
+                self._pass_over(item, "memory")
+            elif item.level == "scaled" and (better_s := self._scaled_bound(item)) > item.bound.step_s:
+                self._push(item, better_s)
+            elif item.level == "stages":
+                self._open(item)
             else:
-                self._refine(shape)
+                self._refine(item)
+        self._leave_rest(cause)
+
+    @property
+    def _is_late(self) -> bool:
+        """True if the seconds that the search may take are over."""
+        return self._ends_s is not None and time.monotonic() > self._ends_s
 
     @property
     def _worst_s(self) -> float:
         """Seconds for each sample of the third best point."""
         return self._priced[_BEST - 1][0] if len(self._priced) >= _BEST else float("inf")
 
-    def _prune(self, cause: str) -> None:
-        """Pass over all shapes that are left."""
-        for shape in sorted(self._shapes)[:_REJECTED]:
+    def _leave_rest(self, cause: str) -> None:
+        """Count what is left as excluded, and note what was nearest to being looked at."""
+        for bound_s, _, item in sorted(self._heap, key=lambda each: each[:2])[:_REJECTED]:
+            shape, said = (item.shape, item.said) if isinstance(item, _Point) else (item, None)
             if cause == "time":
-                self._lose(shape, None, f"takes {shape.bound_s:.3g} s at least")
-        self._causes[cause] += sum(shape.all_points for shape in self._shapes)
-        self._shapes.clear()
+                self._lose(shape, None, f"takes {bound_s:.3g} s at least", said, bound_s)
+        self._heap.clear()
+        self._causes[cause] += sum(shape.left for shape in self._shapes)
 
     def _refine(self, shape: _Shape) -> None:
         """Replace the bound of a shape by one from its own passes."""
@@ -538,81 +560,132 @@ class _Search:
             if shape.level == "scaled":
                 passed = self._shelf.whole_pass(config, scope.ranks)
                 work = work_of(passed, self._hardware, scope.is_cpu)
-                self._works.setdefault(_key(chosen, *_SCALED), []).append((chosen["batch.micro_size"], work))
-                bound_s = self._even_bound(shape, work if chosen["mesh.pp"] == 1 else work.scaled(1.0))
-                shape.level = "stages" if chosen["mesh.pp"] == 1 else "whole"
-                if self._keeps_too_much(shape, passed):
-                    self._pass_over(shape)
-                    return
+                works = self._works.setdefault(_key(chosen, *_SCALED), [])
+                if works is not None:
+                    works.append((chosen["batch.micro_size"], work))
+                if chosen["mesh.pp"] > 1:
+                    bound = self._bounds.whole(passed, self._shelf.facts(config, scope.ranks))
+                    shape.level = "whole"
+                else:
+                    bound = self._bounds.stages(self._shelf.job(config, scope.ranks))
+                    shape.level = "stages"
             else:
-                job = self._shelf.job(config, scope.ranks)
-                stages = stage_seconds(job.passed, self._hardware, job.device.type)
-                bound_s = pipeline_bound(stages, chosen["mesh.pp"], self._microbatches(shape))
-                bound_s = self._per_sample(bound_s, chosen, scope)
+                bound = self._bounds.stages(self._shelf.job(config, scope.ranks))
                 shape.level = "stages"
         except (ConfigError, PlanError, MeshError) as error:
-            self._causes["rules"] += shape.points
             self._lose(shape, None, str(error))
-            self._leave(shape, True)
+            self._pass_over(shape, "rules")
             return
-        shape.bound_s = max(shape.bound_s, bound_s)
-        heapq.heappush(self._shapes, shape)
+        shape.bound = bound._replace(step_s=max(shape.bound.step_s, bound.step_s))
+        if max(bound.kept) > self._have["device"] and not self._moves_activations(shape):
+            self._remember_size(shape)
+            self._lose(shape, None, f"keeps more activations than {bytes_text(self._have['device'])}")
+            self._pass_over(shape, "memory")
+            return
+        self._push(shape, bound.step_s)
 
-    def _pass_over(self, shape: _Shape) -> None:
-        """End the look at a shape that keeps more activations than the memory."""
-        self._remember_size(shape)
-        self._causes["memory"] += shape.points
-        self._lose(shape, None, f"keeps more activations than {bytes_text(self._have['device'])}")
-        self._leave(shape, True)
+    def _moves_activations(self, shape: _Shape) -> bool:
+        """Return True if activations may move to the host, so that kept ones do not exclude a point."""
+        return "offload.activations" in self._keys and "host" in self._have and not shape.scope.is_cpu
 
-    def _keeps_too_much(self, shape: _Shape, passed: Any) -> bool:
-        """Return True if the activations that an average stage keeps exceed the memory of the device."""
-        if "host" in self._have and not shape.scope.is_cpu:
-            return False
-        kept = sum(share.net_bytes for (kind, _), share in passed.shares.items() if kind is Kind.F)
-        pp, count = shape.chosen["mesh.pp"], self._microbatches(shape)
-        in_flight = sum(min(count, pp - place) for place in range(pp)) / pp
-        return _SHARE_OF_KEPT * kept / pp * in_flight > self._have["device"]
+    def _moves_state(self, shape: _Shape) -> bool:
+        """Return True if state may move to another tier, so that its size does not exclude a point."""
+        tiers = {tier for tier in self._have if tier == "disk" or not shape.scope.is_cpu} - {"device"}
+        return bool(tiers and self._keys & set(TIER_KNOBS))
+
+    def _pass_over(self, shape: _Shape, cause: str) -> None:
+        """Exclude all points of a shape that are not known; those of its children are tried."""
+        self._causes[cause] += shape.left
+        states = self._states(shape.scope, shape.chosen) if shape.wanted is None else shape.wanted
+        for state in list(states):
+            self._want(shape, state)
+        shape.left, shape.is_passed = 0, True
 
     def _rest(self, shape: _Shape) -> Any:
         """Return a key that shapes share which differ in the size of the microbatch alone."""
         return shape.scope.ranks, _key(shape.chosen, "batch.micro_size")
 
     def _remember_size(self, shape: _Shape) -> None:
-        key, size = self._rest(shape), shape.chosen["batch.micro_size"]
-        self._too_large[key] = min(size, self._too_large.get(key, size))
+        if shape.wanted is None:  # all states were tried
+            key, size = self._rest(shape), shape.chosen["batch.micro_size"]
+            self._too_large[key] = min(size, self._too_large.get(key, size))
 
     def _is_too_large(self, shape: _Shape) -> bool:
         return shape.chosen["batch.micro_size"] >= self._too_large.get(self._rest(shape), 1 << 62)
 
     # Points ----------------------------------------------------------------------------------------------------------
 
-    def _expand(self, shape: _Shape) -> None:
-        """Price every point of a shape that fits."""
-        least: tuple[int, tuple[str, ...]] | None = None
-        is_found, all_fit = False, True
-        for chosen in self._states(shape.scope, shape.chosen):
-            said = self._overrides(shape.scope, chosen)
-            try:
-                job = self._shelf.job(load(self._given, said), shape.scope.ranks)
-                needs, is_moved = self._try_point(shape, chosen, said, job)
-            except (ConfigError, PlanError, MeshError) as error:
-                self._causes["rules"] += 1
-                self._lose(shape, None, str(error), said)
-                continue
-            is_found |= needs is None
-            all_fit &= needs is None and not is_moved
-            if needs is not None and (least is None or needs < least[0]):
-                least = needs, said
-        if least is not None:
-            self._lose(shape, least[0], f"more than {bytes_text(self._have['device'])}", least[1])
-            if not is_found:
-                self._remember_size(shape)
-        self._leave(shape, not all_fit or not is_found)
+    def _open(self, shape: _Shape) -> None:
+        """Add the points of a shape to those that are looked at; of a child, those that did not fit above it."""
+        shape.is_open = True
+        for state in self._states(shape.scope, shape.chosen) if shape.wanted is None else shape.wanted:
+            self._push_point(shape, state)
 
-    def _try_point(
-        self, shape: _Shape, chosen: Mapping[str, Any], said: tuple[str, ...], job: JobFacts
-    ) -> tuple[int | None, bool]:
+    def _push_point(self, shape: _Shape, state: Mapping[str, Any]) -> None:
+        said = self._overrides(shape.scope, {**shape.chosen, **state})
+        point = _Point(shape, state, said)
+        bound_s = self._per_sample(shape, shape.bound.step_s)
+        heapq.heappush(self._heap, (bound_s, next(self._numbers), point))
+
+    def _want(self, shape: _Shape, state: Mapping[str, Any]) -> None:
+        """Try the children of a shape, which keep less, with values of the state knobs that did not fit in it."""
+        for child in shape.children:
+            assert child.wanted is not None, "it is a child"
+            is_new = not child.wanted
+            child.wanted.append(state)
+            if child.is_open:
+                self._push_point(child, state)
+            elif child.is_passed:
+                self._want(child, state)
+            elif is_new:
+                self._push(child, max(self._scaled_bound(child), shape.bound.step_s))
+
+    def _look(self, point: _Point, bound_s: float, number: int) -> None:
+        """Compute a point's own bound, or price the point if it fits."""
+        shape = point.shape
+        needs: int | None
+        try:
+            config = load(self._given, point.said)
+            if point.held_bytes is None:
+                own_s = self._bound_point(point, config)
+                if own_s > bound_s:
+                    heapq.heappush(self._heap, (own_s, number, point))
+                    return
+            assert point.held_bytes is not None, "its bound is computed"
+            job = self._shelf.job(config, shape.scope.ranks)
+            if point.held_bytes > self._have["device"] and not self._moves_state(shape):
+                self._causes["memory"] += 1
+                needs, is_moved = point.held_bytes, True
+            else:
+                needs, is_moved = self._try_point(shape, point.said, job)
+        except (ConfigError, PlanError, MeshError) as error:
+            self._causes["rules"] += 1
+            self._lose(shape, None, str(error), point.said)
+            needs, is_moved, shape.is_small = None, True, True
+        else:
+            shape.is_found |= needs is None
+        shape.left -= 1
+        if needs is not None:
+            self._lose(shape, needs, f"more than {bytes_text(self._have['device'])}", point.said)
+        if is_moved:
+            self._want(shape, point.state)
+        if not shape.left and not shape.is_found and not shape.is_small:
+            self._remember_size(shape)
+
+    def _bound_point(self, point: _Point, config: RunConfig) -> float:
+        """Return the bound of the seconds for each sample, and note the bytes that the point holds at least."""
+        shape, ranks = point.shape, point.shape.scope.ranks
+        if shape.scope.has_tables:
+            job = self._shelf.job(config, ranks)
+            key: Hashable = point.said
+        else:
+            job = self._shelf.facts(config, ranks)
+            key = state_key(config, ranks, job.mesh)
+        found = self._bounds.point(job, shape.bound, key)
+        point.held_bytes = found.held_bytes
+        return self._per_sample(shape, found.step_s)
+
+    def _try_point(self, shape: _Shape, said: tuple[str, ...], job: JobFacts) -> tuple[int | None, bool]:
         """Price a point if it fits, with state on another tier if need be.
 
         Returns:
@@ -621,13 +694,17 @@ class _Search:
         few = _ROUNDS * job.mesh.pp * job.settings.pipeline.virtual_stages
         count = job.policies.microbatches
         short = job if count <= few else job._replace(policies=job.policies._replace(microbatches=few))
-        outlook = short.outlook(job.settings.offload)
+        outlook = short.outlook(job.settings.offload, only_counted=True)
         if is_within(outlook, self._have):
-            return self._price(shape, chosen, said, job, outlook if short is job else None), False
+            return self._price(shape, said, job, outlook if short is job else None), False
         least = outlook.bytes_by_tier["device"]
         fits_on_tier = False
-        for words in self._moves(short):
-            needs = self._price_moved(shape, chosen, (*said, *words))
+        for words in self._moves(shape, short) if self._moves_state(shape) else ():
+            try:
+                moved = self._shelf.job(load(self._given, (*said, *words)), shape.scope.ranks)
+                needs = self._price(shape, (*said, *words), moved, None)
+            except (ConfigError, PlanError):
+                continue  # such as delayed updates of a part of the Units
             fits_on_tier |= needs is None
             least = least if needs is None else min(least, needs)
         if fits_on_tier:
@@ -635,51 +712,61 @@ class _Search:
         self._causes["memory"] += 1
         return least, True
 
-    def _moves(self, short: JobFacts) -> list[tuple[str, ...]]:
+    def _moves(self, shape: _Shape, short: JobFacts) -> list[tuple[str, ...]]:
         """Return overrides that move state or activations to other tiers, each with the smallest fraction that fits."""
         process = self._shelf.process_bytes(False), self._shelf.process_bytes("disk" in self._have)
         allowed = self._keys & set(TIER_KNOBS)
         found = []
         for change in on_tiers(short, (), self._have, self._hardware, 0.0, process):
+            if self._is_late:
+                break
             keys = {text.partition("=")[0] for text in change.overrides} - {"offload.disk_path"}
             if change.overrides and keys <= allowed and is_within(change.outlook, self._have):
-                found.append(change.overrides)
+                found += [(*change.overrides, *words) for words in self._step_times(shape, change)]
         return found
 
-    def _price_moved(self, shape: _Shape, chosen: Mapping[str, Any], said: tuple[str, ...]) -> int | None:
-        job = self._shelf.job(load(self._given, said), shape.scope.ranks)
-        return self._price(shape, chosen, said, job, None)
+    def _step_times(self, shape: _Shape, change: ConfigChange) -> list[tuple[str, ...]]:
+        """Return overrides of the time at which updates on another tier end, the configured time first."""
+        moved = next(
+            (text.partition("=")[2] for text in change.overrides if text.startswith("offload.optimizer=")), ""
+        )
+        if not moved or "offload.step" not in self._keys:
+            return [()]
+        knob = knob_of("offload.step")
+        values = knob.values(shape.scope, {"offload.optimizer": moved})
+        return [knob.overrides(shape.scope, {"offload.step": value}) for value in values]
 
     def _price(
-        self,
-        shape: _Shape,
-        chosen: Mapping[str, Any],
-        said: tuple[str, ...],
-        job: JobFacts,
-        outlook: MemoryEstimate | None,
+        self, shape: _Shape, said: tuple[str, ...], job: JobFacts, outlook: MemoryEstimate | None
     ) -> int | None:
         """Price a point; return the bytes that it needs if it does not fit with all of its microbatches."""
         offload = job.settings.offload
-        outlook = outlook or job.outlook(offload)
+        outlook = outlook or job.outlook(offload, only_counted=True)
         peak = outlook.bytes_by_tier["device"]
         if not is_within(outlook, self._have):
             self._causes["memory"] += 1
             return peak
-        step_s = seconds_of(job, outlook, offload, self._hardware, shape.scope.per_host).total
+        step_s = seconds_of(job, outlook, offload, self._hardware).total
         self._causes["priced"] += 1
         point = SearchedPoint(said, shape.scope.ranks, step_s, peak)
         if any(point[1:] == other[1:] for _, _, other in self._priced):
             return None  # a key without effect on this job
-        self._priced.append((self._per_sample(step_s, chosen, shape.scope), next(self._numbers), point))
+        self._priced.append((self._per_sample(shape, step_s), next(self._numbers), point))
         self._priced.sort(key=lambda each: each[:2])
         return None
 
     def _lose(
-        self, shape: _Shape, peak: int | None, reason: str, said: tuple[str, ...] | None = None
+        self,
+        shape: _Shape,
+        peak: int | None,
+        reason: str,
+        said: tuple[str, ...] | None = None,
+        bound_s: float | None = None,
     ) -> None:
         said = self._overrides(shape.scope, shape.chosen) if said is None else said
         point = SearchedPoint(said, shape.scope.ranks, None, peak, reason)
-        self._lost.append((shape.bound_s, next(self._numbers), point))
+        bound_s = self._per_sample(shape, shape.bound.step_s) if bound_s is None else bound_s
+        self._lost.append((bound_s, next(self._numbers), point))
 
     # Result ----------------------------------------------------------------------------------------------------------
 

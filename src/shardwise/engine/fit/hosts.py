@@ -1,0 +1,36 @@
+"""Hosts of a planned job: the ways to sum gradients over ranks that lie on several hosts, before any rank exists.
+
+Rank r lies on host r // per_host, as launchers number them. The ways are those that the ranks themselves find when they
+meet (comm/rendezvous/hosts.py).
+
+Cost: one group of ranks for each axis of sharded state, if all groups lie on hosts alike; else all groups.
+"""
+
+from shardwise.comm.rendezvous.hosts import exchange_of
+from shardwise.plan.exchange import Asked, GradientExchange
+from shardwise.plan.mesh import DENSE, EXPERT, Mesh
+from shardwise.simulate.exchange_price import is_aligned
+
+
+def exchanges_on_hosts(
+    mesh: Mesh, asked: Asked, per_host: int | None, device_type: str
+) -> dict[str, GradientExchange]:
+    """Return the ways to sum gradients over the ranks of an axis, by axis; empty if all ranks lie on one host.
+
+    Args:
+        mesh: The mesh.
+        asked: Value of ``zero.exchange``.
+        per_host: Ranks of one host; None: all ranks lie on one host.
+        device_type: Type of the device, such as ``cpu``.
+
+    Raises:
+        ConfigError: if ``two_level`` is asked for and the ranks do not lie evenly on their hosts.
+    """
+    if per_host is None or mesh.world_size <= per_host:
+        return {}
+    found = {}
+    for axis in (DENSE[1], EXPERT[1]):
+        alone = mesh.size(axis) == 1
+        kin = [mesh.ranks(axis, 0)] if alone or is_aligned(mesh, axis, per_host) else mesh.groups(axis)
+        found[axis] = exchange_of(axis, asked, kin, lambda rank: rank // per_host, device_type != "cpu")
+    return found
