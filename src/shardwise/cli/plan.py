@@ -128,7 +128,8 @@ def command(
     """
     from shardwise.base.errors import UsageError
     from shardwise.cli.check import memory_of
-    from shardwise.cli.outlook import planned
+    from shardwise.cli.outlook.planned import plan
+    from shardwise.cli.outlook.planned_job import PlanRequest
 
     if devices or calibrate or refit is not None:
         for line in _hardware_lines(devices, calibrate, refit, device, write):
@@ -141,13 +142,13 @@ def command(
     if mfu is not None and step_s is not None:
         raise UsageError("plan: --mfu and --step-s both replace the seconds of a step; give one")
     has = None if memory is None else memory_of(memory)
-    request = planned.PlanRequest(config, tuple(overrides or ()), ranks, device, per_host, has)
+    request = PlanRequest(config, tuple(overrides or ()), ranks, device, per_host, has)
     request = request._replace(
         mfu=mfu, step_s=step_s, failures_per_day=failures_per_day, against=against, why=why
     )
     freed = tuple(key.strip() for key in free.split(",") if key.strip())
     request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
-    report = planned.plan(request)
+    report = plan(request)
     typer.echo(report.to_json() if as_json else "\n".join(report.lines()))
     raise typer.Exit(0 if report.answers else 2)
 
@@ -157,15 +158,16 @@ def _hardware_lines(
 ) -> list[str]:
     """Do what an option on tables of hardware asks for, and return lines for people."""
     from shardwise.base.errors import UsageError
-    from shardwise.cli.outlook import planned
+    from shardwise.cli.outlook import hardware_tables
+    from shardwise.simulate.calibration import calibrate as measure_machine
 
     if devices:
-        return planned.device_lines()
+        return hardware_tables.device_lines()
     if calibrate:
-        return planned.calibration_lines(planned.calibrated_here())
+        return hardware_tables.calibration_lines(measure_machine())
     if refit is None or write is None:
         raise UsageError("plan: --refit needs --write FILE, into which the fitted table goes")
-    fitted = planned.refitted(refit, device, write)
+    fitted = hardware_tables.refitted(refit, device, write)
     worst = max(abs(ratio - 1) for ratio in fitted.after)
     said = [f"{name:<10} times {factor:.3g}" for name, factor in fitted.factors.items()]
     return [*said, f"{write}: foreseen within {worst:.1%} of the {len(fitted.after)} measured steps"]

@@ -2,18 +2,19 @@
 
 Rank 0 measures the passes of its first microbatch on shapes and prices them with the rates of this machine, a second or
 so. The result is a line at the start, and the column ``foreseen`` of ``outcome.json``. It never refuses a run: a model
-that cannot be foreseen (its pass depends on numbers, or it cannot be built on meta) has no forecast.
+that cannot be foreseen (its pass depends on numbers, or it cannot be copied) has no forecast.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
+from shardwise.base.errors import UsageError
 from shardwise.base.words import bytes_text, in_words
+from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 from shardwise.config.run import RunConfig
 from shardwise.data.draws import GeneratorContext
@@ -34,28 +35,30 @@ class RunOutlook:
     Args:
         engine: The run's engine.
         path: The file.
+        copied: A copy of the model, taken before the engine cut it; None on other ranks, or if nothing is foreseen.
     """
 
-    def __init__(self, engine: Engine, path: Path):
+    def __init__(self, engine: Engine, path: Path, copied: ModelCopy | None):
         self._engine = engine
         self._path = path
+        self._copied = copied
         self.begins_at = engine.step_count
         """Steps before those of this process."""
         self.forecast: RunForecast | None = None
         """What was foreseen; None if nothing was."""
 
-    def foresee(self, make: Callable[[], nn.Module], config: RunConfig, example: Any) -> None:
+    def foresee(self, config: RunConfig, example: Any) -> None:
         """Say on rank 0, in front of the first step of the process, what a step will take.
 
         Args:
-            make: Function that builds the model.
             config: Configuration of the run.
             example: The first microbatch.
         """
-        world = self._engine.world
-        if world.rank != 0 or self._engine.step_count != self.begins_at:
+        world, copied = self._engine.world, self._copied
+        if copied is None or self._engine.step_count != self.begins_at:
             return
-        self.forecast = forecast_of(make, config, world.size, world.device, example, self._process_bytes())
+        self._copied = None
+        self.forecast = forecast_of(copied, config, world.size, world.device, example, self._process_bytes())
         if self.forecast is None:
             return
         has = free_bytes(world.device, world.local_size)
@@ -128,7 +131,7 @@ class RunForecast(NamedTuple):
 
 
 def forecast_of(
-    make: Callable[[], nn.Module],
+    copied: ModelCopy,
     config: RunConfig,
     ranks: int,
     device: torch.device,
@@ -137,25 +140,27 @@ def forecast_of(
 ) -> RunForecast | None:
     """Return the forecast of a run; None if it cannot be foreseen.
 
-    The user's function that builds the model is called once more and may draw random numbers or fail in any way; the
-    run's own generators and steps must not notice.
+    The user's modules run on shapes and may draw random numbers or fail in any way; the run's own generators and steps
+    must not notice.
 
     Args:
-        make: Function that builds the model; it is called on meta.
+        copied: The model without weights.
         config: Configuration of the run.
         ranks: Ranks of the run.
         device: Device of rank 0.
         example: A microbatch.
         process_bytes: Bytes that the process held before its engine, on a CPU.
     """
-
-    def on_meta() -> nn.Module:
-        with torch.device("meta"):
-            return make()
-
     try:
         with GeneratorContext(0):
-            known = read(on_meta, config, ranks, device, example)._replace(process_bytes=process_bytes)
+            known = read(copied.make, config, ranks, device, example)
+        if known.unforeseen:
+            raise UsageError(known.unforeseen)
+        known = known._replace(
+            process_bytes=process_bytes,
+            draws=copied.draws and config.init_from is None,
+            given_bytes=copied.given_bytes,
+        )
         outlook = known.outlook(known.settings.offload)
         dtype = config.precision.compute_dtype or torch.float32
         hardware = cpu_hardware(dtype)[0] if device.type == "cpu" else measured_hardware(device, dtype)
