@@ -96,6 +96,21 @@ _Solve = Annotated[
         "ranks.",
     ),
 ]
+_Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Run the configuration, or the best three of --search, for five steps on this machine.",
+    ),
+]
+_Draw = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the lanes of the foreseen step into a PNG file."),
+]
+_History = Annotated[
+    bool,
+    typer.Option("--history", help="List what was foreseen and measured of the runs of this machine."),
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
 
 
@@ -119,6 +134,9 @@ def command(
     free: _Free = "",
     limit_s: _LimitS = None,
     solve: _Solve = None,
+    measure: _Measure = False,
+    draw: _Draw = None,
+    history: _History = False,
     as_json: _AsJson = False,
 ) -> None:
     """Print what a job needs, how long it takes and why, without data, devices or processes.
@@ -135,6 +153,12 @@ def command(
         for line in _hardware_lines(devices, calibrate, refit, device, write):
             typer.echo(line)
         return
+    if history:
+        from shardwise.cli.outlook.history import RunHistory
+
+        found = RunHistory.read()
+        typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
+        return
     if config is None:
         raise UsageError(
             "plan: CONFIG is missing: a configuration, the name of an example, or the folder of a run"
@@ -148,9 +172,10 @@ def command(
     )
     freed = tuple(key.strip() for key in free.split(",") if key.strip())
     request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
-    report = plan(request)
-    typer.echo(report.to_json() if as_json else "\n".join(report.lines()))
-    raise typer.Exit(0 if report.answers else 2)
+    request = request._replace(measure=measure, draw=draw)
+    answer = plan(request)
+    typer.echo(answer.to_json() if as_json else "\n".join(answer.lines()))
+    raise typer.Exit(0 if answer.report.answers else 2)
 
 
 def _hardware_lines(

@@ -202,7 +202,7 @@ class Trainer(ABC):
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """Timelines of the last step of a pipeline, predicted and measured."""
-        self.outlook = RunOutlook(self.engine, folder.outcome, copied)
+        self.outlook = RunOutlook(self.engine, folder, self.config, copied)
         """What was foreseen of this run, beside what it takes."""
         self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
@@ -405,7 +405,7 @@ class Trainer(ABC):
         self.waited_s += waited_s
         self.engine.count_seconds("data", waited_s)
         if batches:
-            self.outlook.foresee(self.config, batches[0])
+            self.outlook.foresee(batches[0])
         weights = self.weights(batches)
         result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started

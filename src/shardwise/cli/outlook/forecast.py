@@ -5,17 +5,20 @@ so. The result is a line at the start, and the column ``foreseen`` of ``outcome.
 that cannot be foreseen (its pass depends on numbers, or it cannot be copied) has no forecast.
 """
 
+import contextlib
 import logging
+import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.base.errors import UsageError
 from shardwise.base.words import bytes_text, in_words
+from shardwise.cli.outlook import history
 from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
+from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data.draws import GeneratorContext
 from shardwise.engine.engine import Engine
@@ -34,31 +37,35 @@ class RunOutlook:
 
     Args:
         engine: The run's engine.
-        path: The file.
+        folder: Folder of the run.
+        config: Configuration of the run.
         copied: A copy of the model, taken before the engine cut it; None on other ranks, or if nothing is foreseen.
     """
 
-    def __init__(self, engine: Engine, path: Path, copied: ModelCopy | None):
+    def __init__(self, engine: Engine, folder: RunFolder, config: RunConfig, copied: ModelCopy | None):
         self._engine = engine
-        self._path = path
+        self._folder = folder
+        self._config = config
+        self._begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._copied = copied
         self.begins_at = engine.step_count
         """Steps before those of this process."""
         self.forecast: RunForecast | None = None
         """What was foreseen; None if nothing was."""
 
-    def foresee(self, config: RunConfig, example: Any) -> None:
+    def foresee(self, example: Any) -> None:
         """Say on rank 0, in front of the first step of the process, what a step will take.
 
         Args:
-            config: Configuration of the run.
             example: The first microbatch.
         """
         world, copied = self._engine.world, self._copied
         if copied is None or self._engine.step_count != self.begins_at:
             return
         self._copied = None
-        self.forecast = forecast_of(copied, config, world.size, world.device, example, self._process_bytes())
+        self.forecast = forecast_of(
+            copied, self._config, world.size, world.device, example, self._process_bytes()
+        )
         if self.forecast is None:
             return
         has = free_bytes(world.device, world.local_size)
@@ -66,10 +73,14 @@ class RunOutlook:
         _log.log(logging.WARNING if too_many else logging.INFO, "%s", self.forecast.line(has))
 
     def keep(self) -> None:
-        """Write the outcome so far on rank 0; a file that cannot be written does not end the run."""
+        """Write the outcome so far on rank 0, also into the machine's history.
+
+        A file that cannot be written does not end the run.
+        """
         world, device = self._engine.world, self._engine.world.device
         steps = self._engine.measured_steps
-        if world.rank != 0 or (not steps and self._path.exists()):
+        path = self._folder.outcome
+        if world.rank != 0 or (not steps and path.exists()):
             return  # a run that has just resumed keeps what it measured before
         is_cpu = device.type == "cpu"
         outcome = outcome_of(
@@ -82,9 +93,13 @@ class RunOutlook:
             steps=steps,
         )
         try:
-            write_outcome(self._path, outcome)
+            write_outcome(path, outcome)
         except OSError as error:
-            _log.warning("%s cannot be written: %s", self._path, in_words(error))
+            _log.warning("%s cannot be written: %s", path, in_words(error))
+        if steps:
+            # A machine without a home folder, or with one that is read-only, keeps no history.
+            with contextlib.suppress(OSError, RuntimeError):
+                history.keep(self._folder.root, self._config, outcome, self._begun)
 
     def _process_bytes(self) -> int:
         """Return the bytes of this process beside its engine's memory, on a CPU; 0 on a device."""

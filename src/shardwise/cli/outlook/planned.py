@@ -1,17 +1,25 @@
-"""The report of ``shardwise plan``: everything that is foreseen of the job that a request names.
+"""The answer of ``shardwise plan``: everything that is foreseen of the job that a request names, beside what it took.
 
 job, hardware -> passes on shapes           cli/outlook/planned_job.py, engine/fit/
 report        -> text or JSON               engine/fit/report.py
+measured      -> a few steps on this host   cli/outlook/measured.py, with --measure
+outcome       -> of a run that has saved    cli/outlook/outcome.py
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.base.errors import UsageError
+from shardwise.base.words import in_words
 from shardwise.cli.outlook.job_difference import difference
 from shardwise.cli.outlook.job_shapes import JobShapes, shapes_of
+from shardwise.cli.outlook.measured import STEPS, Layout, MeasuredLayout, check_machine, measure
+from shardwise.cli.outlook.outcome import RunOutcome
 from shardwise.cli.outlook.planned_job import (
     PlannedJob,
     PlanRequest,
@@ -28,14 +36,48 @@ from shardwise.engine.fit.report import JobReport, JobSeconds, SavePace, restart
 from shardwise.engine.fit.search import SearchReport, search
 from shardwise.engine.fit.solve import SolvedKey, solve
 from shardwise.models import GptPolicy, flops_per_token
+from shardwise.observe.timeline_picture import draw_lanes
 from shardwise.plan.placement import Tier
+from shardwise.plan.timeline import Timeline
 from shardwise.precision.policy import NAMES
-from shardwise.simulate.price import step_seconds
+from shardwise.simulate.price import step_seconds, step_timeline
 from shardwise.simulate.step_flops import StepFlops, run_time, seconds_at, step_flops
 from shardwise.simulate.why import MemoryReason
 
 
-def plan(request: PlanRequest) -> JobReport:
+@dataclass(frozen=True)
+class PlanAnswer:
+    """Holds what is foreseen of a job, and what was measured of it."""
+
+    report: JobReport
+    outcome: RunOutcome | None = None
+    """Outcome of the run, if the request names a run that has one."""
+    measured: tuple[MeasuredLayout, ...] = ()
+    """With ``--measure``: configurations that ran here, the fastest first."""
+    notes: tuple[str, ...] = ()
+    """Further sentences for people."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the answer as values for JSON."""
+        return self.report.plain() | {"measured": [each.plain() for each in self.measured]}
+
+    def to_json(self) -> str:
+        """Return the answer as JSON for programs."""
+        return json.dumps(self.plain(), indent=2)
+
+    def lines(self) -> list[str]:
+        """Return the answer as lines for people."""
+        said = self.report.lines()
+        if self.measured:
+            said.append(f"measured here in {STEPS} steps each, the fastest first:")
+            said += [f"  {each.line()}" for each in self.measured]
+        if self.outcome is not None:
+            said.append(f"what came of the run, as of {self.outcome.time}:")
+            said += [f"  {line}" for line in self.outcome.lines()]
+        return [*said, *self.notes]
+
+
+def plan(request: PlanRequest) -> PlanAnswer:
     """Return what is foreseen of the job that ``request`` names.
 
     Raises:
@@ -44,14 +86,62 @@ def plan(request: PlanRequest) -> JobReport:
     """
     setting, assumes = setting_of(request)
     job = job_of(request, request.config, setting.device.type)
+    if request.measure:
+        check_machine(job.ranks, request.device)
     setting = setting._replace(per_host=request.per_host or setting.per_host)
     memory, told = rank_memory(request, setting, min(setting.per_host or job.ranks, job.ranks))
     report = report_of(request, job, setting, memory, (*assumes, *told))
-    if request.against is None:
-        return report
-    other = job_of(request._replace(overrides=()), request.against, setting.device.type)
-    theirs = report_of(request._replace(why=False, search=False, solve=None), other, setting, memory, ())
-    return replace(report, diff=difference(report, theirs))
+    shown = {"foreseen" if request.against is None else request.config: report}
+    if request.against is not None:
+        other = job_of(request._replace(overrides=()), request.against, setting.device.type)
+        plainly = request._replace(why=False, search=False, solve=None)
+        shown[request.against] = theirs = report_of(plainly, other, setting, memory, ())
+        report = replace(report, diff=difference(report, theirs))
+    notes = [] if job.missing_outcome is None else [job.missing_outcome]
+    if request.draw is not None:
+        _draw(shown, setting, request.draw)
+        notes.append(f"the lanes of a step are drawn in {request.draw}")
+    measured = _measured(report, job, request.device) if request.measure else ()
+    return PlanAnswer(report, job.outcome, measured, tuple(notes))
+
+
+def _measured(report: JobReport, job: PlannedJob, device: str) -> tuple[MeasuredLayout, ...]:
+    """Return what the best configurations of a search, or else the job's own, took on this machine."""
+    if report.search is not None:
+        found, points = report.search, report.search.best
+        layouts = [
+            Layout(found.config(place), point.set, point.step_s or 0.0, point.peak_bytes or 0)
+            for place, point in enumerate(points)
+        ]
+    else:
+        assert report.seconds is not None, "a pass was measured"
+        peak_bytes = report.outlook.bytes_by_tier["device"]
+        layouts = [Layout(job.config, (), report.seconds.run.step_s, peak_bytes)]
+    return measure(layouts, job.ranks, device)
+
+
+def _draw(reports: Mapping[str, JobReport], setting: PlanSetting, path: Path) -> None:
+    """Draw the foreseen lanes of a step of each report into a PNG file.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
+    timelines = {name: _timeline(report, setting) for name, report in reports.items()}
+    title = f"a step on {setting.hardware.name}"
+    try:
+        draw_lanes(timelines, path, title=title)
+    except OSError as error:
+        raise UsageError(
+            f"--draw: {in_words(error)}; give the path of a PNG file in a folder that exists"
+        ) from None
+
+
+def _timeline(report: JobReport, setting: PlanSetting) -> Timeline:
+    known = report.known
+    policies = known.policies_with(known.settings.offload)
+    return step_timeline(
+        report.outlook.plan, policies, known.passed, setting.hardware, setting.device.type, setting.per_host
+    )
 
 
 def report_of(
@@ -85,6 +175,7 @@ def report_of(
         outcome=None if job.outcome is None else job.outcome.plain(),
     )
     if not known.passed:
+        _check_options(request, known.unforeseen)
         return report
     flops = _flops(known, job.shapes)
     seconds = _seconds(request, report, flops, setting, job.shapes)
@@ -101,6 +192,26 @@ def report_of(
     if request.solve is not None:
         report = replace(report, solved=_solved(request.solve, job, setting, memory))
     return report
+
+
+def _check_options(request: PlanRequest, unforeseen: str) -> None:
+    """Refuse options that need a pass on shapes if there is none.
+
+    Raises:
+        UsageError: if there is such an option.
+    """
+    given = {
+        "--why": request.why,
+        "--search": request.search,
+        "--solve": request.solve is not None,
+        "--measure": request.measure,
+        "--draw": request.draw is not None,
+        "--mfu": request.mfu is not None,
+        "--step-s": request.step_s is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UsageError(f"plan: {option} needs a pass of the model on shapes; {unforeseen}")
 
 
 def _flops(known: JobFacts, shapes: JobShapes) -> StepFlops:

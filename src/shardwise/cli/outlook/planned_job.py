@@ -55,6 +55,10 @@ class PlanRequest(NamedTuple):
     write: Path | None = None
     """File into which the best configuration of a search goes."""
     solve: str | None = None
+    measure: bool = False
+    """Run the best configurations on this machine."""
+    draw: Path | None = None
+    """File into which the lanes of a foreseen step are drawn."""
 
 
 class PlanSetting(NamedTuple):
@@ -77,6 +81,8 @@ class PlannedJob(NamedTuple):
     shapes: JobShapes
     outcome: RunOutcome | None
     """Outcome of the run, if the request names a run that has one."""
+    missing_outcome: str | None = None
+    """Sentence on how to get an outcome, if the request names a run that has none."""
 
 
 def job_of(request: PlanRequest, name: str, device_type: str) -> PlannedJob:
@@ -96,8 +102,13 @@ def job_of(request: PlanRequest, name: str, device_type: str) -> PlannedJob:
         raise ConfigError(
             f"{name}: batch.micro_size does not follow from batch.global_size; give one of micro_size and accumulation"
         )
-    outcome = read_outcome(folder.outcome) if is_run and folder.outcome.is_file() else None
-    return PlannedJob(wanted, resolved, ranks, shapes_of(resolved.config, micro_size), outcome)
+    outcome, missing = None, None
+    if is_run:
+        try:
+            outcome = read_outcome(folder.outcome)
+        except UsageError as error:
+            missing = str(error)
+    return PlannedJob(wanted, resolved, ranks, shapes_of(resolved.config, micro_size), outcome, missing)
 
 
 def _ranks_of(folder: RunFolder) -> int:
