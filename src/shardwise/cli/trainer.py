@@ -411,7 +411,8 @@ class Trainer(ABC):
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
             # Before an evaluation, which is another walk with another trace.
-            self.timelines = self.engine.timeline()
+            self.timelines = self.engine.timeline() if self.mesh.pp > 1 else None
+            self.outlook.look_back()
         trace = self.engine.trace
         columns: dict[str, Any] = {
             **trace.seconds()._asdict(),

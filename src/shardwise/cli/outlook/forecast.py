@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,10 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.parts.rank_phases import PhaseSeconds, phase_of_axis
 from shardwise.observe.memory import available_bytes, peak_resident_bytes, resident_bytes
+from shardwise.observe.timeline_picture import draw_lanes
+from shardwise.plan.timeline import Timeline
 from shardwise.simulate.calibration import cpu_hardware
-from shardwise.simulate.price import StepSeconds, step_seconds
+from shardwise.simulate.price import StepSeconds, step_seconds, step_timeline
 from shardwise.simulate.rates import measured_hardware
 
 _log = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ class RunOutlook:
         """Steps before those of this process."""
         self.forecast: RunForecast | None = None
         """What was foreseen; None if nothing was."""
+        self._measured: Timeline | None = None
+        """The step that ``look_back`` has looked at."""
 
     def foresee(self, example: Any) -> None:
         """Say on rank 0, in front of the first step of the process, what a step will take.
@@ -101,6 +106,22 @@ class RunOutlook:
             with contextlib.suppress(OSError, RuntimeError):
                 history.keep(self._folder.root, self._config, outcome, self._begun)
 
+    def look_back(self) -> None:
+        """Keep the lanes of rank 0 in the step that has just ended, for ``draw``."""
+        if self._engine.world.rank == 0:
+            self._measured = Timeline.of(self._engine.trace.spans(0))
+
+    def draw(self, path: Path) -> None:
+        """Draw the lanes of rank 0 in a step into a PNG file: as foreseen, and as measured in the last step.
+
+        Args:
+            path: The file, which is not written if no step was looked at.
+        """
+        if self._measured is None:
+            return
+        foreseen = {} if self.forecast is None else {"foreseen": self.forecast.timeline}
+        draw_lanes({**foreseen, "measured": self._measured}, path, 0, f"step {self._engine.step_count}")
+
     def _process_bytes(self) -> int:
         """Return the bytes of this process beside its engine's memory, on a CPU; 0 on a device."""
         if self._engine.world.device.type != "cpu":
@@ -121,6 +142,8 @@ class RunForecast(NamedTuple):
     step_s: float
     low_s: float
     high_s: float
+    timeline: Timeline
+    """Lanes of the first rank of each pipeline stage in a step."""
 
     def plain(self) -> dict[str, Any]:
         """Return the numbers that ``outcome.json`` keeps."""
@@ -180,7 +203,8 @@ def forecast_of(
         dtype = config.precision.compute_dtype or torch.float32
         hardware = cpu_hardware(dtype)[0] if device.type == "cpu" else measured_hardware(device, dtype)
         policies = known.policies_with(known.settings.offload)
-        seconds = step_seconds(outlook.plan, policies, known.passed, hardware, device.type)
+        given = outlook.plan, policies, known.passed, hardware, device.type
+        seconds, timeline = step_seconds(*given), step_timeline(*given)
     except Exception as error:
         _log.info(
             "this run is not foreseen: %s", str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -194,6 +218,7 @@ def forecast_of(
         seconds.total,
         seconds.low_s,
         seconds.high_s,
+        timeline,
     )
 
 
