@@ -49,6 +49,10 @@ def _diagnosed(folder: "Path") -> "tuple[RunOutcome, StepDiagnosis]":  # type: i
     from shardwise.cli.run_folder import RunFolder
     from shardwise.observe.diagnosis import diagnose
 
+    if not folder.is_dir():
+        raise UsageError(
+            f"doctor: there is no folder {folder}; expected the folder of a run, as runs/gpt_stdlib"
+        )
     outcome = read_outcome(RunFolder(folder).outcome)
     if not outcome.phases:
         raise UsageError(

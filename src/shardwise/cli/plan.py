@@ -13,7 +13,7 @@ _Config = Annotated[
     ),
 ]
 _Ranks = Annotated[
-    int | None, typer.Option("--ranks", "-n", help="Ranks of the job; of a run, those it had.")
+    int | None, typer.Option("--ranks", "-n", min=1, help="Ranks of the job; of a run, those it had.")
 ]
 _Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in zero.stage=3.")
@@ -25,7 +25,9 @@ _Device = Annotated[
         help="Hardware of a rank: a name that --devices lists, a file of the same form, or cpu: this machine.",
     ),
 ]
-_PerHost = Annotated[int | None, typer.Option(help="Ranks of one host; left out: the usual number, or all.")]
+_PerHost = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of one host; left out: the usual number, or all.")
+]
 _Memory = Annotated[
     list[str] | None,
     typer.Option(
@@ -165,6 +167,9 @@ def command(
         )
     if mfu is not None and step_s is not None:
         raise UsageError("plan: --mfu and --step-s both replace the seconds of a step; give one")
+    for option, is_given in (("--free", free), ("--limit-s", limit_s is not None), ("--write", write)):
+        if is_given and not search:
+            raise UsageError(f"plan: {option} belongs to --search; give --search too, or leave it out")
     has = None if memory is None else memory_of(memory)
     request = PlanRequest(config, tuple(overrides or ()), ranks, device, per_host, has)
     request = request._replace(

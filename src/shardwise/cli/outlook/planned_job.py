@@ -92,8 +92,6 @@ def job_of(request: PlanRequest, name: str, device_type: str) -> PlannedJob:
     if is_run and not folder.config.is_file():
         raise UsageError(f"plan: {name} is a folder without config.yaml, so no run of shardwise train")
     ranks = request.ranks or (_ranks_of(folder) if is_run else 1)
-    if ranks < 1:
-        raise UsageError(f"plan: --ranks is {ranks}; a job has at least 1 rank")
     source = str(folder.config) if is_run else name
     wanted = CommandRequest(source, request.overrides, ranks=ranks).load()
     resolved = resolve(wanted, ranks, device_type)
