@@ -6,9 +6,10 @@ that cannot be foreseen (its pass depends on numbers, or it cannot be copied) ha
 """
 
 import contextlib
+import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from shardwise.data.draws import GeneratorContext
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.parts.rank_phases import PhaseSeconds, phase_of_axis
-from shardwise.observe.memory import available_bytes, peak_resident_bytes, resident_bytes
+from shardwise.observe.memory import available_bytes, give_back_free, peak_resident_bytes, resident_bytes
 from shardwise.observe.timeline_picture import draw_lanes
 from shardwise.plan.timeline import Timeline
 from shardwise.simulate.calibration import cpu_hardware
@@ -69,7 +70,7 @@ class RunOutlook:
             return
         self._copied = None
         self.forecast = forecast_of(
-            copied, self._config, world.size, world.device, example, self._process_bytes()
+            copied, self._config, world.size, world.device, example, self._process_bytes
         )
         if self.forecast is None:
             return
@@ -126,6 +127,8 @@ class RunOutlook:
         """Return the bytes of this process beside its engine's memory, on a CPU; 0 on a device."""
         if self._engine.world.device.type != "cpu":
             return 0
+        gc.collect()
+        give_back_free(torch.device("cpu"))  # what the passes on shapes have freed
         held = sum(size for row, size in self._engine.held_bytes().items() if row != "disk")
         return max((resident_bytes() or 0) - held, 0)
 
@@ -134,7 +137,7 @@ class RunForecast(NamedTuple):
     """Memory and seconds of a step of a run, foreseen on its first rank."""
 
     rows: Mapping[str, int]
-    """Bytes of rank 0 by row."""
+    """Bytes of rank 0 by row, each at its most."""
     peak_bytes: int
     """Most bytes of rank 0's device at once."""
     lanes: Mapping[str, float]
@@ -174,7 +177,7 @@ def forecast_of(
     ranks: int,
     device: torch.device,
     example: Any,
-    process_bytes: int = 0,
+    process_bytes: Callable[[], int] = int,
 ) -> RunForecast | None:
     """Return the forecast of a run; None if it cannot be foreseen.
 
@@ -187,7 +190,8 @@ def forecast_of(
         ranks: Ranks of the run.
         device: Device of rank 0.
         example: A microbatch.
-        process_bytes: Bytes that the process held before its engine, on a CPU.
+        process_bytes: Function that returns the bytes of the process beside its engine, on a CPU. It is called after
+            the passes, whose code stays in the process.
     """
     try:
         with GeneratorContext(0):
@@ -195,7 +199,7 @@ def forecast_of(
         if known.unforeseen:
             raise UsageError(known.unforeseen)
         known = known._replace(
-            process_bytes=process_bytes,
+            process_bytes=process_bytes(),
             draws=copied.draws and config.init_from is None,
             given_bytes=copied.given_bytes,
         )
@@ -212,7 +216,7 @@ def forecast_of(
         return None
     step = outlook.steps[0]
     return RunForecast(
-        dict(step.peak.rows),
+        dict(step.rows),
         step.bytes_by_tier["device"],
         lanes_of(seconds),
         seconds.total,

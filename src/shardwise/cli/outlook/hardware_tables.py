@@ -8,7 +8,7 @@ from shardwise.base.errors import UsageError
 from shardwise.base.hardware import Hardware
 from shardwise.base.hardware_files import find_hardware, shipped_tables, write_hardware
 from shardwise.base.words import bytes_text, counted
-from shardwise.cli.outlook.planned_job import CPU, PlanRequest, job_of
+from shardwise.cli.outlook.planned_job import CPU, PlanRequest, check_new_file, job_of
 from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.observe.flops import flops_text
 from shardwise.simulate.calibration import Calibration, calibration_file
@@ -52,6 +52,7 @@ def refitted(lines: Path, device: str, out: Path) -> Refit:
         device: Name of the shipped table to begin with.
         out: File to write.
     """
+    check_new_file("--write", out)
     jobs: dict[tuple[str, int], JobFacts] = {}
 
     def price(line: StepLine, hardware: Hardware) -> float:

@@ -24,6 +24,7 @@ from shardwise.cli.outlook.planned_job import (
     PlannedJob,
     PlanRequest,
     PlanSetting,
+    check_new_file,
     job_of,
     rank_memory,
     setting_of,
@@ -84,6 +85,8 @@ def plan(request: PlanRequest) -> PlanAnswer:
         ShardwiseError: as the run itself before its first step, for all that does not depend on its data.
         UsageError: if the call is wrong.
     """
+    for option, path in (("--write", request.write), ("--draw", request.draw)):
+        check_new_file(option, path)
     setting, assumes = setting_of(request)
     job = job_of(request, request.config, setting.device.type)
     if request.measure:
@@ -131,9 +134,7 @@ def _draw(reports: Mapping[str, JobReport], setting: PlanSetting, path: Path) ->
     try:
         draw_lanes(timelines, path, title=title)
     except OSError as error:
-        raise UsageError(
-            f"--draw: {in_words(error)}; give the path of a PNG file in a folder that exists"
-        ) from None
+        raise UsageError(f"--draw: {in_words(error)}; give the path of a file that may be written") from None
 
 
 def _timeline(report: JobReport, setting: PlanSetting) -> Timeline:
@@ -305,7 +306,12 @@ def _searched(request: PlanRequest, job: PlannedJob, setting: PlanSetting, memor
         per_host=setting.per_host,
     )
     if request.write is not None and found.best:
-        found.write(request.write)
+        try:
+            found.write(request.write)
+        except OSError as error:
+            raise UsageError(
+                f"--write: {in_words(error)}; give the path of a file that may be written"
+            ) from None
     return found
 
 

@@ -85,6 +85,24 @@ class PlannedJob(NamedTuple):
     """Sentence on how to get an outcome, if the request names a run that has none."""
 
 
+def check_new_file(option: str, path: Path | None) -> None:
+    """Check that a file can lie at ``path``, before anything is computed that goes into the file.
+
+    Args:
+        option: Name of the option that gives the path.
+        path: The path; None: the option was not given.
+
+    Raises:
+        UsageError: if its folder does not exist, or if the path is a folder.
+    """
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option}: there is no folder {path.parent}; make it, or give another path")
+    if path.is_dir():
+        raise UsageError(f"{option}: {path} is a folder; give the path of a file")
+
+
 def job_of(request: PlanRequest, name: str, device_type: str) -> PlannedJob:
     """Return the job that ``name`` names: a configuration, an example or a run."""
     folder = RunFolder(Path(name))
