@@ -33,7 +33,7 @@ BEGIN, END = "<!-- examples begin -->", "<!-- examples end -->"
 RANKS, STEPS, WITHIN = 2, 6, 0.08
 ALWAYS = (f"train.steps={STEPS}", "train.eval_every=3", "checkpoint.every=3")
 SMALLER = {
-    "dlrm": ("data.synthetic.samples=400000", "train.early_stop=null"),
+    "dlrm": ("data.synthetic.samples=400000", "train.early_stop=null", "schedule.warmup_steps=2"),
 }
 """Further keys by example: those that make the data small."""
 

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,13 @@ from shardwise.config.run import RunConfig
 from shardwise.data.draws import GeneratorContext
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
+from shardwise.engine.fit.kernel_code import load_kernels
 from shardwise.engine.parts.rank_phases import PhaseSeconds, phase_of_axis
 from shardwise.observe.memory import available_bytes, give_back_free, peak_resident_bytes, resident_bytes
 from shardwise.observe.timeline_picture import draw_lanes
 from shardwise.plan.timeline import Timeline
 from shardwise.simulate.calibration import cpu_hardware
+from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.price import StepSeconds, step_seconds, step_timeline
 from shardwise.simulate.rates import measured_hardware
 
@@ -191,13 +193,15 @@ def forecast_of(
         device: Device of rank 0.
         example: A microbatch.
         process_bytes: Function that returns the bytes of the process beside its engine, on a CPU. It is called after
-            the passes, whose code stays in the process.
+            the passes and the first run of their kernels, whose code stays in the process.
     """
     try:
         with GeneratorContext(0):
             known = read(copied.make, config, ranks, device, example)
         if known.unforeseen:
             raise UsageError(known.unforeseen)
+        if device.type == "cpu":
+            load_kernels(_kinds_of(known.passed.values()))
         known = known._replace(
             process_bytes=process_bytes(),
             draws=copied.draws and config.init_from is None,
@@ -216,7 +220,7 @@ def forecast_of(
         return None
     step = outlook.steps[0]
     return RunForecast(
-        dict(step.rows),
+        {**step.rows, **outlook.plan.bytes_per_rank(0)},
         step.bytes_by_tier["device"],
         lanes_of(seconds),
         seconds.total,
@@ -224,6 +228,16 @@ def forecast_of(
         seconds.high_s,
         timeline,
     )
+
+
+def _kinds_of(passes: Iterable[MeasuredPass]) -> set[tuple[str, str]]:
+    """Return the kinds of products in passes, with their dtypes."""
+    return {
+        (product.kind, product.dtype)
+        for each in passes
+        for share in each.shares.values()
+        for product in share.products
+    }
 
 
 def lanes_of(seconds: StepSeconds) -> dict[str, float]:
