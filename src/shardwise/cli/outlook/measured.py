@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
 
 class MeasuredLayout(NamedTuple):
-    """What a configuration took on this machine, beside what was foreseen."""
+    """The seconds and bytes of a configuration that ran on this machine, beside those that were foreseen."""
 
     set: tuple[str, ...]
     """Overrides that make it from the configuration of the request, as ``--set`` takes them."""
