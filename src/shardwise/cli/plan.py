@@ -1,9 +1,12 @@
 """``shardwise plan CONFIG|RUN``: bytes, seconds and reasons of a layout before a rank exists."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _Config = Annotated[
     str | None,
@@ -146,56 +149,84 @@ def command(
     The exit code is 0 if the job fits, or if --search or --solve has found something, and 2 otherwise or if the call is
     wrong.
     """
-    from shardwise.base.errors import UsageError
     from shardwise.cli.check import memory_of
     from shardwise.cli.outlook.planned import plan
     from shardwise.cli.outlook.planned_job import PlanRequest
 
-    if devices or calibrate or refit is not None:
-        for line in _hardware_lines(devices, calibrate, refit, device, write):
-            typer.echo(line)
+    said = _lines_without_a_job(devices, calibrate, history, as_json, refit, device, write)
+    if said:
+        typer.echo("\n".join(said))
         return
-    if history:
-        from shardwise.cli.outlook.history import RunHistory
+    _check_call(config, mfu, step_s, search, {"--free": free, "--limit-s": limit_s, "--write": write})
+    has = None if memory is None else memory_of(memory)
+    request = PlanRequest(config or "", tuple(overrides or ()), ranks, device, per_host, has)
+    request = request._replace(
+        mfu=mfu, step_s=step_s, failures_per_day=failures_per_day, against=against, why=why
+    )
+    freed = tuple(key.strip() for key in free.split(",") if key.strip())
+    request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
+    answer = plan(request._replace(measure=measure, draw=draw))
+    typer.echo(answer.to_json() if as_json else "\n".join(answer.lines()))
+    raise typer.Exit(0 if answer.report.answers else 2)
 
-        found = RunHistory.read()
-        typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
-        return
+
+def _check_call(
+    config: str | None,
+    mfu: float | None,
+    step_s: float | None,
+    search: bool,
+    of_search: "Mapping[str, object]",
+) -> None:
+    """Refuse options that do not belong together.
+
+    Args:
+        config: The job.
+        mfu: The utilization that replaces foreseen seconds.
+        step_s: The seconds that replace foreseen ones.
+        search: True if layouts are searched.
+        of_search: Values of the options that a search alone reads, by name.
+
+    Raises:
+        UsageError: if there are such options, or no job.
+    """
+    from shardwise.base.errors import UsageError
+
     if config is None:
         raise UsageError(
             "plan: CONFIG is missing: a configuration, the name of an example, or the folder of a run"
         )
     if mfu is not None and step_s is not None:
         raise UsageError("plan: --mfu and --step-s both replace the seconds of a step; give one")
-    for option, is_given in (("--free", free), ("--limit-s", limit_s is not None), ("--write", write)):
-        if is_given and not search:
+    for option, value in of_search.items():
+        if not search and value not in (None, ""):
             raise UsageError(f"plan: {option} belongs to --search; give --search too, or leave it out")
-    has = None if memory is None else memory_of(memory)
-    request = PlanRequest(config, tuple(overrides or ()), ranks, device, per_host, has)
-    request = request._replace(
-        mfu=mfu, step_s=step_s, failures_per_day=failures_per_day, against=against, why=why
-    )
-    freed = tuple(key.strip() for key in free.split(",") if key.strip())
-    request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
-    request = request._replace(measure=measure, draw=draw)
-    answer = plan(request)
-    typer.echo(answer.to_json() if as_json else "\n".join(answer.lines()))
-    raise typer.Exit(0 if answer.report.answers else 2)
 
 
-def _hardware_lines(
-    devices: bool, calibrate: bool, refit: Path | None, device: str, write: Path | None
+def _lines_without_a_job(
+    devices: bool,
+    calibrate: bool,
+    history: bool,
+    as_json: bool,
+    refit: Path | None,
+    device: str,
+    write: Path | None,
 ) -> list[str]:
-    """Do what an option on tables of hardware asks for, and return lines for people."""
+    """Do what an option asks for that needs no job, and return its lines; an empty list if there is no such option."""
     from shardwise.base.errors import UsageError
     from shardwise.cli.outlook import hardware_tables
+    from shardwise.cli.outlook.history import RunHistory
     from shardwise.simulate.calibration import calibrate as measure_machine
 
     if devices:
         return hardware_tables.device_lines()
     if calibrate:
         return hardware_tables.calibration_lines(measure_machine())
-    if refit is None or write is None:
+    if history:
+        found = RunHistory.read()
+        return [found.to_json()] if as_json else found.lines()
+    if refit is None:
+        return []
+    if write is None:
         raise UsageError("plan: --refit needs --write FILE, into which the fitted table goes")
     fitted = hardware_tables.refitted(refit, device, write)
     worst = max(abs(ratio - 1) for ratio in fitted.after)

@@ -124,7 +124,11 @@ class RunHistory(NamedTuple):
         """
         found: list[PastRun] = []
         unreadable: list[str] = []
-        for path in _files(history_folder() if folder is None else folder):
+        try:
+            files = _files(history_folder() if folder is None else folder)
+        except RuntimeError:  # a user without a home folder
+            files = []
+        for path in files:
             try:
                 data = read_small_file(path, _LIMIT_BYTES)
                 content = read_object(data, str(path), limit_bytes=_LIMIT_BYTES, kind=DataError)
