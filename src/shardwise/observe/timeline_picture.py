@@ -8,7 +8,7 @@ Both panels share one scale, so that a bar that is longer than foreseen shows at
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardwise.observe.bars import PALETTE, PicturePanel, SpanBar, draw_bars
 from shardwise.plan.action import Kind
@@ -66,8 +66,8 @@ def _bars(
 ) -> Iterator[SpanBar]:
     """Yield one bar for each span, except for passes of a stage that contain those of its Units."""
     start_s, _ = timeline.window(rank)
-    spans = timeline.spans.get(rank, ())
-    has_units = any(span.action.kind.computes and span.action.unit >= 0 for span in spans)
+    spans = with_lengths(timeline.spans.get(rank, ()))
+    has_units = any(_is_of_unit(span) and span.stop_s > span.start_s for span in spans)
     for span in spans:
         if span.is_pass and has_units:
             continue
@@ -81,3 +81,27 @@ def _bars(
             colour,
             label,
         )
+
+
+def _is_of_unit(span: Span) -> bool:
+    return span.lane == "compute" and span.action.kind.computes and span.action.unit >= 0
+
+
+def with_lengths(spans: Sequence[Span]) -> list[Span]:
+    """Return spans in which the pass of a Unit that was recorded at its start alone has a length.
+
+    The pass lasts until the next Action begins, or until the pass of its stage is over.
+
+    Args:
+        spans: Spans of one rank, by start.
+    """
+    passes = [span for span in spans if span.is_pass]
+    found = []
+    for place, span in enumerate(spans):
+        if _is_of_unit(span) and span.stop_s <= span.start_s:
+            begins = (each.start_s for each in spans[place + 1 :] if each.lane != "wait" and not each.is_pass)
+            ends = (each.stop_s for each in passes if each.start_s <= span.start_s <= each.stop_s)
+            stop_s = next(ends, span.start_s)
+            span = span._replace(stop_s=min(next(begins, stop_s), stop_s))
+        found.append(span)
+    return found
