@@ -46,7 +46,7 @@ class Checked(NamedTuple):
 
     @property
     def unequal(self) -> list[str]:
-        """Rows of model state that were not foreseen to the byte; dynamic tables grow with the keys and do not count."""
+        """Rows of model state that were not foreseen to the byte; dynamic tables, which grow, are left out."""
         rows = self.outcome.rows
         fixed = (row for row in PREDICTED if row in rows and row != "dynamic tables")
         return [row for row in fixed if (rows[row].foreseen or 0) != (rows[row].actual or 0)]
