@@ -57,7 +57,7 @@ def content_of(folder: Path) -> dict[str, Any]:
         "schedule": {"type": "linear", "total_steps": 8},
         "train": {"steps": 8, "eval_every": 4},
         "checkpoint": {"every": 2, "keep_last": None},
-        "monitor": {"tensorboard": False},
+        "monitor": {"tensorboard": False, "picture": False},
         "output_dir": str(folder / "run"),
     }  # fmt: skip
 
@@ -104,7 +104,7 @@ def same_tensors(a: Path, b: Path) -> bool:
 
 
 def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.train() == 0
+    assert runs.train("monitor.picture=true") == 0
     run, rows = runs.folder / "run", runs.rows()
     assert [row.step for row in rows] == list(range(1, 9))
     assert [row.auc is not None for row in rows] == [step in (4, 8) for step in range(1, 9)]
@@ -112,7 +112,7 @@ def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.Captur
     last = rows[-1]
     assert last.rows and last.inserted and last.evicted, "keys came, and tables of 48 rows were full"
     assert last.rows == last.inserted - last.evicted <= 3 * 48
-    for name in ("loss.png", "auc.png", "lanes.png", "config.yaml", "logs/rank_00000.log"):
+    for name in ("loss.png", "auc.png", "lanes.png", "step.png", "config.yaml", "logs/rank_00000.log"):
         assert (run / name).exists(), name
     out = capsys.readouterr().out
     assert f"AUC {last.auc:.4f}, log loss {last.log_loss:.4f} over 150 samples held out" in out

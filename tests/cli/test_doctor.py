@@ -129,7 +129,8 @@ def test_the_command_prints_the_cause(
     assert call(monkeypatch, "doctor", slow, "--against", usual) == 0
     said = capsys.readouterr().out
     assert "cause: straggler: rank 1 computes 1 s a step longer than the others" in said
-    assert "foreseen 0.9 s" in said and "beside" in said
+    assert "foreseen 0.9 s" in said and f"beside {usual}, 1.2 s a step, cause: compute" in said
+    assert "waiting for rank 1" in said and "this run    the other         more" in said
     assert call(monkeypatch, "doctor", slow, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["cause"], found["rank"]) == ("straggler", 1)
@@ -140,3 +141,5 @@ def test_a_run_without_an_outcome_is_refused(
 ) -> None:
     assert call(monkeypatch, "doctor", str(tmp_path)) == 2
     assert "outcome.json" in capsys.readouterr().err
+    assert call(monkeypatch, "doctor", str(tmp_path / "none")) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from shardwise.base.hardware_files import find_hardware, write_hardware
 from shardwise.cli.main import main
-from shardwise.cli.outlook import planned
+from shardwise.cli.outlook import hardware_tables
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 from shardwise.engine.fit.foresee import read
 from shardwise.simulate.refit import scaled
@@ -134,6 +136,82 @@ def test_the_folder_of_a_run_is_planned_with_its_outcome(
     found = report(monkeypatch, capsys, str(run), "--device", "h100")[1]
     assert found["ranks"] == 2
     assert found["outcome"]["step_s"] == {"foreseen": 1.0, "actual": 2.0}
+    assert call(monkeypatch, "plan", str(run), "--device", "h100") == 0
+    assert "what came of the run" in (said := capsys.readouterr().out) and "1 s          2 s  2.00" in said
+    (run / "outcome.json").unlink()
+    assert call(monkeypatch, "plan", str(run), "--device", "h100") == 0
+    assert "has no outcome.json: shardwise train writes it" in capsys.readouterr().out
+
+
+class NeedsNumbers(nn.Module):
+    """A model whose pass depends on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x).sum() * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+class WithoutLoss(NeedsNumbers):
+    """A model that returns no loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)  # type: ignore[no-any-return]
+
+
+def points() -> list[dict[str, Tensor]]:
+    return [{"x": torch.ones(3)}] * 8
+
+
+def of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """Configuration of a model in this module."""
+    monkeypatch.setitem(sys.modules, "their_module", sys.modules[__name__])
+    given = {"model": {"target": f"their_module:{name}"}, "data": {"target": "their_module:points"}}
+    path = folder / "own.json"
+    path.write_text(json.dumps(given | {"batch": {"global_size": 4, "micro_size": 2}}))
+    return str(path)
+
+
+def test_a_pass_that_needs_numbers_leaves_model_state(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = of_their_own(tmp_path, monkeypatch, "NeedsNumbers")
+    code, found = report(monkeypatch, capsys, own, "--device", "h100")
+    assert code == 0 and found["time"] is None and found["classes"][0]["memory"]["rows"]["weights"] > 0
+    assert any("NeedsNumbers" in each and "test_plan.py:" in each for each in found["assumes"])
+    for option in ("--search", "--why", "--measure", "--mfu=0.4", "--draw=lanes.png"):
+        device = "cpu" if option == "--measure" else "h100"
+        assert call(monkeypatch, "plan", own, "--device", device, option) == 2
+        assert f"{option.partition('=')[0]} needs a pass of the model on shapes" in capsys.readouterr().err
+
+
+def test_another_error_of_a_pass_is_no_assumption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = of_their_own(tmp_path, monkeypatch, "WithoutLoss")
+    assert call(monkeypatch, "plan", own, "--device", "h100") == 2
+    assert "loss" in capsys.readouterr().err
+
+
+def test_a_vocabulary_that_follows_from_nothing_is_named(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (config, "--device", "h100", "--set", "data.tokenizer=no_such.json")
+    assert call(monkeypatch, "plan", *given) == 0, "the model has a vocabulary"
+    assert call(monkeypatch, "plan", *given, "--set", "model.vocab=null") == 2
+    assert "set model.vocab" in capsys.readouterr().err
+
+
+def test_the_lanes_of_two_jobs_are_drawn(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "lanes.png"
+    given = ("--ranks", "4", "--device", "h100", "--set", "mesh.pp=2", "--against", config)
+    assert call(monkeypatch, "plan", config, *given, "--draw", str(picture)) == 0
+    assert f"drawn in {picture}" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_table_is_refitted_to_measured_steps(
@@ -159,7 +237,7 @@ def test_a_table_is_refitted_to_measured_steps(
         )
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     seen: list[Any] = []
-    monkeypatch.setattr(planned, "read", lambda *given: seen.append(given) or read(*given))
+    monkeypatch.setattr(hardware_tables, "read", lambda *given: seen.append(given) or read(*given))
     given = ("--refit", str(lines), "--device", "a100-80gb", "--write", str(fitted))
     assert call(monkeypatch, "plan", *given) == 0
     assert "of the 2 measured steps" in capsys.readouterr().out and len(seen) == 2
@@ -176,6 +254,13 @@ def test_a_table_is_refitted_to_measured_steps(
         (("--mfu", "0.4", "--step-s", "2"), "give one"),
         (("--set", "zero.stagee=2"), "stage"),
         (("--refit", "lines.jsonl"), "--write"),
+        (("--ranks", "0"), "Invalid value for '--ranks'"),
+        (("--per-host", "0"), "Invalid value for '--per-host'"),
+        (("--limit-s", "3"), "give --search too"),
+        (("--write", "best.yaml"), "give --search too"),
+        (("--search", "--write", "/no/such/best.yaml"), "there is no folder /no/such"),
+        (("--draw", "/no/such/lanes.png"), "there is no folder /no/such"),
+        (("--measure", "--device", "rtx3090"), "the plan is for rtx3090"),
     ],
     ids=str,
 )

@@ -45,6 +45,7 @@ class Runs:
             "optimizer": {"lr": 1e-3},
             "train": {"steps": 6, "eval_every": 3, "sample_tokens": 8},
             "checkpoint": {"every": 2, "keep_last": None},
+            "monitor": {"picture": False},
             "output_dir": str(self.folder / "run"),
         }
         path = self.folder / "config.yaml"
@@ -76,7 +77,7 @@ def compared(rows: list[StepRecord]) -> list[list[float | None]]:
 
 
 def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.train(profile_steps=2) == 0
+    assert runs.train(profile_steps=2, monitor={}) == 0
     run = runs.folder / "run"
     rows = runs.rows()
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -87,7 +88,7 @@ def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.Captur
     assert abs(rows[0].loss - math.log(256)) < 0.2
     steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
     assert steps == ["step_00000002", "step_00000004", "step_00000006"]
-    for name in ("loss.png", "config.yaml", "logs/rank_00000.log", "sample.txt", "tensorboard"):
+    for name in ("loss.png", "step.png", "config.yaml", "logs/rank_00000.log", "sample.txt", "tensorboard"):
         assert (run / name).exists(), name
     assert json.loads((run / "profile" / "rank_00000.json").read_text())["traceEvents"]
     out = capsys.readouterr().out

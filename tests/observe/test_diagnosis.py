@@ -72,3 +72,8 @@ def test_the_waits_for_a_late_rank_are_apart_from_the_exchange() -> None:
     found = diagnose(rows(4, 1, compute=1.0))
     assert found.shares["waiting"] * found.step_s == pytest.approx(0.75, rel=0.1)
     assert found.sentence == "rank 1 computes 1 s a step longer than the others, which wait for it"
+
+
+def test_computation_that_takes_longer_than_foreseen_is_said_to() -> None:
+    assert diagnose(rows(2), {"compute": 0.25}).sentence.endswith("which takes 4 times as long as foreseen")
+    assert "foreseen" not in diagnose(rows(2), {"compute": 0.9}).sentence

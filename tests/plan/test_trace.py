@@ -99,7 +99,7 @@ def test_spans_have_the_lanes_of_their_kinds_and_the_waits_inside() -> None:
         (3, "compute"),
         (3, "compute"),
         (3, "compute"),
-        (3, "disk"),
+        (3, "exchange"),
         (3, "disk"),
     ]
     assert [(span.action, span.lane, span.axis, span.is_exposed) for span in spans[5:]] == [

@@ -181,7 +181,7 @@ def find_hardware(name: str) -> Hardware:
     if "/" in name or name.endswith(".json") or Path(name).is_file():
         return read_hardware(Path(name))
     raise ConfigError(
-        f"device: no hardware is named {name!r}{nearest(name, known)}; a file of your own is given by its path"
+        f"device: no hardware is named {name!r}, and there is no file {name}{nearest(name, known)}"
     )
 
 

@@ -27,7 +27,8 @@ from shardwise.cli.click_trainer import with_steps
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import side_of
 from shardwise.cli.outlook.job_shapes import on_meta, shapes_of
-from shardwise.cli.outlook.planned import PlannedJob, PlanRequest, PlanSetting, report_of
+from shardwise.cli.outlook.planned import report_of
+from shardwise.cli.outlook.planned_job import PlannedJob, PlanRequest, PlanSetting
 from shardwise.cli.request import CommandRequest
 from shardwise.cli.run_folder import RunFolder, differences, without_start
 from shardwise.cli.text_trainer import context_of, with_mask

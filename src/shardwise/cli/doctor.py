@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from shardwise.cli.outlook.outcome import RunOutcome
     from shardwise.observe.diagnosis import StepDiagnosis
 
+_WIDTH = 19
+"""Letters of the longest name of a phase."""
+
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
@@ -27,15 +30,11 @@ def command(
         whole = found.plain() | {"against": None if other is None else other[1].plain()}
         typer.echo(json.dumps(whole, indent=2))
         return
-    for line in _lines(outcome, found):
-        typer.echo(line)
+    said = _lines(outcome, found)
     if other is not None:
-        typer.echo("")
-        typer.echo(f"beside {against}:")
-        for name, share in found.shares.items():
-            here, there = share * found.step_s, other[1].shares.get(name, 0.0) * other[1].step_s
-            if here or there:
-                typer.echo(f"  {name:<10} {here:10.4g} s {there:10.4g} s  {here - there:+.4g} s")
+        said += ["", f"beside {against}, {other[1].step_s:.4g} s a step, cause: {other[1].cause}:"]
+        said += _lines_beside(found, other[1])
+    typer.echo("\n".join(said))
 
 
 def _diagnosed(folder: "Path") -> "tuple[RunOutcome, StepDiagnosis]":  # type: ignore[name-defined]  # noqa: F821
@@ -49,6 +48,10 @@ def _diagnosed(folder: "Path") -> "tuple[RunOutcome, StepDiagnosis]":  # type: i
     from shardwise.cli.run_folder import RunFolder
     from shardwise.observe.diagnosis import diagnose
 
+    if not folder.is_dir():
+        raise UsageError(
+            f"doctor: there is no folder {folder}; expected the folder of a run, as runs/gpt_stdlib"
+        )
     outcome = read_outcome(RunFolder(folder).outcome)
     if not outcome.phases:
         raise UsageError(
@@ -65,5 +68,16 @@ def _lines(outcome: "RunOutcome", found: "StepDiagnosis") -> list[str]:
             continue
         lane = outcome.lanes.get(name)
         foreseen = "" if lane is None or lane.foreseen is None else f"  foreseen {lane.foreseen:.4g} s"
-        said.append(f"  {name:<10} {share * found.step_s:10.4g} s  {share:6.1%}{foreseen}")
+        named = f"waiting for rank {found.rank}" if name == "waiting" and found.rank is not None else name
+        said.append(f"  {named:<{_WIDTH}} {share * found.step_s:10.4g} s  {share:6.1%}{foreseen}")
     return [*said, f"cause: {found.cause}: {found.sentence}"]
+
+
+def _lines_beside(ours: "StepDiagnosis", theirs: "StepDiagnosis") -> list[str]:
+    """Return the seconds of two runs by phase as a table, with what this run takes more."""
+    said = [f"  {'':<{_WIDTH}} {'this run':>12} {'the other':>12} {'more':>12}"]
+    for name in ours.shares:
+        here, there = (each.shares.get(name, 0.0) * each.step_s for each in (ours, theirs))
+        if here or there:
+            said.append(f"  {name:<{_WIDTH}} {here:10.4g} s {there:10.4g} s {here - there:+10.4g} s")
+    return said

@@ -1,9 +1,12 @@
 """``shardwise plan CONFIG|RUN``: bytes, seconds and reasons of a layout before a rank exists."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _Config = Annotated[
     str | None,
@@ -13,7 +16,7 @@ _Config = Annotated[
     ),
 ]
 _Ranks = Annotated[
-    int | None, typer.Option("--ranks", "-n", help="Ranks of the job; of a run, those it had.")
+    int | None, typer.Option("--ranks", "-n", min=1, help="Ranks of the job; of a run, those it had.")
 ]
 _Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in zero.stage=3.")
@@ -25,7 +28,9 @@ _Device = Annotated[
         help="Hardware of a rank: a name that --devices lists, a file of the same form, or cpu: this machine.",
     ),
 ]
-_PerHost = Annotated[int | None, typer.Option(help="Ranks of one host; left out: the usual number, or all.")]
+_PerHost = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of one host; left out: the usual number, or all.")
+]
 _Memory = Annotated[
     list[str] | None,
     typer.Option(
@@ -96,6 +101,21 @@ _Solve = Annotated[
         "ranks.",
     ),
 ]
+_Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Run the configuration, or the best three of --search, for five steps on this machine.",
+    ),
+]
+_Draw = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the lanes of the foreseen step into a PNG file."),
+]
+_History = Annotated[
+    bool,
+    typer.Option("--history", help="List what was foreseen and measured of the runs of this machine."),
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
 
 
@@ -119,6 +139,9 @@ def command(
     free: _Free = "",
     limit_s: _LimitS = None,
     solve: _Solve = None,
+    measure: _Measure = False,
+    draw: _Draw = None,
+    history: _History = False,
     as_json: _AsJson = False,
 ) -> None:
     """Print what a job needs, how long it takes and why, without data, devices or processes.
@@ -126,46 +149,86 @@ def command(
     The exit code is 0 if the job fits, or if --search or --solve has found something, and 2 otherwise or if the call is
     wrong.
     """
-    from shardwise.base.errors import UsageError
     from shardwise.cli.check import memory_of
-    from shardwise.cli.outlook import planned
+    from shardwise.cli.outlook.planned import plan
+    from shardwise.cli.outlook.planned_job import PlanRequest
 
-    if devices or calibrate or refit is not None:
-        for line in _hardware_lines(devices, calibrate, refit, device, write):
-            typer.echo(line)
+    said = _lines_without_a_job(devices, calibrate, history, as_json, refit, device, write)
+    if said:
+        typer.echo("\n".join(said))
         return
+    _check_call(config, mfu, step_s, search, {"--free": free, "--limit-s": limit_s, "--write": write})
+    has = None if memory is None else memory_of(memory)
+    request = PlanRequest(config or "", tuple(overrides or ()), ranks, device, per_host, has)
+    request = request._replace(
+        mfu=mfu, step_s=step_s, failures_per_day=failures_per_day, against=against, why=why
+    )
+    freed = tuple(key.strip() for key in free.split(",") if key.strip())
+    request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
+    answer = plan(request._replace(measure=measure, draw=draw))
+    typer.echo(answer.to_json() if as_json else "\n".join(answer.lines()))
+    raise typer.Exit(0 if answer.report.answers else 2)
+
+
+def _check_call(
+    config: str | None,
+    mfu: float | None,
+    step_s: float | None,
+    search: bool,
+    of_search: "Mapping[str, object]",
+) -> None:
+    """Refuse options that do not belong together.
+
+    Args:
+        config: The job.
+        mfu: The utilization that replaces foreseen seconds.
+        step_s: The seconds that replace foreseen ones.
+        search: True if layouts are searched.
+        of_search: Values of the options that a search alone reads, by name.
+
+    Raises:
+        UsageError: if there are such options, or no job.
+    """
+    from shardwise.base.errors import UsageError
+
     if config is None:
         raise UsageError(
             "plan: CONFIG is missing: a configuration, the name of an example, or the folder of a run"
         )
     if mfu is not None and step_s is not None:
         raise UsageError("plan: --mfu and --step-s both replace the seconds of a step; give one")
-    has = None if memory is None else memory_of(memory)
-    request = planned.PlanRequest(config, tuple(overrides or ()), ranks, device, per_host, has)
-    request = request._replace(
-        mfu=mfu, step_s=step_s, failures_per_day=failures_per_day, against=against, why=why
-    )
-    freed = tuple(key.strip() for key in free.split(",") if key.strip())
-    request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
-    report = planned.plan(request)
-    typer.echo(report.to_json() if as_json else "\n".join(report.lines()))
-    raise typer.Exit(0 if report.answers else 2)
+    for option, value in of_search.items():
+        if not search and value not in (None, ""):
+            raise UsageError(f"plan: {option} belongs to --search; give --search too, or leave it out")
 
 
-def _hardware_lines(
-    devices: bool, calibrate: bool, refit: Path | None, device: str, write: Path | None
+def _lines_without_a_job(
+    devices: bool,
+    calibrate: bool,
+    history: bool,
+    as_json: bool,
+    refit: Path | None,
+    device: str,
+    write: Path | None,
 ) -> list[str]:
-    """Do what an option on tables of hardware asks for, and return lines for people."""
+    """Do what an option asks for that needs no job, and return its lines; an empty list if there is no such option."""
     from shardwise.base.errors import UsageError
-    from shardwise.cli.outlook import planned
+    from shardwise.cli.outlook import hardware_tables
+    from shardwise.cli.outlook.history import RunHistory
+    from shardwise.simulate.calibration import calibrate as measure_machine
 
     if devices:
-        return planned.device_lines()
+        return hardware_tables.device_lines()
     if calibrate:
-        return planned.calibration_lines(planned.calibrated_here())
-    if refit is None or write is None:
+        return hardware_tables.calibration_lines(measure_machine())
+    if history:
+        found = RunHistory.read()
+        return [found.to_json()] if as_json else found.lines()
+    if refit is None:
+        return []
+    if write is None:
         raise UsageError("plan: --refit needs --write FILE, into which the fitted table goes")
-    fitted = planned.refitted(refit, device, write)
+    fitted = hardware_tables.refitted(refit, device, write)
     worst = max(abs(ratio - 1) for ratio in fitted.after)
     said = [f"{name:<10} times {factor:.3g}" for name, factor in fitted.factors.items()]
     return [*said, f"{write}: foreseen within {worst:.1%} of the {len(fitted.after)} measured steps"]

@@ -108,6 +108,8 @@ def _train(trainer: Trainer, console: Console, request: CommandRequest) -> int:
     trainer.finish_saving()
     _show_schedule(trainer, console)
     _show_lanes(trainer, console)
+    if trainer.config.monitor.picture:
+        trainer.outlook.draw(trainer.folder.step)
     if not is_done:
         console.print(f"stopped after step {engine.step_count}, which is saved. Resume with:", style="bold")
         console.print(f"    {request.command()}", markup=False, highlight=False, soft_wrap=True)

@@ -8,6 +8,7 @@ auc.png            of a click-through model: its AUC
 lr_range.png       with ``schedule.type: range_test``: the loss over the learning rate
 lanes.png          of a click-through model: reading, keys and compute of a few steps
 schedule.png       the last step of a pipeline, predicted and measured
+step.png           the lanes of rank 0 in the last step, foreseen and measured
 tensorboard/       the same as TensorBoard events
 checkpoints/       step_00000200/ and so on
 logs/              rank_00000.log and so on
@@ -90,6 +91,11 @@ class RunFolder:
     def schedule(self) -> Path:
         """Picture of the last step of a pipeline."""
         return self.root / "schedule.png"
+
+    @property
+    def step(self) -> Path:
+        """Picture of the lanes of rank 0 in the last step."""
+        return self.root / "step.png"
 
     @property
     def lanes(self) -> Path:

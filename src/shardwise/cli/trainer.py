@@ -25,6 +25,7 @@ from shardwise.base.errors import DataError, DivergedError, MismatchError, Usage
 from shardwise.base.words import bytes_text
 from shardwise.cli.evaluations import RunEvaluations
 from shardwise.cli.outlook.forecast import RunOutlook
+from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest, step_windows
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.run_saves import RunSaves
@@ -171,7 +172,10 @@ class Trainer(ABC):
         self.config, self.validation = opened.config, opened.validation
         self._check_data(opened.fingerprint)
         self.config = self.config.model_copy(update={"monitor": self.config.monitor.of_train()})
-        self.engine: Engine = shardwise.initialize(self.make_model(), self.config, world=world)
+        model = self.make_model()
+        # Before the engine cuts the model.
+        copied = ModelCopy.of(model) if world.rank == 0 and self.config.train.forecast else None
+        self.engine: Engine = shardwise.initialize(model, self.config, world=world)
         if self.engine.is_main or self.config.monitor.rank_seconds:
             self.engine.measure_waits()
         self.validation = self.to_read(self.validation)
@@ -196,7 +200,7 @@ class Trainer(ABC):
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """Timelines of the last step of a pipeline, predicted and measured."""
-        self.outlook = RunOutlook(self.engine, folder.outcome)
+        self.outlook = RunOutlook(self.engine, folder, self.config, copied)
         """What was foreseen of this run, beside what it takes."""
         self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
@@ -417,14 +421,15 @@ class Trainer(ABC):
         waited_s = time.perf_counter() - started
         self.waited_s += waited_s
         self.engine.count_seconds("data", waited_s)
-        if self.config.train.forecast and batches:
-            self.outlook.foresee(self.make_model, self.config, batches[0])
+        if batches:
+            self.outlook.foresee(batches[0])
         weights = self.weights(batches)
         result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
             # Before an evaluation, which is another walk with another trace.
-            self.timelines = self.engine.timeline()
+            self.timelines = self.engine.timeline() if self.mesh.pp > 1 else None
+            self.outlook.look_back()
         trace = self.engine.trace
         columns: dict[str, Any] = {
             **trace.seconds()._asdict(),

@@ -108,14 +108,15 @@ def _draw(axes: Any, panel: PicturePanel, longest: float) -> None:
     for (row, (place, count)), bars in lines.items():
         height = _HEIGHT / count
         middle = row - _HEIGHT / 2 + (place + 0.5) * height
-        for bar, following in zip(bars, [*bars[1:], None], strict=True):
-            length = bar.stop - bar.start
-            is_seen = length > _SEEN * longest
-            axes.barh(
-                middle, length, left=bar.start, height=height, color=bar.colour, edgecolor="white",
-                linewidth=0.6 if is_seen else 0,
-            )  # fmt: skip
-            if is_seen:
+        is_seen = [bar.stop - bar.start > _SEEN * longest for bar in bars]
+        # One collection, because a patch for each bar takes a millisecond.
+        axes.broken_barh(
+            [(bar.start, bar.stop - bar.start) for bar in bars], (middle - height / 2, height),
+            facecolors=[bar.colour for bar in bars], edgecolors="white",
+            linewidths=[0.6 if seen else 0 for seen in is_seen],
+        )  # fmt: skip
+        for bar, seen, following in zip(bars, is_seen, [*bars[1:], None], strict=True):
+            if seen:
                 room = (panel.length if following is None else following.start) - bar.stop
                 _write(axes, bar, room, middle, min(8.0, 18 * height), longest)
 

@@ -31,6 +31,8 @@ Cause = Literal["data", "compute", "exchange", "straggler", "save"]
 LEAST_SHARE = 0.1
 """Share of the step from which a phase, or the difference of a rank, counts as a cause."""
 
+_NOTED = 0.25
+"""Share of the foreseen computation from which a difference is said."""
 _OWN = ("data", "compute", "update", "save", "rest")
 _AXES = ("dp", "tp", "pp", "ep")
 
@@ -103,7 +105,11 @@ def diagnose(
         return found(
             "exchange", None, f"{exchange_s / whole:.0%} of the time is waited for ranks, most along {axis}"
         )
-    return found("compute", None, f"{shares['compute']:.0%} of the time is computation")
+    sentence = f"{shares['compute']:.0%} of the time is computation"
+    ratio = seconds["compute"] / foreseen["compute"] if foreseen.get("compute") else 1.0
+    if ratio >= 1 + _NOTED:
+        sentence += f", which takes {ratio:.2g} times as long as foreseen"
+    return found("compute", None, sentence)
 
 
 def _latest(ranks: Sequence[Mapping[str, float]]) -> tuple[int, str, float]:

@@ -46,13 +46,24 @@ def peak(device_name: str, dtype: torch.dtype) -> float | None:
         FLOP/s from the vendor's data sheet (base/devices.json); None if unknown, or if the device has no matrix units
         for a 16-bit dtype.
     """
+    name, kept = hardware_name(device_name), _DTYPES.get(dtype)
+    if name is None or kept is None:
+        return None
+    return shipped_tables()[name].figures.get(f"peaks.{kept}")  # type: ignore[return-value]
+
+
+def hardware_name(device_name: str) -> str | None:
+    """Return the name of the shipped table that describes a device; None if there is none.
+
+    Args:
+        device_name: Name of the device, as torch reports it.
+    """
     short = device_name.strip()
     while (shorter := _VENDOR.sub("", short)) != short:
         short = shorter
-    kept = _DTYPES.get(dtype)
-    for table in shipped_tables().values():
-        if any(re.fullmatch(name, short) for name in table.devices):
-            return None if kept is None else table.figures.get(f"peaks.{kept}")  # type: ignore[return-value]
+    for name, table in shipped_tables().items():
+        if any(re.fullmatch(pattern, short) for pattern in table.devices):
+            return name
     return None
 
 

@@ -46,7 +46,7 @@ class MonitorPolicy(Policy):
     by ``axis``) and the number, as DeepSpeed's ``csv_monitor`` writes them."""
     picture: bool = True
     """Draw ``loss.png`` into ``output_dir``; for a click-through model also ``auc.png`` and ``lanes.png``, with a range
-    test also ``lr_range.png``."""
+    test also ``lr_range.png``. ``shardwise train`` also draws ``step.png``, the lanes of the last step."""
     wandb: str | None = None
     """Project at Weights & Biases that gets the numbers; needs the package wandb and an account that is logged in."""
     wandb_group: str | None = None

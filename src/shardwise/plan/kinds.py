@@ -252,8 +252,9 @@ class AnyKind(Enum):
         """True for the Kinds that follow all passes of a step."""
         self.updates: bool = phases == {"update"}
         """True for the Kinds that follow NORM. A skipped step runs only SWAP_WEIGHT of these."""
-        self.lane: Lane = (row.moves or (Move("compute", ""),))[0].lane
-        """Lane of the Action's own row in a trace: that of its first move."""
+        lanes = [move.lane for move in row.moves or (Move("compute", ""),)]
+        self.lane: Lane = "exchange" if "exchange" in lanes else lanes[0]
+        """Lane of the Action's own row in a trace: the exchange if it has one, or that of its first move."""
         if self.computes or self.ends_step:
             self.lane = "compute"
         self.is_announced: bool = self.computes or (row.of == "tables" and "pass" in phases)

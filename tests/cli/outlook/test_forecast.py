@@ -1,20 +1,27 @@
 """A forecast neither ends a run nor changes its random numbers, whatever the user's model does when it is built."""
 
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 from shardwise.cli.outlook.forecast import forecast_of
+from shardwise.cli.outlook.model_copy import ModelCopy
+from shardwise.cli.outlook.outcome import read_outcome
+from shardwise.cli.rank import train
+from shardwise.cli.request import CommandRequest
 from shardwise.config.run import RunConfig
 
 CPU = torch.device("cpu")
 
 
 class Drawing(nn.Module):
-    """A model that draws from every generator when it is built."""
+    """A model that draws from every generator when it is built and when it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,6 +31,9 @@ class Drawing(nn.Module):
         self.layer = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        random.random()
+        np.random.rand()
+        torch.rand(1)
         return self.layer(x).square().mean()
 
 
@@ -33,17 +43,61 @@ def states() -> list[str]:
 
 def test_generators_stand_where_they_stood() -> None:
     config = RunConfig.parse({"batch": {"global_size": 2, "micro_size": 2}})
+    copied = ModelCopy.of(Drawing())
     torch.rand(1)
     before = states()
-    found = forecast_of(Drawing, config, 1, CPU, torch.zeros(2, 4))
+    found = forecast_of(copied, config, 1, CPU, torch.zeros(2, 4))
     assert found is not None and found.rows["weights"] > 0 and found.step_s > 0
     assert states() == before
 
 
 @pytest.mark.parametrize("kind", [AssertionError, KeyError, AttributeError, OSError])
-def test_a_model_that_cannot_be_built_again_has_no_forecast(kind: type[Exception]) -> None:
-    def build() -> nn.Module:
-        raise kind("only once")
+def test_a_model_that_fails_on_shapes_has_no_forecast(kind: type[Exception]) -> None:
+    class Failing(Drawing):
+        def forward(self, x: Tensor) -> Tensor:
+            raise kind("only with numbers")
 
     config = RunConfig.parse({"batch": {"global_size": 2, "micro_size": 2}})
-    assert forecast_of(build, config, 1, CPU, torch.zeros(2, 4)) is None
+    assert forecast_of(ModelCopy.of(Failing()), config, 1, CPU, torch.zeros(2, 4)) is None
+
+
+BUILT: list[int] = []
+
+
+class Counted(nn.Module):
+    """A user's model whose builder must run once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.line(x)[:, 0] - y).square().mean()
+
+
+def build() -> nn.Module:
+    BUILT.append(1)
+    return Counted()
+
+
+def points() -> list[dict[str, Tensor]]:
+    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+    return [{"x": row, "y": row.sum()} for row in x]
+
+
+def test_a_run_builds_a_users_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "their_module", sys.modules[__name__])
+    BUILT.clear()
+    config = {
+        "model": {"target": "their_module:build"},
+        "data": {"target": "their_module:points"},
+        "batch": {"global_size": 4, "micro_size": 2},
+        "train": {"steps": 3},
+        "monitor": {"tensorboard": False, "picture": False},
+        "output_dir": str(tmp_path / "run"),
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert train(CommandRequest(str(tmp_path / "config.yaml"))) == 0
+    assert BUILT == [1]
+    outcome = read_outcome(tmp_path / "run" / "outcome.json")
+    assert outcome.peak_bytes.foreseen and outcome.rows["weights"].foreseen == outcome.rows["weights"].actual

@@ -2,28 +2,38 @@
 
 Rank 0 measures the passes of its first microbatch on shapes and prices them with the rates of this machine, a second or
 so. The result is a line at the start, and the column ``foreseen`` of ``outcome.json``. It never refuses a run: a model
-that cannot be foreseen (its pass depends on numbers, or it cannot be built on meta) has no forecast.
+that cannot be foreseen (its pass depends on numbers, or it cannot be copied) has no forecast.
 """
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
+from shardwise.base.errors import UsageError
 from shardwise.base.words import bytes_text, in_words
+from shardwise.cli.outlook import history
+from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
+from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data.draws import GeneratorContext
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
+from shardwise.engine.fit.kernel_code import load_kernels
 from shardwise.engine.parts.rank_phases import phase_of_axis
-from shardwise.observe.memory import available_bytes, peak_resident_bytes, resident_bytes
+from shardwise.observe.memory import available_bytes, give_back_free, peak_resident_bytes, resident_bytes
+from shardwise.observe.timeline_picture import draw_lanes
 from shardwise.plan.norm_numbers import PhaseSeconds
+from shardwise.plan.timeline import Timeline
 from shardwise.simulate.calibration import cpu_hardware
-from shardwise.simulate.price import StepSeconds, step_seconds
+from shardwise.simulate.passes import MeasuredPass
+from shardwise.simulate.price import StepSeconds, step_seconds, step_timeline
 from shardwise.simulate.rates import measured_hardware
 
 _log = logging.getLogger(__name__)
@@ -34,29 +44,37 @@ class RunOutlook:
 
     Args:
         engine: The run's engine.
-        path: The file.
+        folder: Folder of the run.
+        config: Configuration of the run.
+        copied: A copy of the model, taken before the engine cut it; None on other ranks, or if nothing is foreseen.
     """
 
-    def __init__(self, engine: Engine, path: Path):
+    def __init__(self, engine: Engine, folder: RunFolder, config: RunConfig, copied: ModelCopy | None):
         self._engine = engine
-        self._path = path
+        self._folder = folder
+        self._config = config
+        self._begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._copied = copied
         self.begins_at = engine.step_count
         """Steps before those of this process."""
         self.forecast: RunForecast | None = None
         """What was foreseen; None if nothing was."""
+        self._measured: Timeline | None = None
+        """The step that ``look_back`` has looked at."""
 
-    def foresee(self, make: Callable[[], nn.Module], config: RunConfig, example: Any) -> None:
+    def foresee(self, example: Any) -> None:
         """Say on rank 0, in front of the first step of the process, what a step will take.
 
         Args:
-            make: Function that builds the model.
-            config: Configuration of the run.
             example: The first microbatch.
         """
-        world = self._engine.world
-        if world.rank != 0 or self._engine.step_count != self.begins_at:
+        world, copied = self._engine.world, self._copied
+        if copied is None or self._engine.step_count != self.begins_at:
             return
-        self.forecast = forecast_of(make, config, world.size, world.device, example, self._process_bytes())
+        self._copied = None
+        self.forecast = forecast_of(
+            copied, self._config, world.size, world.device, example, self._process_bytes
+        )
         if self.forecast is None:
             return
         has = free_bytes(world.device, world.local_size)
@@ -64,10 +82,14 @@ class RunOutlook:
         _log.log(logging.WARNING if too_many else logging.INFO, "%s", self.forecast.line(has))
 
     def keep(self) -> None:
-        """Write the outcome so far on rank 0; a file that cannot be written does not end the run."""
+        """Write the outcome so far on rank 0, also into the machine's history.
+
+        A file that cannot be written does not end the run.
+        """
         world, device = self._engine.world, self._engine.world.device
         steps = self._engine.measured_steps
-        if world.rank != 0 or (not steps and self._path.exists()):
+        path = self._folder.outcome
+        if world.rank != 0 or (not steps and path.exists()):
             return  # a run that has just resumed keeps what it measured before
         is_cpu = device.type == "cpu"
         outcome = outcome_of(
@@ -80,14 +102,36 @@ class RunOutlook:
             steps=steps,
         )
         try:
-            write_outcome(self._path, outcome)
+            write_outcome(path, outcome)
         except OSError as error:
-            _log.warning("%s cannot be written: %s", self._path, in_words(error))
+            _log.warning("%s cannot be written: %s", path, in_words(error))
+        if steps:
+            # A machine without a home folder, or with one that is read-only, keeps no history.
+            with contextlib.suppress(OSError, RuntimeError):
+                history.keep(self._folder.root, self._config, outcome, self._begun)
+
+    def look_back(self) -> None:
+        """Keep the lanes of rank 0 in the step that has just ended, for ``draw``."""
+        if self._engine.world.rank == 0:
+            self._measured = Timeline.of(self._engine.trace.spans(0))
+
+    def draw(self, path: Path) -> None:
+        """Draw the lanes of rank 0 in a step into a PNG file: as foreseen, and as measured in the last step.
+
+        Args:
+            path: The file, which is not written if no step was looked at.
+        """
+        if self._measured is None:
+            return
+        foreseen = {} if self.forecast is None else {"foreseen": self.forecast.timeline}
+        draw_lanes({**foreseen, "measured": self._measured}, path, 0, f"step {self._engine.step_count}")
 
     def _process_bytes(self) -> int:
         """Return the bytes of this process beside its engine's memory, on a CPU; 0 on a device."""
         if self._engine.world.device.type != "cpu":
             return 0
+        gc.collect()
+        give_back_free(torch.device("cpu"))  # what the passes on shapes have freed
         held = sum(size for row, size in self._engine.held_bytes().items() if row != "disk")
         return max((resident_bytes() or 0) - held, 0)
 
@@ -96,7 +140,7 @@ class RunForecast(NamedTuple):
     """Memory and seconds of a step of a run, foreseen on its first rank."""
 
     rows: Mapping[str, int]
-    """Bytes of rank 0 by row."""
+    """Bytes of rank 0 by row, each at its most."""
     peak_bytes: int
     """Most bytes of rank 0's device at once."""
     lanes: Mapping[str, float]
@@ -104,6 +148,8 @@ class RunForecast(NamedTuple):
     step_s: float
     low_s: float
     high_s: float
+    timeline: Timeline
+    """Lanes of the first rank of each pipeline stage in a step."""
 
     def plain(self) -> dict[str, Any]:
         """Return the numbers that ``outcome.json`` keeps."""
@@ -129,39 +175,45 @@ class RunForecast(NamedTuple):
 
 
 def forecast_of(
-    make: Callable[[], nn.Module],
+    copied: ModelCopy,
     config: RunConfig,
     ranks: int,
     device: torch.device,
     example: Any,
-    process_bytes: int = 0,
+    process_bytes: Callable[[], int] = int,
 ) -> RunForecast | None:
     """Return the forecast of a run; None if it cannot be foreseen.
 
-    The user's function that builds the model is called once more and may draw random numbers or fail in any way; the
-    run's own generators and steps must not notice.
+    The user's modules run on shapes and may draw random numbers or fail in any way; the run's own generators and steps
+    must not notice.
 
     Args:
-        make: Function that builds the model; it is called on meta.
+        copied: The model without weights.
         config: Configuration of the run.
         ranks: Ranks of the run.
         device: Device of rank 0.
         example: A microbatch.
-        process_bytes: Bytes that the process held before its engine, on a CPU.
+        process_bytes: Function that returns the bytes of the process beside its engine, on a CPU. It is called after
+            the passes and the first run of their kernels, whose code stays in the process.
     """
-
-    def on_meta() -> nn.Module:
-        with torch.device("meta"):
-            return make()
-
     try:
         with GeneratorContext(0):
-            known = read(on_meta, config, ranks, device, example)._replace(process_bytes=process_bytes)
+            known = read(copied.make, config, ranks, device, example)
+        if known.unforeseen:
+            raise UsageError(known.unforeseen)
+        if device.type == "cpu":
+            load_kernels(_kinds_of(known.passed.values()))
+        known = known._replace(
+            process_bytes=process_bytes(),
+            draws=copied.draws and config.init_from is None,
+            given_bytes=copied.given_bytes,
+        )
         outlook = known.outlook(known.settings.offload)
         dtype = config.precision.compute_dtype or torch.float32
         hardware = cpu_hardware(dtype)[0] if device.type == "cpu" else measured_hardware(device, dtype)
         policies = known.policies_with(known.settings.offload)
-        seconds = step_seconds(outlook.plan, policies, known.passed, hardware, device.type)
+        given = outlook.plan, policies, known.passed, hardware, device.type
+        seconds, timeline = step_seconds(*given), step_timeline(*given)
     except Exception as error:
         _log.info(
             "this run is not foreseen: %s", str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -169,13 +221,24 @@ def forecast_of(
         return None
     step = outlook.steps[0]
     return RunForecast(
-        dict(step.peak.rows),
+        {**step.rows, **outlook.plan.bytes_per_rank(0)},
         step.bytes_by_tier["device"],
         lanes_of(seconds),
         seconds.total,
         seconds.low_s,
         seconds.high_s,
+        timeline,
     )
+
+
+def _kinds_of(passes: Iterable[MeasuredPass]) -> set[tuple[str, str]]:
+    """Return the kinds of products in passes, with their dtypes."""
+    return {
+        (product.kind, product.dtype)
+        for each in passes
+        for share in each.shares.values()
+        for product in share.products
+    }
 
 
 def lanes_of(seconds: StepSeconds) -> dict[str, float]:

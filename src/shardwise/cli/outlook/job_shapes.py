@@ -89,11 +89,21 @@ def _of_text(config: RunConfig, data: DataPolicy, micro_size: int) -> JobShapes:
 
 
 def _vocabulary(config: RunConfig, data: DataPolicy) -> int | None:
-    """Return the tokenizer's vocabulary; None if the model brings its own and the tokenizer cannot be read here."""
+    """Return the tokenizer's vocabulary; None if the model brings its own and the tokenizer cannot be read here.
+
+    Raises:
+        ConfigError: if the vocabulary follows from nothing.
+    """
     given = getattr(config.model, "vocab", None)
     is_own = isinstance(config.model, TargetPolicy)
-    if is_own or (given is not None and data.tokenizer != "bytes" and not Path(data.tokenizer).exists()):
+    is_missing = data.tokenizer != "bytes" and not Path(data.tokenizer).exists()
+    if is_own or (given is not None and is_missing):
         return None
+    if is_missing:
+        raise ConfigError(
+            f"model.vocab is not set, and data.tokenizer, from which it follows, names no file: {data.tokenizer}; set "
+            "model.vocab, or give the path of a tokenizer.json"
+        )
     return load_tokenizer(data.tokenizer).vocab_size
 
 

@@ -60,8 +60,8 @@ class RunOutcome(StrictModel):
     def lines(self) -> list[str]:
         """Return the outcome as lines of text for people."""
         said = [_line("step", self.step_s, _seconds), _line("peak", self.peak_bytes, bytes_text)]
-        said += [_line(row, each, bytes_text) for row, each in self.rows.items()]
-        said += [_line(lane, each, _seconds) for lane, each in self.lanes.items()]
+        for found, text in ((self.rows, bytes_text), (self.lanes, _seconds)):
+            said += [_line(name, each, text) for name, each in found.items() if each.foreseen or each.actual]
         return [f"{'':<24} {'foreseen':>12} {'actual':>12}", *said]
 
 

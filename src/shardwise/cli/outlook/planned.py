@@ -1,253 +1,148 @@
-"""A run as ``shardwise plan`` foresees it: configuration or run folder, hardware, shapes without data, and the report.
+"""The answer of ``shardwise plan``: everything that is foreseen of the job that a request names, beside what it took.
 
-CONFIG or RUN -> configuration, ranks       RUN: config.yaml, the ranks of the last start, outcome.json
---device      -> Hardware, bytes of a rank  a shipped table, a file, or this machine
-shapes        -> passes on shapes           cli/outlook/job_shapes.py, engine/fit/
+job, hardware -> passes on shapes           cli/outlook/planned_job.py, engine/fit/
 report        -> text or JSON               engine/fit/report.py
+measured      -> a few steps on this host   cli/outlook/measured.py, with --measure
+outcome       -> of a run that has saved    cli/outlook/outcome.py
 """
 
 import json
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from shardwise.base.errors import ConfigError, UsageError
-from shardwise.base.hardware import Hardware
-from shardwise.base.hardware_files import find_hardware, read_hardware, shipped_tables, write_hardware
-from shardwise.base.regular_files import read_small_file
-from shardwise.base.words import bytes_text, counted
+from shardwise.base.errors import UsageError
+from shardwise.base.words import in_words
+from shardwise.cli.outlook.job_difference import difference
 from shardwise.cli.outlook.job_shapes import JobShapes, shapes_of
-from shardwise.cli.outlook.outcome import RunOutcome, read_outcome
-from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder, differences
-from shardwise.config.auto import ResolvedConfig, resolve
+from shardwise.cli.outlook.measured import STEPS, Layout, MeasuredLayout, check_machine, measure
+from shardwise.cli.outlook.outcome import RunOutcome
+from shardwise.cli.outlook.planned_job import (
+    PlannedJob,
+    PlanRequest,
+    PlanSetting,
+    check_new_file,
+    job_of,
+    rank_memory,
+    setting_of,
+)
 from shardwise.config.run import RunConfig
-from shardwise.engine.fit.fits import Memory, budget, fits
+from shardwise.engine.fit.fits import Memory, fits
 from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.engine.fit.removals import Removal, removals, remover_of
 from shardwise.engine.fit.report import JobReport, JobSeconds, SavePace, restart_seconds, save_pace
 from shardwise.engine.fit.search import SearchReport, search
 from shardwise.engine.fit.solve import SolvedKey, solve
 from shardwise.models import GptPolicy, flops_per_token
-from shardwise.observe.flops import flops_text
-from shardwise.observe.memory import available_bytes
+from shardwise.observe.timeline_picture import draw_lanes
 from shardwise.plan.placement import Tier
-from shardwise.plan.plan import Plan
+from shardwise.plan.timeline import Timeline
 from shardwise.precision.policy import NAMES
-from shardwise.simulate.calibration import Calibration, calibrate, calibration_file, cpu_hardware
-from shardwise.simulate.price import step_seconds
-from shardwise.simulate.refit import Refit, StepLine, read_lines, refit
+from shardwise.simulate.price import step_seconds, step_timeline
 from shardwise.simulate.step_flops import StepFlops, run_time, seconds_at, step_flops
 from shardwise.simulate.why import MemoryReason
 
-CPU = "cpu"
-"""Name of this machine as hardware."""
-_STARTS_BYTES = 16 << 20
 
+@dataclass(frozen=True)
+class PlanAnswer:
+    """Holds what is foreseen of a job, and what was measured of it."""
 
-class PlanRequest(NamedTuple):
-    """The user's request on the command line of ``shardwise plan``."""
-
-    config: str
-    """A configuration, the name of an example, or the folder of a run."""
-    overrides: tuple[str, ...] = ()
-    ranks: int | None = None
-    device: str = "cpu"
-    per_host: int | None = None
-    memory: Memory | None = None
-    mfu: float | None = None
-    step_s: float | None = None
-    failures_per_day: float | None = None
-    against: str | None = None
-    why: bool = False
-    search: bool = False
-    free: tuple[str, ...] = ()
-    limit_s: float | None = None
-    """Seconds after which a search ends with what it has found."""
-    write: Path | None = None
-    """File into which the best configuration of a search goes."""
-    solve: str | None = None
-
-
-class PlanSetting(NamedTuple):
-    """The hardware of a job."""
-
-    hardware: Hardware
-    device: torch.device
-    """A device of its type; it need not exist here."""
-    per_host: int | None = None
-    """Ranks of one host; None: all ranks are on one host."""
-
-
-class PlannedJob(NamedTuple):
-    """A job as the request names it, before anything is computed."""
-
-    config: RunConfig
-    """The configuration as it was given."""
-    resolved: ResolvedConfig
-    ranks: int
-    shapes: JobShapes
-    outcome: RunOutcome | None
+    report: JobReport
+    outcome: RunOutcome | None = None
     """Outcome of the run, if the request names a run that has one."""
+    measured: tuple[MeasuredLayout, ...] = ()
+    """With ``--measure``: configurations that ran here, the fastest first."""
+    notes: tuple[str, ...] = ()
+    """Further sentences for people."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the answer as values for JSON."""
+        return self.report.plain() | {"measured": [each.plain() for each in self.measured]}
+
+    def to_json(self) -> str:
+        """Return the answer as JSON for programs."""
+        return json.dumps(self.plain(), indent=2)
+
+    def lines(self) -> list[str]:
+        """Return the answer as lines for people."""
+        said = self.report.lines()
+        if self.measured:
+            said.append(f"measured here in {STEPS} steps each, the fastest first:")
+            said += [f"  {each.line()}" for each in self.measured]
+        if self.outcome is not None:
+            said.append(f"what came of the run, as of {self.outcome.time}:")
+            said += [f"  {line}" for line in self.outcome.lines()]
+        return [*said, *self.notes]
 
 
-def plan(request: PlanRequest) -> JobReport:
+def plan(request: PlanRequest) -> PlanAnswer:
     """Return what is foreseen of the job that ``request`` names.
 
     Raises:
         ShardwiseError: as the run itself before its first step, for all that does not depend on its data.
         UsageError: if the call is wrong.
     """
-    setting, assumes = _setting(request)
-    job = _job(request, request.config, setting.device.type)
+    for option, path in (("--write", request.write), ("--draw", request.draw)):
+        check_new_file(option, path)
+    setting, assumes = setting_of(request)
+    job = job_of(request, request.config, setting.device.type)
+    if request.measure:
+        check_machine(job.ranks, request.device)
     setting = setting._replace(per_host=request.per_host or setting.per_host)
-    memory, told = _memory(request, setting, min(setting.per_host or job.ranks, job.ranks))
+    memory, told = rank_memory(request, setting, min(setting.per_host or job.ranks, job.ranks))
     report = report_of(request, job, setting, memory, (*assumes, *told))
-    if request.against is None:
-        return report
-    other = _job(request._replace(overrides=()), request.against, setting.device.type)
-    theirs = report_of(request._replace(why=False, search=False, solve=None), other, setting, memory, ())
-    return replace(report, diff=_difference(report, theirs))
+    shown = {"foreseen" if request.against is None else request.config: report}
+    if request.against is not None:
+        other = job_of(request._replace(overrides=()), request.against, setting.device.type)
+        plainly = request._replace(why=False, search=False, solve=None)
+        shown[request.against] = theirs = report_of(plainly, other, setting, memory, ())
+        report = replace(report, diff=difference(report, theirs))
+    notes = [] if job.missing_outcome is None else [job.missing_outcome]
+    if request.draw is not None:
+        _draw(shown, setting, request.draw)
+        notes.append(f"the lanes of a step are drawn in {request.draw}")
+    measured = _measured(report, job, request.device) if request.measure else ()
+    return PlanAnswer(report, job.outcome, measured, tuple(notes))
 
 
-def _job(request: PlanRequest, name: str, device_type: str) -> PlannedJob:
-    """Return the job that ``name`` names: a configuration, an example or a run."""
-    folder = RunFolder(Path(name))
-    is_run = folder.root.is_dir()
-    if is_run and not folder.config.is_file():
-        raise UsageError(f"plan: {name} is a folder without config.yaml, so no run of shardwise train")
-    ranks = request.ranks or (_ranks_of(folder) if is_run else 1)
-    if ranks < 1:
-        raise UsageError(f"plan: --ranks is {ranks}; a job has at least 1 rank")
-    source = str(folder.config) if is_run else name
-    wanted = CommandRequest(source, request.overrides, ranks=ranks).load()
-    resolved = resolve(wanted, ranks, device_type)
-    micro_size = resolved.config.batch.micro_size
-    if micro_size is None:
-        raise ConfigError(
-            f"{name}: batch.micro_size does not follow from batch.global_size; give one of micro_size and accumulation"
-        )
-    outcome = read_outcome(folder.outcome) if is_run and folder.outcome.is_file() else None
-    return PlannedJob(wanted, resolved, ranks, shapes_of(resolved.config, micro_size), outcome)
+def _measured(report: JobReport, job: PlannedJob, device: str) -> tuple[MeasuredLayout, ...]:
+    """Return what the best configurations of a search, or else the job's own, took on this machine."""
+    if report.search is not None:
+        found, points = report.search, report.search.best
+        layouts = [
+            Layout(found.config(place), point.set, point.step_s or 0.0, point.peak_bytes or 0)
+            for place, point in enumerate(points)
+        ]
+    else:
+        assert report.seconds is not None, "a pass was measured"
+        peak_bytes = report.outlook.bytes_by_tier["device"]
+        layouts = [Layout(job.config, (), report.seconds.run.step_s, peak_bytes)]
+    return measure(layouts, job.ranks, device)
 
 
-def _ranks_of(folder: RunFolder) -> int:
-    """Return the ranks of a run's last start."""
-    path = folder.root / "run.json"
-    try:
-        starts = json.loads(read_small_file(path, _STARTS_BYTES))["starts"]
-        ranks = starts[-1]["ranks"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
-        ranks = None
-    if not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"plan: {path} does not say how many ranks the run had; give --ranks")
-    return ranks
+def _draw(reports: Mapping[str, JobReport], setting: PlanSetting, path: Path) -> None:
+    """Draw the foreseen lanes of a step of each report into a PNG file.
 
-
-def _setting(request: PlanRequest) -> tuple[PlanSetting, tuple[str, ...]]:
-    """Return the hardware that the request names, and sentences on where its figures come from."""
-    name = request.device
-    if name == CPU:
-        device = torch.device(CPU)
-        found, said = cpu_hardware(torch.float32)
-        return PlanSetting(found, device), (said,)
-    device = torch.device("cuda")
-    if name.endswith(".json") or Path(name).is_file():
-        return PlanSetting(read_hardware(Path(name)), device), (f"the rates of {name}",)
-    found = find_hardware(name)
-    guessed = sum(1 for source in found.sources.values() if source.startswith("assumed"))
-    return PlanSetting(found, device), (
-        f"the rates of {name}, as its data sheet and papers give them; {counted(guessed, 'figure')} of "
-        f"{len(found.sources)} are assumed",
-    )
-
-
-def device_lines() -> list[str]:
-    """Return a line for each hardware that is known by name."""
-    said = [f"{CPU:<12} this machine"]
-    for name in shipped_tables():
-        found = find_hardware(name)
-        peak = max(found.peaks.values())
-        memory = bytes_text(found.memory_bytes["device"]) if "device" in found.memory_bytes else "-"
-        said.append(f"{name:<12} {memory:>10}  {flops_text(peak)}/s at most")
-    return said
-
-
-def calibration_lines(found: Calibration) -> list[str]:
-    """Return what a calibration has measured as lines for people."""
-    hardware = found.hardware
-    said = [f"{found.machine.processor}, {counted(found.machine.ranks, 'rank')}, torch {found.machine.torch}"]
-    said += [
-        f"  products in {dtype:<6} {flops_text(peak):>14}/s at most" for dtype, peak in hardware.peaks.items()
-    ]
-    said += [f"  {tier:<18} {rate / 1e9:>8.3g} GB/s" for tier, rate in hardware.memory_bytes_s.items()]
-    link = hardware.links["host"]
-    said.append(
-        f"  between ranks      {link.bytes_s / 1e9:>8.3g} GB/s, {link.latency_s * 1e6:.3g} us a message"
-    )
-    said.append(f"  an operation       {hardware.operation_s * 1e6:>8.3g} us")
-    said.append(f"  an Action          {hardware.action_s * 1e6:>8.3g} us")
-    said.append(f"  one that ends      {hardware.ending_action_s * 1e6:>8.3g} us")
-    said += [
-        f"  {name:<18} {max(rate for _, rate in table) / 1e9:>8.3g} GB/s at most"
-        for name, table in hardware.operations.items()
-    ]
-    return [*said, f"kept in {calibration_file()}"]
-
-
-def calibrated_here() -> Calibration:
-    """Measure this machine with two ranks, and keep the figures for later plans."""
-    return calibrate()
-
-
-def refitted(lines: Path, device: str, out: Path) -> Refit:
-    """Fit the table of a device to measured steps, and write the new table.
-
-    Args:
-        lines: File of measured steps, one JSON object a line.
-        device: Name of the shipped table to begin with.
-        out: File to write.
+    Raises:
+        UsageError: if the file cannot be written.
     """
-    jobs: dict[tuple[str, int], tuple[JobFacts, Plan]] = {}
-
-    def price(line: StepLine, hardware: Hardware) -> float:
-        key = line.config, line.ranks
-        if key not in jobs:  # one pass on shapes and one Plan of each job, whatever the number of prices
-            job = _job(PlanRequest(line.config, ranks=line.ranks, device=line.device), line.config, "cuda")
-            shapes = job.shapes
-            known = read(shapes.make, shapes.config, job.ranks, torch.device("cuda"), shapes.example)
-            if not known.passed:
-                raise ConfigError(
-                    f"refit: {line.config}: {known.unforeseen or 'the job has no example batch'}"
-                )
-            jobs[key] = known, known.outlook(known.settings.offload).plan
-        known, plan = jobs[key]
-        policies = known.policies_with(known.settings.offload)
-        return step_seconds(plan, policies, known.passed, hardware, "cuda", line.per_host).total
-
-    found = refit(read_lines(lines), find_hardware(device), price)
-    write_hardware(out, found.hardware)
-    return found
+    timelines = {name: _timeline(report, setting) for name, report in reports.items()}
+    title = f"a step on {setting.hardware.name}"
+    try:
+        draw_lanes(timelines, path, title=title)
+    except OSError as error:
+        raise UsageError(f"--draw: {in_words(error)}; give the path of a file that may be written") from None
 
 
-def _memory(
-    request: PlanRequest, setting: PlanSetting, sharers: int
-) -> tuple[Mapping[Tier, int], tuple[str, ...]]:
-    """Return the bytes of a rank by tier, and sentences on what they are taken from."""
-    if request.memory is not None:
-        return budget(request.memory), ()
-    found: dict[Any, int] = dict(setting.hardware.memory_bytes)
-    if "device" not in found and request.device == CPU:
-        free = available_bytes(setting.device)
-        if free is not None:
-            return {"device": free // sharers}, (
-                f"a rank has its share of the memory that is free here now, of {sharers} on this host",
-            )
-    return found, ()
+def _timeline(report: JobReport, setting: PlanSetting) -> Timeline:
+    known = report.known
+    policies = known.policies_with(known.settings.offload)
+    return step_timeline(
+        report.outlook.plan, policies, known.passed, setting.hardware, setting.device.type, setting.per_host
+    )
 
 
 def report_of(
@@ -268,11 +163,7 @@ def report_of(
     """
     config, make, example, _, told = job.shapes
     assumes = (*assumes, *told)
-    try:
-        known = read(make, config, job.ranks, setting.device, example, per_host=setting.per_host)
-    except UsageError as error:
-        known = read(make, config, job.ranks, setting.device, per_host=setting.per_host)
-        assumes = (*assumes, f"model state alone is counted: {error}")
+    known = read(make, config, job.ranks, setting.device, example, per_host=setting.per_host)
     outlook = known.outlook(known.settings.offload)
     report = JobReport(
         known,
@@ -285,6 +176,7 @@ def report_of(
         outcome=None if job.outcome is None else job.outcome.plain(),
     )
     if not known.passed:
+        _check_options(request, known.unforeseen)
         return report
     flops = _flops(known, job.shapes)
     seconds = _seconds(request, report, flops, setting, job.shapes)
@@ -308,6 +200,26 @@ def report_of(
     if request.solve is not None:
         report = replace(report, solved=_solved(request.solve, job, setting, memory))
     return report
+
+
+def _check_options(request: PlanRequest, unforeseen: str) -> None:
+    """Refuse options that need a pass on shapes if there is none.
+
+    Raises:
+        UsageError: if there is such an option.
+    """
+    given = {
+        "--why": request.why,
+        "--search": request.search,
+        "--solve": request.solve is not None,
+        "--measure": request.measure,
+        "--draw": request.draw is not None,
+        "--mfu": request.mfu is not None,
+        "--step-s": request.step_s is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UsageError(f"plan: {option} needs a pass of the model on shapes; {unforeseen}")
 
 
 def _flops(known: JobFacts, shapes: JobShapes) -> StepFlops:
@@ -401,7 +313,12 @@ def _searched(request: PlanRequest, job: PlannedJob, setting: PlanSetting, memor
         per_host=setting.per_host,
     )
     if request.write is not None and found.best:
-        found.write(request.write)
+        try:
+            found.write(request.write)
+        except OSError as error:
+            raise UsageError(
+                f"--write: {in_words(error)}; give the path of a file that may be written"
+            ) from None
     return found
 
 
@@ -432,56 +349,3 @@ def _pace(
     copy_s = state / setting.hardware.links["device"].bytes_s
     read_s = state / setting.hardware.memory_bytes_s["disk"]
     return save_pace(copy_s, restart_seconds(read_s), seconds.run.step_s, request.failures_per_day)
-
-
-def _difference(ours: JobReport, theirs: JobReport) -> dict[str, Any]:
-    """Return what differs between two jobs, of the heaviest class: theirs minus ours."""
-    set_keys = differences(
-        ours.config.model_dump(mode="json", exclude_none=True),
-        theirs.config.model_dump(mode="json", exclude_none=True),
-    )
-    return {
-        "set": set_keys,
-        "rows": _minus(_rows(theirs), _rows(ours)),
-        "actions": _minus(_actions(theirs), _actions(ours)),
-        "sent": _sent_difference(ours, theirs),
-        "spent": _minus(_spent(theirs), _spent(ours)),
-    }
-
-
-def _rows(report: JobReport) -> Mapping[str, float]:
-    step = report.outlook.step
-    return report.outlook.bytes_per_rank() if step is None else step.peak.rows
-
-
-def _actions(report: JobReport) -> Mapping[str, float]:
-    lists = report.outlook.plan.actions.values()
-    return Counter(action.kind.name for action in max(lists, key=len))
-
-
-def _spent(report: JobReport) -> Mapping[str, float]:
-    return {} if report.seconds is None else report.seconds.spent
-
-
-def _sent_difference(ours: JobReport, theirs: JobReport) -> list[dict[str, Any]]:
-    """Return the rows of ``sent`` that differ, of the rank that sends most in each job."""
-    counts = ("calls", "elements", "bytes")
-    sides = []
-    for report in (ours, theirs):
-        ranks = (report.sent(rank) for rank in report.outlook.plan.mesh.ranks("pp", 0))
-        most = max(ranks, key=lambda rows: sum(row["bytes"] for row in rows))
-        sides.append({(row["operation"], row["purpose"], row["axis"]): row for row in most})
-    found = []
-    for key in dict.fromkeys([*sides[1], *sides[0]]):
-        here, there = (side.get(key, dict.fromkeys(counts, 0)) for side in sides)
-        row = {count: there[count] - here[count] for count in counts}
-        if any(row.values()):
-            found.append(dict(zip(("operation", "purpose", "axis"), key, strict=True)) | row)
-    return found
-
-
-def _minus(theirs: Mapping[str, float], ours: Mapping[str, float]) -> dict[str, float]:
-    """Return the differences of the entries that differ."""
-    names = dict.fromkeys([*theirs, *ours])
-    found = {name: theirs.get(name, 0) - ours.get(name, 0) for name in names}
-    return {name: each for name, each in found.items() if each}

@@ -13,6 +13,7 @@ them together, so the text for people and the JSON for programs cannot differ.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -295,6 +296,8 @@ class JobReport:
         return said
 
 
+_KEYS = re.compile(r" (?=[\w.]+=)")
+"""Gaps between the overrides in ``removed_by``."""
 _SHOWN = 4
 """Number of changes that the text for people names."""
 
@@ -349,10 +352,8 @@ def _why_line(reason: MemoryReason, removal: Mapping[str, Any]) -> str:
     said += f", {reason.copies} copies" * (reason.copies > 1)
     said += f", until {reason.until}" * (reason.until is not None)
     if removal.get("removed_by"):
-        said += (
-            f"; --set {removal['removed_by']} saves {bytes_text(removal['saves_bytes'])} "
-            f"for {removal['price_s']:+.3g} s a step"
-        )
+        words = " ".join(f"--set {each}" for each in _KEYS.split(removal["removed_by"]))
+        said += f"; {words} saves {bytes_text(removal['saves_bytes'])} for {removal['price_s']:+.3g} s a step"
     return said
 
 

@@ -137,16 +137,18 @@ class StateAccess:
         """The step in which collectives run."""
         return self._parts.clock
 
-    def timeline(self) -> tuple[Timeline, Timeline] | None:
-        """Return the predicted and the measured timeline of the pipeline's last step. Collective.
+    def timeline(self) -> tuple[Timeline, Timeline]:
+        """Return the predicted and the measured timeline of the last step. Collective with a pipeline.
 
         The prediction is the schedule with the median seconds of each stage's passes, as if messages took no time. The
-        measured timeline also contains messages, and the waits for other ranks if they are measured.
+        measured timeline of a pipeline also contains messages, and the waits for other ranks if they are measured.
+        Without a pipeline it contains all Actions of this rank, the passes of Units, exchanges and updates too.
 
         Returns:
-            (predicted, measured), each by index on "pp"; None without a pipeline.
+            (predicted, measured), each by index on "pp", which is 0 without a pipeline; both are empty before the first
+            step.
         """
-        return views.timeline(self._pipeline)
+        return views.timeline(self._parts, self._pipeline)
 
     @property
     def trace(self) -> Trace:

@@ -1,6 +1,6 @@
-"""Functions that read an engine from outside: its Plan, a pipeline's timeline, gradients, one line for a terminal."""
+"""Functions that read an engine from outside: its Plan, the timeline of a step, gradients, one line for a terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.engine.state.mapped_state import mapped_state_dict
 from shardwise.engine.step.last_pass import settled_divisor
 from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.memory.ledger import PREDICTED
+from shardwise.plan.action import Action
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 from shardwise.simulate.price import replay_timeline
@@ -25,15 +26,17 @@ def plan(parts: EngineParts, pipeline: PipelineRunner | None) -> Plan:
     return parts.program.plan if pipeline is None else pipeline.plan()
 
 
-def timeline(pipeline: PipelineRunner | None) -> tuple[Timeline, Timeline] | None:
+def timeline(parts: EngineParts, pipeline: PipelineRunner | None) -> tuple[Timeline, Timeline]:
     """Return (predicted, measured) of the last step. Implements ``Engine.timeline``."""
     if pipeline is None:
-        return None
-    measured = pipeline.timeline()
+        measured = Timeline.of(parts.walker.last.spans(0))
+        lists: Mapping[int, Sequence[Action]] = {
+            rank: [span.action for span in measured.passes(rank)] for rank in measured.spans
+        }
+    else:
+        measured, lists = pipeline.timeline(), pipeline.passes()
     typical = measured.typical_pass_s()
-    predicted = replay_timeline(
-        pipeline.passes(), lambda action: typical.get((action.kind, action.stage), 0.0)
-    )
+    predicted = replay_timeline(lists, lambda action: typical.get((action.kind, action.stage), 0.0))
     return predicted, measured
 
 
