@@ -1,6 +1,7 @@
 """Seconds of a step, foreseen and measured: layouts of one and of two ranks that take turns.
 
     python seconds.py [--hardware FILE] [--rounds 7]
+    python seconds.py --collectives [--hardware FILE]
 
 A layout is a model, a configuration and a number of ranks of one thread each. The job of two ranks builds all layouts
 of two ranks and runs a step of each in turn, then the job of one rank does the same, so that what else runs on the
@@ -8,6 +9,9 @@ machine hits all of them alike. Foreseen is the price of the same job by ``simul
 of FILE, of this machine's calibration (``shardwise plan --calibrate``), or measured here in a second. Printed are both
 times and the range, the mean error, the rank correlation (Spearman), and the regret: how far the layout that is
 foreseen to be the fastest is behind the one that is.
+
+With ``--collectives`` two ranks make collectives and messages of several sizes, other than those that calibration
+measures, through shared memory and by gloo, and each is printed beside ``simulate.exchange_price.exchange_s``.
 
 Run it on idle cores. Cost: five minutes, two processes.
 """
@@ -34,9 +38,13 @@ import shardwise
 from shardwise.base.hardware import Hardware
 from shardwise.base.hardware_files import read_hardware
 from shardwise.comm.world import join
+from shardwise.engine.fit.calibration_rank import Channels
 from shardwise.engine.fit.foresee import read
 from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.exchange_calls import ExchangeCall
 from shardwise.simulate.calibration import cpu_hardware
+from shardwise.simulate.exchange_price import TransportName, exchange_s
+from shardwise.simulate.measurements import exchange_repeats, message_repeats
 from shardwise.simulate.price import StepSeconds, step_seconds
 
 HERE = Path(__file__).resolve().parent
@@ -45,6 +53,13 @@ sys.path.append(str(HERE.parent / "data_parallel"))
 from machine import describe  # noqa: E402
 
 CPU = torch.device("cpu")
+SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 19, 1 << 21, 1 << 23)
+"""Bytes of the full tensors of collectives, and of messages."""
+SWEEPS = 4
+WARM_STEPS = 2
+"""Steps before each one that counts: an engine finds caches of other engines, and memory that the allocator has
+returned to the system while they ran, which a step of a training run does not."""
+TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "gloo")
 
 
 class Layout(NamedTuple):
@@ -130,13 +145,13 @@ def run_rank(names: list[str], rounds: int, out: Path) -> None:
     engines = [shardwise.initialize(model(layout), config(layout), world=world) for layout in chosen]
     batches = [[batch(layout)] * engine.accumulation for layout, engine in zip(chosen, engines, strict=True)]
     seconds: dict[str, list[float]] = {layout.name: [] for layout in chosen}
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for layout, engine, given in zip(chosen, engines, batches, strict=True):
-            engine.train_step(given)  # what the last turn of another engine left in caches goes
+            for _ in range(WARM_STEPS):
+                engine.train_step(given)
             begin = time.perf_counter()
             engine.train_step(given)
-            if number:
-                seconds[layout.name].append(time.perf_counter() - begin)
+            seconds[layout.name].append(time.perf_counter() - begin)
     for engine in engines:
         engine.close()
     if world.rank == 0:
@@ -157,6 +172,63 @@ def measured(chosen: list[Layout], rounds: int) -> dict[str, list[float]]:
             subprocess.run([*command, *given], check=True)
             found |= json.loads(out.read_text())
     return found
+
+
+def run_collectives(out: Path) -> None:
+    """Measure collectives and messages in several sweeps, and let rank 0 write the seconds of each."""
+    torch.set_num_threads(1)
+    world = join()
+    channels = Channels.of(world)
+    found: dict[str, list[float]] = {}
+    for _ in range(SWEEPS):
+        for transport, group, peers in (
+            ("shared_memory", channels.group, channels.peers),
+            ("gloo", channels.gloo, channels.gloo_peers),
+        ):
+            every = exchange_repeats(group, SIZES) | {"send": message_repeats(group, peers, SIZES)}
+            for operation, rows in every.items():
+                for size, repeats in zip(SIZES, rows.values(), strict=True):
+                    found.setdefault(f"{transport} {operation} {size}", []).extend(repeats)
+    if world.rank == 0:
+        out.write_text(json.dumps(found))
+
+
+def collective_call(operation: str, full_bytes: int, ranks: int) -> ExchangeCall:
+    """The call of a collective on a full tensor of fp32, with the elements that a rank sends."""
+    elements = full_bytes // 4
+    if operation != "send":
+        elements = elements * (ranks - 1) // ranks * (2 if operation == "all_reduce" else 1)
+    return ExchangeCall(operation, "weights", "dp", elements, 4)  # type: ignore[arg-type]
+
+
+def report_collectives(hardware: Hardware, found: dict[str, list[float]]) -> str:
+    """The table of collectives, and the mean errors, as text."""
+    heads = ["operation", "KiB", *(f"{each}: foreseen, us | measured, us | ratio" for each in TRANSPORTS)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * (2 + 3 * len(TRANSPORTS)) + "|"]
+    errors: dict[str, list[float]] = {each: [] for each in TRANSPORTS}
+    for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
+        for size in SIZES:
+            row = [operation, f"{size >> 10:,}"]
+            for transport in TRANSPORTS:
+                real = statistics.median(found[f"{transport} {operation} {size}"])
+                told = exchange_s(collective_call(operation, size, 2), hardware, transport, "host", 2)
+                errors[transport].append(abs(told / real - 1))
+                row.append(f"{1e6 * told:.0f} | {1e6 * real:.0f} | {told / real:.2f}")
+            lines.append(f"| {' | '.join(row)} |")
+    said = "; ".join(
+        f"{name}: mean error {statistics.mean(each):.1%}, at most {max(each):.1%}"
+        for name, each in errors.items()
+    )
+    return "\n".join([*lines, "", f"{said}."])
+
+
+def collectives(hardware: Hardware) -> str:
+    """The table of collectives that two ranks make now."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "collectives.json"
+        command = [sys.executable, "-m", "shardwise", "launch", "-q", "--ranks", "2", __file__]
+        subprocess.run([*command, "--collectives", "--out", str(out)], check=True)
+        return report_collectives(hardware, json.loads(out.read_text()))
 
 
 def spearman(first: list[float], second: list[float]) -> float:
@@ -212,16 +284,23 @@ def main() -> None:
     parser.add_argument("--hardware", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--collectives", action="store_true")
     parser.add_argument("--rank-of", nargs="+", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
         run_rank(given.rank_of, given.rounds, given.out)
         return
+    if given.collectives and given.out:
+        run_collectives(given.out)
+        return
     torch.set_num_threads(1)
+    hardware = read_hardware(given.hardware) if given.hardware else cpu_hardware(torch.float32)[0]
+    if given.collectives:
+        print(f"`python seconds.py --collectives`, {describe()}; medians.\n\n{collectives(hardware)}")
+        return
     chosen = [layout for layout in layouts() if not given.only or layout.name in given.only]
     seconds = measured(chosen, given.rounds)
-    hardware = read_hardware(given.hardware) if given.hardware else cpu_hardware(torch.float32)[0]
     text = f"`python seconds.py --rounds {given.rounds}`, {describe()}; medians.\n\n{report(chosen, hardware, seconds)}"
     print(text)
 

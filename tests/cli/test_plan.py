@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.hardware_files import find_hardware, write_hardware
 from shardwise.cli.main import main
+from shardwise.cli.outlook import planned
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
+from shardwise.engine.fit.foresee import read
+from shardwise.simulate.refit import scaled
 
 MODEL = {"name": "gpt", "layers": 3, "width": 32, "heads": 4, "context": 16, "vocab": 256}
 GIVEN: dict[str, Any] = {
@@ -130,6 +134,38 @@ def test_the_folder_of_a_run_is_planned_with_its_outcome(
     found = report(monkeypatch, capsys, str(run), "--device", "h100")[1]
     assert found["ranks"] == 2
     assert found["outcome"]["step_s"] == {"foreseen": 1.0, "actual": 2.0}
+
+
+def test_a_table_is_refitted_to_measured_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of a slower device, as lines of a file, give a table that foresees them; each job is measured once."""
+    slow, fitted, lines = (tmp_path / name for name in ("slow.json", "fitted.json", "lines.jsonl"))
+    write_hardware(slow, scaled(find_hardware("a100-80gb"), {"product": 0.6, "memory": 0.8}))
+    model = {**MODEL, "width": 2048, "layers": 2, "heads": 16, "context": 1024}
+    jobs, rows = {"wide": {**GIVEN, "model": model}, "deep": {**GIVEN, "model": {**model, "layers": 4}}}, []
+    jobs["deep"]["precision"] = "bf16"
+
+    def step_s(path: Path, device: str) -> float:
+        found = report(monkeypatch, capsys, str(path), "--ranks", "1", "--device", device)[1]
+        return float(found["time"]["step_s"])
+
+    for name, job in jobs.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(job))
+        measured = step_s(path, str(slow))
+        rows.append(
+            {"config": str(path), "ranks": 1, "device": "a100-80gb", "per_host": 8, "step_s": measured}
+        )
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: list[Any] = []
+    monkeypatch.setattr(planned, "read", lambda *given: seen.append(given) or read(*given))
+    given = ("--refit", str(lines), "--device", "a100-80gb", "--write", str(fitted))
+    assert call(monkeypatch, "plan", *given) == 0
+    assert "of the 2 measured steps" in capsys.readouterr().out and len(seen) == 2
+    for row in rows:
+        assert step_s(Path(row["config"]), str(fitted)) == pytest.approx(row["step_s"], rel=0.01)
+        assert step_s(Path(row["config"]), "a100-80gb") < 0.9 * row["step_s"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.base.errors import CommError
+from shardwise.comm.groups import backend_for
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.step_clock import StepClock
+from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
 from tests.accelerator import pretend
 from tests.comm import strict
@@ -288,6 +293,49 @@ def test_a_default_group_without_a_host_backend_is_adopted(strict_ranks: RankPoo
     expected = strict_ranks.run(on_first, 4, CONFIGS["pp 4, tied"][1])
     for norms in strict_ranks.run(adopted):
         assert norms == pytest.approx(expected[0], rel=1e-12)
+
+
+def on_demand(world: World) -> tuple[dict[str, int], float, str]:
+    """The groups with gloo after steps and after collectives of host tensors, a sum, and the error without one rank."""
+    part = world.among(range(world.size))  # without the groups of the tests before
+    torch.manual_seed(0)
+    config = {"precision": "fp64", "mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}}
+    engine = shardwise.initialize(Tied().double(), config, loss=loss_of, world=part)
+    for step in range(2):
+        engine.train_step([tokens(4 * step + world.rank)])
+    found = {"steps": with_gloo(part)}
+    mesh = engine.plan.mesh
+    shards, replicas = (
+        part.group(mesh, axis, CommPolicy(), StepClock(2.0), Traffic())
+        for axis in ("dp_shard", "dp_replicate")
+    )
+    number = torch.tensor([float(world.rank)])
+    shards.all_reduce(number, "a number").wait()
+    found["a sum"] = with_gloo(part)
+    shards.all_reduce(torch.ones(1), "a number").wait()
+    found["two sums"] = with_gloo(part)
+    said = ""
+    try:
+        if world.rank > 1:
+            replicas.all_reduce(torch.ones(1), "a number").wait()
+    except CommError as error:
+        said = str(error)
+    engine.close()
+    part.release()
+    return found, float(number), said
+
+
+def with_gloo(world: World) -> int:
+    return sum(backend_for("cpu", group) == "gloo" for group in world.links._groups)
+
+
+@pytest.mark.skipif(not pretend.IS_POSSIBLE, reason="torch before 2.13 knows no devices in Python")
+def test_groups_of_host_tensors_are_made_on_demand(strict_ranks: RankPool) -> None:
+    """gloo connects all ranks of a group at once: 511 sockets a rank and group on 512 ranks that need none."""
+    for rank, (found, total, said) in enumerate(strict_ranks.run(on_demand)):
+        assert found == {"steps": 0, "a sum": 1, "two sums": 1}
+        assert total == (1.0 if rank < 2 else 5.0)
+        assert ("rank 0" in said or "rank 1" in said) if rank > 1 else not said, said
 
 
 def by_count(world: World) -> str:

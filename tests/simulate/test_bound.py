@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.base.hardware import Product
+from shardwise.base.hardware import OperationClass, Product
 from shardwise.plan.action import Kind
 from shardwise.plan.exchange_calls import ExchangeCall
 from shardwise.plan.mesh import Mesh
@@ -17,6 +17,7 @@ from shardwise.simulate.work import Work
 from tests.plan.described import plan
 from tests.simulate.given import RATES, hardware, one_pass, passes, timeline
 
+CLASSES: tuple[OperationClass, ...] = ("arithmetic", "function", "copy")
 LAYOUTS = [
     (Mesh(), 0, {}),
     (Mesh(dp_shard=2), 3, {}),
@@ -35,7 +36,10 @@ def drawn_pass(draw: random.Random) -> UnitPass:
     products = {Product("product", "fp32", 1 + int(10 ** draw.uniform(0, 6))): draw.randint(0, 3)}
     sends = (ExchangeCall("all_reduce", "activations", "tp", draw.randint(0, 2000), 4),) * draw.randint(0, 1)
     touched, calls = int(10 ** draw.uniform(0, 6)), draw.randint(0, 40)
-    return UnitPass(0, draw.randint(0, 4000), 0, touched, sends, work=Work(products, {}, calls))
+    parts = {(name, 1 + touched // 4): 1 for name in CLASSES}
+    others = {part: calls for part, calls in parts.items() if draw.random() < 0.5}
+    work = Work(products, {}, calls, others=others)
+    return UnitPass(0, draw.randint(0, 4000), 0, touched + 3, sends, work=work)
 
 
 def drawn_step(draw: random.Random, made: dict[tuple[int, int], Plan]) -> tuple[float, float]:
@@ -50,7 +54,14 @@ def drawn_step(draw: random.Random, made: dict[tuple[int, int], Plan]) -> tuple[
         shares = {key: drawn_pass(draw) for key in of_stage.shares}
         passed[number] = of_stage._replace(shares=shares)
     rates = hardware(**{each: 10 ** draw.uniform(3, 8) for each in RATES})
-    rates = replace(rates, operation_s=draw.choice([0.0, 1e-5]), action_s=draw.choice([0.0, 1e-4]))
+    rates = replace(
+        rates,
+        operation_s=draw.choice([0.0, 1e-5]),
+        action_s=draw.choice([0.0, 1e-4]),
+        ending_action_s=draw.choice([0.0, 1e-3]),
+        unevenness=draw.choice([(), ((1e-3, 0.1), (1.0, 0.02))]),
+        operations=draw.choice([{}, {name: ((1e2, 10 ** draw.uniform(3, 8)),) for name in CLASSES}]),
+    )
     device = draw.choice(["cpu", "cuda"])
     price = StepSeconds.of(timeline(whole, passed, rates, device, microbatches)).total
     return time_bound(passed, rates, device, microbatches, mesh.pp), price

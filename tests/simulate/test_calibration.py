@@ -1,6 +1,8 @@
 """What ranks measure is kept as a table of hardware, with the machine and the date, and stale figures are told."""
 
+import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.engine.fit.calibration_rank import action_s
+from shardwise.engine.fit.calibration_rank import Channels, PythonSeconds, python_s
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.timeline import USES
 from shardwise.simulate import calibration, measurements
 from shardwise.simulate.calibration import calibrate, calibrated, calibration_file, cpu_hardware, this_machine
 from shardwise.simulate.exchange_price import exchange_s
 from shardwise.simulate.exchanges import ExchangeCall
+from shardwise.simulate.storages import LiveBytes
 
 FIGURES: dict[str, Any] = {
     "ranks": 2,
@@ -29,11 +33,20 @@ FIGURES: dict[str, Any] = {
         "product bf16": [[1e6, 1e10], [1e9, 1e11]],
         "attention fp32": [[1e6, 6e10]],
         "convolution fp32": [[1e6, 2e10]],
+        "batched fp32": [[1e6, 1e10]],
     },
-    "memory": 2e10,
+    "operations": {
+        "arithmetic": [[1e5, 3e10], [1e7, 2e10]],
+        "function": [[1e5, 8e9]],
+        "copy": [[1e5, 7e9]],
+        "update": [[1e5, 4e10]],
+    },
+    "unevenness": [[2e-3, 0.07], [0.1, 0.0]],
+    "spread": {"compute": [0.9, 1.2], "update": [0.8, 1.1], "exchange": [0.7, 1.5]},
     "rows": 1e10,
     "operation": 3e-6,
     "action": 1e-4,
+    "ending_action": 2e-4,
     "disk": None,
     "exchanges": {
         "all_gather": [[1024, 5e-5], [1 << 24, 4e-3]],
@@ -68,7 +81,12 @@ def test_figures_become_a_table_that_is_read_again(kept: Path) -> None:
         "measured on" in hardware.sources["peaks.fp32"]
         and "2 ranks" in hardware.sources["exchanges.all_reduce"]
     )
-    assert hardware.spread["compute"] == (0.9, 1.2)
+    assert hardware.spread["compute"] == hardware.spread["bubble"] == (0.9, 1.2)
+    assert hardware.spread["waits"] == hardware.spread["exchange"] == (0.7, 1.5)
+    assert set(hardware.spread) == set(USES)
+    assert hardware.ending_action_s == 2e-4 and hardware.operations["update"] == ((1e5, 4e10),)
+    assert hardware.share_of_peak(Product("batched", "fp32", 10**6)) == 0.25
+    assert hardware.unevenness == ((2e-3, 0.07), (0.1, 1e-4)), "a share is above zero"
     by_path = find_hardware(str(calibration_file(kept)))
     assert by_path.peaks == hardware.peaks and by_path.exchanges == hardware.exchanges
     assert not [path for path in kept.iterdir() if path.name != "cpu.json"]
@@ -123,38 +141,84 @@ def test_a_calibration_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
 
 
-def measure_briefly(world: World) -> tuple[dict[str, Any], float]:
-    """Points of exchanges of two sizes, and seconds of an Action."""
-    before = measurements._FULL_BYTES
-    measurements._FULL_BYTES = (1 << 12, 1 << 20)  # type: ignore[assignment]
+def measure_briefly(world: World) -> tuple[dict[str, Any], dict[float, list[float]], PythonSeconds]:
+    """Points of exchanges of two sizes, shares of lateness, and seconds of Python."""
+    sizes, before = (1 << 12, 1 << 20), measurements._WORK_S
+    channels = Channels.of(world)
+    measurements._WORK_S = (1e-3, 4e-3)  # type: ignore[assignment]
     try:
-        group = world.group(Mesh(dp_shard=world.size), "dp", CommPolicy(), StepClock(60.0), Traffic())
-        found = dict(measurements.exchange_times(group))
+        late = measurements.late_shares(channels.group)
     finally:
-        measurements._FULL_BYTES = before
-    return found, action_s(world)
+        measurements._WORK_S = before
+    found = measurements.exchange_repeats(channels.group, sizes)
+    found["send"] = measurements.message_repeats(channels.group, channels.peers, sizes)
+    found["gloo send"] = measurements.message_repeats(channels.gloo, channels.gloo_peers, sizes)
+    return {name: measurements.times(each) for name, each in found.items()}, late, python_s(world)
 
 
 def test_ranks_measure_together(ranks: Any) -> None:
-    (first, action), (second, _) = ranks(2).run(measure_briefly)
-    assert first == second, "the seconds of the slowest rank"
-    assert {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"} == set(first)
+    (first, late, python), (second, late_there, _) = ranks(2).run(measure_briefly)
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+        assert first[name] == second[name], "the seconds of the slowest rank"
+    assert late == late_there and set(late) == {1e-3, 4e-3}
+    assert all(0 <= share <= 1 for shares in late.values() for share in shares), (
+        "of two ranks, at most all of the work"
+    )
+    assert {"send", "gloo send"} < set(first)
     for points in first.values():
-        assert [size for size, _ in points] == sorted(size for size, _ in points)
+        assert len(points) == 2 and [size for size, _ in points] == sorted(size for size, _ in points)
         assert all(0 < before <= after for (_, before), (_, after) in zip(points, points[1:], strict=False))
-    assert 0 < action < 0.1
+    assert all(0 < seconds < 0.1 for seconds in python)
+
+
+def test_repeats_in_which_a_rank_lost_its_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one rank that loses its core in its second and third round, and then in all rounds."""
+    lost, slept = iter([0, 0, 0, 1, 1, 2, 2, 2]), iter([0.02, 0.0, 0.0, 0.04])
+    monkeypatch.setattr(measurements, "_switches", lambda: next(lost))
+    world = World(0, 1)
+    group = world.group(Mesh(), "dp", CommPolicy(), StepClock(60.0), Traffic())
+    kept = measurements._everyones_s(group, lambda: time.sleep(next(slept)), 4)
+    assert [round(row[0], 2) for row in kept] == [0.02, 0.04]
+    counter, slept = itertools.count(), iter([0.02, 0.0, 0.04])
+    monkeypatch.setattr(measurements, "_switches", lambda: next(counter))
+    kept = measurements._everyones_s(group, lambda: time.sleep(next(slept)), 3)
+    assert len(kept) == 1 and kept[0][0] < 0.02, "the fastest, if there are no others"
+
+
+def test_figures_of_repeats() -> None:
+    sweeps = [{1.0: [1.0, 2.0], 4.0: [3.0]}, {1.0: [9.0], 4.0: [5.0], 8.0: [7.0]}]
+    united = measurements.united(sweeps)
+    assert united == {1.0: [1.0, 2.0, 9.0], 4.0: [3.0, 5.0]}
+    assert measurements.rates(united) == ((1.0, 0.5), (4.0, 1.0))
+    assert measurements.times({1.0: [5.0], 4.0: [3.0]}) == ((1.0, 5.0), (4.0, 5.0)), "more takes no less"
+    assert sorted(measurements.differences(united)) == [0.5, 0.75, 1.0, 1.25, 4.5]
 
 
 def test_rates_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "_LONG_S", 2e-3)
     monkeypatch.setattr(measurements, "_ROUND_S", 1e-4)
     monkeypatch.setattr(measurements, "_TABLE_ROWS", 1 << 10)
-    for kind in ("product", "attention", "convolution"):
-        points = measurements.product_rates(kind, torch.float32)  # type: ignore[arg-type]
+    for kind in ("product", "batched", "attention", "convolution"):
+        points = measurements.rates(measurements.product_repeats(kind, torch.float32))  # type: ignore[arg-type]
         assert len(points) >= 3 and all(flops > 0 and 1e6 < rate < 1e15 for flops, rate in points)
         assert [flops for flops, _ in points] == sorted({flops for flops, _ in points})
-    assert 1e7 < measurements.row_rate() < 1e13 and 1e7 < measurements.memory_rate() < 1e13
-    assert 1e-8 < measurements.operation_s() < 1e-2
+    for of_class in ("arithmetic", "function", "copy", "update"):
+        points = measurements.rates(measurements.operation_repeats(of_class))  # type: ignore[arg-type]
+        assert points and all(nbytes > 0 and 1e7 < rate < 1e13 for nbytes, rate in points)
+    assert all(1e7 < rate < 1e14 for _, rate in measurements.rates(measurements.row_repeats()))
+
+
+@pytest.mark.parametrize("of_class", ["arithmetic", "function", "copy", "update"])
+def test_the_bytes_of_measured_operations_are_those_that_a_pass_counts(of_class: Any) -> None:
+    make = getattr(measurements, f"_{of_class}")
+    run, touched, operations = make(1 << 17)
+    with LiveBytes() as live:
+        run()
+    work = live.work.take()
+    if of_class == "update":  # counted by the state of a Unit (tiers/tier_cost.py)
+        return
+    assert (work.calls, live.touched) == (operations, pytest.approx(touched, rel=0.01))
+    assert {name for name, _ in work.others} == {of_class}
 
 
 @pytest.mark.soak

@@ -120,6 +120,25 @@ def test_what_exchanges_take_of_a_device_slows_the_computation_beside_them() -> 
     assert free.spent["compute"] < taken.spent["compute"] < 2 * free.spent["compute"]
 
 
+def test_messages_of_devices_do_not_stand_behind_reductions() -> None:
+    """A message has a communicator of its own: stages would hand on the delay of one another's reductions."""
+    whole = plan(Mesh(pp=4, dp_shard=2), 0)
+    sends = (ExchangeCall("send", "activations", "pp", 1000, 1),)
+    passed = {
+        stage: each._replace(leaves=sends, answered=sends)
+        for stage, each in passes(whole, one_pass(100), one_pass(200)).items()
+    }
+    found = timeline(whole, passed, hardware(flops_s=1e2, exchange_bytes_s=1e2), "cuda")
+    spans = [span for row in found.spans.values() for span in row if span.lane == "exchange"]
+    sends = [span for span in spans if span.action.kind is Kind.SEND]
+    reduces = [span for span in spans if span.action.kind is Kind.REDUCE]
+    assert sends and any(
+        one.rank == two.rank and one.start_s < two.stop_s and two.start_s < one.stop_s
+        for one in sends
+        for two in reduces
+    )
+
+
 def test_batches_are_read_beside_the_step_before() -> None:
     whole = plan(Mesh(), 0)
     passed = passes(whole, one_pass(1), one_pass(2))
@@ -139,3 +158,41 @@ def test_rows_of_tables_have_a_rate_of_their_own() -> None:
     each_s = (read + 2 * read + 2 * updated) / 100
     assert found.total == pytest.approx(2 * each_s, rel=1e-3)
     assert found.spent["compute"] == pytest.approx(2 * read / 100, rel=1e-3)
+
+
+def test_actions_that_end_a_step_take_longer_in_python() -> None:
+    whole = plan(Mesh(), 0)
+    passed = passes(whole, one_pass(0), one_pass(0))
+    actions = whole.own.actions
+    ending = sum(action.kind.ends_step for action in actions)
+    rates = replace(hardware(), action_s=1.0, ending_action_s=10.0)
+    assert 0 < ending < len(actions)
+    found = StepSeconds.of(timeline(whole, passed, rates)).total
+    assert found == pytest.approx(len(actions) + 9 * ending)
+
+
+def test_ranks_that_exchange_wait_for_the_last_one() -> None:
+    """The wait follows from the work since the ranks last met, is exposed on their axis, and exists on CPUs alone."""
+    whole = plan(Mesh(dp_shard=2), 3)
+    passed = passes(whole, one_pass(100), one_pass(200))
+    even, uneven = hardware(flops_s=100.0), replace(hardware(flops_s=100.0), unevenness=((1.0, 0.25),))
+    before, after = (StepSeconds.of(timeline(whole, passed, each)) for each in (even, uneven))
+    assert before.total == pytest.approx(before.spent["compute"]) and not any(before.exposed.values())
+    assert after.spent["compute"] == pytest.approx(before.total)
+    # All work lies between two meetings, but for what is done behind the last one of the step.
+    assert after.total == pytest.approx(1.25 * before.total, rel=0.02)
+    assert sum(after.exposed.values()) == pytest.approx(after.total - before.total)
+    on_device = [StepSeconds.of(timeline(whole, passed, each, "cuda")).total for each in (even, uneven)]
+    assert on_device[0] == on_device[1]
+
+
+def test_updates_have_a_rate_of_their_own_on_cpus() -> None:
+    whole = plan(Mesh(), 0)
+    passed = passes(whole, one_pass(0), one_pass(0))
+    slow = hardware(host_bytes_s=1e3)
+    fast = replace(slow, operations={"update": ((1.0, 2e3),)})
+    before, after = (StepSeconds.of(timeline(whole, passed, each)) for each in (slow, fast))
+    updates = [each.spent["update"] for each in (before, after)]
+    normed = updates[0] - 2 * (updates[0] - updates[1])
+    assert 0 <= normed < updates[0] / 2, "the norm's bytes keep the rate of the memory"
+    assert before.spent["compute"] == pytest.approx(after.spent["compute"])

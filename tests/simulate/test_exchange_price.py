@@ -168,6 +168,21 @@ def test_a_ring_of_nccl() -> None:
     assert exchange_s(call, HARDWARE, "nccl", "host", 1) == 0.0
 
 
+def test_few_ranks_of_a_host_may_have_a_part_of_its_rate() -> None:
+    """Devices that are joined in pairs: two of them have a quarter of the links, up to four have half of them."""
+    paired = NEAR._replace(groups=((2.0, 0.25), (4.0, 0.5)))
+    wide = {"device": Link(1e10, 0), "host": paired, "cluster": Link(1e12, 14e-6)}
+    hardware = replace(HARDWARE, links=wide)  # type: ignore[arg-type]
+    full = 1 << 30
+    for ranks, rate in ((2, 25e9), (3, 50e9), (4, 50e9), (8, 100e9)):
+        steps = 8.4e-6 + (ranks - 1) * 3e-6
+        part = full * (ranks - 1) / ranks
+        assert seconds("all_gather", full, ranks, hardware=hardware) == pytest.approx(steps + part / rate)
+    assert seconds("send", full, 2, hardware=hardware) == pytest.approx(8.4e-6 + 3e-6 + full / 25e9)
+    over = seconds("all_gather", full, 4, hosts=2, hardware=hardware)
+    assert over == pytest.approx(8.4e-6 + 14e-6 + 2 * 3e-6 + full * 3 / 4 / 25e9), "two ranks on each host"
+
+
 def test_a_ring_over_hosts_uses_the_adapters_of_its_ranks() -> None:
     full = 1 << 32
     alone, two, eight = (seconds("all_gather", full, 8 * ranks, hosts=8) for ranks in (1, 2, 8))
@@ -280,3 +295,17 @@ def test_copies_of_the_shared_memory_are_those_that_are_foreseen(ranks: Any, siz
     for rows in ranks(size).run(copied):
         for operation, elements, total, foreseen in rows:
             assert total == pytest.approx(foreseen), (operation, elements)
+
+
+def test_measured_seconds_of_gloo_are_those_of_two_ranks_on_one_host() -> None:
+    closed = replace(EVEN, links={"device": Link(1e10, 0), "host": NEAR, "cluster": FAR})
+    measured = replace(closed, exchanges={"gloo all_gather": ((1e3, 1e-3), (1e6, 1e-3))})
+
+    def price(rates: Hardware, ranks: int, level: Level = "host", hosts: int = 1) -> float:
+        return exchange_s(sent("all_gather", 1e5, ranks), rates, "gloo", level, ranks, hosts)
+
+    assert price(measured, 2) == pytest.approx(1e-3)
+    assert price(measured, 4) == pytest.approx(1e-3 * price(closed, 4) / price(closed, 2))
+    assert price(measured, 4, "cluster", 2) == price(closed, 4, "cluster", 2)
+    shared = exchange_s(sent("all_gather", 1e5, 2), measured, "shared_memory", "host", 2)
+    assert shared == exchange_s(sent("all_gather", 1e5, 2), closed, "shared_memory", "host", 2)

@@ -73,6 +73,24 @@ def test_norm_and_dropout_on_a_device_are_one_kernel() -> None:
     assert keeps("cuda", lambda x: F.dropout(x, 0.1)) == elements + elements // 2
 
 
+def test_norm_and_dropout_on_a_device_read_and_write_each_element_once() -> None:
+    """The price of a pass counts these bytes: one tensor in and one out, and two in and one out on the way back."""
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    elements = 4096 * 64 * 2
+
+    def touched(function: Any) -> float:
+        live = LiveBytes()
+        with without_numbers(), kernels_like("cuda"):
+            x = torch.empty(4096, 64, dtype=torch.bfloat16, requires_grad=True)
+            with live:
+                grad = torch.empty_like(x)
+                function(x).backward(grad)
+        return live.touched / elements
+
+    assert touched(lambda x: F.rms_norm(x, (64,), weight)) == pytest.approx(5, abs=0.02)
+    assert touched(lambda x: F.dropout(x, 0.1)) == pytest.approx(5, abs=0.02), "a mask of one byte, both ways"
+
+
 def test_a_composition_is_that_of_the_largest_moment() -> None:
     live = LiveBytes(records=True)
     with live:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.base.hardware import Product
 from shardwise.simulate.passes import measure, without_numbers
+from shardwise.simulate.storages import LiveBytes
 from shardwise.simulate.work import Work, peak_dtype
 from tests.simulate.given import hardware
 
@@ -70,3 +71,40 @@ def test_a_dtype_without_units_is_priced_as_fp32() -> None:
     assert peak_dtype(replace(rates, peaks={"fp16": 80.0, "fp8": 160.0}), "bf16") == "fp16"
     one = Work({Product("product", "bf16", 100): 1})
     assert one.seconds(rates, 0, "host") == pytest.approx(10.0)
+
+
+def test_other_operations_are_counted_by_class_and_bytes() -> None:
+    with without_numbers():
+        heads, weight = torch.empty(4, 6, 8), torch.empty(16)
+        with LiveBytes() as live:
+            heads.exp()
+            heads.transpose(0, 1).contiguous()
+            heads.clone()
+            torch.cat([heads[..., 4:], heads[..., :4]], -1)
+            torch.softmax(heads, -1)
+            heads.mul_(2)
+            torch.bmm(heads, heads.transpose(1, 2))
+            weight.index_add_(0, torch.empty(2, dtype=torch.int64), torch.empty(2))
+        work = live.work.take()
+    whole = 2 * heads.nbytes
+    assert work.others == {
+        ("function", whole): 2,
+        ("copy", whole): 2,
+        ("arithmetic", whole): 2,
+        # Two indices and two sums are read, and the sums' places are read and written.
+        ("arithmetic", 2 * 8 + 3 * 2 * 4): 1,
+    }
+    assert [product.kind for product in work.products] == ["batched"] and work.calls == 8
+    assert sum(nbytes * calls for (_, nbytes), calls in work.others.items()) == live.touched
+
+
+def test_other_operations_take_the_rate_of_their_class() -> None:
+    work = Work(calls=3, others={("function", 100): 2, ("copy", 50): 1})
+    rates = hardware(host_bytes_s=10.0)
+    assert work.seconds(rates, 250, "host") == pytest.approx(25.0), "hardware without classes has one rate"
+    classed = replace(rates, operations={"function": ((1.0, 4.0),)})
+    assert work.seconds(classed, 250, "host") == pytest.approx(200 / 4 + 50 / 10)
+    assert work.then(work).others == {("function", 100): 4, ("copy", 50): 2}
+    assert work.seconds(classed, 280, "host") == pytest.approx(200 / 4 + 80 / 10), (
+        "the rest by the memory's rate"
+    )

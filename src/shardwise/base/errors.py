@@ -9,6 +9,7 @@
     ├── DataError          a missing, empty or damaged source of data
     │   └── SourceError    ... because the configuration names a source that does not exist  (also a ConfigError)
     ├── NonFiniteError     a NaN or an infinity in loss or gradients
+    ├── DivergedError      copies of the same state that differ between ranks, or state that changed while it lay still
     ├── CommError          a collective that failed, by rank, operation, Unit and step
     │   └── DeadlineError  ... because another rank did not arrive in time
     ├── OutOfMemoryError   memory exhausted while an engine was built or computed       (also a MemoryError and a
@@ -23,7 +24,8 @@
 A message contains the place, the given value, the expected value and a suggested repair.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class ShardwiseError(Exception):
@@ -60,6 +62,20 @@ class SourceError(DataError, ConfigError):
 
 class NonFiniteError(ShardwiseError):
     """A NaN or an infinity in the loss or in the gradients."""
+
+
+class DivergedError(ShardwiseError):
+    """Copies of the same state that differ between ranks, or state that changed between two steps.
+
+    Attributes:
+        last_good_step: Last step after whose update all copies were seen to be equal; None if there was none.
+        restored_step: Step that the engine has loaded with ``guard.on_alarm: restore``; None: nothing was loaded.
+        trainer: What ``save`` was given as ``trainer`` with the loaded step.
+    """
+
+    last_good_step: int | None = None
+    restored_step: int | None = None
+    trainer: "Mapping[str, Any] | None" = None
 
 
 class CommError(ShardwiseError):

@@ -1,7 +1,7 @@
 """Hardware: the peaks, memories and links of one rank's device, its host and their cluster, by which work is priced.
 
     seconds of a product      flops / (peak of its dtype * efficiency at its size)
-    seconds of other work     bytes read and written / rate of the memory
+    seconds of other work     bytes read and written / rate of the memory, or of the class of the operation
     seconds of a message      latency of the link + bytes / rate of the link
 
 Large products reach a larger share of the peak than small ones, so ``efficiency`` is a table of shares by the FLOPs of
@@ -14,12 +14,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 Level = Literal["device", "host", "cluster"]
 """What a link joins: a device and its host, the ranks of one host, or the hosts of a cluster."""
-ProductKind = Literal["product", "attention", "convolution"]
-"""Kind of an operation that is priced by its FLOPs."""
+ProductKind = Literal["product", "attention", "convolution", "batched"]
+"""Kind of an operation that is priced by its FLOPs; a ``batched`` one multiplies many pairs of small matrices, and
+counts as a ``product`` if a table has no shares for it."""
+OperationClass = Literal["arithmetic", "function", "copy", "update"]
+"""Class of an operation that is priced by the bytes that it touches: sums and products of elements; functions such as
+``exp``, ``silu`` and ``softmax``; copies that change the order of elements; updates of an optimizer."""
 
 
 class Link(NamedTuple):
@@ -31,6 +36,14 @@ class Link(NamedTuple):
     """Seconds before the first byte of a message arrives."""
     taken: float = 0.0
     """Share of the device's computation that exchanges on the link take while they run."""
+    groups: tuple[tuple[float, float], ...] = ()
+    """Shares of the rate that small groups have, as (ranks, share), ascending: on hosts whose devices are joined in
+    pairs by different numbers of links. Larger groups have the whole rate."""
+
+    def among(self, ranks: float) -> "Link":
+        """Return the link between neighbours in a ring of so many ranks of a host."""
+        share = next((share for most, share in self.groups if ranks <= most), 1.0)
+        return self if share == 1.0 else self._replace(bytes_s=self.bytes_s * share)
 
 
 class Product(NamedTuple):
@@ -62,6 +75,14 @@ class Hardware:
     """Seconds that one operation takes however small it is."""
     action_s: float = 0.0
     """Seconds that Python takes for one Action of the Plan."""
+    ending_action_s: float = 0.0
+    """Seconds that Python takes for one Action that ends a step, such as the update of a Unit; 0.0: ``action_s``."""
+    operations: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """Bytes per second that operations other than products reach, as (bytes that one operation touches, bytes per
+    second), ascending, by class; a class that is left out is priced by the rate of the memory."""
+    unevenness: tuple[tuple[float, float], ...] = ()
+    """Seconds of work between two meetings of two CPU ranks that do the same work, and the share of them for which a
+    rank then waits for the other, ascending; empty: ranks are never late."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -98,6 +119,8 @@ class Hardware:
         return max(share for _, share in self._shares(kind, dtype))
 
     def _shares(self, kind: ProductKind, dtype: str) -> tuple[tuple[float, float], ...]:
+        if kind == "batched" and kind not in self.efficiency:
+            kind = "product"
         return self.efficiency.get(f"{kind} {dtype}") or self.efficiency[kind]
 
     def product_s(self, product: Product, calls: int = 1) -> float:
@@ -111,6 +134,52 @@ class Hardware:
     def touched_s(self, nbytes: float, tier: str = "device") -> float:
         """Return the seconds in which so many bytes of a tier are read or written."""
         return nbytes / self.memory_bytes_s[tier]
+
+    def operation_bytes_s(self, of_class: OperationClass, nbytes: float, tier: str = "device") -> float:
+        """Return the bytes per second that an operation of a class touches.
+
+        Args:
+            of_class: Class of the operation.
+            nbytes: Bytes that the operation touches.
+            tier: Tier whose rate counts if the class has none of its own.
+        """
+        rates = self.operations.get(of_class)
+        return interpolated(rates, nbytes) if rates else self.memory_bytes_s[tier]
+
+    def best_bytes_s(self, tier: str = "device") -> float:
+        """Return the most bytes per second that operations of a pass can touch, whatever their class."""
+        rates = [rate for name, table in self.operations.items() if name != "update" for _, rate in table]
+        return max([self.memory_bytes_s[tier], *rates])
+
+    def late_s(self, worked_s: float, ranks: int) -> float:
+        """Return the seconds for which a rank waits, on average, for the last of the ranks that it meets.
+
+        The lateness of one rank is taken to be normal, so with more ranks the wait grows like the expected largest of
+        so many normal numbers (Blom 1958).
+
+        Args:
+            worked_s: Seconds of work since the ranks met.
+            ranks: Number of the ranks.
+        """
+        if not self.unevenness or ranks < 2 or worked_s <= 0:
+            return 0.0
+        return worked_s * interpolated(self.unevenness, worked_s) * _largest_of(ranks) / _largest_of(2)
+
+
+def interpolated(table: Sequence[tuple[float, float]], size: float) -> float:
+    """Return the second numbers of a table, interpolated over the logarithms of both; constant beyond its ends."""
+    sizes = [each for each, _ in table]
+    above = bisect_left(sizes, size)
+    if above == 0 or above == len(table):
+        return table[min(above, len(table) - 1)][1]
+    (small, low), (large, high) = table[above - 1], table[above]
+    part = math.log(size / small) / math.log(large / small)
+    return low * math.exp(part * math.log(high / low))
+
+
+def _largest_of(count: int) -> float:
+    """Return the expected largest of ``count`` standard normal numbers."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def even_hardware(

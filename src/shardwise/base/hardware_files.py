@@ -13,8 +13,12 @@ replace all peaks of that table. ``sources`` names the source of a figure, or of
     peaks.DTYPE                    rate, such as "989.4 TFLOP/s": dense, with 32-bit accumulation
     efficiency.KIND [DTYPE]        [["1 GFLOP", 0.6], ...]: share of the peak by the FLOPs of one operation
     memory.TIER                    size, rate, reached
-    links.LEVEL                    rate in one direction, reached, latency, taken (share of the device's computation)
+    links.LEVEL                    rate in one direction, reached, latency, taken (share of the device's computation),
+                                   groups (shares of the rate between few ranks, such as [[2, 0.5]])
     operation, action              seconds, such as "5 us"
+    ending_action                  the same, of an Action that ends a step
+    operations.CLASS               [["1 MB", "20 GB/s"], ...]: rate of a class by the bytes that one operation touches
+    unevenness                     [["10 ms", 0.05], ...]: share of the work since a meeting for which ranks wait
     rows                           rate of scattered rows
     exchanges.OPERATION            [["1 MB", "0.4 ms"], ...]: measured seconds by the bytes that a rank copies
     spread.USE                     [0.9, 1.2]: factors on seconds for the low and the high end of a price
@@ -56,14 +60,26 @@ _EXAMPLES = {"FLOP/s": "312 TFLOP/s", "FLOP": "1 GFLOP", "B/s": "25 GB/s", "B": 
 _FIGURE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8")
 _KINDS = ("product", "attention", "convolution")
+_BATCHED = "batched"
+_CLASSES = ("arithmetic", "function", "copy", "update")
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "barrier")
+_EXCHANGES = (*_OPERATIONS, *(f"gloo {operation}" for operation in _OPERATIONS))
 _USES = ("compute", "update", "exchange", "waits", "bubble", "data", "rest")
-_SHARE, _SHARES, _TIMES, _ENDS = "share", "shares", "times", "ends"
+_SHARE, _SHARES, _TIMES, _ENDS, _RATES, _WAITS = "share", "shares", "times", "ends", "rates", "waits"
+_GROUPS = "groups"
+_COLUMNS: Mapping[str, tuple[str, str]] = {
+    _SHARES: ("FLOP", _SHARE),
+    _TIMES: ("B", "s"),
+    _RATES: ("B", "B/s"),
+    _WAITS: ("s", _SHARE),
+}
+"""Units of the columns of tables."""
 _SCHEMA: Mapping[str, Any] = {
     "peaks": dict.fromkeys(_DTYPES, "FLOP/s"),
     "efficiency": {
         **dict.fromkeys(_KINDS, _SHARES),
         **{f"{kind} {dtype}": _SHARES for kind in _KINDS for dtype in _DTYPES},
+        _BATCHED: _SHARES,
     },
     "memory": {
         "device": {"size": "B", "rate": "B/s", "reached": _SHARE},
@@ -71,13 +87,16 @@ _SCHEMA: Mapping[str, Any] = {
         "disk": {"size": "B", "rate": "B/s", "reached": _SHARE},
     },
     "links": {
-        level: {"rate": "B/s", "reached": _SHARE, "latency": "s", "taken": _SHARE}
+        level: {"rate": "B/s", "reached": _SHARE, "latency": "s", "taken": _SHARE, "groups": _GROUPS}
         for level in ("device", "host", "cluster")
     },
     "operation": "s",
     "action": "s",
+    "ending_action": "s",
+    "operations": dict.fromkeys(_CLASSES, _RATES),
+    "unevenness": _WAITS,
     "rows": "B/s",
-    "exchanges": dict.fromkeys(_OPERATIONS, _TIMES),
+    "exchanges": dict.fromkeys(_EXCHANGES, _TIMES),
     "spread": dict.fromkeys(_USES, _ENDS),
 }
 """Units of the figures, by their place in the file."""
@@ -131,11 +150,15 @@ class DeviceTable(NamedTuple):
                     number(f"links.{level}.rate", 0) * number(f"links.{level}.reached", 1.0),
                     number(f"links.{level}.latency", 0),
                     number(f"links.{level}.taken", 0.0),
+                    cast(Any, figures.get(f"links.{level}.groups", ())),
                 )
                 for level in levels
             },
             operation_s=number("operation", 0.0),
             action_s=number("action", 0.0),
+            ending_action_s=number("ending_action", 0.0),
+            operations=of("operations"),
+            unevenness=cast(tuple[tuple[float, float], ...], figures.get("unevenness", ())),
             row_bytes_s=number("rows", 4e9),
             exchanges=of("exchanges"),
             spread=of("spread"),
@@ -261,10 +284,10 @@ def _figures(found: Any, schema: Mapping[str, Any], place: str, where: str) -> I
         unit = schema[key]
         if isinstance(unit, Mapping):
             yield from _figures(value, unit, here, where)
-        elif unit == _SHARES:
-            yield here, _rows(value, f"{where}: {here}", ("FLOP", _SHARE))
-        elif unit == _TIMES:
-            yield here, _rows(value, f"{where}: {here}", ("B", "s"))
+        elif unit in _COLUMNS:
+            yield here, _rows(value, f"{where}: {here}", _COLUMNS[unit])
+        elif unit == _GROUPS:
+            yield here, _groups(value, f"{where}: {here}")
         elif unit == _ENDS:
             yield here, _ends(value, f"{where}: {here}")
         elif unit == _SHARE:
@@ -322,6 +345,21 @@ def _rows(value: Any, where: str, units: tuple[str, str]) -> tuple[tuple[float, 
     return rows
 
 
+def _groups(value: Any, where: str) -> tuple[tuple[float, float], ...]:
+    """Return shares of a rate by the ranks of a group."""
+    rows = value if isinstance(value, list) else []
+    sizes = [row[0] for row in rows if isinstance(row, list) and len(row) == 2]
+    is_table = (
+        bool(rows) and len(sizes) == len(rows) and all(type(size) is int and size > 1 for size in sizes)
+    )
+    if not is_table or any(low >= high for low, high in zip(sizes, sizes[1:], strict=False)):
+        raise ConfigError(
+            f"{where}: {value!r:.100} is no table of groups; expected pairs of ranks, ascending from 2, and shares, "
+            "such as [[2, 0.5]]"
+        )
+    return tuple((float(size), _share(share, where)) for size, share in rows)
+
+
 def _ends(value: Any, where: str) -> tuple[float, float]:
     """Return the factors for the low and the high end of a price."""
     is_pair = isinstance(value, list) and len(value) == 2 and all(type(end) in (int, float) for end in value)
@@ -373,6 +411,8 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         links[level] = {"rate": _text(link.bytes_s, "B/s"), "latency": _text(link.latency_s, "s")}
         if link.taken:
             links[level]["taken"] = link.taken
+        if link.groups:
+            links[level]["groups"] = [[int(ranks), share] for ranks, share in link.groups]
     found = {
         "peaks": {dtype: _text(peak, "FLOP/s") for dtype, peak in hardware.peaks.items()},
         "efficiency": {
@@ -383,6 +423,10 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         "links": links,
         "operation": _text(hardware.operation_s, "s"),
         "action": _text(hardware.action_s, "s"),
+        "operations": {
+            name: [[_text(size, "B"), _text(rate, "B/s")] for size, rate in table]
+            for name, table in hardware.operations.items()
+        },
         "rows": _text(hardware.row_bytes_s, "B/s"),
         "exchanges": {
             operation: [[_text(size, "B"), _text(seconds, "s")] for size, seconds in table]
@@ -390,6 +434,10 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
         },
         "spread": {use: list(ends) for use, ends in hardware.spread.items()},
     }
+    if hardware.ending_action_s:
+        found["ending_action"] = _text(hardware.ending_action_s, "s")
+    if hardware.unevenness:
+        found["unevenness"] = [[_text(worked, "s"), share] for worked, share in hardware.unevenness]
     places = dict(_figures(found, _SCHEMA, "", hardware.name))
     return {**found, "sources": {place: text for place, text in hardware.sources.items() if place in places}}
 

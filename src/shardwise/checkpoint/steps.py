@@ -69,6 +69,20 @@ def steps_at(path: Path) -> Path | None:
     return None
 
 
+def folder_of(path: Path) -> Path:
+    """Return the folder of steps that a path names: the path itself, or the parent of a step."""
+    found = steps_at(path) or path
+    return found.parent if (found / manifests.NAME).is_file() else found
+
+
+def newest_until(root: Path, step: int) -> str:
+    """Return the path of the newest readable step of a folder whose number is at most ``step``; "" if there is none."""
+    for each in CheckpointFolder(root, FileSystem()).scan():
+        if each.manifest is not None and each.step <= step:
+            return str(each.path)
+    return ""
+
+
 def temporary_of(root: Path, name: object) -> Path:
     """Return the directory in which a step is written, by the name that another rank posted.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.base.errors import DivergedError
 from shardwise.cli.click_trainer import ClickTrainer
 from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import ImageTrainer
@@ -91,13 +92,18 @@ def _open_monitor(trainer: Trainer, console: Console) -> Monitor:
 
 def _train(trainer: Trainer, console: Console, request: CommandRequest) -> int:
     """Run the training loop and release everything after it."""
-    monitor = _open_monitor(trainer, console)
     stop = StopFlag(trainer.engine.request_stop)
-    try:
-        with stop.listening():
-            is_done = trainer.run(monitor)
-    finally:
-        monitor.close()
+    is_over = is_done = False
+    while not is_over:
+        monitor = _open_monitor(trainer, console)
+        try:
+            with stop.listening():
+                is_done = trainer.run(monitor)
+            is_over = True
+        except DivergedError as error:
+            trainer.go_on_after(error)
+        finally:
+            monitor.close()
     engine = trainer.engine
     trainer.finish_saving()
     _show_schedule(trainer, console)

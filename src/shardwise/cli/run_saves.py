@@ -32,6 +32,8 @@ class RunSaves:
         """Failures in a row, of saves that training waited for."""
         self.step: int | None = None
         """Newest step in the folder."""
+        self.restored: int | None = None
+        """Step that was loaded after the last alarm of ``guard``."""
 
     def save(self, score: float | None, is_last: bool = False) -> None:
         """Save this step, unless it is in the folder already.

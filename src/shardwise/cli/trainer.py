@@ -14,14 +14,14 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
 import shardwise
-from shardwise.base.errors import DataError, MismatchError, UsageError
+from shardwise.base.errors import DataError, DivergedError, MismatchError, UsageError
 from shardwise.base.words import bytes_text
 from shardwise.cli.evaluations import RunEvaluations
 from shardwise.cli.outlook.forecast import RunOutlook
@@ -344,13 +344,32 @@ class Trainer(ABC):
                 f"{start}: its newest step was not saved by shardwise train and has no place in the data to go on "
                 f"from; begin with its weights: init_from: {start}"
             )
-        self.loader.load_state(state["loader"])
-        self.evaluations.load_state(state)
-        self.load_state(state)
-        self.outlook.begins_at = self.engine.step_count
+        self._take_up(state)
         if self.folder.checkpoints.resolve() in (start.resolve(), start.resolve().parent):
             self.saves.step = self.engine.step_count
         _log.info("resuming from step %d of %s", self.engine.step_count, start)
+
+    def _take_up(self, state: Mapping[str, Any]) -> None:
+        """Restore the place in the data and the results so far that were saved with the loaded step."""
+        self.loader.load_state(state["loader"])
+        self.evaluations.load_state(dict(state))
+        self.load_state(dict(state))
+        self.outlook.begins_at = self.engine.step_count
+
+    def go_on_after(self, error: DivergedError) -> None:
+        """Go on from the step that the engine has loaded after an alarm of ``guard``.
+
+        Raises:
+            DivergedError: if nothing was loaded, or if the same step was loaded after the alarm before.
+        """
+        if error.restored_step is None or not error.trainer or error.restored_step == self.saves.restored:
+            raise error
+        self.saves.restored = error.restored_step
+        self._take_up(error.trainer)
+        if self.saves.step is not None and self.saves.step > self.engine.step_count:
+            self.saves.step = self.engine.step_count
+        if self.world.rank == 0:
+            _log.warning("%s", error)
 
     def notes(self) -> list[str]:
         """Return a sentence if no step is left to train at the start."""

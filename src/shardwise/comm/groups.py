@@ -7,9 +7,17 @@ names, forever. In this module the name follows from the job, the members and th
     all ranks of a World walk all groups of a kind in one order   the first unfinished group can always proceed; and if
                                                                   the default group is bound to a device, NCCL splits
                                                                   it, a collective of members and others alike
-    a group has a backend for host tensors and one for devices    whatever the user's default group was made with
+    host tensors of ranks on devices travel by gloo               whatever the user's default group was made with; see
+                                                                  [Note: groups of host tensors]
     its time-out is longer than our deadlines                     so that our error, which names ranks, comes first
     it ends in ``close``, destructors included                    never in Python's collector, which may run in a fork
+
+[Note: groups of host tensors]
+gloo connects every rank of a group with every other when the group is made: with N ranks, N - 1 sockets on each rank,
+and seconds from some hundred ranks on. Beside a device most groups never see a tensor of the host. A group for the
+collectives of devices therefore has the device's backend alone, and its first collective of a host tensor makes a
+second group of the same ranks, with gloo alone (comm/links.py). Groups of two ranks for messages have both from the
+start, because headers are host tensors.
 
 Cost: nothing is connected for groups that do not contain this rank.
 """
@@ -34,6 +42,10 @@ _END_PATIENCE_S = 2.0
 def backends(device: torch.device, backend: str) -> str:
     """Return the backends of a group in torch's notation: gloo for host tensors, ``backend`` for ``device``."""
     return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+
+
+HOST_BACKENDS = "cpu:gloo"
+"""Backends, in torch's notation, of a group for host tensors alone."""
 
 
 def backend_of_default(device: torch.device) -> str:
@@ -85,11 +97,13 @@ def make_group(name: str, ranks: tuple[int, ...], backend: str, timeout_s: float
     Args:
         name: Name, the same on all members and used once in a job.
         ranks: Ranks of the job.
-        backend: Backends as ``backends`` returns them.
+        backend: Backends as ``backends`` returns them, the name of one backend, or ``HOST_BACKENDS``: groups with gloo
+            alone are made by their members alone.
         timeout_s: Time-out of torch's own.
     """
     state = dist.distributed_c10d
     default = state._get_default_group()
+    device_id = None if backend == HOST_BACKENDS else default.bound_device_id
     rank = dist.get_rank()
     # The public new_group takes no name. This is what it calls, with the same arguments from torch 2.11 to 2.13.
     made, _ = state._new_process_group_helper(
@@ -100,7 +114,7 @@ def make_group(name: str, ranks: tuple[int, ...], backend: str, timeout_s: float
         state._world.pg_map[default][1],
         state.GroupName(name),
         timeout=timedelta(seconds=timeout_s),
-        device_id=default.bound_device_id,
+        device_id=device_id,
         group_desc=name,
     )
     if rank not in ranks:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise.base.errors import ConfigError
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group
-from shardwise.comm.groups import GROUP_TIMEOUT_S, backends, end_groups, make_group
+from shardwise.comm.groups import GROUP_TIMEOUT_S, HOST_BACKENDS, backends, end_groups, make_group
 from shardwise.comm.peers import RING, PointToPoint, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
@@ -75,7 +75,8 @@ class WorldLinks:
     def barrier(self) -> None:
         """Wait until every rank has arrived."""
         if not self._everyone:
-            self._everyone.append(self._torch_group(tuple(range(len(self._members))), "barrier"))
+            backend = self._backend if self._device.type == "cpu" else HOST_BACKENDS
+            self._everyone.append(self._torch_group(tuple(range(len(self._members))), "barrier", backend))
         dist.all_reduce(torch.zeros(1), group=self._everyone[0])
 
     def release(self) -> None:
@@ -135,26 +136,55 @@ class WorldLinks:
 
         Returns None on a rank that is not in the group and only takes part in making it.
         """
-        group = self._torch_group(ranks, lane)
+        group = self._torch_group(ranks, lane, self._backend)
         if self._rank not in ranks:
             return None
         index, composed = ranks.index(self._rank), self._backend == "gloo"
+        # torch's default group has a backend for host tensors.
+        beside = group is not None and self._device.type != "cpu"
         return TorchTransport(
-            group, self._names(ranks), index, composed, self._device, self._board.raise_verdict
+            group,
+            self._names(ranks),
+            index,
+            composed,
+            self._device,
+            self._board.raise_verdict,
+            partial(self._host_group, ranks, lane) if beside else None,
         )
 
-    def _torch_group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+    def _host_group(self, ranks: tuple[int, ...], lane: str, timeout_s: float) -> dist.ProcessGroup | None:
+        """Make and return the group for host tensors of ``ranks``, after all of them have asked for it.
+
+        torch's own wait for the ranks of a new group has no deadline of ours, so the ranks meet at the board before.
+        """
+        index, purpose = ranks.index(self._rank), f"{lane}/host"
+        number = self._board.number("meeting", ranks, purpose)
+        key = f"meeting/{purpose}/{number}/{'-'.join(map(str, ranks))}"
+        self._board.post(key, index, "")
+        self._board.collect(
+            key, len(ranks), timeout_s, "a meeting for collectives of host tensors", self._names(ranks)
+        )
+        return self._torch_group(ranks, purpose, HOST_BACKENDS)
+
+    def _torch_group(
+        self, ranks: tuple[int, ...], purpose: str, backend: str = ""
+    ) -> dist.ProcessGroup | None:
         """Make and return torch's group of ``ranks`` of this World.
 
         Returns None for torch's default group, and on a rank that is not in the group.
         [Note: one function makes all groups]
+
+        Args:
+            ranks: Ranks of the group.
+            purpose: Name of its use; groups of the same ranks for another use are other groups.
+            backend: Backends of the group; "": one for host tensors and one for the device.
         """
         members = self._names(ranks)
         if self._uses_default and not purpose and len(members) == dist.get_world_size():
             return None
         number = self._board.number("group", ranks, purpose)
         name = f"shardwise/{self._board.word}/{purpose}/{number}/{'-'.join(map(str, members))}"
-        group = make_group(name, members, backends(self._device, self._backend), GROUP_TIMEOUT_S)
+        group = make_group(name, members, backend or backends(self._device, self._backend), GROUP_TIMEOUT_S)
         if group is not None:
             self._groups.append(group)
         return group

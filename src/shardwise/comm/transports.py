@@ -150,6 +150,9 @@ class TorchTransport:
         composed: Use gloo's faster compositions.
         device: Device of the tensors; the host waits only for tensors on the CPU.
         alarm: Function that a waiting thread calls; it may raise.
+        host_group: Function that makes and returns the group for host tensors of ranks on devices, called with the
+            seconds to wait for the other ranks, by all ranks of the group together, before their first collective of a
+            host tensor; None: ``group`` carries host tensors too.
     """
 
     def __init__(
@@ -160,8 +163,11 @@ class TorchTransport:
         composed: bool,
         device: torch.device | None = None,
         alarm: Callable[[], None] | None = None,
+        host_group: Callable[[float], dist.ProcessGroup | None] | None = None,
     ):
         self._group = group
+        self._make_host_group = host_group
+        self._host_group: dist.ProcessGroup | None = None
         self._is_closed = False
         on_host = device is None or device.type == "cpu"
         self._communicator = None if on_host else Communicator(group)
@@ -177,13 +183,13 @@ class TorchTransport:
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Gather the ranks' shards into ``output``."""
         if not self._composed:
-            work = self._all_gather(output, shard, group=self._open_group, async_op=True)
+            work = self._all_gather(output, shard, group=self._group_of(output, timeout_s), async_op=True)
             return self._waiting([work], timeout_s, output)
         parts = output.view(len(self._ranks), -1)
         if parts[self._index].data_ptr() != shard.data_ptr():
             parts[self._index].copy_(shard)
         works = [
-            dist.broadcast(part, src=rank, group=self._open_group, async_op=True)
+            dist.broadcast(part, src=rank, group=self._group_of(output, timeout_s), async_op=True)
             for part, rank in zip(parts, self._ranks, strict=True)
         ]
         return self._waiting(works, timeout_s, output)
@@ -198,7 +204,7 @@ class TorchTransport:
         if shard_out.dtype != full.dtype:
             return self._exchange_then_sum(shard_out, full, timeout_s, accumulate)
         received = torch.empty_like(shard_out) if accumulate else shard_out
-        work = self._reduce_scatter(received, full, group=self._open_group, async_op=True)
+        work = self._reduce_scatter(received, full, group=self._group_of(full, timeout_s), async_op=True)
         add = partial(shard_out.add_, received) if accumulate else None
         return self._waiting([work], timeout_s, full, add)
 
@@ -210,7 +216,7 @@ class TorchTransport:
         A backend's own reduce-scatter would sum in the dtype that it sends.
         """
         received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self._open_group, async_op=True)
+        work = dist.all_to_all_single(received, full, group=self._group_of(full, timeout_s), async_op=True)
 
         def compute() -> None:
             parts = received.view(len(self._ranks), -1)
@@ -229,7 +235,9 @@ class TorchTransport:
         for start in range(0, parts.shape[1], piece):
             sent = parts[:, start : start + piece]
             received = sent.new_empty(sent.shape)
-            work = dist.all_to_all_single(received, sent.contiguous(), group=self._open_group, async_op=True)
+            work = dist.all_to_all_single(
+                received, sent.contiguous(), group=self._group_of(sent, timeout_s), async_op=True
+            )
             self._wait([work], timeout_s, sent)
             total = shard_out[start : start + piece]
             if accumulate:
@@ -240,12 +248,16 @@ class TorchTransport:
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Sum ``tensor`` over the ranks in place."""
         return self._waiting(
-            [dist.all_reduce(tensor, group=self._open_group, async_op=True)], timeout_s, tensor
+            [dist.all_reduce(tensor, group=self._group_of(tensor, timeout_s), async_op=True)],
+            timeout_s,
+            tensor,
         )
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         """Copy ``tensor`` from the rank with index ``root``."""
-        work = dist.broadcast(tensor, src=self._ranks[root], group=self._open_group, async_op=True)
+        work = dist.broadcast(
+            tensor, src=self._ranks[root], group=self._group_of(tensor, timeout_s), async_op=True
+        )
         return self._waiting([work], timeout_s, tensor)
 
     def all_to_all(
@@ -257,7 +269,7 @@ class TorchTransport:
             sent,
             [row[self._index] for row in counts],
             list(counts[self._index]),
-            group=self._open_group,
+            group=self._group_of(sent, timeout_s),
             async_op=True,
         )
         return self._waiting([work], timeout_s, sent)
@@ -270,7 +282,7 @@ class TorchTransport:
     def close(self) -> None:
         """Drop the reference to the group, which ends with its last reference."""
         self._is_closed = True
-        self._group = self._communicator = None
+        self._group = self._host_group = self._communicator = None
 
     @property
     def group_name(self) -> str:
@@ -284,6 +296,18 @@ class TorchTransport:
         if self._is_closed:  # None means torch's default group
             raise CommError("the group was closed earlier")
         return self._group
+
+    def _group_of(self, tensor: Tensor, timeout_s: float) -> dist.ProcessGroup | None:
+        """Return the group that carries ``tensor``; make it for the first tensor of the host beside a device.
+
+        See [Note: groups of host tensors].
+        """
+        group = self._open_group
+        if self._make_host_group is None or not tensor.is_cpu:
+            return group
+        if self._host_group is None:
+            self._host_group = self._make_host_group(timeout_s)
+        return self._host_group
 
     def _waiting(
         self,

@@ -46,7 +46,7 @@ from shardwise.plan.action import Action
 from shardwise.plan.exchange import GradientExchange
 from shardwise.plan.lists import is_inside
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
-from shardwise.plan.phase_seconds import count_phase_numbers
+from shardwise.plan.norm_numbers import GUARD_NUMBERS, count_phase_numbers
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
 from shardwise.plan.plan import Plan, RankClass, RowExchange, class_of
 from shardwise.plan.registry import Needs, Registry, TensorInfo, UpdateRule
@@ -85,6 +85,8 @@ class PlanPolicies(NamedTuple):
     """True if each step computes the norm of each Unit's gradient."""
     rank_seconds: bool = False
     """True if each step exchanges the seconds of all ranks by phase."""
+    has_guard: bool = False
+    """True if each step sums the numbers of the guard."""
 
     def gather_dtype(self, name: str, axes: StateAxes, mesh: Mesh) -> torch.dtype | None:
         """Return the dtype in which a parameter is gathered, if that is not its compute dtype, else None.
@@ -169,6 +171,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
     plan = Plan(mesh, registry, classes, rank, notes, exchanges, policies.tokens, spec.experts_of)
     monitored = len(measured_titles(spec, policies.zero)) if policies.unit_norms else 0
     monitored += count_phase_numbers(mesh.world_size) if policies.rank_seconds else 0
+    monitored += GUARD_NUMBERS if policies.has_guard else 0
     plan = replace(plan, monitored=monitored) if monitored else plan
     return with_orders(plan, policies)
 

@@ -27,6 +27,7 @@ from shardwise.config.foreign_keys import FOREIGN_VALUES, known_elsewhere
 from shardwise.config.relaxed_json import read_json
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.models.policy import ModelPolicy, TargetPolicy, reads_clicks, reads_images
+from shardwise.observe.guard import GuardPolicy
 from shardwise.observe.module_profile import ModuleProfilePolicy
 from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.average import EmaPolicy
@@ -204,6 +205,8 @@ class RunConfig(Policy):
     """The destinations of metrics."""
     module_profile: ModuleProfilePolicy | None = None
     """A profile of the cost of each module, in one step."""
+    guard: GuardPolicy | None = None
+    """A comparison of the state that has to be equal on several ranks, every so many steps."""
     output_dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] = "runs/run"
     """The folder of the run."""
     _translated: str = PrivateAttr(default="")

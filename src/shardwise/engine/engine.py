@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.base.errors import UsageError
+from shardwise.base.errors import DivergedError, UsageError
 from shardwise.data.adopt import Collate
 from shardwise.data.batched import BatchedDataset
 from shardwise.data.evaluation import WeightedBatch
@@ -167,7 +167,10 @@ class Engine(StateAccess):
         self._held.away.check("step")
         if self._parts.accumulation.is_last:
             self._held.known.check("step")
-        return self._training.step(weight)
+        try:
+            return self._training.step(weight)
+        except DivergedError as error:
+            raise self._saves.restore(error) from None
 
     @tells_out_of_memory
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
@@ -188,7 +191,10 @@ class Engine(StateAccess):
         """
         self._held.check("train_step")
         self._held.known.check("train_step")
-        return self._training.train_step(batches, weights)
+        try:
+            return self._training.train_step(batches, weights)
+        except DivergedError as error:
+            raise self._saves.restore(error) from None
 
     def _step_ended(self, result: StepResult) -> None:
         self.monitor.note(result, self.trace, self.loss_scale, summary_of(self.expert_tallies().values()))

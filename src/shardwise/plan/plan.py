@@ -171,8 +171,8 @@ class Plan:
     experts: Mapping[str, int] = field(default_factory=dict)
     """Number of experts of each mixture of the model, whose loads NORM sums."""
     monitored: int = 0
-    """Numbers that monitors add to those that NORM sums: squares of single Units (``monitor.unit_norms``), and seconds
-    of all ranks by phase (``monitor.rank_seconds``)."""
+    """Numbers that monitors add to those that NORM sums: squares of single Units (``monitor.unit_norms``), seconds of
+    all ranks by phase (``monitor.rank_seconds``), and the sums of ``guard``."""
 
     @property
     def own(self) -> RankClass:

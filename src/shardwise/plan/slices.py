@@ -3,6 +3,7 @@
     runs      the runs of the whole tensor in this rank's piece           checkpoints, start weights
     views     the same as views of both                                   assembling whole tensors
     addends   the ranks whose gradients are added to this rank's          sums over model-parallel ranks
+    holders   the ranks that hold the same elements               comparing copies
     is_first  True if this rank counts, or writes, for all replicas       the norm, checkpoints
 
 All results follow from the placements in the registry, in loops over the axes that may cut a tensor into slices: cp and
@@ -118,6 +119,27 @@ class TensorSlices:
             if held > 1 and is_addend:
                 counts[axis] = held
         return self.mesh.neighbours(self.rank, counts) if counts else ()
+
+    def holders(self, info: TensorInfo, run: ContiguousRun, is_cut: bool) -> tuple[int, ...]:
+        """Return the ranks, ascending and with this rank among them, that hold the same elements as ``run``.
+
+        Args:
+            info: A parameter, or state with the parameter's elements.
+            run: Elements of this rank's piece.
+            is_cut: True if the buffer that holds them is cut over the data-parallel ranks.
+        """
+        counts = {
+            axis: held
+            for axis, held in zip(self.mesh.model_axes(info.axes), run.replicas, strict=True)
+            if held > 1
+        }
+        replicate, shard = info.axes
+        copied = (replicate,) if is_cut else (replicate, shard)
+        counts |= {axis: self.mesh.size(axis) for axis in copied if self.mesh.size(axis) > 1}
+        ranks = self.mesh.neighbours(self.rank, counts)
+        if len(info.stages) == 1:
+            return ranks
+        return tuple(sorted({each for rank in ranks for each in self.mesh.stage_ranks(rank, info.stages)}))
 
     def shared_ranges(
         self, bucket: Bucket, index: int, count: int

@@ -10,7 +10,7 @@ beside the figures; it can be copied to another machine, and named there by its 
 
 ``cpu_hardware`` is what a plan for CPU ranks uses: the calibrated table, or a short measurement if there is none.
 
-Cost: half a minute on idle cores; reading is one small file.
+Cost: less than a minute on idle cores; reading is one small file.
 """
 
 import datetime
@@ -40,17 +40,8 @@ from shardwise.tiers.scratch_folder import check_folder
 _RANK_MODULE = "shardwise.engine.fit.calibration_rank"
 _PATIENCE_S = 600.0
 _CLUSTER = Link(1.25e9, 5e-5)
-_SPREAD = {
-    "compute": (0.9, 1.2),
-    "update": (0.9, 1.2),
-    "exchange": (0.85, 1.3),
-    "waits": (0.8, 1.4),
-    "bubble": (0.9, 1.25),
-    "data": (0.8, 1.4),
-    "rest": (0.85, 1.3),
-}
-"""Factors on seconds for the low and the high end of a price: rates are the best of several rounds, which a step does
-not always reach."""
+_SPREAD_OF = {"waits": "exchange", "bubble": "compute", "data": "exchange", "rest": "compute"}
+"""Use of the time whose measured spread counts for a use that is not measured by itself."""
 
 
 class Machine(StrictModel):
@@ -228,9 +219,11 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         if name.startswith("product ")
     }
     shares = {name: _shares(points, peaks[name.split()[1]]) for name, points in rates.items()}
-    efficiency = {kind: shares[f"{kind} fp32"] for kind in ("product", "attention", "convolution")}
+    efficiency = {kind: shares[f"{kind} fp32"] for kind in ("product", "attention", "convolution", "batched")}
     own = {name: shares[name] for name in shares if name.startswith("product ") and name != "product fp32"}
-    memory, exchanges = figures["memory"], figures["exchanges"]
+    exchanges, operations = figures["exchanges"], figures["operations"]
+    memory = operations["arithmetic"][-1][1]
+    spread = {use: tuple(ends) for use, ends in figures["spread"].items()}
     copied, seconds = exchanges["all_gather"][-1]
     hardware = Hardware(
         "cpu",
@@ -249,14 +242,24 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         },
         operation_s=figures["operation"],
         action_s=figures["action"],
+        ending_action_s=figures["ending_action"],
+        operations=_tables(operations),
+        unevenness=tuple((worked, min(max(share, 1e-4), 1.0)) for worked, share in figures["unevenness"]),
         row_bytes_s=figures["rows"],
-        spread=_SPREAD,
-        exchanges={name: tuple((size, each) for size, each in points) for name, points in exchanges.items()},
+        spread=spread | {use: spread[measured] for use, measured in _SPREAD_OF.items()},
+        exchanges=_tables(exchanges),
         sources={"links.cluster": "assumed: a port of 10 Gbit/s"}
         | ({} if figures["disk"] else {"memory.disk.rate": "assumed"}),
     )
     said = f"measured on {machine.date} by {machine.ranks} ranks of {machine.threads} threads on {machine.processor}"
     return with_source(hardware, said)
+
+
+def _tables(
+    found: Mapping[str, Sequence[Sequence[float]]],
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Return tables of two columns."""
+    return {name: tuple((size, figure) for size, figure in points) for name, points in found.items()}
 
 
 def _shares(points: Sequence[Sequence[float]], peak: float) -> tuple[tuple[float, float], ...]:

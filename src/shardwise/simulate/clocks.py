@@ -13,8 +13,11 @@ and what it does on which lane, is in the row of its Kind (plan/kinds.py). The c
 runs on another lane, and waits where the result is used: F(u) for the gather and the update of u, ARRIVE(u) and NORM
 for reductions, RECV for its SEND.
 
-Python takes ``action_s`` for each Action. On CPU ranks the computation stands meanwhile; on a device Python runs ahead,
-until the host reads the norm.
+Python takes ``action_s`` for each Action, or ``ending_action_s``. On CPU ranks the computation stands meanwhile; on a
+device Python runs ahead, until the host reads the norm.
+
+CPU ranks that do the same work do not end it at the same time, so where they exchange, a rank waits for the last one:
+``Hardware.late_s`` of the seconds since they last met.
 
 Cost: some microseconds per Action.
 """
@@ -27,6 +30,9 @@ from shardwise.plan.kinds import Lane, Move
 from shardwise.plan.timeline import Span
 from shardwise.simulate.prices import ActionPrices
 from shardwise.simulate.quantities import Quantities
+
+_MET = ("met", -1)
+"""Key of the time at which a rank last met other ranks."""
 
 
 class StepClocks(Protocol):
@@ -68,11 +74,12 @@ class RankClocks:
         """Time of the computation."""
         self._host = 0.0
         """Time of Python, where it runs ahead of a device."""
-        self._free: dict[Lane, float] = dict.fromkeys(
-            ("exchange", "update", "disk", "down", "up", "data"), 0.0
+        self._free: dict[str, float] = dict.fromkeys(
+            ("exchange", "messages", "update", "disk", "down", "up", "data"), 0.0
         )
         self._there: dict[tuple[str, int], float] = {}
-        """Time at which a result of a Unit is available, by the result's name in the table of Kinds."""
+        """Time at which a result of a Unit is available, by the result's name in the table of Kinds, and the time at
+        which the rank last met other ranks, as ``_MET``."""
         self._limit = leaving
         self._leaving: deque[float] = deque()
         self._pass: tuple[Action, float] | None = None
@@ -113,10 +120,12 @@ class RankClocks:
         begin = max(self.now, after_s)
         if not seconds:
             return begin
-        start = max(self._free[lane], begin)
-        self._free[lane] = start + seconds
+        # Messages have communicators of their own (comm/links.py), so no reduction stands in front of them.
+        queue = "messages" if action.kind is Kind.SEND else lane
+        start = max(self._free[queue], begin)
+        self._free[queue] = start + seconds
         self.spans.append(Span(self._rank, action, start, start + seconds, lane, axis))
-        return self._free[lane]
+        return self._free[queue]
 
     def _exchange(self, action: Action, after_s: float, control: bool = False) -> float:
         """Return the time at which what an Action sends, available from ``after_s`` on, has reached the other ranks.
@@ -135,10 +144,18 @@ class RankClocks:
                 after_s = self._beside("exchange", seconds, action, after_s, call.axis)
                 self._taken = self._prices.taken(call.axis)
             else:
+                if call.operation != "send":
+                    self._meet(action, call.axis)
                 self._wait(after_s, action, call.axis)
                 self._do(seconds, action, "exchange", call.axis)
-                after_s = self.now
+                after_s = self._there[_MET] = self.now
         return max(self.now, after_s)
+
+    def _meet(self, action: Action, axis: str) -> None:
+        """Wait for ranks of an axis that are late."""
+        worked_s = self.now - self._there.get(_MET, 0.0)
+        self._do(self._prices.late_s(worked_s, axis), action, "wait", axis)
+        self._there[_MET] = self.now
 
     def _move(self, action: Action, move: Move, after_s: float) -> float:
         """Return the time at which a move of an Action, whose bytes are available from ``after_s`` on, has ended."""
@@ -165,19 +182,20 @@ class RankClocks:
             return seconds
         return min(seconds / (1 - self._taken), seconds + beside_s * self._taken)
 
-    def _python(self) -> None:
-        """Let Python reach the next Action."""
+    def _python(self, kind: Kind) -> None:
+        """Let Python reach the next Action, which is of a Kind."""
+        seconds = self._prices.python_s(kind)
         if self._prices.is_cpu:
-            self.now += self._prices.action_s
-        elif self._prices.action_s:
-            self._host += self._prices.action_s
+            self.now += seconds
+        elif seconds:
+            self._host += seconds
             self.now = max(self.now, self._host)
 
     # Actions ---------------------------------------------------------------------------------------------------
 
     def run(self, action: Action, arrived_s: float) -> None:
         """Do one Action by the row of its Kind; ``arrived_s`` is the time at which a RECV's message arrived."""
-        self._python()
+        self._python(action.kind)
         row, unit = action.kind.row, action.unit
         if unit < 0:
             self._end_pass()
@@ -221,6 +239,8 @@ class RankClocks:
 
     def _message(self, action: Action, arrived_s: float) -> None:
         if action.kind is Kind.RECV:
+            if self._prices.is_cpu:
+                self._meet(action, "pp")
             self._wait(arrived_s, action, "pp")
         if action.kind is Kind.SEND:
             self.sent_s = self._exchange(action, 0.0)
@@ -229,7 +249,7 @@ class RankClocks:
 
     def reach_norm(self, action: Action) -> float:
         """Do what NORM does before it meets other ranks, and return the time at which it meets them."""
-        self._python()
+        self._python(action.kind)
         self._end_pass()
         reduced_s = self._exchange(action, max(self.now, self._free["exchange"]))
         self._wait(reduced_s, action, "dp")

@@ -10,7 +10,8 @@ N ranks of a group lie on H hosts, L = N/H on each. S is the full tensor in byte
                           broadcast                 S
                           all_to_all                what leaves, what arrives and what stays
                           send                      what leaves, and again on the rank that receives
-    gloo              as comm/collectives.py composes them:
+    gloo              as comm/collectives.py composes them, or on one host by the seconds that were measured for two
+                      ranks, times the ratio of these forms for N ranks and for two:
                           all_gather                N broadcasts by trees, on two threads
                           reduce_scatter            all-to-alls in pieces, and additions in memory
                           all_reduce                a ring: 2 (N-1) (α + S/N / B)
@@ -249,6 +250,22 @@ def interpolated_s(measured: Sequence[tuple[float, float]], nbytes: float) -> fl
 
 
 def _gloo_s(operation: str, full: float, hardware: Hardware, level: Level, ranks: int, hosts: int) -> float:
+    measured = hardware.exchanges.get(f"gloo {operation}")
+    if not measured or level == "cluster":
+        return _composed_s(operation, full, hardware, level, ranks, hosts)
+    seconds = interpolated_s(measured, copied_bytes(operation, full, 2))
+    if ranks == 2:
+        return seconds
+    of_all, of_two = (
+        _composed_s(operation, full, hardware, level, each, hosts if each == ranks else 1)
+        for each in (ranks, 2)
+    )
+    return seconds * of_all / of_two
+
+
+def _composed_s(
+    operation: str, full: float, hardware: Hardware, level: Level, ranks: int, hosts: int
+) -> float:
     link = hardware.links[level]
     others = full / ranks * (ranks - 1)
     tree = math.ceil(math.log2(ranks))
@@ -288,7 +305,7 @@ def _through_adapters_s(full: float, hardware: Hardware, level: Level, ranks: in
 
 def _nccl_s(operation: str, full: float, hardware: Hardware, level: Level, ranks: int, hosts: int) -> float:
     if operation == "send":
-        link = hardware.links[level]
+        link = hardware.links[level].among(2)
         return _NCCL_BASE_S["simple"] + link.latency_s + full / link.bytes_s
     if operation == "barrier":
         operation, full = "all_reduce", 8.0
@@ -324,8 +341,8 @@ def _nccl_ways(
 
 def _ring_link(hardware: Hardware, level: Level, ranks: int, hosts: int) -> Link:
     """Return the link that a ring over all ranks of a group has between two of them."""
-    near, far = hardware.links["host"], hardware.links["cluster"]
-    if level != "cluster":
-        return hardware.links[level]
     per_host = ranks // hosts
+    near, far = hardware.links["host"].among(per_host), hardware.links["cluster"]
+    if level != "cluster":
+        return hardware.links[level].among(ranks)
     return far._replace(bytes_s=min(per_host * far.bytes_s, near.bytes_s if per_host > 1 else math.inf))

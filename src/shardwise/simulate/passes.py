@@ -40,6 +40,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from shardwise.base.errors import UsageError
 from shardwise.base.hardware import Product
 from shardwise.base.pytree import rebuilt, tensors_in
+from shardwise.kernels.choice import fused
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import is_repeated
@@ -252,6 +253,9 @@ def stripped(value: Any, device: torch.device) -> Any:
 
 
 def _masked(x: Tensor) -> Tensor:
+    """Return dropout of ``x`` by operations that keep and touch what the kernel of the target device does."""
+    if fused(x):
+        return x * 1.0  # one launch each way, which draws the mask again and keeps nothing
     return dropped_by(x, torch.empty(x.shape, dtype=torch.uint8, device=x.device), 1.0)
 
 
@@ -420,6 +424,32 @@ def _balanced(
     return found
 
 
+def _closed(
+    shares: Mapping[tuple[Kind, str], UnitPass], copied: Collection[str]
+) -> dict[tuple[Kind, str], UnitPass]:
+    """Return ``shares`` in which a pass ends all storages that it creates.
+
+    The backward pass of the last block of a stage takes a gradient that lies in no share, because a message brought it,
+    and leaves one for the block before. A block in front of it also ends the one that it takes. So each of the
+    ``copied`` Units, whose share is that of the last block, ends what the copies would leave.
+    """
+    found, total = dict(shares), dict[StorageOrigin, int]()
+    backward = [unit for unit in copied if (Kind.B, unit) in shares]
+    for share in shares.values():
+        total = added(total, share.net)
+    left = {
+        origin: -1
+        for origin, count in total.items()
+        if count == len(backward) and all(shares[Kind.B, unit].net.get(origin, 0) > 0 for unit in backward)
+    }
+    for unit in backward if left else ():
+        share = found[Kind.B, unit]
+        found[Kind.B, unit] = share._replace(
+            net_bytes=share.net_bytes + bytes_of_counts(left), net=added(share.net, left)
+        )
+    return found
+
+
 class _AlikeSavedTensors:
     """Tensors that autograd saves in ``blocks`` and that are alike on all ranks (tiers/activations.py)."""
 
@@ -563,7 +593,7 @@ class _UnitStarts:
         inner = [
             unit for second in last for unit in (second, *self._passed_over) if unit not in last.values()
         ]
-        return _balanced(found, inner)
+        return _closed(_balanced(found, inner), inner)
 
     def alike_sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the bytes of each storage that is alike on all ranks, by block."""

@@ -12,8 +12,8 @@ The result is a ``Timeline``, as a measured step is one, and ``StepSeconds`` is 
 walks the same way with given seconds of passes and messages that take none; ``engine.timeline()`` predicts by it.
 
 A price is a range, because no figure of hardware is exact. By default a rate is taken to be within -10 % and +25 % of
-what a step reaches for computation, and wider for everything else; figures that were measured on the machine have the
-spread of the measurement, and ``high_s`` is at most 1.4 ``low_s``.
+what a step reaches for computation, and wider for everything else. Calibrated figures have a spread of their own: the
+factors between which the repeats of the measurements lay, and ``high_s`` is at most 1.4 ``low_s``.
 
 Cost: a look at each Action of a list, three times.
 """
@@ -137,14 +137,7 @@ def step_timeline(
 ) -> Timeline:
     """Return the foreseen timeline of a step, with one rank of each index on "pp".
 
-    Args:
-        plan: The Plan.
-        policies: Inputs of the Plan.
-        passed: Measured pass of one microbatch, by stage.
-        hardware: Rates of a rank.
-        device_type: Type of the device, such as ``cpu``.
-        per_host: Ranks of one host; None: all ranks are on one host.
-        data_s: Seconds in which the batches of a step are read; None: those of copying them twice in memory.
+    The arguments are those of ``step_seconds``, which reads its seconds off this timeline.
     """
     is_cpu = device_type == "cpu"
     if data_s is None:

@@ -3,7 +3,7 @@
     work                   products and other operations of a pass, by a roofline           (work.py)
     sent                   collectives and messages, as their transport makes them  (sent.py, exchange_price.py)
     on the device          bytes / rate of the memory in which the rank computes; rows of tables have their own rate
-    update, disk           bytes / rate of host memory, or of the disk
+    update, disk           bytes / rate of updates or of host memory, or of the disk
     down, up               bytes / rate of the link between host and device; nothing on CPU ranks, where both are one
 
 Cost: a look into a table per move; the work and the exchanges of a Unit are priced once.
@@ -37,11 +37,14 @@ class ActionPrices:
         self._hardware = hardware
         self._exchanges = ExchangePrices(hardware, mesh, is_cpu, per_host)
         self.is_cpu = is_cpu
-        self.action_s = hardware.action_s
-        """Seconds of Python for one Action."""
         self._near = "host" if is_cpu else "device"
         self._work: dict[tuple[Kind, int], float] = {}
         self._sent: dict[Action, Calls] = {}
+
+    def python_s(self, kind: Kind) -> float:
+        """Return the seconds of Python for one Action of a Kind."""
+        hardware = self._hardware
+        return (kind.ends_step and hardware.ending_action_s) or hardware.action_s
 
     def near_s(self, nbytes: float) -> float:
         """Return the seconds in which so many bytes are read and written where the rank computes."""
@@ -60,6 +63,8 @@ class ActionPrices:
             nbytes *= 3 if action.microbatch > 0 else 2
         if move.quantity.startswith("rows_"):
             return nbytes / self._hardware.row_bytes_s
+        if move.quantity.startswith("updated_on_") and self.is_cpu:
+            return nbytes / self._hardware.operation_bytes_s("update", nbytes, "host")
         if move.lane == "compute":
             return self.near_s(nbytes)
         if move.lane in ("update", "disk"):
@@ -92,6 +97,10 @@ class ActionPrices:
     def exchange_s(self, call: ExchangeCall) -> float:
         """Return the seconds of equal calls of a collective, or of a message, on a rank."""
         return self._exchanges.of(call)
+
+    def late_s(self, worked_s: float, axis: str) -> float:
+        """Return the seconds for which a rank waits for the last rank of an axis, after work since they met."""
+        return self._hardware.late_s(worked_s, self._exchanges.place(axis).ranks)
 
     def taken(self, axis: str) -> float:
         """Return the share of the device that exchanges over an axis take from the computation beside them."""

@@ -156,6 +156,10 @@ def scaled(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
             for kind, table in hardware.efficiency.items()
         },
         memory_bytes_s={**hardware.memory_bytes_s, "device": hardware.memory_bytes_s["device"] * memory},
+        operations={
+            name: tuple((size, rate * memory) for size, rate in table)
+            for name, table in hardware.operations.items()
+        },
         links=links,
         exchanges={
             operation: tuple((size, seconds / factors.get("host", 1.0)) for size, seconds in table)

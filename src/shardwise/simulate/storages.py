@@ -139,9 +139,9 @@ class LiveBytes(TorchDispatchMode):
                     self._see(tensor, func)
         flops = flops_of(func, args, kwargs or {}, out)
         self.flops += flops
-        self.work.count(func, args, kwargs or {}, out, flops)
-        if not flops and not func.is_view:
-            self.touched += touched_bytes(func, args, kwargs, out)
+        touched = 0 if flops or func.is_view else touched_bytes(func, args, kwargs, out)
+        self.touched += touched
+        self.work.count(func, args, kwargs or {}, out, flops, touched)
         return out
 
     def _see(self, tensor: Tensor, func: Any) -> None:
@@ -231,11 +231,19 @@ def _kind_of_file(file: str, function: str) -> str:
 
 
 def touched_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that an operation reads and writes, each memory once; a lookup reads as much as it returns."""
+    """Return the bytes that an operation reads and writes, each memory once.
+
+    A lookup reads as much as it returns, and an addition to places of a tensor reads and writes as much of the tensor
+    as it adds.
+    """
     name = str(func._overloadpacket).removeprefix("aten.")
     made = sum(_lying(each) for each in tree_leaves(out) if isinstance(each, Tensor))
     if not made or name in _TOUCH_NOTHING:
         return 0
+    if name in _ADD_TO_PLACES:
+        # Behind the tensor come the places and what is added there.
+        behind = [_lying(each) for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)]
+        return sum(behind) + 2 * behind[-1]
     read = sum(_lying(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     return made + (min(read, made) if name in _PICK else read)
 
@@ -249,4 +257,5 @@ def _lying(tensor: Tensor) -> int:
 _TOUCH_NOTHING = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
 )
+_ADD_TO_PLACES = frozenset({"scatter_add_", "index_add_", "index_put_"})
 _PICK = frozenset({"embedding", "index", "index_select", "gather", "_embedding_bag", "_unsafe_index"})

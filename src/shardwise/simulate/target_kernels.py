@@ -135,10 +135,10 @@ class _NormShapes(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
         rows = x.new_empty(x.shape[: x.dim() - dims], dtype=torch.float32)
         ctx.save_for_backward(x, rows, *([] if weight is None else [weight]))
-        return torch.empty_like(x)
+        return x * 1.0  # as the kernel, reads and writes each element once
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, _, *weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
+        return grad + x, torch.empty_like(weight[0]) if weight else None, None  # reads two, writes one

@@ -1,13 +1,16 @@
 """Work of a pass: its operations, counted while it runs on shapes, and the seconds that they take on some hardware.
 
     product      a matrix product, a convolution or attention, by class: kind, dtype and FLOPs of one (base/hardware.py)
-    other        any other operation that reads or writes memory, by its bytes
-    view         changes no memory, and costs nothing
+    other        any other operation that reads or writes memory, by class (arithmetic, function, copy) and bytes of one
+    view         changes no memory, and is not counted
 
 An operation takes as long as the slower of its arithmetic and its memory, and the time to start it (a roofline):
 
-    seconds = Σ over classes  n · max(FLOPs / FLOP/s at this size, bytes / rate of the memory)
-              + bytes of others / rate of the memory + operations · operation_s
+    seconds = Σ over products  n · max(FLOPs / FLOP/s at this size, bytes / rate of the memory)
+              + Σ over others  n · bytes / rate of the class at this size  +  operations · operation_s
+
+Hardware without rates of classes touches all bytes of others at the rate of its memory. ``operation_s`` includes the
+Python and the views around an operation, and autograd's part of it.
 
 Cost: counting takes some microseconds per operation; the seconds of a Unit's work take a look into a table per class.
 """
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwise.base.hardware import Hardware, Product, ProductKind
+from shardwise.base.hardware import Hardware, OperationClass, Product, ProductKind
 from shardwise.observe.flops import is_repeated
 from shardwise.precision.policy import NAMES
 
@@ -30,6 +33,18 @@ _UNCOUNTED = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
 )
 """Operations that neither read nor write memory."""
+_FUNCTIONS = frozenset(
+    {
+        "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "pow", "sigmoid",
+        "silu", "silu_backward", "gelu", "gelu_backward", "mish", "mish_backward", "softplus",
+        "softplus_backward", "log_sigmoid_forward", "elu", "_softmax", "_log_softmax", "logsumexp",
+        "native_dropout", "bernoulli", "tanh_backward", "sigmoid_backward", "_log_softmax_backward_data",
+    }
+)  # fmt: skip
+"""Operations that compute a function of each element, whose arithmetic takes longer than its memory."""
+_COPIES = frozenset({"copy", "clone", "_to_copy", "cat", "stack"})
+"""Operations that copy, and change the order of elements if a tensor is not contiguous."""
+_BATCHED = frozenset({"bmm", "baddbmm"})
 
 
 class Work(NamedTuple):
@@ -43,6 +58,8 @@ class Work(NamedTuple):
     """Operations that read or write memory, products included."""
     repeated_flops: int = 0
     """FLOPs of products that a backward pass recomputes."""
+    others: Mapping[tuple[OperationClass, int], int] = _NONE
+    """Number of other operations, by class and bytes that one touches."""
 
     def then(self, later: "Work") -> "Work":
         """Return both parts as one."""
@@ -51,6 +68,7 @@ class Work(NamedTuple):
             Counter(self.product_bytes) + Counter(later.product_bytes),
             self.calls + later.calls,
             self.repeated_flops + later.repeated_flops,
+            Counter(self.others) + Counter(later.others),
         )
 
     @property
@@ -63,10 +81,16 @@ class Work(NamedTuple):
 
         Args:
             hardware: Rates of a rank.
-            touched_bytes: Bytes that operations other than products read and write.
+            touched_bytes: Bytes that operations other than products read and write. Those whose class was not counted
+                are priced by the rate of the memory.
             tier: Tier of the memory in which the rank computes.
         """
-        seconds = hardware.touched_s(touched_bytes, tier) + self.calls * hardware.operation_s
+        seconds = self.calls * hardware.operation_s
+        if hardware.operations:
+            for (of_class, nbytes), calls in self.others.items():
+                touched_bytes -= calls * nbytes
+                seconds += calls * nbytes / hardware.operation_bytes_s(of_class, nbytes, tier)
+        seconds += hardware.touched_s(max(touched_bytes, 0), tier)
         for product, calls in self.products.items():
             memory_s = hardware.touched_s(self.product_bytes.get(product, 0), tier)
             product_s = hardware.product_s(product._replace(dtype=peak_dtype(hardware, product.dtype)), calls)
@@ -98,10 +122,11 @@ class WorkCounter:
         self._repeats = repeats
         self._products: Counter[Product] = Counter()
         self._bytes: Counter[Product] = Counter()
+        self._others: Counter[tuple[OperationClass, int]] = Counter()
         self._calls = 0
         self._repeated = 0
 
-    def count(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
+    def count(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int, touched: int = 0) -> None:
         """Count one operation.
 
         Args:
@@ -110,6 +135,7 @@ class WorkCounter:
             kwargs: Keyword arguments.
             out: Its result.
             flops: Its FLOPs; 0 if the operation is no product.
+            touched: Bytes that it reads and writes, if it is no product.
         """
         name = str(func._overloadpacket).removeprefix("aten.")
         if (
@@ -120,6 +146,8 @@ class WorkCounter:
             return
         self._calls += 1
         if not flops:
+            if touched:
+                self._others[_class_of(name, (args, kwargs, out)), touched] += 1
             return
         tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
         product = Product(_kind_of(name), _dtype_of(name, tensors), flops)
@@ -130,9 +158,9 @@ class WorkCounter:
 
     def take(self) -> Work:
         """Return the work since the last call of ``take``."""
-        taken = Work(dict(self._products), dict(self._bytes), self._calls, self._repeated)
-        self._products.clear()
-        self._bytes.clear()
+        taken = Work(dict(self._products), dict(self._bytes), self._calls, self._repeated, dict(self._others))
+        for each in (self._products, self._bytes, self._others):
+            each.clear()
         self._calls = self._repeated = 0
         return taken
 
@@ -140,7 +168,20 @@ class WorkCounter:
 def _kind_of(name: str) -> ProductKind:
     if "convolution" in name:
         return "convolution"
+    if name.removesuffix("_") in _BATCHED:
+        return "batched"
     return "attention" if "attention" in name else "product"
+
+
+def _class_of(name: str, tensors: Any) -> OperationClass:
+    """Return the class of an operation that is no product, from its name and the tensors that it reads and writes."""
+    plain = name.removesuffix("_")
+    if plain in _FUNCTIONS:
+        return "function"
+    if plain not in _COPIES:
+        return "arithmetic"
+    is_ordered = all(each.is_contiguous() for each in tree_leaves(tensors) if isinstance(each, Tensor))
+    return "arithmetic" if is_ordered else "copy"
 
 
 def _dtype_of(name: str, tensors: list[Tensor]) -> str:

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.collectives import Group
+from shardwise.memory.digest import digest
 
 Key = tuple[int, int]
 """(storage, version) of a tensor."""
-_WORDS = 1 << 18
-"""Words of a digest that are multiplied at once."""
 
 
 def key_of(tensor: Tensor) -> Key:
@@ -96,16 +95,5 @@ class AlikeStorages:
         device = None
         for memory in memories:
             device = memory.device
-            total = total * 31 + _digest(memory)
+            total = total * 31 + int(digest(memory))
         return self.group.all_equal(total & (1 << 64) - 1, what, device)
-
-
-def _digest(memory: Tensor) -> int:
-    """Return the sum of the memory's words, each times an odd number of its index, modulo 2^64."""
-    bytes_in_words = memory.numel() // 8 * 8
-    total = memory[bytes_in_words:].sum(dtype=torch.int64)
-    words = memory[:bytes_in_words].view(torch.int64)
-    for start in range(0, len(words), _WORDS):
-        part = words[start : start + _WORDS]
-        total += (part * torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=memory.device)).sum()
-    return int(total)

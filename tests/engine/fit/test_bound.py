@@ -1,11 +1,17 @@
 """The bound of a pipeline's step, by hand."""
 
-import pytest
+from dataclasses import replace
 
-from shardwise.engine.fit.bound import PassWork
+import pytest
+from tests.simulate.given import hardware
+
+from shardwise.base.hardware import OperationClass
+from shardwise.engine.fit.bound import PassWork, work_of
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
 from shardwise.simulate.bound import pipeline_bound
+from shardwise.simulate.passes import MeasuredPass, UnitPass
+from shardwise.simulate.work import Work
 
 
 def walked(seconds: list[float], ranks: int, microbatches: int, name: str, virtual: int) -> float:
@@ -51,3 +57,16 @@ def test_no_schedule_is_faster_than_the_bound(
 def test_work_of_another_size_is_less_than_in_proportion() -> None:
     work = PassWork(100.0, 50.0).scaled(2.0)
     assert (work.product_s, work.touched_s) == (196.0, 90.0)
+
+
+def test_the_work_of_a_pass_is_no_more_than_its_price_where_classes_are_faster_than_memory() -> None:
+    others: dict[tuple[OperationClass, int], int] = {("arithmetic", 100): 3, ("copy", 50): 2}
+    share = UnitPass(0, 0, 0, 400, work=Work(others=others))
+    passed = MeasuredPass({(Kind.F, "u"): share}, 0)
+    rates = replace(
+        hardware(host_bytes_s=10.0), operations={"arithmetic": ((1.0, 40.0),), "update": ((1.0, 1e9),)}
+    )
+    price = share.work.seconds(rates, share.touched_bytes, "host")
+    assert price == pytest.approx(300 / 40 + 100 / 10)
+    bound = work_of(passed, rates, True).seconds
+    assert bound == pytest.approx(400 / 40) and bound <= price

@@ -20,6 +20,7 @@ from shardwise.models.ctr.build import build_ctr
 from shardwise.models.ctr.policy import CTR_POLICIES
 from shardwise.parallel.embedding.policy import TablesPolicy
 from shardwise.simulate.passes import LiveBytes
+from shardwise.simulate.storages import added
 
 SHAPE: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "context": 64, "vocab": 256}
 
@@ -48,6 +49,14 @@ def passing(step: Any) -> int:
     return sum(step.peak.rows.get(row, 0) for row in ("gradients", "leaving", "kept", "received", "at work"))
 
 
+def added_nets(passed: Any) -> dict[Any, int]:
+    """Storages that a pass leaves, by origin."""
+    total: dict[Any, int] = {}
+    for share in passed.shares.values():
+        total = added(total, share.net)
+    return total
+
+
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
 def test_the_peak_of_a_step_is_foreseen(given: dict[str, Any]) -> None:
     step = foresee(gpt, given, example=tokens()).step
@@ -59,6 +68,16 @@ def test_the_peak_of_a_step_is_foreseen(given: dict[str, Any]) -> None:
         engine.train_step(batches)
     engine.close()
     assert 0.97 * passing(step) <= live.most <= passing(step)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_pass_of_a_stage_ends_all_that_it_keeps(recompute: str) -> None:
+    """Blocks that are passed over in the measurement must not leave a gradient each: microbatches would add up."""
+    settings = {"mesh": {"pp": 2}, "batch": {"accumulation": 4}, "recompute": recompute}
+    known = read(lambda: gpt(layers=8), settings, 2, torch.device("cuda"), tokens())
+    for stage, passed in known.passed.items():
+        assert sum(share.net_bytes for share in passed.shares.values()) == 0, f"stage {stage}"
+        assert not [each for each in added_nets(passed).values() if each]
 
 
 def test_a_pass_that_depends_on_numbers_leaves_model_state_and_says_where() -> None:

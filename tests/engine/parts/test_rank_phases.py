@@ -10,7 +10,7 @@ import shardwise
 from shardwise.comm.world import World
 from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.phase_seconds import PhaseSeconds
+from shardwise.plan.norm_numbers import PhaseSeconds
 from shardwise.plan.trace import Trace
 
 SLOW_S = 0.05

@@ -21,7 +21,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.parts.rank_phases import phase_of_axis
 from shardwise.observe.memory import available_bytes, peak_resident_bytes, resident_bytes
-from shardwise.plan.phase_seconds import PhaseSeconds
+from shardwise.plan.norm_numbers import PhaseSeconds
 from shardwise.simulate.calibration import cpu_hardware
 from shardwise.simulate.price import StepSeconds, step_seconds
 from shardwise.simulate.rates import measured_hardware

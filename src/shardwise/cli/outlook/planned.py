@@ -36,6 +36,7 @@ from shardwise.models import GptPolicy, flops_per_token
 from shardwise.observe.flops import flops_text
 from shardwise.observe.memory import available_bytes
 from shardwise.plan.placement import Tier
+from shardwise.plan.plan import Plan
 from shardwise.precision.policy import NAMES
 from shardwise.simulate.calibration import Calibration, calibrate, calibration_file, cpu_hardware
 from shardwise.simulate.price import step_seconds
@@ -190,6 +191,11 @@ def calibration_lines(found: Calibration) -> list[str]:
     )
     said.append(f"  an operation       {hardware.operation_s * 1e6:>8.3g} us")
     said.append(f"  an Action          {hardware.action_s * 1e6:>8.3g} us")
+    said.append(f"  one that ends      {hardware.ending_action_s * 1e6:>8.3g} us")
+    said += [
+        f"  {name:<18} {max(rate for _, rate in table) / 1e9:>8.3g} GB/s at most"
+        for name, table in hardware.operations.items()
+    ]
     return [*said, f"kept in {calibration_file()}"]
 
 
@@ -206,17 +212,21 @@ def refitted(lines: Path, device: str, out: Path) -> Refit:
         device: Name of the shipped table to begin with.
         out: File to write.
     """
-    jobs: dict[tuple[str, int], JobFacts] = {}
+    jobs: dict[tuple[str, int], tuple[JobFacts, Plan]] = {}
 
     def price(line: StepLine, hardware: Hardware) -> float:
         key = line.config, line.ranks
-        if key not in jobs:
+        if key not in jobs:  # one pass on shapes and one Plan of each job, whatever the number of prices
             job = _job(PlanRequest(line.config, ranks=line.ranks, device=line.device), line.config, "cuda")
             shapes = job.shapes
-            jobs[key] = read(shapes.make, shapes.config, job.ranks, torch.device("cuda"), shapes.example)
-        known = jobs[key]
+            known = read(shapes.make, shapes.config, job.ranks, torch.device("cuda"), shapes.example)
+            if not known.passed:
+                raise ConfigError(
+                    f"refit: {line.config}: {known.unforeseen or 'the job has no example batch'}"
+                )
+            jobs[key] = known, known.outlook(known.settings.offload).plan
+        known, plan = jobs[key]
         policies = known.policies_with(known.settings.offload)
-        plan = known.outlook(known.settings.offload).plan
         return step_seconds(plan, policies, known.passed, hardware, "cuda", line.per_host).total
 
     found = refit(read_lines(lines), find_hardware(device), price)

@@ -45,7 +45,7 @@ from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.phase_seconds import count_phase_numbers
+from shardwise.plan.norm_numbers import count_phase_numbers
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale

@@ -49,6 +49,7 @@ from shardwise.engine.model.held import take_back
 from shardwise.engine.model.original import OriginalAttributes
 from shardwise.engine.parts.attention_backend import AttentionHold, DeviceKernels, chosen_kernels
 from shardwise.engine.parts.deterministic import DeterministicMode, prepare_cublas
+from shardwise.engine.parts.guard import with_guard
 from shardwise.engine.parts.inputs import Loss, call_model
 from shardwise.engine.parts.named import check_named
 from shardwise.engine.parts.out_of_memory import told_in_initialize
@@ -196,7 +197,7 @@ def _built(
         original.compare()
         parts = assemble(model, site, recipe, optimizer_of, outline, tables, stages, vocabulary, walker)
         give_back_free(torch.device("cpu"))  # what the model came in
-    return _engine(model, parts, given, original, uncut, outline, walker)
+    return _engine(model, with_guard(parts), given, original, uncut, outline, walker)
 
 
 def _check_settings_agree(world: World, policies: RunConfig, given: _InitializeArguments) -> None:

@@ -160,6 +160,7 @@ def policies_of(
         frozenset(blocks),
         unit_norms=settings.monitor.unit_norms,
         rank_seconds=bool(settings.monitor.rank_seconds),
+        has_guard=settings.guard is not None,
     )
 
 

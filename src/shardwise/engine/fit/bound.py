@@ -103,7 +103,7 @@ def work_of(passed: MeasuredPass, hardware: Hardware, is_cpu: bool) -> PassWork:
             product_s += (
                 calls * product.flops / (hardware.peaks[dtype] * hardware.best_share(product.kind, dtype))
             )
-    return PassWork(product_s, hardware.touched_s(touched, near), sent)
+    return PassWork(product_s, touched / hardware.best_bytes_s(near), sent)
 
 
 def even_bound(seconds: float, ranks: int, virtual: int, microbatches: int) -> float:
@@ -433,13 +433,17 @@ def _seconds_beside(action: Action, prices: ActionPrices) -> tuple[LaneSeconds, 
     Messages, and sums over ranks of a model, are left out.
     """
     row, kind, is_cpu = action.kind.row, action.kind, prices.is_cpu
-    python = LaneSeconds(passes_s=prices.action_s) if is_cpu else LaneSeconds(python_s=prices.action_s)
+    python = (
+        LaneSeconds(passes_s=prices.python_s(kind)) if is_cpu else LaneSeconds(python_s=prices.python_s(kind))
+    )
     if row.of == "message" or (kind.computes and action.unit < 0) or kind is Kind.SUM:
         return _NOTHING, python
     computed_s = norm_s = exchange_s = 0.0
     for move in row.moves or ():
         if move.quantity in ("work", "saved") or (kind.computes and move.lane == "exchange"):
             continue
+        if is_cpu and move.quantity.startswith("updated_on_"):
+            continue  # fewer bytes have another rate, so that seconds do not grow with shards
         if move.lane == "exchange" and kind not in _SENDING:
             sent_s = sum(
                 prices.exchange_s(call)

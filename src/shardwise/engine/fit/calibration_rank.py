@@ -2,41 +2,67 @@
 
     shardwise launch --ranks 2 -m shardwise.engine.fit.calibration_rank OUT [DISK_FOLDER]
 
-Python per Action is measured with an engine on a chain of small layers: further microbatches of a step, less the same
-passes without an engine, over their Actions.
+All measurements are made in several sweeps, seconds apart, and each figure is the median of its repeats in all of them.
+The spread of the repeats over their medians tells how far a step may be from its price.
 
-Cost: half a minute, of which the imports of the ranks take a third.
+What an operation and an Action cost is measured with a GPT so small that its arithmetic takes no time:
+
+    an operation              its passes without an engine, over their operations
+    an Action of a pass       a further microbatch of an engine's step, less the same passes, over its Actions
+    an Action that ends one   the rest of the step, over the Actions that end a step
+
+Cost: less than a minute, of which the imports of the ranks take some seconds.
 """
 
 import json
+import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from shardwise.base.regular_files import write_small_file
 from shardwise.comm.collectives import Group
+from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
 from shardwise.engine.construction.build import initialize
+from shardwise.engine.engine import Engine
+from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.precision.policy import DTYPES
 from shardwise.simulate.measurements import (
-    best_s,
-    exchange_times,
-    memory_rate,
-    operation_s,
-    product_rates,
-    row_rate,
+    Repeats,
+    differences,
+    exchange_repeats,
+    late_shares,
+    message_repeats,
+    operation_repeats,
+    product_repeats,
+    rates,
+    row_repeats,
+    times,
+    united,
 )
 from shardwise.simulate.rates import disk_rate
+from shardwise.simulate.storages import LiveBytes
 
-_UNITS, _STEPS = 24, 12
+_SWEEPS = 3
+_STEPS = 14
+"""Steps of the small model, of which the first two do not count."""
+_FEW, _MANY = 1, 5
+"""Microbatches of the two steps whose difference is the cost of a microbatch."""
+_ENDS = (0.1, 0.9)
+"""Shares of repeats below the low and the high end of the range of a price."""
+_LEAST = 0.1
+"""Least factor for the low end, and one over the largest for the high end, that a file of hardware may have."""
+_SMALL = GptPolicy(layers=4, width=16, heads=1, context=4, vocab=16)
 
 
 def main(arguments: list[str]) -> None:
@@ -46,77 +72,183 @@ def main(arguments: list[str]) -> None:
         arguments: Path of the file to write, and a folder on the disk to measure.
     """
     world = join()
-    group = world.group(Mesh(dp_shard=world.size), "dp", CommPolicy(), StepClock(600.0), Traffic())
-    figures = measured(world, group, Path(arguments[1]) if len(arguments) > 1 else None)
+    figures = measured(world, Path(arguments[1]) if len(arguments) > 1 else None)
     if world.rank == 0:
         write_small_file(Path(arguments[0]), json.dumps(figures).encode())
 
 
-def measured(world: World, group: Group, disk: Path | None) -> dict[str, Any]:
+class Channels(NamedTuple):
+    """All ranks, joined by shared memory and by gloo."""
+
+    group: Group
+    peers: PointToPoint
+    gloo: Group
+    gloo_peers: PointToPoint
+
+    @classmethod
+    def of(cls, world: World) -> "Channels":
+        """Join all ranks of a world."""
+        mesh, clock, traffic = Mesh(dp_shard=world.size), StepClock(600.0), Traffic()
+        found: list[Any] = []
+        for policy in (CommPolicy(), CommPolicy(transport="torch")):
+            group = world.group(mesh, "dp", policy, clock, traffic)
+            found += [group, world.peers(group, policy)]
+        return cls(*found)
+
+
+def measured(world: World, disk: Path | None) -> dict[str, Any]:
     """Return the figures of this rank, measured beside the other ranks.
 
     Args:
         world: The ranks.
-        group: All of them.
         disk: Folder on the disk to measure; None: no disk is measured.
     """
-    figures: dict[str, Any] = {"ranks": world.size, "threads": torch.get_num_threads(), "rates": {}}
+    channels = Channels.of(world)
+    sweeps = [sweep(channels) for _ in range(_SWEEPS)]
+    found = {name: united([each[name] for each in sweeps]) for name in sweeps[0]}
+
+    def of(kind: str) -> dict[str, Repeats]:
+        start = f"{kind} "
+        return {name.removeprefix(start): found[name] for name in found if name.startswith(start)}
+
+    channels.group.barrier()
+    python = python_s(world)
+    channels.group.barrier()
+    ends = {
+        "compute": _ends([*of("rate").values(), *of("operation").values()]),
+        "update": _ends([found["operation update"]]),
+        "exchange": _ends(list(of("exchange").values())),
+    }
+    return {
+        "ranks": world.size,
+        "threads": torch.get_num_threads(),
+        "rates": {name: rates(each) for name, each in of("rate").items()},
+        "operations": {name: rates(each) for name, each in of("operation").items()},
+        "rows": rates(found["rows"])[0][1],
+        "exchanges": {name: times(each) for name, each in of("exchange").items()},
+        "unevenness": [(size, statistics.mean(each)) for size, each in found["late"].items()],
+        **python._asdict(),
+        "spread": ends,
+        "disk": None if disk is None else disk_rate(disk),
+    }
+
+
+def sweep(channels: Channels) -> dict[str, Repeats]:
+    """Return the repeats of all measurements but those of Python, by kind and name.
+
+    Args:
+        channels: The ranks, which make this call together.
+    """
+    found: dict[str, Repeats] = {}
+
+    def keep(name: str, measure: Callable[[], Repeats]) -> None:
+        channels.group.barrier()
+        found[name] = measure()
+
     for name, dtype in DTYPES.items():
-        group.barrier()
-        figures["rates"][f"product {name}"] = product_rates("product", dtype)
-    for kind in ("attention", "convolution"):
-        group.barrier()
-        figures["rates"][f"{kind} fp32"] = product_rates(kind, torch.float32)
-    group.barrier()
-    figures["memory"] = memory_rate()
-    group.barrier()
-    figures["rows"] = row_rate()
-    group.barrier()
-    figures["operation"] = operation_s()
-    figures["exchanges"] = exchange_times(group)
-    group.barrier()
-    figures["action"] = action_s(world)
-    group.barrier()
-    figures["disk"] = None if disk is None else disk_rate(disk)
-    return figures
+        keep(f"rate product {name}", lambda dtype=dtype: product_repeats("product", dtype))  # type: ignore[misc]
+    for kind in ("batched", "attention", "convolution"):
+        keep(f"rate {kind} fp32", lambda kind=kind: product_repeats(kind, torch.float32))  # type: ignore[misc]
+    for of_class in ("arithmetic", "function", "copy", "update"):
+        keep(f"operation {of_class}", lambda of_class=of_class: operation_repeats(of_class))  # type: ignore[misc]
+    keep("rows", row_repeats)
+    for start, group, peers in (
+        ("exchange ", channels.group, channels.peers),
+        ("exchange gloo ", channels.gloo, channels.gloo_peers),
+    ):
+        found |= {f"{start}{name}": each for name, each in exchange_repeats(group).items()}
+        keep(f"{start}send", lambda group=group, peers=peers: message_repeats(group, peers))  # type: ignore[misc]
+    keep("late", lambda: late_shares(channels.group))
+    return found
 
 
-class _Chain(nn.Sequential):
-    """Layers that are so small that a pass takes no time but Python's."""
+def _ends(found: list[Repeats]) -> tuple[float, float]:
+    """Return the factors between which most repeats are, over the medians of their sizes."""
+    rows = sorted(each for repeats in found for each in differences(repeats))
+    low, high = (rows[round(share * (len(rows) - 1))] for share in _ENDS)
+    return min(max(low, _LEAST), 1.0), max(min(high, 1 / _LEAST), 1.0)
 
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(4, 4, bias=False) for _ in range(_UNITS)))
+
+# Python ------------------------------------------------------------------------------------------------------------
 
 
-def action_s(world: World) -> float:
-    """Return the seconds of Python for one Action: of further microbatches, less the same passes without an engine."""
-    few, many = 1, 9
-    batch = torch.ones(2, 4)
-    seconds = {number: _step_s(world, batch, number) for number in (few, many)}
-    plain = _Chain()
+class PythonSeconds(NamedTuple):
+    """Seconds that operations and Actions take however small they are."""
+
+    operation: float
+    action: float
+    ending_action: float
+
+
+def python_s(world: World) -> PythonSeconds:
+    """Return the seconds that an operation, an Action of a pass and an Action that ends a step take.
+
+    Every rank measures engines of its own, beside the other ranks.
+
+    Args:
+        world: This rank's World.
+    """
+    alone = world.among((world.rank,))
+    model, batch = Gpt(_SMALL), _batch()
 
     def run() -> None:
-        plain(batch).sum().backward()
+        model(**batch).backward()
 
-    extra_s = (seconds[many] - seconds[few]) / (many - few) - best_s(run)
-    return max(extra_s / (2 * _UNITS), 1e-7)
+    few, many = (_small_engine(alone, number) for number in (_FEW, _MANY))
+    calls: dict[str, Callable[[], object]] = {
+        "pass": run,
+        "few": lambda: few.train_step([batch] * _FEW),
+        "many": lambda: many.train_step([batch] * _MANY),
+    }
+    seconds = {name: statistics.median(row) for name, row in _repeats_in_turn(calls).items()}
+    (acted, ending), (acted_more, _) = _counts(few), _counts(many)
+    for engine in (few, many):
+        engine.close()
+    with LiveBytes() as live:
+        run()
+        operations = live.work.take().calls
+    microbatch_s = (seconds["many"] - seconds["few"]) / (_MANY - _FEW)
+    actions = (acted_more - acted) / (_MANY - _FEW)
+    return PythonSeconds(
+        seconds["pass"] / operations,
+        max((microbatch_s - seconds["pass"]) / actions, 1e-7),
+        max((seconds["few"] - _FEW * microbatch_s) / ending, 1e-7),
+    )
 
 
-def _step_s(world: World, batch: torch.Tensor, microbatches: int) -> float:
-    """Return the seconds of the fastest step of an engine with so many microbatches."""
+def _batch() -> dict[str, Tensor]:
+    ids = torch.zeros(1, _SMALL.context, dtype=torch.int64)
+    return {"tokens": ids, "targets": ids}
+
+
+def _small_engine(world: World, microbatches: int) -> Engine:
+    """Return an engine of a small model whose steps have so many microbatches."""
     settings = {
         "batch": {"accumulation": microbatches, "duplicates": "allow"},
+        "optimizer": {"type": "adamw", "lr": 1e-4},
         "zero": {"stage": 0},
         "check_first_step": "off",
     }
-    engine = initialize(_Chain(), settings, loss=lambda model, x: model(x).sum(), world=world)
-    best = float("inf")
-    for _ in range(_STEPS):
-        begin = time.perf_counter()
-        engine.train_step([batch] * microbatches)
-        best = min(best, time.perf_counter() - begin)
-    engine.close()
-    return best
+    return initialize(Gpt(_SMALL), settings, world=world)
+
+
+def _counts(engine: Engine) -> tuple[int, int]:
+    """Return the Actions of an engine's list, and those that end a step."""
+    actions = engine.plan.own.actions
+    return len(actions), sum(action.kind.ends_step for action in actions)
+
+
+def _repeats_in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return the seconds of calls that take turns, so that a slow moment hits all of them alike."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(_STEPS):
+        for name, call in calls.items():
+            begin = clock()
+            call()
+            if number > 1:
+                found[name].append(clock() - begin)
+    return found
 
 
 if __name__ == "__main__":

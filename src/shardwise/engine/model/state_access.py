@@ -37,7 +37,7 @@ from shardwise.observe.module_profile import ModuleTree
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import RowTally
 from shardwise.parallel.expert.loads import ExpertTally
-from shardwise.plan.phase_seconds import PhaseSeconds
+from shardwise.plan.norm_numbers import PhaseSeconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 from shardwise.plan.trace import Trace

@@ -13,14 +13,14 @@ A rank that is slow in its own work lets the others wait for it: their exchange 
 That tells a slow rank from a slow link (observe/diagnosis.py).
 
 Cost: 9 numbers a rank and step in an all-reduce that runs anyway; nothing without ``monitor.rank_seconds``. Above
-``MOST_RANKS`` (plan/phase_seconds.py) ranks the rows would cost more than what they measure, and are left out.
+``MOST_RANKS`` (plan/norm_numbers.py) ranks the rows would cost more than what they measure, and are left out.
 """
 
 import time
 from collections.abc import Sequence
 from typing import Literal
 
-from shardwise.plan.phase_seconds import PhaseSeconds
+from shardwise.plan.norm_numbers import PhaseSeconds
 from shardwise.plan.trace import Trace
 
 _AXES = ("dp", "tp", "pp", "ep")

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import DivergedError
+from shardwise.checkpoint.steps import folder_of, newest_until
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import saving
 from shardwise.engine.state.loaders import EngineLoaders
@@ -17,6 +19,8 @@ class StepSaves:
         self._loaders = loaders
         self.not_loaded: list[str] = []
         """Names of tensors that the last load left at their start values; see ``Engine.not_loaded``."""
+        self._folder: Path | None = None
+        """Folder of steps that was last saved to or loaded from."""
 
     def save(
         self,
@@ -29,6 +33,7 @@ class StepSaves:
         """Save a step, and record it as the best if its score is. Implements ``Engine.save``."""
         if score is not None and self.is_best(score, higher_is_better):
             self._parts.progress.best = (self._parts.progress.step_count, float(score))
+        self._folder = Path(directory)
         saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
 
     def is_best(self, score: float, higher_is_better: bool) -> bool:
@@ -53,4 +58,32 @@ class StepSaves:
         if loaded is None:
             return None
         self.not_loaded = loaded.not_loaded
+        self._folder = folder_of(Path(directory))
         return loaded.user
+
+    def restore(self, error: DivergedError) -> DivergedError:
+        """Load the newest saved step that was good, if ``guard.on_alarm`` says so. Collective.
+
+        Returns:
+            The error, which says what was loaded.
+        """
+        guard, folder = self._parts.config.guard, self._folder
+        if guard is None or guard.on_alarm != "restore" or error.last_good_step is None:
+            return error
+        self._parts.folders.wait()
+        newest = "" if folder is None else newest_until(folder, error.last_good_step)
+        # One rank decides, because files may appear at other times on other hosts.
+        newest = self._parts.folders.exchange("the step to restore", newest)[0]
+        if not newest:
+            where = "nothing was saved or loaded yet" if folder is None else f"{folder} has no step that old"
+            return _with(error, f"{error}. Nothing was restored: {where}")
+        state = self.load(newest, False, (), (), None)
+        told = _with(error, f"{error}. The engine has loaded {newest}, to go on from there")
+        told.restored_step, told.trainer = self._parts.progress.step_count, state
+        return told
+
+
+def _with(error: DivergedError, message: str) -> DivergedError:
+    told = DivergedError(message)
+    told.last_good_step = error.last_good_step
+    return told

@@ -1,13 +1,16 @@
-"""Seconds of a rank by phase of its step, and how many of them the ranks sum in every step.
+"""Numbers that monitors of a run add to those that NORM sums over the ranks in every step.
 
-With ``monitor.rank_seconds`` the numbers that NORM sums over the ranks contain a row for each rank (engine/parts/
-rank_phases.py), so the Plan has to count them among what a step sends.
+With ``monitor.rank_seconds`` these are the seconds of each rank by phase (engine/parts/rank_phases.py), with ``guard``
+the sums that show whether copies differ (engine/parts/guard.py). The Plan counts them among what a step sends.
 """
 
 from typing import NamedTuple
 
 MOST_RANKS = 4096
 """Ranks above which no rows are exchanged, because the rows would cost more than what they measure."""
+
+GUARD_NUMBERS = 5
+"""Numbers of the guard: four for copies, one for state at rest."""
 
 
 class PhaseSeconds(NamedTuple):
