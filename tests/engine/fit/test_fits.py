@@ -145,21 +145,26 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(alone: None) -> Non
 
 def test_changes_are_priced_over_the_hosts_of_the_job(alone: None) -> None:
     """Two hosts send what one host copies, so the same change has another price."""
-    hardware = replace(RATES, links={**RATES.links, "cluster": Link(1e8, 1e-4)})
+    hardware = replace(RATES, links={**RATES.links, "cluster": Link(2e7, 1e-4)})
     given = TILED | {"zero": {"stage": 1}, "batch": {"micro_size": 4}}
     batch = {"tokens": TOKENS, "targets": TOKENS}
     found = {}
     for per_host in (None, 1):
-        job = read(lambda: gpt(4), given, 2, torch.device("cpu"), batch, per_host=per_host)
+        job = read(lambda: gpt(2, 32), given, 2, torch.device("cpu"), batch, per_host=per_host)
         outlook = job.outlook(job.settings.offload)
         needs = outlook.bytes_by_tier["device"] - 1
         report = fits(
-            lambda: gpt(4), given, {"device": needs}, batch, ranks=2, hardware=hardware, per_host=per_host
+            lambda: gpt(2, 32), given, {"device": needs}, batch, ranks=2, hardware=hardware, per_host=per_host
         )
         assert report.seconds == seconds_of(job, outlook, job.settings.offload, hardware)
         [change] = [each for each in report.changes if each.overrides == ("recompute=full",)]
         changed = read(
-            lambda: gpt(4), given | {"recompute": "full"}, 2, torch.device("cpu"), batch, per_host=per_host
+            lambda: gpt(2, 32),
+            given | {"recompute": "full"},
+            2,
+            torch.device("cpu"),
+            batch,
+            per_host=per_host,
         )
         after = seconds_of(changed, change.outlook, changed.settings.offload, hardware)
         assert change.price_s == pytest.approx(after.total - report.seconds.total, rel=1e-9)

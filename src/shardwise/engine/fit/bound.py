@@ -441,6 +441,8 @@ def _seconds_beside(action: Action, prices: ActionPrices) -> tuple[LaneSeconds, 
     for move in row.moves or ():
         if move.quantity in ("work", "saved") or (kind.computes and move.lane == "exchange"):
             continue
+        if is_cpu and move.quantity.startswith("updated_on_"):
+            continue  # fewer bytes have another rate, so that seconds do not grow with shards
         if move.lane == "exchange" and kind not in _SENDING:
             sent_s = sum(
                 prices.exchange_s(call)
