@@ -1,15 +1,17 @@
 """Memory of a rank beside its steps: what building, saving and loading hold, from the Plan alone.
 
-    build    state of the Units so far, and the part of a parameter that is being drawn              (models/initial.py)
-    save     the copy that is written behind training: every range that the rank writes, each on 64 bytes, in host
-             memory; none if state lies on a disk                                          (checkpoint/checkpoints.py)
+    build    state of the Units so far, and the part of a parameter that is being drawn (models/initial.py), or, of a
+             model that comes with its weights, those of the Units whose state is still to be made
+    buffers  the model's own buffers, such as the statistics of batch norms; in every phase
+    save     the copy that is written behind training: every range that the rank writes and every buffer, each on 64
+             bytes, in host memory; none if state lies on a disk                           (checkpoint/checkpoints.py)
     load     new moments beside the old ones on the device, and one block of a file in host memory (checkpoint/load.py)
     rings    memory that CPU ranks of one host share, for each group and each pair of a pipeline (comm/shared_memory.py)
 
 Cost: one look at each parameter of the rank; of a parameter that is cut by rows, at each run of rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from shardwise.checkpoint.layout import LayoutSizes, arrange
 from shardwise.checkpoint.piece import TensorSpec
@@ -29,8 +31,24 @@ _DECODED_BYTES = 4
 """Bytes of an element of a moment that is stored with scales, when it is saved."""
 
 
-def save_copy_bytes(plan: Plan, rank: int) -> int:
-    """Return the bytes of the copy that a save behind training makes on ``rank``; 0 if state lies on a disk."""
+def buffer_bytes(plan: Plan, rank: int) -> int:
+    """Return the bytes of the model's buffers on ``rank``."""
+    stages = plan.classes[class_of(plan.mesh, rank)].stages
+    return sum(
+        info.elements * info.dtype.itemsize
+        for info in plan.registry.of_kind("buffer")
+        if info.stages[0] in stages
+    )
+
+
+def save_copy_bytes(plan: Plan, rank: int, unsaved: Collection[str] = ()) -> int:
+    """Return the bytes of the copy that a save behind training makes on ``rank``; 0 if state lies on a disk.
+
+    Args:
+        plan: The Plan.
+        rank: The rank.
+        unsaved: Names of buffers that are not saved.
+    """
     ranks = plan.classes[class_of(plan.mesh, rank)]
     if any(
         row.tier == "disk" for each in plan.classes.values() for rows in each.buffers.values() for row in rows
@@ -53,7 +71,9 @@ def save_copy_bytes(plan: Plan, rank: int) -> int:
             first, elements = (window[2], bucket.shard_elements) if is_cut else (0, bucket.elements)
             for found in slices.ranges_in(slots, first, elements, window[:2]):
                 total += _aligned((found.stop - found.start) * itemsize)
-    return total
+    buffers = [info for info in plan.registry.of_kind("buffer") if info.name not in unsaved]
+    own = [info for info in buffers if info.stages[0] in ranks.stages and slices.holds_first(info)]
+    return total + sum(_aligned(info.elements * info.dtype.itemsize) for info in own)
 
 
 def _written_range(
@@ -91,6 +111,8 @@ def _block_bytes(plan: Plan) -> int:
     if sum(info.elements * info.dtype.itemsize for info in parameters) > sizes.block_bytes:
         return sizes.block_bytes
     specs = [TensorSpec("weight", info.name, info.shape, info.dtype) for info in parameters]
+    buffers = plan.registry.of_kind("buffer")
+    specs += [TensorSpec("buffer", info.name, info.shape, info.dtype) for info in buffers]
     dtypes = {info.name: info.dtype for info in parameters}
     masters = plan.registry.of_kind("master")
     specs += [
@@ -105,33 +127,41 @@ def _block_bytes(plan: Plan) -> int:
     return min(sizes.block_bytes, max((file.bytes for file in files), default=0))
 
 
-def most_at_build(plan: Plan, rank: int, draws: bool) -> tuple[dict[str, int], int]:
-    """Return the largest memory of a build: state by row of the ledger, and the bytes that are being drawn.
+def most_at_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> tuple[dict[str, int], int]:
+    """Return the largest memory of a build: state by row of the ledger, and the bytes of start weights beside it.
 
     Units are filled one after another. A bucket's weights and masters exist while its parameters are drawn; its moments
-    are made afterwards.
+    are made afterwards. Weights that the model comes with are released with their Unit.
 
     Args:
         plan: The Plan.
         rank: The rank.
         draws: True if start weights are drawn; False if the model comes with them.
+        given_bytes: Bytes of the weights that the model comes with.
     """
     ranks = plan.classes[class_of(plan.mesh, rank)]
+    given = _given_by_unit(ranks, given_bytes)
     held: dict[str, int] = {}
     best: tuple[dict[str, int], int] = {}, 0
-    for (unit, place), rows in sorted(ranks.buffers.items()):
-        bucket = ranks.units[unit].buckets[place]
-        sizes = [(row, row.nbytes(bucket, plan.mesh)) for row in rows if row.kind != "grad"]
-        for row, size in sizes:
-            if not row.is_moment:
-                held[row.row] = held.get(row.row, 0) + size
-        drawn = _drawn_bytes(plan, ranks, unit, bucket, rank) if draws else 0
-        if sum(held.values()) + drawn > sum(best[0].values()) + best[1]:
-            best = dict(held), drawn
-        for row, size in sizes:
-            if row.is_moment:
-                held[row.row] = held.get(row.row, 0) + size
-    return best if sum(best[0].values()) + best[1] > sum(held.values()) else (held, 0)
+    for unit in ranks.units:
+        for place, bucket in enumerate(unit.buckets):
+            rows = ranks.buffers[unit.index, place]
+            sizes = [(row, row.nbytes(bucket, plan.mesh)) for row in rows if row.kind != "grad"]
+            drawn = _drawn_bytes(plan, ranks, unit.index, bucket, rank) if draws else 0
+            for follows in (False, True):
+                for row, size in sizes:
+                    if row.is_moment is follows:
+                        held[row.row] = held.get(row.row, 0) + size
+                beside = (0 if follows else drawn) + sum(given[unit.index :])
+                if sum(held.values()) + beside > sum(best[0].values()) + best[1]:
+                    best = dict(held), beside
+    return best
+
+
+def _given_by_unit(ranks: RankClass, given_bytes: int) -> list[int]:
+    """Return the bytes of the weights that a model comes with, by Unit, as large as the Units' parameters are."""
+    elements = [sum(slot.elements for bucket in unit.buckets for slot in bucket.slots) for unit in ranks.units]
+    return [given_bytes * each // max(sum(elements), 1) for each in elements]
 
 
 def _drawn_bytes(plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int) -> int:
@@ -170,5 +200,5 @@ def rows_of_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> M
         draws: True if start weights are drawn.
         given_bytes: Bytes of the model's own parameters, which are released as the state of their Units is made.
     """
-    held, drawn = most_at_build(plan, rank, draws)
-    return {**held, "start weights": drawn or given_bytes}
+    held, beside = most_at_build(plan, rank, draws, given_bytes)
+    return {**held, "start weights": beside}

@@ -42,7 +42,13 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.construction.outline import cut_policies_of, policies_of, with_fp8_layers
 from shardwise.engine.construction.recipe import recipe_of
-from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_build, save_copy_bytes
+from shardwise.engine.fit.beside_steps import (
+    buffer_bytes,
+    load_rows,
+    ring_bytes,
+    rows_of_build,
+    save_copy_bytes,
+)
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
@@ -224,9 +230,11 @@ class JobFacts(NamedTuple):
         """Return the rows of a rank's memory outside of its passes."""
         is_host = self.device.type == "cpu"
         shares = is_host and self.settings.comm.transport != "torch"
-        always = {"process": self.process_bytes, "rings": ring_bytes(plan, rank) if shares else 0}
+        rings = ring_bytes(plan, rank) if shares else 0
+        always = {"process": self.process_bytes, "buffers": buffer_bytes(plan, rank), "rings": rings}
         policy = self.settings.checkpoint
-        copy = save_copy_bytes(plan, rank) if policy.asynchronous else 0
+        unsaved = [name for name, buffer in self.spec.buffers.items() if not buffer[2]]
+        copy = save_copy_bytes(plan, rank, unsaved) if policy.asynchronous else 0
         return RowsBesideSteps(
             always={row: size for row, size in always.items() if size},
             build=rows_of_build(plan, rank, self.draws, self.given_bytes),
