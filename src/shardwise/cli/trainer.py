@@ -403,7 +403,8 @@ class Trainer(ABC):
         if self.config.train.forecast and batches:
             self.outlook.foresee(self.make_model, self.config, batches[0])
         weights = self.weights(batches)
-        result = self.train_step(batches, weights)
+        with self.outlook.measuring(batches):
+            result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
             # Before an evaluation, which is another walk with another trace.

@@ -126,6 +126,10 @@ class StorageCounter(TorchDispatchMode):
         self.ran(func, args, kwargs or {}, out)
         return out
 
+    def sees(self, tensor: Tensor) -> bool:
+        """Return whether the storage of ``tensor`` counts."""
+        return tensor.device.type != "meta" and not isinstance(tensor, AbsentTensor)
+
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note an operation that has run; does nothing here."""
 
@@ -136,7 +140,7 @@ class StorageCounter(TorchDispatchMode):
         """Note the end of a storage with what ``created`` returned; ``held`` no longer counts it."""
 
     def _see(self, tensor: Tensor, func: Any) -> None:
-        if tensor.device.type == "meta" or isinstance(tensor, AbsentTensor):
+        if not self.sees(tensor):
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

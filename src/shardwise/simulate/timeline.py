@@ -315,7 +315,7 @@ class RankWalk:
             if phase != "evaluation":  # which brings nothing back
                 self.blocks.gathered = 0
             if phase == "step" and self._now.beside.saves:
-                self.rows |= self._now.beside.save
+                self.rows["save"] = self._now.beside.save.get("save", 0)
             self.walk(self._evaluation if phase == "evaluation" else self.ranks.actions)
             if self.peak is not None:
                 found[phase] = self.peak

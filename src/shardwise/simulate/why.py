@@ -100,6 +100,8 @@ _WHAT = {
     "process": "torch and this program, before the model",
     "rings": "memory between ranks of one host",
     "save": "copy that is written behind training",
+    "table rows": "rows of tables that a save is writing",
+    "buffers": "the model's own buffers",
     "new moments": "moments that a load fills",
     "read": "block of a file that a load reads",
     "start weights": "part of a parameter that is drawn, or the model that was given",

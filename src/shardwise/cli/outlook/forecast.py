@@ -6,7 +6,8 @@ that cannot be foreseen (its pass depends on numbers, or it cannot be built on m
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,9 +59,21 @@ class RunOutlook:
         self.forecast = forecast_of(make, config, world.size, world.device, example, self._process_bytes())
         if self.forecast is None:
             return
+        self._engine.expect_bytes(self.forecast.rows)
         has = free_bytes(world.device, world.local_size)
         too_many = has is not None and self.forecast.peak_bytes > has
         _log.log(logging.WARNING if too_many else logging.INFO, "%s", self.forecast.line(has))
+
+    def measuring(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return a context that measures the memory of the first step of the process on rank 0; else an empty one.
+
+        Args:
+            batches: Microbatches of the step that runs in the context.
+        """
+        is_first = self._engine.step_count == self.begins_at
+        if self.forecast is None or not is_first:
+            return nullcontext()
+        return self._engine.measure_memory(batches)
 
     def keep(self) -> None:
         """Write the outcome so far on rank 0; a file that cannot be written does not end the run."""
@@ -168,7 +181,7 @@ def forecast_of(
         return None
     step = outlook.steps[0]
     return RunForecast(
-        dict(step.peak.rows),
+        outlook.rows(step),
         step.bytes_by_tier["device"],
         lanes_of(seconds),
         seconds.total,

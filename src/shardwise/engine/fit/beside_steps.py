@@ -5,6 +5,8 @@
     buffers  the model's own buffers, such as the statistics of batch norms; in every phase
     save     the copy that is written behind training: every range that the rank writes and every buffer, each on 64
              bytes, in host memory; none if state lies on a disk                           (checkpoint/checkpoints.py)
+    tables   start rows that are drawn in front of all other state (parallel/embedding/store.py); in a save, copies of rows;
+             in a load, rows that were read with the lines made of them             (engine/state/saved_tables.py)
     load     new moments beside the old ones on the device, and one block of a file in host memory (checkpoint/load.py)
     rings    memory that CPU ranks of one host share, for each group and each pair of a pipeline (comm/shared_memory.py)
 
@@ -12,6 +14,7 @@ Cost: one look at each parameter of the rank; of a parameter that is cut by rows
 """
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from shardwise.checkpoint.layout import LayoutSizes, arrange
 from shardwise.checkpoint.piece import TensorSpec
@@ -19,6 +22,7 @@ from shardwise.comm.peers import RING
 from shardwise.comm.shared_memory import ring_file_bytes
 from shardwise.engine.fit.outside import groups_of, neighbours_of
 from shardwise.plan.plan import Plan, RankClass, class_of
+from shardwise.plan.registry import TensorInfo
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.unit import ALIGNMENT_BYTES, Bucket
 
@@ -27,6 +31,11 @@ _FILL_ELEMENTS = 1 << 22
 _DRAW_ELEMENTS = 1 << 18
 """Elements that are drawn in fp64 at a time (models/initial.py)."""
 _DRAW_BYTES = 8
+_START_ROWS = 1 << 16
+"""Rows of a table that are drawn at a time (parallel/embedding/store.py)."""
+_CHUNK_BYTES = 256 << 20
+"""Bytes of rows of tables that are read or written at a time (engine/state/saved_tables.py)."""
+_KEY_BYTES = 8
 _DECODED_BYTES = 4
 """Bytes of an element of a moment that is stored with scales, when it is saved."""
 
@@ -101,7 +110,7 @@ def load_rows(plan: Plan, rank: int) -> dict[str, int]:
         for row in rows
         if row.is_moment and row.tier == "device"
     )
-    return {"new moments": moments, "read": _block_bytes(plan)}
+    return {"new moments": moments, "read": max(_block_bytes(plan), _table_bytes_at_load(plan, rank))}
 
 
 def _block_bytes(plan: Plan) -> int:
@@ -125,6 +134,58 @@ def _block_bytes(plan: Plan) -> int:
     ]
     files = arrange(specs, sizes, {})
     return min(sizes.block_bytes, max((file.bytes for file in files), default=0))
+
+
+class _TablePart(NamedTuple):
+    """The part of one embedding table that a rank holds."""
+
+    rows: int
+    weight_bytes: int
+    line_bytes: int
+    """Bytes of all rows with their optimizer state."""
+    grows: bool
+
+
+def _tables_on(plan: Plan, rank: int) -> list[_TablePart]:
+    """Return the parts of tables on ``rank``."""
+    found: dict[str, list[TensorInfo]] = {}
+    for info in plan.registry.of_kind("table"):
+        found.setdefault(info.name, []).append(info)
+    parts = []
+    for infos in found.values():
+        sizes = [round(info.bytes_on(plan.mesh, rank)) for info in infos]
+        weight = max(range(len(infos)), key=lambda i: infos[i].elements)
+        whole = infos[weight].elements * infos[weight].dtype.itemsize
+        rows = infos[weight].shape[0] * sizes[weight] // max(whole, 1)
+        parts.append(_TablePart(rows, sizes[weight], sum(sizes), infos[weight].grows))
+    return [part for part in parts if part.rows]
+
+
+def table_bytes_at_build(plan: Plan, rank: int) -> int:
+    """Return the most bytes that drawing the start rows of a table takes beside the table: keys, lines, weights."""
+    most = 0
+    for part in _tables_on(plan, rank):
+        at_once = min(part.rows, _START_ROWS)
+        drawn = (part.line_bytes + part.weight_bytes) * at_once // part.rows
+        most = max(most, 0 if part.grows else part.rows * _KEY_BYTES + drawn)
+    return most
+
+
+def table_bytes_at_save(plan: Plan, rank: int) -> int:
+    """Return the bytes of the copies of table rows that a save writes at a time."""
+    return min(sum(part.line_bytes for part in _tables_on(plan, rank)), _CHUNK_BYTES)
+
+
+def _table_bytes_at_load(plan: Plan, rank: int) -> int:
+    """Return the most bytes that loading tables takes: a chunk of what was read, and one table's lines made of it."""
+    parts = _tables_on(plan, rank)
+    read = min(sum(part.line_bytes + part.rows * _KEY_BYTES for part in parts), _CHUNK_BYTES)
+    taken = 0
+    for part in parts:
+        share = min(1.0, _CHUNK_BYTES / part.line_bytes)
+        keys = part.rows * (2 * _KEY_BYTES + 1)  # those that the rank holds, their places, and a mask
+        taken = max(taken, int(share * (part.line_bytes + part.weight_bytes + keys)))
+    return read + taken
 
 
 def most_at_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> tuple[dict[str, int], int]:
@@ -201,4 +262,10 @@ def rows_of_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> M
         given_bytes: Bytes of the model's own parameters, which are released as the state of their Units is made.
     """
     held, beside = most_at_build(plan, rank, draws, given_bytes)
-    return {**held, "start weights": beside}
+    tables = {
+        row: size for row, size in plan.bytes_per_rank(rank).items() if row in ("tables", "dynamic tables")
+    }
+    drawn = table_bytes_at_build(plan, rank)  # before there is any other state
+    if drawn + given_bytes > sum(held.values()) + beside:
+        return {**tables, "start weights": drawn + given_bytes}
+    return {**held, **tables, "start weights": beside}

@@ -48,6 +48,7 @@ from shardwise.engine.fit.beside_steps import (
     ring_bytes,
     rows_of_build,
     save_copy_bytes,
+    table_bytes_at_save,
 )
 from shardwise.engine.fit.outside import with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
@@ -127,6 +128,18 @@ class MemoryEstimate(NamedTuple):
             for tier in get_args(Tier)
             if tier in tiers
         }
+
+    def rows(self, step: StepMemory) -> dict[str, int]:
+        """Return the bytes that ``engine.held_bytes()`` is to have on the rank of ``step``, by row, and rows beside it.
+
+        Model state is counted at its most, the rows of a step when the step holds most, and the copy of a save if
+        there are saves. Slots of shards that come from another tier are part of the gathered weights, as in the ledger.
+        """
+        found = dict(step.points["step"].rows) | self.plan.bytes_per_rank(step.rank)
+        found["gathered"] = found.get("gathered", 0) + found.pop("brought", 0)
+        if step.saves and "save" in step.points:
+            found["save"] = step.points["save"].rows.get("save", 0)
+        return {row: size for row, size in found.items() if size}
 
     def bytes_per_rank(self) -> dict[str, int]:
         """Return the bytes of model state by kind, on the rank that holds most.
@@ -238,7 +251,7 @@ class JobFacts(NamedTuple):
         return RowsBesideSteps(
             always={row: size for row, size in always.items() if size},
             build=rows_of_build(plan, rank, self.draws, self.given_bytes),
-            save={"save": copy},
+            save={"save": copy, "table rows": table_bytes_at_save(plan, rank)},
             load=load_rows(plan, rank),
             saves=policy.every is not None,
         )
