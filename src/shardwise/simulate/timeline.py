@@ -9,6 +9,7 @@
     leaving                      gradients that a disk has not stored yet, the most at once
     kept                         what F leaves for B, of all microbatches in flight     (passes.py)
     received                     in a pipeline, the results of RECV, until their backward pass is over
+    row gradients                of rows of embedding tables, from earlier microbatches of a step
     waiting                      on a device, small gradients of the running Unit until one launch copies all of them
     at work                      temporary memory of the running Unit
     process                      memory from before the engine
@@ -26,7 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -43,6 +44,7 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import NOTHING, MeasuredPass, UnitPass
 from shardwise.simulate.storages import StorageCounts, StorageOrigin, added, bytes_of_counts
+from shardwise.simulate.touched import table_rows
 from shardwise.tiers.scratch import SPARE_BYTES
 
 _META = torch.device("meta")
@@ -205,6 +207,8 @@ class _PhaseState:
     passing: int = 0
     """Bytes that the running forward pass of an evaluation holds between Units."""
     passing_counts: StorageCounts = field(default_factory=dict)
+    unborn: set[tuple[int, int]] = field(default_factory=set)
+    """Owners of slots of gradients that the first gradient of the running share makes."""
 
 
 class RankWalk:
@@ -342,14 +346,20 @@ class RankWalk:
             self._now.note(HeldThen(point, self, None))
         return point
 
-    def _slot_rows(self) -> dict[str, int]:
-        return {row: pool.bytes for row, pool in self._slots.items()}
+    def _slot_rows(self, unborn_bytes: int = 0) -> dict[str, int]:
+        found = {row: pool.bytes for row, pool in self._slots.items()}
+        found["staging"] -= unborn_bytes
+        return found
 
     # Composition ---------------------------------------------------------------------------------------------------
 
     def slots(self) -> dict[str, list[tuple[int, list[tuple[int, int]]]]]:
         """Return the bytes of each slot with its owners, by row; owners are (Unit, bucket)."""
-        return {row: pool.owners_by_slot() for row, pool in self._slots.items()}  # type: ignore[misc]
+        found: dict[str, list[tuple[int, list[tuple[int, int]]]]] = {}
+        for row, pool in self._slots.items():
+            slots: Any = pool.owners_by_slot()
+            found[row] = [slot for slot in slots if row != "staging" or not set(slot[1]) <= self._now.unborn]
+        return found
 
     def gradient_bytes(self) -> dict[str, dict[tuple[int, int], int]]:
         """Return the bytes of gradients, by row and (Unit, bucket)."""
@@ -428,18 +438,34 @@ class RankWalk:
         unit = action.unit
         coming: dict[tuple[int, int], int] = {}
         """Gradient buffers that the Unit's first gradient makes."""
+        staged_bytes = self._slots["staging"].bytes
         for place, bucket, rows in self._buckets(unit):
             if "grad" not in rows:
                 continue
             strategy = self._strategies[unit]
             is_in_ranges = self._is_alone and is_summed_in_ranges(bucket.key, strategy, self._plan.mesh)
             if strategy.cuts_grad or is_in_ranges:
+                before = self._slots["staging"].bytes
                 self._take("staging", (unit, place), bucket, bucket.elements)
+                if self._slots["staging"].bytes > before:
+                    self._now.unborn.add((unit, place))
             if not strategy.cuts_grad and (unit, place) not in self._gradients:
                 coming[unit, place] = self._bytes(rows["grad"], bucket)
-        self._compute(action, coming)
+        self._compute(action, coming, self._slots["staging"].bytes - staged_bytes)
 
-    def _compute(self, action: Action, coming: Mapping[tuple[int, int], int] = MappingProxyType({})) -> None:
+    def _compute(
+        self,
+        action: Action,
+        coming: Mapping[tuple[int, int], int] = MappingProxyType({}),
+        staged_bytes: int = 0,
+    ) -> None:
+        """Note the moment at which the share of a Unit holds most.
+
+        Args:
+            action: The pass of the Unit.
+            coming: Gradient buffers that the Unit's first gradient makes.
+            staged_bytes: Bytes of the slots that it makes, which are taken already.
+        """
         unit = self.ranks.units[action.unit]
         if self._strategies[action.unit].has_windows:
             self._gather(action.unit)
@@ -447,10 +473,12 @@ class RankWalk:
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
         evaluates = self._now.phase == "evaluation"
         share = passed.evaluated.get(name, NOTHING) if evaluates else passed.of(kind, name)
-        late, made = share.late, sum(coming.values())
+        late, made = share.late, sum(coming.values()) + staged_bytes
         is_late = late is None or bytes_of_counts(late) + made > share.rise_bytes
         if is_late:  # the share holds most when its gradient buffers exist
             self._gradients |= coming
+            self._now.unborn.clear()
+            staged_bytes = 0
             if late is not None and made:
                 share = share._replace(rise=late, rise_bytes=bytes_of_counts(late))
         let_go = share.let_go_bytes
@@ -458,7 +486,8 @@ class RankWalk:
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "reducing": sum(self._reducing.values()),
             "leaving": sum(self._leaving),
-            **self._slot_rows(),
+            **self._slot_rows(staged_bytes),
+            "row gradients": self._row_gradient_bytes(action),
             "kept": passed.batch_bytes + (self._now.passing if evaluates else self.blocks.here) - let_go,
             "received": sum(self._received.values()),
             "waiting": self._waiting_bytes(action),
@@ -471,11 +500,21 @@ class RankWalk:
         if self._now.target == (self._now.phase, self._now.place):
             self._now.note(HeldThen(moment, self, share))
         self._gradients |= coming
+        self._now.unborn.clear()
         if evaluates:
             self._now.passing += share.net_bytes
             self._now.passing_counts = added(self._now.passing_counts, share.net)
         else:
             self.blocks.behind(kind, name, action.microbatch, share)
+
+    def _row_gradient_bytes(self, action: Action) -> int:
+        """Return the bytes of the gradients of table rows that earlier microbatches of the step have left."""
+        lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
+        if not lookups or self._now.phase == "evaluation":
+            return 0
+        ranks = self._plan.mesh.size("dp")
+        rows = [table_rows(groups, ranks) for groups in lookups.values()]
+        return int(max(action.microbatch, 0) * sum(each.read_bytes + each.keys_bytes for each in rows))
 
     def _waiting_bytes(self, action: Action) -> int:
         if action.kind is not Kind.B or "host" in self._now.near:

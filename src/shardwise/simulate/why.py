@@ -109,6 +109,8 @@ _WHAT = {
     "leaving": "gradients on their way to a disk",
     "received": "messages of the stages beside",
     "waiting": "small gradients of the running Unit",
+    "holes": "memory that the allocator holds without tensors in it",
+    "row gradients": "gradients of table rows of earlier microbatches",
 }
 
 

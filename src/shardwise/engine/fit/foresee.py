@@ -50,7 +50,7 @@ from shardwise.engine.fit.beside_steps import (
     save_copy_bytes,
     table_bytes_at_save,
 )
-from shardwise.engine.fit.outside import with_outside
+from shardwise.engine.fit.outside import small_share, with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
 from shardwise.engine.parts.tables import (
@@ -228,10 +228,13 @@ class JobFacts(NamedTuple):
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
         if not self.passed:
             return MemoryEstimate(plan, assumes=(self.unforeseen,) if self.unforeseen else ())
-        on = self.device.type
+        on, small = self.device.type, small_share(self.passed.values())
         steps = (
             with_outside(
-                step_memory(plan, policies, self.passed, on, rank, self.rows_beside(plan, rank)), plan, on
+                step_memory(plan, policies, self.passed, on, rank, self.rows_beside(plan, rank)),
+                plan,
+                on,
+                small,
             )
             for rank in plan.mesh.ranks("pp", 0)
         )
