@@ -11,8 +11,9 @@ those of published text, for bf16 with fp32 masters on one device:
     Megatron        18 P + L·s·b·h·(18 + 4·f/h) + 8·s·b + s·b·h + 4·s·b·h·(1 + v/h)    (theoretical_memory_utils)
     llm-analysis    18 P + L·(34·s·b·h + 5·a·s²·b)                            (arXiv:2205.05198, as it is implemented)
 
-torch's ``FSDPMemTracker`` runs FSDP2 on tensors without memory and a process group without ranks, on the CPU. It is held
-to the storages of a real FSDP2 step, because it foresees that engine and not this one: fp32 shards, bf16 in the passes.
+torch's ``FSDPMemTracker`` runs FSDP2 on tensors without memory and a process group without ranks, on the CPU. It is
+held to the storages of a real FSDP2 step, because it foresees that engine and not this one: fp32 shards, bf16 in the
+passes.
 
 P parameters, L layers, s context, b batch, h width, f hidden, a heads, v vocabulary. Megatron's script and Korthikanti
 et al. count a GPT with GELU and dropout, so both families are shown.

@@ -194,6 +194,7 @@ class Trainer(ABC):
             watch=self.watch,
             device=world.device,
         )
+        self.engine.count_batches_ahead(lambda: self.loader.ahead_bytes)
         self.waited_s = 0.0
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
@@ -401,7 +402,7 @@ class Trainer(ABC):
         self.waited_s += waited_s
         self.engine.count_seconds("data", waited_s)
         if self.config.train.forecast and batches:
-            self.outlook.foresee(self.make_model, self.config, batches[0])
+            self.outlook.foresee(self.make_model, self.config, batches[0], self.loader.steps_ahead)
         weights = self.weights(batches)
         with self.outlook.measuring(batches):
             result = self.train_step(batches, weights)

@@ -164,6 +164,8 @@ class MeasuredPass(NamedTuple):
     """First Unit that is alike, by name of each Unit."""
     evaluated: Mapping[str, UnitPass] = {}
     """Shares of a forward pass without gradients, in evaluation mode, by name of the Unit."""
+    sampled: Mapping[str, UnitPass] = {}
+    """Shares of a pass that fills a cache of keys and chooses a token, by name of the Unit; empty without a sample."""
 
     def renamed(self, names: Mapping[str, str]) -> "MeasuredPass":
         """Return the pass of a stage that is alike, whose Units have other names.
@@ -189,6 +191,7 @@ class MeasuredPass(NamedTuple):
         return self._replace(
             shares={(kind, rename(name)): share(each) for (kind, name), each in self.shares.items()},
             evaluated={rename(name): share(each) for name, each in self.evaluated.items()},
+            sampled={rename(name): share(each) for name, each in self.sampled.items()},
             alike_sizes={rename(name): sizes for name, sizes in self.alike_sizes.items()},
             kinds={names.get(name, name): first[like] for name, like in self.kinds.items()},
         )
@@ -537,8 +540,8 @@ class _UnitStarts:
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
         """Return all shares, including those of Units that were passed over.
 
-        Shares inside a Unit count for each Unit that is like it. Code that ran behind the second of such Units, in front
-        of the third, counts behind each later one but the last; the last has its own.
+        Shares inside a Unit count for each Unit that is like it. Code that ran behind the second of such Units, in
+        front of the third, counts behind each later one but the last; the last has its own.
         """
         last = {second: name for name, second in self._passed_over.items()}
         found = {

@@ -53,6 +53,8 @@ _NEVER_SHARES = 1 << 60
 
 Phase = Literal["build", "first step", "step", "evaluation", "save", "load", "sample"]
 """Part of a job in which a rank holds memory of its own kind."""
+_WALKED: tuple[Phase, ...] = ("first step", "step", "evaluation", "sample")
+"""Phases that walk a list."""
 
 
 class MemoryPoint(NamedTuple):
@@ -210,6 +212,11 @@ class _PhaseState:
     unborn: set[tuple[int, int]] = field(default_factory=set)
     """Owners of slots of gradients that the first gradient of the running share makes."""
 
+    @property
+    def is_forward(self) -> bool:
+        """True in phases that run forward passes alone."""
+        return self.phase in ("evaluation", "sample")
+
 
 class RankWalk:
     """A walk of one rank's list that counts the bytes of each row and keeps the peak."""
@@ -314,15 +321,20 @@ class RankWalk:
         """Walk the lists of a job in the order of the phases, and return the largest moment of each phase."""
         always, build = self._now.beside.always, self._now.beside.build
         found: dict[Phase, MemoryPoint] = {"build": self._resting("build", {**always, **build}, alone=True)}
-        for phase in ("first step", "step", "evaluation"):  # the first step fills the slots
+        for phase in _WALKED:  # the first step fills the slots
             self._now.phase, self.peak = phase, None
-            if phase != "evaluation":  # which brings nothing back
+            if phase == "sample":
+                if not any(each.sampled for each in self._passed.values()):
+                    continue
+                self._gather_all()
+            if not self._now.is_forward:  # a forward pass brings nothing back
                 self.blocks.gathered = 0
             if phase == "step" and self._now.beside.saves:
                 self.rows["save"] = self._now.beside.save.get("save", 0)
-            self.walk(self._evaluation if phase == "evaluation" else self.ranks.actions)
+            self.walk(self._evaluation if self._now.is_forward else self.ranks.actions)
             if self.peak is not None:
                 found[phase] = self.peak
+        self.rows.pop("whole weights", None)
         if self._now.beside.build:
             found["save"] = self._resting("save", self._now.beside.save)
             found["load"] = self._resting("load", self._now.beside.load)
@@ -372,7 +384,7 @@ class RankWalk:
     def storages_then(self, share: UnitPass) -> tuple[StorageCounts, StorageCounts]:
         """Return the storages that passes keep and those at work when the running ``share`` holds most."""
         let_go = {origin: count for origin, count in share.rise.items() if count < 0}
-        kept = self._now.passing_counts if self._now.phase == "evaluation" else self.blocks.counts_here
+        kept = self._now.passing_counts if self._now.is_forward else self.blocks.counts_here
         at_work = {origin: count for origin, count in share.rise.items() if count > 0}
         return added(kept, let_go), at_work
 
@@ -382,7 +394,7 @@ class RankWalk:
         """Walk the list of one phase."""
         ending: Action | None = None
         """The running last pass of a stage over a microbatch; the messages for it are released with it."""
-        ends = Kind.F if self._now.phase == "evaluation" else Kind.B
+        ends = Kind.F if self._now.is_forward else Kind.B
         self.blocks.begin()
         for self._now.place, action in enumerate(actions):
             if action.unit < 0 and ending is not None:
@@ -471,8 +483,9 @@ class RankWalk:
             self._gather(action.unit)
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
-        evaluates = self._now.phase == "evaluation"
-        share = passed.evaluated.get(name, NOTHING) if evaluates else passed.of(kind, name)
+        evaluates = self._now.is_forward
+        shares = passed.sampled if self._now.phase == "sample" else passed.evaluated
+        share = shares.get(name, NOTHING) if evaluates else passed.of(kind, name)
         late, made = share.late, sum(coming.values()) + staged_bytes
         is_late = late is None or bytes_of_counts(late) + made > share.rise_bytes
         if is_late:  # the share holds most when its gradient buffers exist
@@ -488,7 +501,9 @@ class RankWalk:
             "leaving": sum(self._leaving),
             **self._slot_rows(staged_bytes),
             "row gradients": self._row_gradient_bytes(action),
-            "kept": passed.batch_bytes + (self._now.passing if evaluates else self.blocks.here) - let_go,
+            "kept": self._batch_bytes(passed)
+            + (self._now.passing if evaluates else self.blocks.here)
+            - let_go,
             "received": sum(self._received.values()),
             "waiting": self._waiting_bytes(action),
             "at work": share.rise_bytes + let_go,
@@ -507,10 +522,24 @@ class RankWalk:
         else:
             self.blocks.behind(kind, name, action.microbatch, share)
 
+    def _batch_bytes(self, passed: MeasuredPass) -> int:
+        return 0 if self._now.phase == "sample" else passed.batch_bytes
+
+    def _gather_all(self) -> None:
+        """Count the whole weights, which a sample gathers once, beside the slots."""
+        whole = sum(
+            bucket.elements * bucket.gathered_dtype.itemsize
+            for unit, strategy in zip(self.ranks.units, self._strategies, strict=True)
+            for bucket in unit.buckets
+            if strategy.has_windows
+        )
+        if whole:
+            self.rows["whole weights"] = whole
+
     def _row_gradient_bytes(self, action: Action) -> int:
         """Return the bytes of the gradients of table rows that earlier microbatches of the step have left."""
         lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
-        if not lookups or self._now.phase == "evaluation":
+        if not lookups or self._now.is_forward:
             return 0
         ranks = self._plan.mesh.size("dp")
         rows = [table_rows(groups, ranks) for groups in lookups.values()]

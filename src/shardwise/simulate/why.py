@@ -110,6 +110,7 @@ _WHAT = {
     "received": "messages of the stages beside",
     "waiting": "small gradients of the running Unit",
     "holes": "memory that the allocator holds without tensors in it",
+    "whole weights": "weights that a sample gathers once",
     "row gradients": "gradients of table rows of earlier microbatches",
 }
 
@@ -232,7 +233,7 @@ class _Composition:
         if share is None:
             return
         own = self._ranks.unit_stages[self._action.unit]
-        batch = self._passed[own].batch_bytes
+        batch = 0 if self._then.point.phase == "sample" else self._passed[own].batch_bytes
         if batch:
             yield self._entry("kept", "", "batch", 1, batch)
         kept, at_work = walked.storages_then(share)

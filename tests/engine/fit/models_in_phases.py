@@ -21,7 +21,12 @@ def llama() -> nn.Module:
     """Return a Llama of transformers with its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 64,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.fit.models_in_phases import OTHERS
 from torch import Tensor, nn
 
 import shardwise
@@ -15,9 +17,9 @@ from shardwise.comm.world import World
 from shardwise.engine.fit.beside_steps import ring_bytes, save_copy_bytes
 from shardwise.engine.fit.foresee import foresee, read
 from shardwise.models import Gpt, GptPolicy
+from shardwise.models.generate import generate
 from shardwise.simulate.storages import LiveBytes
 from shardwise.simulate.timeline import StepMemory
-from tests.engine.fit.models_in_phases import OTHERS
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(4 * 64).view(4, 64)
@@ -45,9 +47,7 @@ def foreseen(step: StepMemory, example: Any = BATCH) -> dict[str, int]:
     }
 
 
-def held(
-    world: World, model: dict[str, Any] | str, given: dict[str, Any], folder: str
-) -> dict[str, int]:
+def held(world: World, model: dict[str, Any] | str, given: dict[str, Any], folder: str) -> dict[str, int]:
     """Most bytes of storages in each phase of a real run on one rank, and the bytes of the rows beside."""
     make, batch = (lambda: gpt(**model), BATCH) if isinstance(model, dict) else made(model)
     live, found = LiveBytes(), {}
@@ -90,7 +90,9 @@ def check(
         for phase, size in foreseen(step).items():
             assert size == pytest.approx(real[phase], rel=within), phase
         assert save_copy_bytes(outlook.plan, step.rank) == pytest.approx(real["row save"], abs=64)
-        assert ring_bytes(outlook.plan, step.rank) <= real["row rings"]  # the ranks keep those of earlier engines
+        assert (
+            ring_bytes(outlook.plan, step.rank) <= real["row rings"]
+        )  # the ranks keep those of earlier engines
 
 
 def test_each_phase_is_foreseen(ranks: Any, tmp_path: Path) -> None:
@@ -223,3 +225,38 @@ def test_stages_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch
     assert len(outlook.steps) == 5 and len(measured) == 3
     kept = [step.points["step"].rows["kept"] for step in outlook.steps]
     assert all(more > less for more, less in zip(kept, kept[1:], strict=False)), "1F1B keeps fewer behind"
+
+
+def sampled(world: World, given: dict[str, Any]) -> int:
+    """Most bytes of storages while a real engine generates text as ``shardwise train`` does, with its own state."""
+    live = LiveBytes()
+    with live:
+        engine = shardwise.initialize(gpt(), given, world=world)
+        engine.train_step([BATCH])
+        live.most = live.held
+        context = nullcontext() if given["zero"]["stage"] < 3 else engine.gathered()
+        with context:
+            prompt = TOKENS[:1, :16]
+
+            def call(tokens: Tensor, **beside: Any) -> Tensor:
+                (logits,) = engine.predict([{"tokens": tokens, **beside}])
+                return logits
+
+            engine.eval()
+            generate(call, prompt, 3, 0.8, 50, context=64)
+    engine.close()
+    return live.most
+
+
+@pytest.mark.parametrize(
+    ("count", "stage"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.soak)], ids=["1", "zero 3"]
+)
+def test_the_sample_at_the_end_of_a_run_is_foreseen(ranks: Any, count: int, stage: int) -> None:
+    given = {"zero": {"stage": stage}, "check_first_step": "off", "batch": {"duplicates": "allow"}}
+    model = {"name": "gpt", "layers": 4, "width": 64, "heads": 4, "context": 64, "vocab": 256}
+    step = foresee(gpt, given | {"model": model, "train": {"sample_tokens": 3}}, count, example=BATCH).step
+    assert step is not None and "sample" not in foresee(gpt, given, count, example=BATCH).steps[0].points
+    rows = step.points["sample"].rows
+    size = sum(size for row, size in rows.items() if row not in ROWS)
+    real = ranks(count).run(sampled, given)
+    assert size == pytest.approx(real[0], rel=0.01), (dict(rows), real)

@@ -136,7 +136,10 @@ def test_out_of_memory_is_told(failing: Callable[[], None], where: str, keys: li
 
 @pytest.mark.parametrize(
     ("failing", "row"),
-    [(_in_a_larger_batch, "kept, received and at work, foreseen "), (_in_a_measured_step, "at work, foreseen ")],
+    [
+        (_in_a_larger_batch, "kept, received and at work, foreseen "),
+        (_in_a_measured_step, "at work, foreseen "),
+    ],
 )
 def test_the_row_that_outgrew_its_forecast_is_named(failing: Callable[[], None], row: str) -> None:
     text, is_ours, _ = _told(failing)

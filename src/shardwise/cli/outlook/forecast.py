@@ -6,14 +6,15 @@ that cannot be foreseen (its pass depends on numbers, or it cannot be built on m
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from shardwise.base.pytree import tensors_in
 from shardwise.base.words import bytes_text, in_words
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 from shardwise.config.run import RunConfig
@@ -44,36 +45,46 @@ class RunOutlook:
         """Steps before those of this process."""
         self.forecast: RunForecast | None = None
         """What was foreseen; None if nothing was."""
+        self._held: Mapping[str, int] = {}
+        """Bytes by row behind the step that was measured; a loader that has been closed holds nothing."""
 
-    def foresee(self, make: Callable[[], nn.Module], config: RunConfig, example: Any) -> None:
+    def foresee(
+        self, make: Callable[[], nn.Module], config: RunConfig, example: Any, steps_ahead: int = 0
+    ) -> None:
         """Say on rank 0, in front of the first step of the process, what a step will take.
 
         Args:
             make: Function that builds the model.
             config: Configuration of the run.
             example: The first microbatch.
+            steps_ahead: Steps that the loader reads before their use.
         """
         world = self._engine.world
         if world.rank != 0 or self._engine.step_count != self.begins_at:
             return
-        self.forecast = forecast_of(make, config, world.size, world.device, example, self._process_bytes())
+        self.forecast = forecast_of(make, config, world.size, world.device, example, self._process_bytes)
         if self.forecast is None:
             return
+        step_bytes = self._engine.accumulation * sum(tensor.nbytes for tensor in tensors_in(example))
+        self.forecast = self.forecast.with_batches_ahead(steps_ahead * step_bytes, world.device.type == "cpu")
         self._engine.expect_bytes(self.forecast.rows)
         has = free_bytes(world.device, world.local_size)
         too_many = has is not None and self.forecast.peak_bytes > has
         _log.log(logging.WARNING if too_many else logging.INFO, "%s", self.forecast.line(has))
 
-    def measuring(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
-        """Return a context that measures the memory of the first step of the process on rank 0; else an empty one.
+    @contextmanager
+    def measuring(self, batches: Sequence[Any]) -> Iterator[None]:
+        """Measure the memory of the first step of the process on rank 0; later steps run as they are.
 
         Args:
             batches: Microbatches of the step that runs in the context.
         """
-        is_first = self._engine.step_count == self.begins_at
-        if self.forecast is None or not is_first:
-            return nullcontext()
-        return self._engine.measure_memory(batches)
+        if self.forecast is None or self._engine.step_count != self.begins_at:
+            yield
+            return
+        with self._engine.measure_memory(batches):
+            yield
+        self._held = self._engine.held_bytes()
 
     def keep(self) -> None:
         """Write the outcome so far on rank 0; a file that cannot be written does not end the run."""
@@ -86,7 +97,7 @@ class RunOutlook:
             ranks=world.size,
             device=device.type,
             forecast=None if self.forecast is None else self.forecast.plain(),
-            held=self._engine.held_bytes(),
+            held={row: max(size, self._held.get(row, 0)) for row, size in self._engine.held_bytes().items()},
             peak_bytes=peak_resident_bytes() if is_cpu else torch.accelerator.max_memory_allocated(device),
             phases=[each._asdict() for each in self._engine.rank_seconds()],
             steps=steps,
@@ -117,6 +128,11 @@ class RunForecast(NamedTuple):
     low_s: float
     high_s: float
 
+    def with_batches_ahead(self, size: int, is_cpu: bool) -> "RunForecast":
+        """Return the forecast with a row of batches that are read ahead into host memory."""
+        rows = {**self.rows, "batches ahead": size} if size else self.rows
+        return self._replace(rows=rows, peak_bytes=self.peak_bytes + size * is_cpu)
+
     def plain(self) -> dict[str, Any]:
         """Return the numbers that ``outcome.json`` keeps."""
         return {
@@ -146,7 +162,7 @@ def forecast_of(
     ranks: int,
     device: torch.device,
     example: Any,
-    process_bytes: int = 0,
+    process_bytes: Callable[[], int] = lambda: 0,
 ) -> RunForecast | None:
     """Return the forecast of a run; None if it cannot be foreseen.
 
@@ -159,7 +175,8 @@ def forecast_of(
         ranks: Ranks of the run.
         device: Device of rank 0.
         example: A microbatch.
-        process_bytes: Bytes that the process held before its engine, on a CPU.
+        process_bytes: Function that returns the bytes of the process beside its engine, on a CPU. It is called behind
+            the pass, which loads code of torch that stays.
     """
 
     def on_meta() -> nn.Module:
@@ -168,7 +185,7 @@ def forecast_of(
 
     try:
         with GeneratorContext(0):
-            known = read(on_meta, config, ranks, device, example)._replace(process_bytes=process_bytes)
+            known = read(on_meta, config, ranks, device, example)._replace(process_bytes=process_bytes())
         outlook = known.outlook(known.settings.offload)
         dtype = config.precision.compute_dtype or torch.float32
         hardware = cpu_hardware(dtype)[0] if device.type == "cpu" else measured_hardware(device, dtype)

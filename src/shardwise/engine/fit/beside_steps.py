@@ -5,8 +5,8 @@
     buffers  the model's own buffers, such as the statistics of batch norms; in every phase
     save     the copy that is written behind training: every range that the rank writes and every buffer, each on 64
              bytes, in host memory; none if state lies on a disk                           (checkpoint/checkpoints.py)
-    tables   start rows that are drawn in front of all other state (parallel/embedding/store.py); in a save, copies of rows;
-             in a load, rows that were read with the lines made of them             (engine/state/saved_tables.py)
+    tables   start rows that are drawn in front of all other state (parallel/embedding/store.py); in a save, copies of
+             rows; in a load, rows that were read with the lines made of them       (engine/state/saved_tables.py)
     load     new moments beside the old ones on the device, and one block of a file in host memory (checkpoint/load.py)
     rings    memory that CPU ranks of one host share, for each group and each pair of a pipeline (comm/shared_memory.py)
 
@@ -221,7 +221,9 @@ def most_at_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> t
 
 def _given_by_unit(ranks: RankClass, given_bytes: int) -> list[int]:
     """Return the bytes of the weights that a model comes with, by Unit, as large as the Units' parameters are."""
-    elements = [sum(slot.elements for bucket in unit.buckets for slot in bucket.slots) for unit in ranks.units]
+    elements = [
+        sum(slot.elements for bucket in unit.buckets for slot in bucket.slots) for unit in ranks.units
+    ]
     return [given_bytes * each // max(sum(elements), 1) for each in elements]
 
 

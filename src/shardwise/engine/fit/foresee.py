@@ -12,6 +12,7 @@ and the allocator's holes are added to the peak (outside.py).
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -65,6 +66,9 @@ from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
 from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
+from shardwise.models import GptPolicy
+from shardwise.models.cache import KeyValueCache
+from shardwise.models.generate import choose
 from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -88,6 +92,7 @@ from shardwise.simulate.lookups import loads_of
 from shardwise.simulate.passes import (
     MeasuredPass,
     NeedsNumbersError,
+    UnitPass,
     measure,
     measure_evaluation,
     strip,
@@ -100,6 +105,9 @@ from shardwise.simulate.why import MemoryReason, reasons
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
+
+_PROMPT_TOKENS = 16
+"""Tokens of the prompt of a sample, if the configuration has none (cli/text_trainer.py)."""
 
 
 class MemoryEstimate(NamedTuple):
@@ -513,8 +521,9 @@ def _passes(
                 module, kinds, batch, one.run, traffic, run is not None, blocks, alike, one.again
             )
             evaluated, told = measure_evaluation(module, kinds, other.run)
+            sampled = _sampled(module, kinds, settings, other)
         found[stage] = _with_messages(passed, messages.trained, tensors, stage == max(kinds_of))._replace(
-            brings_parts=is_list and loss is None, evaluated=evaluated
+            brings_parts=is_list and loss is None, evaluated=evaluated, sampled=sampled
         )
         arrived, messages = messages, _Messages(_Message(one.text, tensors), _Message(other.text, told))
         measured.setdefault(kind, (found[stage], units, arrived, messages))
@@ -637,6 +646,23 @@ def _class_of(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
+def _sampled(
+    module: nn.Module, kinds: Mapping[str, Hashable], settings: RunConfig, forward: "_StageForward"
+) -> Mapping[str, UnitPass]:
+    """Return the shares of the pass of a sample that holds most; empty if the run generates none, or with a pipeline.
+
+    A sample has one sequence. Its longest pass fills the cache with the prompt, or with half a context if the text
+    grows beyond the context (models/generate.py).
+    """
+    policy, train = settings.model, settings.train
+    if not isinstance(policy, GptPolicy) or not train.sample_tokens or settings.mesh.pp > 1:
+        return {}
+    tokens = len((train.sample_prompt or "").encode()) or _PROMPT_TOKENS
+    if tokens + train.sample_tokens > policy.context:
+        tokens = max(min(tokens, policy.context), policy.context // 2)
+    return measure_evaluation(module, kinds, partial(forward.sample, tokens, policy.context))[0]
+
+
 class _StageForward:
     """Runs the forward pass of one stage, or of a whole model if ``run`` is None.
 
@@ -670,6 +696,18 @@ class _StageForward:
             received = unpack(text, [tensor.detach() for tensor in tensors]) if text else None
             self.text, leaving = pack(self._run(self._loss_of, received, kind_of(self._batch)))
         return leaving
+
+    def sample(self, tokens: int, context: int) -> list[Tensor]:
+        """Return the token that a model of text chooses behind a prompt.
+
+        Args:
+            tokens: Number of tokens of the prompt.
+            context: Capacity of the cache of keys and values.
+        """
+        with self._replay.at(BatchPosition(0, 0)):
+            prompt = torch.empty(1, tokens, dtype=torch.int64)
+            logits = self._module(prompt, cache=KeyValueCache(context))[:, -1]
+            return [choose(logits, temperature=1.0, top_k=1, seed=0, step=0)]
 
     def again(self) -> bool:
         """Return True while a backward pass computes a forward pass again."""

@@ -11,7 +11,7 @@
 ``StateAccess`` is a base class of ``Engine``, which trains; nothing in this module depends on training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,14 @@ class StateAccess:
             rows: Bytes by row of the ledger, such as those of ``shardwise.foresee(...).rows(rank)``.
         """
         self._parts.site.ledger.foreseen = dict(rows)
+
+    def count_batches_ahead(self, size: Callable[[], int]) -> None:
+        """Count the batches that a loader reads before their use, in the row ``batches ahead``.
+
+        Args:
+            size: Function that returns the present bytes, such as ``lambda: loader.ahead_bytes``.
+        """
+        self._parts.site.ledger.take("batches ahead", "loader", size)
 
     def measure_memory(self, batches: Any = ()) -> AbstractContextManager[None]:
         """Return a context that measures what the step inside it keeps, receives and works with. Not collective.

@@ -7,7 +7,8 @@
 ``initialize`` and the calls of an engine that compute raise ``OutOfMemoryError`` in place of these errors. The bytes
 held come from the ledger. If the rank's memory was foreseen (``engine.expect_bytes``), the error names the row that
 outgrew its forecast most. What passes keep and work with has rows of its own in a step that is measured
-(step_meter.py); in any other step it is one row, the memory in use less the other rows. The advice follows only from the configuration, because no memory is left for an estimate.
+(step_meter.py); in any other step it is one row, the memory in use less the other rows. The advice follows only from
+the configuration, because no memory is left for an estimate.
 """
 
 import functools

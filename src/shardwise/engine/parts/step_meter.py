@@ -5,9 +5,11 @@
     at work     storages that the running Action has made
     received    storages that RECV has made
 
-The moment is that of the most bytes of storages made in the passes of the step, on the device of the rank. Storages that the ledger
-counts in rows of their own (slots, gradient buffers) add to that sum and to none of these rows. The names and the
-definitions are those of a foreseen step (simulate/timeline.py), so that both can be put side by side.
+The moment is that of the most bytes of storages made in the passes of the step, on the device of the rank. Storages
+that the ledger counts in rows of their own (slots, gradient buffers) add to that sum and to none of these rows. The
+names and the definitions are those of a foreseen step (simulate/timeline.py), so that both can be put side by side. The
+running Action is the walker's, which learns of a Unit's backward pass by its first gradient if its weights are not
+gathered; what the pass makes before counts for the Unit before.
 
 A dispatch mode sees the operations of the one step that is measured, some 10 µs each; other steps pay nothing. Memory
 that an operation allocates and frees inside itself is not counted.
@@ -119,7 +121,9 @@ class StepMeter(StorageCounter):
         if row is None and action is not None and action.kind is Kind.RECV:
             row = "received"
         self._count(action, row, storage_bytes)
-        ends = action is not None and action.kind.ends_step  # the first step is checked there by another model
+        ends = (
+            action is not None and action.kind.ends_step
+        )  # the first step is checked there by another model
         if self._here > self._most_here and not ends:
             self._most_here, self._at_peak, self.peak_action = self._here, self.rows_now(), action
         return _Origin(action, row)
