@@ -119,8 +119,11 @@ def check_other(ranks: Any, count: int, name: str, given: dict[str, Any], folder
     for step, real in zip(
         outlook.steps, ranks(count).run(held, name, given, str(folder)), strict=len(outlook.steps) > 1
     ):
-        tables = step.points["step"].rows.get("tables", 0)
+        rows = step.points["step"].rows
+        tables = rows.get("tables", 0)
         assert tables == real["row tables"]
+        assert rows.get("buffers", 0) == sum(each.nbytes for each in make().buffers())
+        assert step.points["save"].rows["save"] == pytest.approx(real["row save"], abs=64)
         for phase, size in foreseen(step, batch).items():
             apart = unseen if phase in ("first step", "step") else 0
             assert size == pytest.approx(real[phase] + tables + apart, rel=0.01), phase
