@@ -263,3 +263,29 @@ def test_the_sample_at_the_end_of_a_run_is_foreseen(ranks: Any, count: int, stag
     size = sum(size for row, size in rows.items() if row not in ROWS)
     real = ranks(count).run(sampled, given)
     assert size == pytest.approx(real[0], rel=0.01), (dict(rows), real)
+
+
+class Heavy(nn.Module):
+    """A model with many parameters and few activations; an update works on pieces of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("given", [{}, {"optimizer": {"type": "lamb"}, "max_grad_norm": 1.0}], ids=str)
+def test_an_update_holds_no_more_than_its_step(given: dict[str, Any]) -> None:
+    x, live = torch.ones(2, 512), LiveBytes()
+    step = foresee(Heavy, given, 1, example=x).steps[0]
+    with live:
+        engine = shardwise.initialize(Heavy(), given | {"batch": {"duplicates": "allow"}})
+        engine.train_step([x])
+        live.most = live.held
+        engine.train_step([x])
+    engine.close()
+    assert foreseen(step, x)["step"] == pytest.approx(live.most, rel=0.01)
