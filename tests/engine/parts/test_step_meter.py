@@ -56,6 +56,14 @@ def test_a_measured_step_holds_what_was_foreseen() -> None:
         ("gpt", {"zero": {"stage": 3}}),
         ("gpt", {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}}),
         ("gpt", {"mesh": {"pp": 2}, "batch": {"accumulation": 4}}),
+        (
+            "gpt",
+            {
+                "mesh": {"pp": 2},
+                "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
+                "batch": {"accumulation": 4},
+            },
+        ),
         ("gpt2", {"recompute": "full"}),
         ("llama", {"precision": "bf16"}),
         ("resnet", {"zero": {"stage": 2}}),

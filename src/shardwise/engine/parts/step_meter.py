@@ -113,7 +113,7 @@ class StepMeter(StorageCounter):
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of ``tensor`` counts."""
-        return tensor.device.type == self._device_type
+        return super().sees(tensor) and tensor.device.type == self._device_type
 
     def created(self, func: Any, storage_bytes: int) -> _Origin:
         """Count a storage, and note the rows if there were never more bytes."""
