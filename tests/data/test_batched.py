@@ -114,6 +114,14 @@ def test_reader_threads_change_nothing_and_end(workers: int) -> None:
     assert set(threading.enumerate()) <= before
 
 
+def bytes_once(loader: Loader, wanted: int) -> int:
+    """Bytes read ahead, when the threads have read what they are to read."""
+    deadline = time.monotonic() + 20
+    while loader.ahead_bytes != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return loader.ahead_bytes
+
+
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_steps_are_read_ahead_as_far_as_asked_and_watched(ahead: int) -> None:
     spans: list[tuple[int, float, float]] = []
@@ -123,7 +131,9 @@ def test_steps_are_read_ahead_as_far_as_asked_and_watched(ahead: int) -> None:
     deadline = time.monotonic() + 20
     while len(spans) < 2 * (ahead + 1) and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert loader.steps_ahead == ahead and bytes_once(loader, ahead * 64) == ahead * 64
     loader.close()
+    assert loader.ahead_bytes == 0
     assert sorted(position for position, _, _ in spans) == [8 * (i // 2) for i in range(2 * (ahead + 1))]
     assert all(began <= ended for _, began, ended in spans)
 

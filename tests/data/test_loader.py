@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,20 @@ def _steps(loaders: list[Loader], steps: int) -> list[list[Any]]:
     for loader in loaders:
         loader.close()
     return result
+
+
+def test_a_step_of_text_is_read_ahead(tmp_path: Path) -> None:
+    [loader] = _ranks(lambda: _windows(tmp_path), 1, 2)
+    [own] = _ranks(Noisy, 1, 2)
+    assert loader.steps_ahead == 1 and own.steps_ahead == 0
+    size = sum(tensor.nbytes for batch in loader.step_batches() for tensor in batch.values())
+    deadline = time.monotonic() + 20
+    while loader.ahead_bytes != size and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loader.ahead_bytes == size > 0
+    own.step_batches()
+    assert own.ahead_bytes == 0
+    loader.close()
 
 
 LAYOUTS = [(1, 8), (1, 2), (2, 2), (4, 2), (2, 4), (8, 1)]

@@ -196,6 +196,7 @@ class Trainer(ABC):
             watch=self.watch,
             device=world.device,
         )
+        self.engine.count_batches_ahead(lambda: self.loader.ahead_bytes)
         self.waited_s = 0.0
         """Seconds of waits for data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
@@ -422,9 +423,10 @@ class Trainer(ABC):
         self.waited_s += waited_s
         self.engine.count_seconds("data", waited_s)
         if batches:
-            self.outlook.foresee(batches[0])
+            self.outlook.foresee(batches[0], self.loader.steps_ahead)
         weights = self.weights(batches)
-        result = self.train_step(batches, weights)
+        with self.outlook.measuring(batches):
+            result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
             # Before an evaluation, which is another walk with another trace.

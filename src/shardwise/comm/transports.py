@@ -100,17 +100,20 @@ class Transport(Protocol):
 
 
 class NoTransport:
-    """Transport that moves nothing, between ranks that do not exist: for callers that need only shapes."""
+    """Transport that moves nothing, between ranks that do not exist: for callers that need only shapes.
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> None:
+    A collective holds its tensors until it is waited for, as those of other transports do.
+    """
+
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Return without moving bytes."""
-        ...  # noqa: PIE790
+        return PendingCollective(partial(_end, output, shard))
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
-    ) -> None:
+    ) -> PendingCollective:
         """Return without moving bytes."""
-        ...  # noqa: PIE790
+        return PendingCollective(partial(_end, shard_out, full))
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> None:
         """Return without moving bytes."""
@@ -122,13 +125,17 @@ class NoTransport:
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
-    ) -> None:
+    ) -> PendingCollective:
         """Return without moving bytes."""
-        ...  # noqa: PIE790
+        return PendingCollective(partial(_end, output, sent))
 
     def barrier(self, timeout_s: float, what: str) -> None:
         """Return without waiting."""
         ...  # noqa: PIE790
+
+
+def _end(*tensors: Tensor) -> None:
+    """Do nothing; a partial call of this function holds tensors."""
 
 
 def _gather_call() -> Callable[..., Any]:

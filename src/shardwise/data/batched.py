@@ -14,7 +14,7 @@ Shapes: n samples in the dataset, G global batch.
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.base.errors import DataError
+from shardwise.base.pytree import tensors_in
 from shardwise.data.feed import Cursor, StepMicrobatches
 from shardwise.data.sampler import BatchShare, Sampler
 from shardwise.memory.pinned import pin_batch
@@ -114,6 +115,11 @@ class BatchedFeed:
         """Return kind, size and content of the dataset."""
         return {"kind": "batched", "samples": len(self._data), "content": self._data.fingerprint()}
 
+    @property
+    def steps_ahead(self) -> int:
+        """Number of steps that are read before they are requested."""
+        return self._ahead
+
     def ask(self, pool: ThreadPoolExecutor, position: int) -> list[Future[Any]]:
         """Begin to read the blocks of the step at ``position`` and return their futures."""
         return [pool.submit(self._read, position, block) for block in self._share.blocks()]
@@ -160,9 +166,20 @@ class _FeedSteps:
             self.close()
             raise
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of the batches that have been read and were not requested yet."""
+        return bytes_read(future for step in self._waiting for future in step)
+
     def close(self) -> None:
         """End the threads after their current reads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def bytes_read(reads: Iterable[Future[Any]]) -> int:
+    """Return the bytes of the tensors that reads have returned so far; reads that failed or still run count nothing."""
+    over = [read for read in reads if read.done() and not read.cancelled() and read.exception() is None]
+    return sum(tensor.nbytes for read in over for tensor in tensors_in(read.result()))
 
 
 def evaluation_blocks(

@@ -25,7 +25,7 @@ import torch
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.adopt import Collate, MapStyleData, adopt
-from shardwise.data.batched import CPU, STEPS_AHEAD, BatchedDataset, BatchedFeed, Watch
+from shardwise.data.batched import CPU, STEPS_AHEAD, BatchedDataset, BatchedFeed, Watch, bytes_read
 from shardwise.data.feed import Feed, MapFeed, StepMicrobatches, StreamFeed
 from shardwise.data.sampler import BatchShare
 from shardwise.memory.pinned import pin_batch
@@ -190,6 +190,18 @@ class Loader:
         """True if threads read the data, so that any thread may request the next step."""
         return self._reads_ahead or isinstance(self._feed, BatchedFeed)
 
+    @property
+    def steps_ahead(self) -> int:
+        """Number of steps that threads read before they are requested; 0 if no thread reads ahead."""
+        if isinstance(self._feed, BatchedFeed):
+            return self._feed.steps_ahead
+        return _STEPS_AHEAD if self._reads_ahead else 0
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of the batches that threads have read and that were not requested yet."""
+        return int(getattr(self._open, "ahead_bytes", 0))
+
     def fetch(self) -> StepMicrobatches:
         """Return the next step without counting it, for callers that fetch several before the first is used.
 
@@ -313,6 +325,11 @@ class _ReadAhead:
             self.close()
             raise
         return current
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of the batches that have been read and were not requested yet."""
+        return bytes_read(self._waiting)
 
     def close(self) -> None:
         """End the thread after the current read."""

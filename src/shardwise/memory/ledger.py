@@ -24,14 +24,22 @@ Code that makes memory that outlives one operation records that memory in the le
                     passes through
     rings           memory between ranks of one host                 as long as the ranks; shared by their engines
     save            the copy that is written behind training         from the first save on
+    batches ahead   steps that a loader has read before their use    while the loader reads ahead
+    kept            what passes keep, at the largest moment of a     within a step
+                    step (engine/parts/step_meter.py)
+    received        messages of the stages beside, at that moment    within a step
+    at work         what the running Action has made, at that moment within a step
+
+The last three rows are those of one step, which is measured once, and are no part of the sums of memory that is held.
 
 The Plan predicts model state (``PREDICTED``) to the byte, except for dynamic tables, which the Plan counts as full.
 Memory that belongs to two rows (a master that is the weight itself, or a range of it) is counted in the first.
 
-Cost: one entry per holder, nothing per step.
+Cost: one entry per holder, nothing per step. Foreseen rows stand beside the held ones, for the error of a rank that is
+out of memory (engine/parts/out_of_memory.py).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple, get_args
 
 Row = Literal[
@@ -50,8 +58,14 @@ Row = Literal[
     "loaded",
     "rings",
     "save",
+    "batches ahead",
+    "kept",
+    "received",
+    "at work",
 ]
 ROWS: tuple[Row, ...] = get_args(Row)
+STEP_ROWS: tuple[Row, ...] = ("kept", "received", "at work")
+"""The rows of memory that a step makes and releases."""
 PREDICTED: tuple[Row, ...] = (
     "weights",
     "gradients",
@@ -83,6 +97,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self.holdings: list[LedgerEntry] = []
+        self.foreseen: Mapping[str, int] = {}
+        """Bytes by row that were foreseen before the first step; empty if nothing was."""
+        self.of_a_step: Mapping[Row, int] = {}
+        """Bytes of ``STEP_ROWS`` in the step that was measured; empty before it."""
+        self.rows_now: Callable[[], Mapping[Row, int]] = dict
+        """Function that returns the bytes of ``STEP_ROWS`` at this moment of a step that is being measured."""
 
     def take(
         self, row: Row, owner: str, held: int | Callable[[], int], lifetime: Lifetime = "engine"

@@ -294,6 +294,7 @@ _TIER_OF: Mapping[str, Tier] = {
     "save": "host",
     "read": "host",
     "rings": "host",
+    "batches ahead": "host",
     "start weights": "host",
     "disk": "disk",
 }

@@ -165,6 +165,8 @@ class MeasuredPass(NamedTuple):
     """First Unit that is alike, by name of each Unit."""
     evaluated: Mapping[str, UnitPass] = {}
     """Shares of a forward pass without gradients, in evaluation mode, by name of the Unit."""
+    sampled: Mapping[str, UnitPass] = {}
+    """Shares of a pass that fills a cache of keys and chooses a token, by name of the Unit; empty without a sample."""
 
     def renamed(self, names: Mapping[str, str]) -> "MeasuredPass":
         """Return the pass of a stage that is alike, whose Units have other names.
@@ -190,6 +192,7 @@ class MeasuredPass(NamedTuple):
         return self._replace(
             shares={(kind, rename(name)): share(each) for (kind, name), each in self.shares.items()},
             evaluated={rename(name): share(each) for name, each in self.evaluated.items()},
+            sampled={rename(name): share(each) for name, each in self.sampled.items()},
             alike_sizes={rename(name): sizes for name, sizes in self.alike_sizes.items()},
             kinds={names.get(name, name): first[like] for name, like in self.kinds.items()},
         )
@@ -567,8 +570,8 @@ class _UnitStarts:
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
         """Return all shares, including those of Units that were passed over.
 
-        Shares inside a Unit count for each Unit that is like it. Code that ran behind the first of such Units, in front
-        of the second, counts behind each of them but the last; code that ran behind the second counts behind the last.
+        Shares inside a Unit count for each Unit that is like it. Code that ran behind the second of such Units, in
+        front of the third, counts behind each later one but the last; the last has its own.
         """
         last = {second: name for name, second in self._passed_over.items()}
         found = {
@@ -576,20 +579,14 @@ class _UnitStarts:
         }
         behind = {(kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if is_behind}
         for unit, second in self._passed_over.items():
-            found |= {
-                (kind, unit + name.removeprefix(second)): share
-                for (kind, name), share in found.items()
-                if name == second or (second and name.startswith(f"{second}."))
-            }
-        for second, at_end in last.items():
-            between = behind.get((Kind.F, self.first_of_kind(second)), NOTHING)
-            alike = [second, *(unit for unit, like in self._passed_over.items() if like == second)]
-            for unit in alike:
-                if unit != at_end:
-                    found[Kind.F, unit] = found[Kind.F, unit].then(between)
-        for (kind, unit), share in behind.items():
-            name = last.get(unit, unit)
-            found[kind, name] = found[kind, name].then(share)
+            for shares in (found, behind):
+                for (kind, name), share in list(shares.items()):
+                    is_inside = name.startswith(f"{second}.") if second else False
+                    is_copied = name == second and (shares is found or unit != last[second])
+                    if is_inside or is_copied:
+                        shares[kind, unit + name.removeprefix(second)] = share
+        for key, share in behind.items():
+            found[key] = found[key].then(share)
         inner = [
             unit for second in last for unit in (second, *self._passed_over) if unit not in last.values()
         ]
@@ -631,6 +628,7 @@ class _UnitStarts:
             second = self._seconds.get(unit)
             if second in self._hands_on:
                 self._passed_over[unit] = second
+                self.begin(Kind.F, unit, is_behind=True)
                 return args[0]
             self.begin(Kind.F, unit)
             with nullcontext() if self._saved is None else self._saved.within(unit):

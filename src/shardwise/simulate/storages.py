@@ -103,7 +103,62 @@ def _counts(entries: Iterable[LogEntry]) -> StorageCounts:
     return {origin: count for origin, count in found.items() if count}
 
 
-class LiveBytes(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
+    """Counter of the bytes of storages created inside the ``with`` block that are still alive."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = 0
+        self.most = 0
+        self._seen: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]  # autograd keeps a divisor as a tensor, which modes are given as a number
+        out = func(*args, **(kwargs or {}))
+        if not getattr(func, "is_view", False):
+            given = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor) and id(tensor) not in given:
+                    self._see(tensor, func)
+        self.ran(func, args, kwargs or {}, out)
+        return out
+
+    def sees(self, tensor: Tensor) -> bool:
+        """Return whether the storage of ``tensor`` counts."""
+        return tensor.device.type != "meta" and not isinstance(tensor, AbsentTensor)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note an operation that has run; does nothing here."""
+
+    def created(self, func: Any, storage_bytes: int) -> Any:
+        """Return what is to be known of a storage when it ends; ``held`` counts it already."""
+
+    def ended(self, made: Any, storage_bytes: int) -> None:
+        """Note the end of a storage with what ``created`` returned; ``held`` no longer counts it."""
+
+    def _see(self, tensor: Tensor, func: Any) -> None:
+        if not self.sees(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self.held += size
+        self.most = max(self.most, self.held)
+        made = self.created(func, size)
+
+        def gone(_: Any) -> None:
+            del self._seen[key]
+            self.held -= size
+            self.ended(made, size)
+
+        self._seen[key] = ref(storage, gone)
+
+
+class LiveBytes(StorageCounter):
     """Counter of the bytes of storages created inside the ``with`` block that are still alive, and of FLOPs.
 
     Args:
@@ -112,8 +167,6 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, records: bool = False) -> None:
         super().__init__()
-        self.held = 0
-        self.most = 0
         self.flops = 0
         self.work = WorkCounter()
         """Operations by class, which the caller takes."""
@@ -126,50 +179,37 @@ class LiveBytes(TorchDispatchMode):
         self._records = records
         self._lines: dict[int, str] = {}
         """Lines of forward operations, by the numbers of their autograd nodes."""
-        self._seen: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
             return True  # states of generators, which are not used in this pass (passes/recompute.py)
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            given = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and id(tensor) not in given:
-                    self._see(tensor, func)
-        flops = flops_of(func, args, kwargs or {}, out)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count the FLOPs and the bytes of an operation."""
+        flops = flops_of(func, args, kwargs, out)
         self.flops += flops
-        touched = 0 if flops or func.is_view else touched_bytes(func, args, kwargs, out)
+        is_view = getattr(func, "is_view", False)
+        touched = 0 if flops or is_view else touched_bytes(func, args, kwargs, out)
         self.touched += touched
-        self.work.count(func, args, kwargs or {}, out, flops, touched)
-        return out
+        self.work.count(func, args, kwargs, out, flops, touched)
 
-    def _see(self, tensor: Tensor, func: Any) -> None:
-        if tensor.device.type == "meta" or isinstance(tensor, AbsentTensor):
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        made = (
-            StorageOrigin(self.unit, str(func._overloadpacket), self._line(), size) if self._records else None
-        )
+    def created(self, func: Any, storage_bytes: int) -> StorageOrigin | None:
+        """Return the origin of a storage, if origins are recorded."""
+        if not self._records:
+            return None
+        made = StorageOrigin(self.unit, str(func._overloadpacket), self._line(), storage_bytes)
+        self.log.append(LogEntry(made, 1))
+        return made
 
-        def gone(_: Any) -> None:
-            del self._seen[key]
-            self.held -= size
-            if made is not None:
-                self.log.append(LogEntry(made, -1))
-
-        self._seen[key] = ref(storage, gone)
-        self.held += size
-        self.most = max(self.most, self.held)
+    def ended(self, made: StorageOrigin | None, storage_bytes: int) -> None:
+        """Record the end of a storage."""
         if made is not None:
-            self.log.append(LogEntry(made, 1))
+            self.log.append(LogEntry(made, -1))
 
     def _line(self) -> str:
         """Return the line of the running operation; in a backward pass that of the forward operation."""
-        line = line_of_model(sys._getframe(3))
+        line = line_of_model(sys._getframe(4))
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if line:
             # The node of this operation, or of the function around it, was numbered last.

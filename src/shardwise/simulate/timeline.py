@@ -9,6 +9,7 @@
     leaving                      gradients that a disk has not stored yet, the most at once
     kept                         what F leaves for B, of all microbatches in flight     (passes.py)
     received                     in a pipeline, the results of RECV, until their backward pass is over
+    row gradients                of rows of embedding tables, from earlier microbatches of a step
     waiting                      on a device, small gradients of the running Unit until one launch copies all of them
     at work                      temporary memory of the running Unit
     process                      memory from before the engine
@@ -26,7 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -43,6 +44,7 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.unit import Bucket
 from shardwise.simulate.passes import NOTHING, MeasuredPass, UnitPass
 from shardwise.simulate.storages import StorageCounts, StorageOrigin, added, bytes_of_counts
+from shardwise.simulate.touched import table_rows
 from shardwise.tiers.scratch import SPARE_BYTES
 
 _META = torch.device("meta")
@@ -51,6 +53,8 @@ _NEVER_SHARES = 1 << 60
 
 Phase = Literal["build", "first step", "step", "evaluation", "save", "load", "sample"]
 """Part of a job in which a rank holds memory of its own kind."""
+_WALKED: tuple[Phase, ...] = ("first step", "step", "evaluation", "sample")
+"""Phases that walk a list."""
 
 
 class MemoryPoint(NamedTuple):
@@ -205,6 +209,13 @@ class _PhaseState:
     passing: int = 0
     """Bytes that the running forward pass of an evaluation holds between Units."""
     passing_counts: StorageCounts = field(default_factory=dict)
+    unborn: set[tuple[int, int]] = field(default_factory=set)
+    """Owners of slots of gradients that the first gradient of the running share makes."""
+
+    @property
+    def is_forward(self) -> bool:
+        """True in phases that run forward passes alone."""
+        return self.phase in ("evaluation", "sample")
 
 
 class RankWalk:
@@ -310,15 +321,20 @@ class RankWalk:
         """Walk the lists of a job in the order of the phases, and return the largest moment of each phase."""
         always, build = self._now.beside.always, self._now.beside.build
         found: dict[Phase, MemoryPoint] = {"build": self._resting("build", {**always, **build}, alone=True)}
-        for phase in ("first step", "step", "evaluation"):  # the first step fills the slots
+        for phase in _WALKED:  # the first step fills the slots
             self._now.phase, self.peak = phase, None
-            if phase != "evaluation":  # which brings nothing back
+            if phase == "sample":
+                if not any(each.sampled for each in self._passed.values()):
+                    continue
+                self._gather_all()
+            if not self._now.is_forward:  # a forward pass brings nothing back
                 self.blocks.gathered = 0
             if phase == "step" and self._now.beside.saves:
-                self.rows |= self._now.beside.save
-            self.walk(self._evaluation if phase == "evaluation" else self.ranks.actions)
+                self.rows["save"] = self._now.beside.save.get("save", 0)
+            self.walk(self._evaluation if self._now.is_forward else self.ranks.actions)
             if self.peak is not None:
                 found[phase] = self.peak
+        self.rows.pop("whole weights", None)
         if self._now.beside.build:
             found["save"] = self._resting("save", self._now.beside.save)
             found["load"] = self._resting("load", self._now.beside.load)
@@ -342,14 +358,20 @@ class RankWalk:
             self._now.note(HeldThen(point, self, None))
         return point
 
-    def _slot_rows(self) -> dict[str, int]:
-        return {row: pool.bytes for row, pool in self._slots.items()}
+    def _slot_rows(self, unborn_bytes: int = 0) -> dict[str, int]:
+        found = {row: pool.bytes for row, pool in self._slots.items()}
+        found["staging"] -= unborn_bytes
+        return found
 
     # Composition ---------------------------------------------------------------------------------------------------
 
     def slots(self) -> dict[str, list[tuple[int, list[tuple[int, int]]]]]:
         """Return the bytes of each slot with its owners, by row; owners are (Unit, bucket)."""
-        return {row: pool.owners_by_slot() for row, pool in self._slots.items()}  # type: ignore[misc]
+        found: dict[str, list[tuple[int, list[tuple[int, int]]]]] = {}
+        for row, pool in self._slots.items():
+            slots: Any = pool.owners_by_slot()
+            found[row] = [slot for slot in slots if row != "staging" or not set(slot[1]) <= self._now.unborn]
+        return found
 
     def gradient_bytes(self) -> dict[str, dict[tuple[int, int], int]]:
         """Return the bytes of gradients, by row and (Unit, bucket)."""
@@ -362,7 +384,7 @@ class RankWalk:
     def storages_then(self, share: UnitPass) -> tuple[StorageCounts, StorageCounts]:
         """Return the storages that passes keep and those at work when the running ``share`` holds most."""
         let_go = {origin: count for origin, count in share.rise.items() if count < 0}
-        kept = self._now.passing_counts if self._now.phase == "evaluation" else self.blocks.counts_here
+        kept = self._now.passing_counts if self._now.is_forward else self.blocks.counts_here
         at_work = {origin: count for origin, count in share.rise.items() if count > 0}
         return added(kept, let_go), at_work
 
@@ -372,7 +394,7 @@ class RankWalk:
         """Walk the list of one phase."""
         ending: Action | None = None
         """The running last pass of a stage over a microbatch; the messages for it are released with it."""
-        ends = Kind.F if self._now.phase == "evaluation" else Kind.B
+        ends = Kind.F if self._now.is_forward else Kind.B
         self.blocks.begin()
         for self._now.place, action in enumerate(actions):
             if action.unit < 0 and ending is not None:
@@ -428,29 +450,48 @@ class RankWalk:
         unit = action.unit
         coming: dict[tuple[int, int], int] = {}
         """Gradient buffers that the Unit's first gradient makes."""
+        staged_bytes = self._slots["staging"].bytes
         for place, bucket, rows in self._buckets(unit):
             if "grad" not in rows:
                 continue
             strategy = self._strategies[unit]
             is_in_ranges = self._is_alone and is_summed_in_ranges(bucket.key, strategy, self._plan.mesh)
             if strategy.cuts_grad or is_in_ranges:
+                before = self._slots["staging"].bytes
                 self._take("staging", (unit, place), bucket, bucket.elements)
+                if self._slots["staging"].bytes > before:
+                    self._now.unborn.add((unit, place))
             if not strategy.cuts_grad and (unit, place) not in self._gradients:
                 coming[unit, place] = self._bytes(rows["grad"], bucket)
-        self._compute(action, coming)
+        self._compute(action, coming, self._slots["staging"].bytes - staged_bytes)
 
-    def _compute(self, action: Action, coming: Mapping[tuple[int, int], int] = MappingProxyType({})) -> None:
+    def _compute(
+        self,
+        action: Action,
+        coming: Mapping[tuple[int, int], int] = MappingProxyType({}),
+        staged_bytes: int = 0,
+    ) -> None:
+        """Note the moment at which the share of a Unit holds most.
+
+        Args:
+            action: The pass of the Unit.
+            coming: Gradient buffers that the Unit's first gradient makes.
+            staged_bytes: Bytes of the slots that it makes, which are taken already.
+        """
         unit = self.ranks.units[action.unit]
         if self._strategies[action.unit].has_windows:
             self._gather(action.unit)
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
-        evaluates = self._now.phase == "evaluation"
-        share = passed.evaluated.get(name, NOTHING) if evaluates else passed.of(kind, name)
-        late, made = share.late, sum(coming.values())
+        evaluates = self._now.is_forward
+        shares = passed.sampled if self._now.phase == "sample" else passed.evaluated
+        share = shares.get(name, NOTHING) if evaluates else passed.of(kind, name)
+        late, made = share.late, sum(coming.values()) + staged_bytes
         is_late = late is None or bytes_of_counts(late) + made > share.rise_bytes
         if is_late:  # the share holds most when its gradient buffers exist
             self._gradients |= coming
+            self._now.unborn.clear()
+            staged_bytes = 0
             if late is not None and made:
                 share = share._replace(rise=late, rise_bytes=bytes_of_counts(late))
         let_go = share.let_go_bytes
@@ -458,8 +499,11 @@ class RankWalk:
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "reducing": sum(self._reducing.values()),
             "leaving": sum(self._leaving),
-            **self._slot_rows(),
-            "kept": passed.batch_bytes + (self._now.passing if evaluates else self.blocks.here) - let_go,
+            **self._slot_rows(staged_bytes),
+            "row gradients": self._row_gradient_bytes(action),
+            "kept": self._batch_bytes(passed)
+            + (self._now.passing if evaluates else self.blocks.here)
+            - let_go,
             "received": sum(self._received.values()),
             "waiting": self._waiting_bytes(action),
             "at work": share.rise_bytes + let_go,
@@ -471,11 +515,35 @@ class RankWalk:
         if self._now.target == (self._now.phase, self._now.place):
             self._now.note(HeldThen(moment, self, share))
         self._gradients |= coming
+        self._now.unborn.clear()
         if evaluates:
             self._now.passing += share.net_bytes
             self._now.passing_counts = added(self._now.passing_counts, share.net)
         else:
             self.blocks.behind(kind, name, action.microbatch, share)
+
+    def _batch_bytes(self, passed: MeasuredPass) -> int:
+        return 0 if self._now.phase == "sample" else passed.batch_bytes
+
+    def _gather_all(self) -> None:
+        """Count the whole weights, which a sample gathers once, beside the slots."""
+        whole = sum(
+            bucket.elements * bucket.gathered_dtype.itemsize
+            for unit, strategy in zip(self.ranks.units, self._strategies, strict=True)
+            for bucket in unit.buckets
+            if strategy.has_windows
+        )
+        if whole:
+            self.rows["whole weights"] = whole
+
+    def _row_gradient_bytes(self, action: Action) -> int:
+        """Return the bytes of the gradients of table rows that earlier microbatches of the step have left."""
+        lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
+        if not lookups or self._now.is_forward:
+            return 0
+        ranks = self._plan.mesh.size("dp")
+        rows = [table_rows(groups, ranks) for groups in lookups.values()]
+        return int(max(action.microbatch, 0) * sum(each.read_bytes + each.keys_bytes for each in rows))
 
     def _waiting_bytes(self, action: Action) -> int:
         if action.kind is not Kind.B or "host" in self._now.near:

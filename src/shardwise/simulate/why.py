@@ -100,6 +100,8 @@ _WHAT = {
     "process": "torch and this program, before the model",
     "rings": "memory between ranks of one host",
     "save": "copy that is written behind training",
+    "table rows": "rows of tables that a save is writing",
+    "buffers": "the model's own buffers",
     "new moments": "moments that a load fills",
     "read": "block of a file that a load reads",
     "start weights": "part of a parameter that is drawn, or the model that was given",
@@ -107,6 +109,9 @@ _WHAT = {
     "leaving": "gradients on their way to a disk",
     "received": "messages of the stages beside",
     "waiting": "small gradients of the running Unit",
+    "holes": "memory that the allocator holds without tensors in it",
+    "whole weights": "weights that a sample gathers once",
+    "row gradients": "gradients of table rows of earlier microbatches",
 }
 
 
@@ -228,7 +233,7 @@ class _Composition:
         if share is None:
             return
         own = self._ranks.unit_stages[self._action.unit]
-        batch = self._passed[own].batch_bytes
+        batch = 0 if self._then.point.phase == "sample" else self._passed[own].batch_bytes
         if batch:
             yield self._entry("kept", "", "batch", 1, batch)
         kept, at_work = walked.storages_then(share)

@@ -10,11 +10,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from shardwise.cli.outlook.forecast import forecast_of
+import shardwise
+from shardwise.cli.outlook.forecast import RunOutlook, forecast_of
 from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.outlook.outcome import read_outcome
 from shardwise.cli.rank import train
 from shardwise.cli.request import CommandRequest
+from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 
 CPU = torch.device("cpu")
@@ -101,3 +103,24 @@ def test_a_run_builds_a_users_model_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert BUILT == [1]
     outcome = read_outcome(tmp_path / "run" / "outcome.json")
     assert outcome.peak_bytes.foreseen and outcome.rows["weights"].foreseen == outcome.rows["weights"].actual
+
+
+def test_rows_of_a_run_are_foreseen_and_held(tmp_path: Path) -> None:
+    given = {"batch": {"global_size": 2, "micro_size": 2}}
+    model = Drawing()
+    copied = ModelCopy.of(model)
+    engine = shardwise.initialize(model, given)
+    outlook = RunOutlook(engine, RunFolder(tmp_path), RunConfig.parse(given), copied)
+    batch = torch.zeros(2, 4)
+    engine.count_batches_ahead(lambda: 3 * batch.nbytes)
+    outlook.foresee(batch, 3)
+    for _ in range(2):
+        with outlook.measuring([batch]):
+            engine.train_step([batch])
+    outlook.keep()
+    rows = read_outcome(tmp_path / "outcome.json").rows
+    for row in ("weights", "gradients", "moments", "batches ahead"):
+        assert rows[row].foreseen == rows[row].actual != 0, row
+    assert rows["kept"].actual == pytest.approx(rows["kept"].foreseen, abs=16)
+    assert dict(engine._parts.site.ledger.foreseen) == outlook.forecast.rows  # type: ignore[union-attr]
+    engine.close()

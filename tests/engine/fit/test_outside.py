@@ -19,12 +19,17 @@ from shardwise.engine.fit.outside import (
     DRIVER_BYTES,
     HOLES_PER_BYTE,
     HOLES_ROW,
+    MAPPED_BYTES,
     OUTSIDE_ROW,
     communicators,
     communicators_by_use,
     outside_bytes,
+    small_share,
 )
 from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.action import Kind
+from shardwise.simulate.passes import MeasuredPass, UnitPass
+from shardwise.simulate.storages import StorageOrigin
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE: dict[str, Any] = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocab": 64}
@@ -153,11 +158,28 @@ def test_holes_are_not_counted_for_what_lies_in_host_memory() -> None:
     assert holes == int(HOLES_PER_BYTE * tensors)
 
 
-def test_ranks_on_a_cpu_have_neither_row() -> None:
+def test_ranks_on_a_cpu_have_no_driver() -> None:
     step = foresee(gpt, {"mesh": {"tp": 2}}, 4, CPU, example=tokens()).step
-    assert step is not None and not {OUTSIDE_ROW, HOLES_ROW} & step.peak.rows.keys()
+    assert step is not None and OUTSIDE_ROW not in step.peak.rows
     assert step.bytes_by_tier == {"device": sum(step.peak.rows.values())}
     assert outside_bytes("cpu", 8) == 0
+
+
+def test_the_heap_of_a_cpu_rank_keeps_small_pieces_beside_later_gradients() -> None:
+    outlook = foresee(gpt, {}, 1, CPU, example=tokens())
+    rows = outlook.steps[0].points["step"].rows
+    later = outlook.plan.bytes_per_rank()["gradients"] - rows.get("gradients", 0)
+    assert rows[HOLES_ROW] == min(later, rows["kept"]) > 0
+    assert HOLES_ROW not in outlook.steps[0].points["evaluation"].rows
+
+
+def test_large_pieces_leave_no_holes() -> None:
+    def share(nbytes: int, count: int = 1) -> UnitPass:
+        return UnitPass(0, nbytes, 0, net={StorageOrigin("", "aten.mm", "", nbytes): count})
+
+    passed = MeasuredPass({(Kind.F, "a"): share(MAPPED_BYTES), (Kind.F, "b"): share(MAPPED_BYTES // 2, 2)}, 0)
+    assert small_share([passed]) == 0.5
+    assert small_share([MeasuredPass({(Kind.B, "a"): share(1)}, 0)]) == 1.0, "nothing is kept"
 
 
 def fit(device: torch.device, memory: int) -> FitReport:

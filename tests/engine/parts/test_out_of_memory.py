@@ -14,7 +14,8 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import OutOfMemoryError
 from shardwise.config.run import RunConfig, load
-from shardwise.engine.parts.out_of_memory import advice, bytes_asked, is_out_of_memory
+from shardwise.engine.parts.out_of_memory import advice, bytes_asked, is_out_of_memory, outgrown
+from shardwise.memory.ledger import Ledger, Row
 
 CPU = torch.device("cpu")
 
@@ -64,6 +65,29 @@ def _in_train_step() -> None:
         assert engine.train_step([x[:4]]).step == 1  # the engine stands between two steps again
 
 
+def _foreseen(x: torch.Tensor) -> "shardwise.Engine":
+    engine = shardwise.initialize(Net(2, 64), {})
+    outlook = shardwise.foresee(lambda: Net(2, 64), {}, example=x[:4])
+    engine.expect_bytes(outlook.rows(outlook.steps[0]))
+    return engine
+
+
+def _in_a_larger_batch() -> None:
+    x = torch.zeros(1 << 16, 64)
+    engine = _foreseen(x)
+    engine.train_step([x[:4]])
+    _limit(50)
+    engine.train_step([x])
+
+
+def _in_a_measured_step() -> None:
+    x = torch.zeros(1 << 16, 64)
+    engine = _foreseen(x)
+    _limit(50)
+    with engine.measure_memory([x]):
+        engine.train_step([x])
+
+
 def _told(failing: Callable[[], None]) -> tuple[str, bool, bool]:
     """Return the error of ``failing`` in a process of its own: (text, is ours, is a MemoryError)."""
     context = multiprocessing.get_context("fork")
@@ -108,6 +132,38 @@ def test_out_of_memory_is_told(failing: Callable[[], None], where: str, keys: li
     assert all(any(line.startswith(f"  {key}") for line in lines) for key in keys), text
     assert "shardwise train CONFIG --check --memory SIZE" in text
     assert "DefaultCPUAllocator" in lines[-1]  # what other programs look for
+
+
+@pytest.mark.parametrize(
+    ("failing", "row"),
+    [
+        (_in_a_larger_batch, "kept, received and at work, foreseen "),
+        (_in_a_measured_step, "at work, foreseen "),
+    ],
+)
+def test_the_row_that_outgrew_its_forecast_is_named(failing: Callable[[], None], row: str) -> None:
+    text, is_ours, _ = _told(failing)
+    assert is_ours, text
+    [line] = [each for each in text.splitlines() if "outgrew its forecast most: " in each]
+    assert line.startswith(f"  outgrew its forecast most: {row}") and "batch.micro_size" in line
+    held = line.split("held ")[1].split(" with")[0]
+    assert held.endswith("MiB") and 100 > float(held.split()[0]) >= 64, text
+
+
+def test_the_row_with_the_largest_growth_is_named() -> None:
+    ledger = Ledger()
+    assert outgrown(ledger, {"gathered": 100}, CPU, 0) == [], "nothing was foreseen"
+    ledger.foreseen = {"gathered": 10 << 20, "weights": 90 << 20, "kept": 5 << 20, "at work": 1 << 20}
+    ledger.rows_now = lambda: {"kept": 6 << 20, "received": 0, "at work": 0}
+    held: dict[Row, int] = {"gathered": 40 << 20, "weights": 90 << 20}
+    [line] = outgrown(ledger, held, CPU, 1 << 20)
+    assert line.startswith("  outgrew its forecast most: gathered, foreseen 10.0 MiB, held 40.0 MiB")
+    assert "zero.prefetch_bytes" in line
+    [line] = outgrown(ledger, held | {"gathered": 10 << 20}, CPU, 64 << 20)
+    assert line.startswith("  outgrew its forecast most: at work, foreseen 1.0 MiB, held 64.0 MiB")
+    ledger.rows_now = lambda: {"kept": 5 << 20, "received": 0, "at work": 0}
+    [line] = outgrown(ledger, held | {"gathered": 10 << 20}, CPU, 1 << 20)
+    assert "no row has outgrown its forecast" in line
 
 
 def test_errors_of_allocators_are_known_and_others_are_not() -> None:

@@ -9,13 +9,14 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.base.errors import UsageError
+from shardwise.base.pytree import tensors_in
 from shardwise.base.words import bytes_text, in_words
 from shardwise.cli.outlook import history
 from shardwise.cli.outlook.model_copy import ModelCopy
@@ -61,12 +62,15 @@ class RunOutlook:
         """What was foreseen; None if nothing was."""
         self._measured: Timeline | None = None
         """The step that ``look_back`` has looked at."""
+        self._held: Mapping[str, int] = {}
+        """Bytes by row behind the step that was measured; a loader that has been closed holds nothing."""
 
-    def foresee(self, example: Any) -> None:
+    def foresee(self, example: Any, steps_ahead: int = 0) -> None:
         """Say on rank 0, in front of the first step of the process, what a step will take.
 
         Args:
             example: The first microbatch.
+            steps_ahead: Steps that the loader reads before their use.
         """
         world, copied = self._engine.world, self._copied
         if copied is None or self._engine.step_count != self.begins_at:
@@ -77,9 +81,26 @@ class RunOutlook:
         )
         if self.forecast is None:
             return
+        step_bytes = self._engine.accumulation * sum(tensor.nbytes for tensor in tensors_in(example))
+        self.forecast = self.forecast.with_batches_ahead(steps_ahead * step_bytes, world.device.type == "cpu")
+        self._engine.expect_bytes(self.forecast.rows)
         has = free_bytes(world.device, world.local_size)
         too_many = has is not None and self.forecast.peak_bytes > has
         _log.log(logging.WARNING if too_many else logging.INFO, "%s", self.forecast.line(has))
+
+    @contextlib.contextmanager
+    def measuring(self, batches: Sequence[Any]) -> Iterator[None]:
+        """Measure the memory of the first step of the process on rank 0; later steps run as they are.
+
+        Args:
+            batches: Microbatches of the step that runs in the context.
+        """
+        if self.forecast is None or self._engine.step_count != self.begins_at:
+            yield
+            return
+        with self._engine.measure_memory(batches):
+            yield
+        self._held = self._engine.held_bytes()
 
     def keep(self) -> None:
         """Write the outcome so far on rank 0, also into the machine's history.
@@ -96,7 +117,7 @@ class RunOutlook:
             ranks=world.size,
             device=device.type,
             forecast=None if self.forecast is None else self.forecast.plain(),
-            held=self._engine.held_bytes(),
+            held={row: max(size, self._held.get(row, 0)) for row, size in self._engine.held_bytes().items()},
             peak_bytes=peak_resident_bytes() if is_cpu else torch.accelerator.max_memory_allocated(device),
             phases=[each._asdict() for each in self._engine.rank_seconds()],
             steps=steps,
@@ -150,6 +171,11 @@ class RunForecast(NamedTuple):
     high_s: float
     timeline: Timeline
     """Lanes of the first rank of each pipeline stage in a step."""
+
+    def with_batches_ahead(self, size: int, is_cpu: bool) -> "RunForecast":
+        """Return the forecast with a row of batches that are read ahead into host memory."""
+        rows = {**self.rows, "batches ahead": size} if size else self.rows
+        return self._replace(rows=rows, peak_bytes=self.peak_bytes + size * is_cpu)
 
     def plain(self) -> dict[str, Any]:
         """Return the numbers that ``outcome.json`` keeps."""
@@ -221,7 +247,7 @@ def forecast_of(
         return None
     step = outlook.steps[0]
     return RunForecast(
-        {**step.rows, **outlook.plan.bytes_per_rank(0)},
+        outlook.rows(step),
         step.bytes_by_tier["device"],
         lanes_of(seconds),
         seconds.total,

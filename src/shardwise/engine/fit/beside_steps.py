@@ -1,15 +1,20 @@
 """Memory of a rank beside its steps: what building, saving and loading hold, from the Plan alone.
 
-    build    state of the Units so far, and the part of a parameter that is being drawn              (models/initial.py)
-    save     the copy that is written behind training: every range that the rank writes, each on 64 bytes, in host
-             memory; none if state lies on a disk                                          (checkpoint/checkpoints.py)
+    build    state of the Units so far, and the part of a parameter that is being drawn (models/initial.py), or, of a
+             model that comes with its weights, those of the Units whose state is still to be made
+    buffers  the model's own buffers, such as the statistics of batch norms; in every phase
+    save     the copy that is written behind training: every range that the rank writes and every buffer, each on 64
+             bytes, in host memory; none if state lies on a disk                           (checkpoint/checkpoints.py)
+    tables   start rows that are drawn in front of all other state (parallel/embedding/store.py); in a save, copies of
+             rows; in a load, rows that were read with the lines made of them       (engine/state/saved_tables.py)
     load     new moments beside the old ones on the device, and one block of a file in host memory (checkpoint/load.py)
     rings    memory that CPU ranks of one host share, for each group and each pair of a pipeline (comm/shared_memory.py)
 
 Cost: one look at each parameter of the rank; of a parameter that is cut by rows, at each run of rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from shardwise.checkpoint.layout import LayoutSizes, arrange
 from shardwise.checkpoint.piece import TensorSpec
@@ -17,6 +22,7 @@ from shardwise.comm.peers import RING
 from shardwise.comm.shared_memory import ring_file_bytes
 from shardwise.engine.fit.outside import groups_of, neighbours_of
 from shardwise.plan.plan import Plan, RankClass, class_of
+from shardwise.plan.registry import TensorInfo
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.unit import ALIGNMENT_BYTES, Bucket
 
@@ -25,12 +31,33 @@ _FILL_ELEMENTS = 1 << 22
 _DRAW_ELEMENTS = 1 << 18
 """Elements that are drawn in fp64 at a time (models/initial.py)."""
 _DRAW_BYTES = 8
+_START_ROWS = 1 << 16
+"""Rows of a table that are drawn at a time (parallel/embedding/store.py)."""
+_CHUNK_BYTES = 256 << 20
+"""Bytes of rows of tables that are read or written at a time (engine/state/saved_tables.py)."""
+_KEY_BYTES = 8
 _DECODED_BYTES = 4
 """Bytes of an element of a moment that is stored with scales, when it is saved."""
 
 
-def save_copy_bytes(plan: Plan, rank: int) -> int:
-    """Return the bytes of the copy that a save behind training makes on ``rank``; 0 if state lies on a disk."""
+def buffer_bytes(plan: Plan, rank: int) -> int:
+    """Return the bytes of the model's buffers on ``rank``."""
+    stages = plan.classes[class_of(plan.mesh, rank)].stages
+    return sum(
+        info.elements * info.dtype.itemsize
+        for info in plan.registry.of_kind("buffer")
+        if info.stages[0] in stages
+    )
+
+
+def save_copy_bytes(plan: Plan, rank: int, unsaved: Collection[str] = ()) -> int:
+    """Return the bytes of the copy that a save behind training makes on ``rank``; 0 if state lies on a disk.
+
+    Args:
+        plan: The Plan.
+        rank: The rank.
+        unsaved: Names of buffers that are not saved.
+    """
     ranks = plan.classes[class_of(plan.mesh, rank)]
     if any(
         row.tier == "disk" for each in plan.classes.values() for rows in each.buffers.values() for row in rows
@@ -53,7 +80,9 @@ def save_copy_bytes(plan: Plan, rank: int) -> int:
             first, elements = (window[2], bucket.shard_elements) if is_cut else (0, bucket.elements)
             for found in slices.ranges_in(slots, first, elements, window[:2]):
                 total += _aligned((found.stop - found.start) * itemsize)
-    return total
+    buffers = [info for info in plan.registry.of_kind("buffer") if info.name not in unsaved]
+    own = [info for info in buffers if info.stages[0] in ranks.stages and slices.holds_first(info)]
+    return total + sum(_aligned(info.elements * info.dtype.itemsize) for info in own)
 
 
 def _written_range(
@@ -81,7 +110,7 @@ def load_rows(plan: Plan, rank: int) -> dict[str, int]:
         for row in rows
         if row.is_moment and row.tier == "device"
     )
-    return {"new moments": moments, "read": _block_bytes(plan)}
+    return {"new moments": moments, "read": max(_block_bytes(plan), _table_bytes_at_load(plan, rank))}
 
 
 def _block_bytes(plan: Plan) -> int:
@@ -91,6 +120,8 @@ def _block_bytes(plan: Plan) -> int:
     if sum(info.elements * info.dtype.itemsize for info in parameters) > sizes.block_bytes:
         return sizes.block_bytes
     specs = [TensorSpec("weight", info.name, info.shape, info.dtype) for info in parameters]
+    buffers = plan.registry.of_kind("buffer")
+    specs += [TensorSpec("buffer", info.name, info.shape, info.dtype) for info in buffers]
     dtypes = {info.name: info.dtype for info in parameters}
     masters = plan.registry.of_kind("master")
     specs += [
@@ -105,33 +136,95 @@ def _block_bytes(plan: Plan) -> int:
     return min(sizes.block_bytes, max((file.bytes for file in files), default=0))
 
 
-def most_at_build(plan: Plan, rank: int, draws: bool) -> tuple[dict[str, int], int]:
-    """Return the largest memory of a build: state by row of the ledger, and the bytes that are being drawn.
+class _TablePart(NamedTuple):
+    """The part of one embedding table that a rank holds."""
+
+    rows: int
+    weight_bytes: int
+    line_bytes: int
+    """Bytes of all rows with their optimizer state."""
+    grows: bool
+
+
+def _tables_on(plan: Plan, rank: int) -> list[_TablePart]:
+    """Return the parts of tables on ``rank``."""
+    found: dict[str, list[TensorInfo]] = {}
+    for info in plan.registry.of_kind("table"):
+        found.setdefault(info.name, []).append(info)
+    parts = []
+    for infos in found.values():
+        sizes = [round(info.bytes_on(plan.mesh, rank)) for info in infos]
+        weight = max(range(len(infos)), key=lambda i: infos[i].elements)
+        whole = infos[weight].elements * infos[weight].dtype.itemsize
+        rows = infos[weight].shape[0] * sizes[weight] // max(whole, 1)
+        parts.append(_TablePart(rows, sizes[weight], sum(sizes), infos[weight].grows))
+    return [part for part in parts if part.rows]
+
+
+def table_bytes_at_build(plan: Plan, rank: int) -> int:
+    """Return the most bytes that drawing the start rows of a table takes beside the table: keys, lines, weights."""
+    most = 0
+    for part in _tables_on(plan, rank):
+        at_once = min(part.rows, _START_ROWS)
+        drawn = (part.line_bytes + part.weight_bytes) * at_once // part.rows
+        most = max(most, 0 if part.grows else part.rows * _KEY_BYTES + drawn)
+    return most
+
+
+def table_bytes_at_save(plan: Plan, rank: int) -> int:
+    """Return the bytes of the copies of table rows that a save writes at a time."""
+    return min(sum(part.line_bytes for part in _tables_on(plan, rank)), _CHUNK_BYTES)
+
+
+def _table_bytes_at_load(plan: Plan, rank: int) -> int:
+    """Return the most bytes that loading tables takes: a chunk of what was read, and one table's lines made of it."""
+    parts = _tables_on(plan, rank)
+    read = min(sum(part.line_bytes + part.rows * _KEY_BYTES for part in parts), _CHUNK_BYTES)
+    taken = 0
+    for part in parts:
+        share = min(1.0, _CHUNK_BYTES / part.line_bytes)
+        keys = part.rows * (2 * _KEY_BYTES + 1)  # those that the rank holds, their places, and a mask
+        taken = max(taken, int(share * (part.line_bytes + part.weight_bytes + keys)))
+    return read + taken
+
+
+def most_at_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> tuple[dict[str, int], int]:
+    """Return the largest memory of a build: state by row of the ledger, and the bytes of start weights beside it.
 
     Units are filled one after another. A bucket's weights and masters exist while its parameters are drawn; its moments
-    are made afterwards.
+    are made afterwards. Weights that the model comes with are released with their Unit.
 
     Args:
         plan: The Plan.
         rank: The rank.
         draws: True if start weights are drawn; False if the model comes with them.
+        given_bytes: Bytes of the weights that the model comes with.
     """
     ranks = plan.classes[class_of(plan.mesh, rank)]
+    given = _given_by_unit(ranks, given_bytes)
     held: dict[str, int] = {}
     best: tuple[dict[str, int], int] = {}, 0
-    for (unit, place), rows in sorted(ranks.buffers.items()):
-        bucket = ranks.units[unit].buckets[place]
-        sizes = [(row, row.nbytes(bucket, plan.mesh)) for row in rows if row.kind != "grad"]
-        for row, size in sizes:
-            if not row.is_moment:
-                held[row.row] = held.get(row.row, 0) + size
-        drawn = _drawn_bytes(plan, ranks, unit, bucket, rank) if draws else 0
-        if sum(held.values()) + drawn > sum(best[0].values()) + best[1]:
-            best = dict(held), drawn
-        for row, size in sizes:
-            if row.is_moment:
-                held[row.row] = held.get(row.row, 0) + size
-    return best if sum(best[0].values()) + best[1] > sum(held.values()) else (held, 0)
+    for unit in ranks.units:
+        for place, bucket in enumerate(unit.buckets):
+            rows = ranks.buffers[unit.index, place]
+            sizes = [(row, row.nbytes(bucket, plan.mesh)) for row in rows if row.kind != "grad"]
+            drawn = _drawn_bytes(plan, ranks, unit.index, bucket, rank) if draws else 0
+            for follows in (False, True):
+                for row, size in sizes:
+                    if row.is_moment is follows:
+                        held[row.row] = held.get(row.row, 0) + size
+                beside = (0 if follows else drawn) + sum(given[unit.index :])
+                if sum(held.values()) + beside > sum(best[0].values()) + best[1]:
+                    best = dict(held), beside
+    return best
+
+
+def _given_by_unit(ranks: RankClass, given_bytes: int) -> list[int]:
+    """Return the bytes of the weights that a model comes with, by Unit, as large as the Units' parameters are."""
+    elements = [
+        sum(slot.elements for bucket in unit.buckets for slot in bucket.slots) for unit in ranks.units
+    ]
+    return [given_bytes * each // max(sum(elements), 1) for each in elements]
 
 
 def _drawn_bytes(plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: int) -> int:
@@ -170,5 +263,11 @@ def rows_of_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> M
         draws: True if start weights are drawn.
         given_bytes: Bytes of the model's own parameters, which are released as the state of their Units is made.
     """
-    held, drawn = most_at_build(plan, rank, draws)
-    return {**held, "start weights": drawn or given_bytes}
+    held, beside = most_at_build(plan, rank, draws, given_bytes)
+    tables = {
+        row: size for row, size in plan.bytes_per_rank(rank).items() if row in ("tables", "dynamic tables")
+    }
+    drawn = table_bytes_at_build(plan, rank)  # before there is any other state
+    if drawn + given_bytes > sum(held.values()) + beside:
+        return {**tables, "start weights": drawn + given_bytes}
+    return {**held, **tables, "start weights": beside}

@@ -12,6 +12,7 @@ and the allocator's holes are added to the peak (outside.py).
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -42,9 +43,16 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.construction.outline import cut_policies_of, policies_of, with_fp8_layers
 from shardwise.engine.construction.recipe import recipe_of
-from shardwise.engine.fit.beside_steps import load_rows, ring_bytes, rows_of_build, save_copy_bytes
+from shardwise.engine.fit.beside_steps import (
+    buffer_bytes,
+    load_rows,
+    ring_bytes,
+    rows_of_build,
+    save_copy_bytes,
+    table_bytes_at_save,
+)
 from shardwise.engine.fit.hosts import exchanges_on_hosts
-from shardwise.engine.fit.outside import with_outside
+from shardwise.engine.fit.outside import small_share, with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
 from shardwise.engine.parts.tables import (
@@ -59,6 +67,9 @@ from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
 from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
+from shardwise.models import GptPolicy
+from shardwise.models.cache import KeyValueCache
+from shardwise.models.generate import choose
 from shardwise.observe.flops import is_repeated
 from shardwise.observe.memory import resident_bytes
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -82,6 +93,7 @@ from shardwise.simulate.lookups import loads_of
 from shardwise.simulate.passes import (
     MeasuredPass,
     NeedsNumbersError,
+    UnitPass,
     measure,
     measure_evaluation,
     strip,
@@ -94,6 +106,9 @@ from shardwise.simulate.why import MemoryReason, reasons
 from shardwise.tiers.activations import check_blocks
 from shardwise.tiers.alike import AlikeStorages
 from shardwise.tiers.offload import OffloadPolicy
+
+_PROMPT_TOKENS = 16
+"""Tokens of the prompt of a sample, if the configuration has none (cli/text_trainer.py)."""
 
 
 class MemoryEstimate(NamedTuple):
@@ -122,6 +137,18 @@ class MemoryEstimate(NamedTuple):
             for tier in get_args(Tier)
             if tier in tiers
         }
+
+    def rows(self, step: StepMemory) -> dict[str, int]:
+        """Return the bytes that ``engine.held_bytes()`` is to have on the rank of ``step``, by row, and rows beside it.
+
+        Model state is counted at its most, the rows of a step when the step holds most, and the copy of a save if
+        there are saves. Slots of shards that come from another tier are part of the gathered weights, as in the ledger.
+        """
+        found = dict(step.points["step"].rows) | self.plan.bytes_per_rank(step.rank)
+        found["gathered"] = found.get("gathered", 0) + found.pop("brought", 0)
+        if step.saves and "save" in step.points:
+            found["save"] = step.points["save"].rows.get("save", 0)
+        return {row: size for row, size in found.items() if size}
 
     def bytes_per_rank(self) -> dict[str, int]:
         """Return the bytes of model state by kind, on the rank that holds most.
@@ -216,7 +243,7 @@ class JobFacts(NamedTuple):
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
         if not self.passed:
             return MemoryEstimate(plan, assumes=(self.unforeseen,) if self.unforeseen else ())
-        on = self.device.type
+        on, small = self.device.type, small_share(self.passed.values())
         steps = (
             with_outside(
                 step_memory(
@@ -224,6 +251,7 @@ class JobFacts(NamedTuple):
                 ),
                 plan,
                 on,
+                small,
             )
             for rank in plan.mesh.ranks("pp", 0)
         )
@@ -241,17 +269,19 @@ class JobFacts(NamedTuple):
         """
         is_host = self.device.type == "cpu"
         shares = is_host and self.settings.comm.transport != "torch"
-        always = {"process": self.process_bytes, "rings": ring_bytes(plan, rank) if shares else 0}
+        rings = ring_bytes(plan, rank) if shares else 0
+        always = {"process": self.process_bytes, "buffers": buffer_bytes(plan, rank), "rings": rings}
         policy = self.settings.checkpoint
         build = rows_of_build(plan, rank, self.draws, self.given_bytes)
         always = {row: size for row, size in always.items() if size}
         if only_counted and policy.every is None:
             return RowsBesideSteps(always=always, build=build)
-        copy = save_copy_bytes(plan, rank) if policy.asynchronous else 0
+        unsaved = [name for name, buffer in self.spec.buffers.items() if not buffer[2]]
+        copy = save_copy_bytes(plan, rank, unsaved) if policy.asynchronous else 0
         return RowsBesideSteps(
             always=always,
             build=build,
-            save={"save": copy},
+            save={"save": copy, "table rows": table_bytes_at_save(plan, rank)},
             load=load_rows(plan, rank),
             saves=policy.every is not None,
         )
@@ -513,8 +543,9 @@ def _passes(
                 module, kinds, batch, one.run, traffic, run is not None, blocks, alike, one.again
             )
             evaluated, told = measure_evaluation(module, kinds, other.run)
+            sampled = _sampled(module, kinds, settings, other)
         found[stage] = _with_messages(passed, messages.trained, tensors, stage == max(kinds_of))._replace(
-            brings_parts=is_list and loss is None, evaluated=evaluated
+            brings_parts=is_list and loss is None, evaluated=evaluated, sampled=sampled
         )
         arrived, messages = messages, _Messages(_Message(one.text, tensors), _Message(other.text, told))
         measured.setdefault(kind, (found[stage], units, arrived, messages))
@@ -637,6 +668,23 @@ def _class_of(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
+def _sampled(
+    module: nn.Module, kinds: Mapping[str, Hashable], settings: RunConfig, forward: "_StageForward"
+) -> Mapping[str, UnitPass]:
+    """Return the shares of the pass of a sample that holds most; empty if the run generates none, or with a pipeline.
+
+    A sample has one sequence. Its longest pass fills the cache with the prompt, or with half a context if the text
+    grows beyond the context (models/generate.py).
+    """
+    policy, train = settings.model, settings.train
+    if not isinstance(policy, GptPolicy) or not train.sample_tokens or settings.mesh.pp > 1:
+        return {}
+    tokens = len((train.sample_prompt or "").encode()) or _PROMPT_TOKENS
+    if tokens + train.sample_tokens > policy.context:
+        tokens = max(min(tokens, policy.context), policy.context // 2)
+    return measure_evaluation(module, kinds, partial(forward.sample, tokens, policy.context))[0]
+
+
 class _StageForward:
     """Runs the forward pass of one stage, or of a whole model if ``run`` is None.
 
@@ -670,6 +718,18 @@ class _StageForward:
             received = unpack(text, [tensor.detach() for tensor in tensors]) if text else None
             self.text, leaving = pack(self._run(self._loss_of, received, kind_of(self._batch)))
         return leaving
+
+    def sample(self, tokens: int, context: int) -> list[Tensor]:
+        """Return the token that a model of text chooses behind a prompt.
+
+        Args:
+            tokens: Number of tokens of the prompt.
+            context: Capacity of the cache of keys and values.
+        """
+        with self._replay.at(BatchPosition(0, 0)):
+            prompt = torch.empty(1, tokens, dtype=torch.int64)
+            logits = self._module(prompt, cache=KeyValueCache(context))[:, -1]
+            return [choose(logits, temperature=1.0, top_k=1, seed=0, step=0)]
 
     def again(self) -> bool:
         """Return True while a backward pass computes a forward pass again."""

@@ -1,4 +1,6 @@
-"""Outside: the memory of a device that a step takes beside the tensors of its rows.
+"""Outside: the memory that a step takes beside the tensors of its rows.
+
+On a device:
 
     driver and communicators    driver + cuBLAS workspaces + (communicators of the rank) · (bytes of a communicator)
     holes                       a twentieth of the other rows on the device, for the allocator's rounding and gaps
@@ -12,18 +14,30 @@ The communicators are those of the groups that an engine of the Plan makes, coun
                    communicator would wait for one another (comm/links.py)
 
 The bytes are estimates for CUDA and not yet measured on a device. Other accelerators are counted with the same bytes.
-CPU ranks have neither row. Two things are not counted: the groups by host of the experts' exchange, because a mesh does
+
+On a CPU:
+
+    holes                       gradients that are made after the moment at which a step's tensors are largest, at most
+                                what passes keep in pieces under 32 MiB
+
+glibc keeps freed pieces of less than 32 MiB for later requests and seldom joins what activations leave into the larger
+buffers of gradients, so that the process holds both; larger pieces go back to the system. With
+``MALLOC_MMAP_THRESHOLD_=65536`` in the environment these go back too (benchmarks/plan/memory.py measures both).
+
+Two things are not counted: the groups by host of the experts' exchange, because a mesh does
 not contain hosts, and groups that the program makes itself. A group that a job never uses takes no memory, because NCCL
 connects a group at its first collective; the count includes such groups.
 
 Cost: the ranks of each axis, and one look at each message of the rank's list.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shardwise.engine.construction.site import EXPERT_GROUP_AXES, GROUP_AXES, has_expert_state
+from shardwise.plan.action import Kind
 from shardwise.plan.plan import Plan, bytes_by_tier, class_of
 from shardwise.plan.slices import TensorSlices
+from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.timeline import StepMemory
 
 OUTSIDE_ROW = "driver and communicators"
@@ -43,16 +57,21 @@ HOLES_PER_BYTE = 0.05
 """Bytes of holes for each byte of the other rows on the device; an estimate, not yet measured on a device."""
 
 
-def with_outside(step: StepMemory, plan: Plan, device_type: str) -> StepMemory:
-    """Return the memory of a step with the rows of what lies outside its tensors; unchanged on a CPU.
+MAPPED_BYTES = 32 << 20
+"""Least size of a piece that glibc returns to the system as soon as it is freed."""
+
+
+def with_outside(step: StepMemory, plan: Plan, device_type: str, small: float = 1.0) -> StepMemory:
+    """Return the memory of a step with the rows of what lies outside its tensors.
 
     Args:
         step: Memory of a step on one rank.
         plan: The Plan.
         device_type: Type of the device, such as ``cuda``.
+        small: Part of what passes keep that lies in pieces under ``MAPPED_BYTES``, for CPU ranks.
     """
     if device_type == "cpu":
-        return step
+        return _with_heap(step, plan.bytes_per_rank(step.rank).get("gradients", 0), small)
     apart = outside_bytes(device_type, communicators(plan, step.rank))
     points = {
         phase: point._replace(
@@ -67,6 +86,31 @@ def with_outside(step: StepMemory, plan: Plan, device_type: str) -> StepMemory:
     step = step._replace(points=points)
     on_device = max(bytes_by_tier(point.rows)["device"] for point in step.counted)
     return step._replace(bytes_by_tier={**step.bytes_by_tier, "device": on_device})
+
+
+def _with_heap(step: StepMemory, gradient_bytes: int, small: float) -> StepMemory:
+    points = dict(step.points)
+    for phase in ("first step", "step"):
+        if phase in points:
+            rows = points[phase].rows
+            later = gradient_bytes - rows.get("gradients", 0)
+            holes = min(max(later, 0), int(small * rows.get("kept", 0)))
+            points[phase] = points[phase]._replace(rows={**rows, HOLES_ROW: holes} if holes else rows)
+    step = step._replace(points=points)
+    tiers = {**step.bytes_by_tier, "device": max(point.bytes_on(step.near) for point in step.counted)}
+    return step._replace(bytes_by_tier=tiers)
+
+
+def small_share(passes: Iterable[MeasuredPass]) -> float:
+    """Return the part of what forward passes keep that lies in pieces under ``MAPPED_BYTES``."""
+    small = total = 0
+    for passed in passes:
+        for (kind, _), share in passed.shares.items():
+            for origin, count in share.net.items() if kind is Kind.F else ():
+                size = max(count, 0) * origin.nbytes
+                total += size
+                small += size * (origin.nbytes < MAPPED_BYTES)
+    return small / total if total else 1.0
 
 
 def outside_bytes(device_type: str, communicators: int) -> int:

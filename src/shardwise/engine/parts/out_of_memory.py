@@ -5,13 +5,16 @@
     Python, numpy        MemoryError
 
 ``initialize`` and the calls of an engine that compute raise ``OutOfMemoryError`` in place of these errors. The bytes
-held come from the ledger. The advice follows only from the configuration, because no memory is left for an estimate.
+held come from the ledger. If the rank's memory was foreseen (``engine.expect_bytes``), the error names the row that
+outgrew its forecast most. What passes keep and work with has rows of its own in a step that is measured
+(step_meter.py); in any other step it is one row, the memory in use less the other rows. The advice follows only from
+the configuration, because no memory is left for an estimate.
 """
 
 import functools
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,10 +26,11 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.parts.attention_backend import note_the_backend
 from shardwise.engine.parts.deterministic import note_the_key
 from shardwise.engine.parts.parts import EngineParts
-from shardwise.memory.ledger import Ledger, Lifetime, Row
+from shardwise.memory.ledger import STEP_ROWS, Ledger, Lifetime, Row
 from shardwise.observe.memory import available_bytes, resident_bytes
 from shardwise.plan.action import Kind
 from shardwise.plan.placement import Tier
+from shardwise.plan.plan import tier_of_row
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _CPU_WORDS = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory")
@@ -107,9 +111,8 @@ def told_in_initialize(
             raise
         what = next(iter(getattr(error, "__notes__", ())), "the engine")
         where = f"initialize, making {what}"
-        raise _told(
-            error, where, rank, device, config, dp, ledger.bytes_by_row(_FOR_LIFE), in_a_pass=False
-        ) from None
+        rows = ledger.bytes_by_row(_FOR_LIFE)
+        raise _told(error, where, rank, device, config, dp, rows, [], in_a_pass=False) from None
 
 
 def in_a_step(parts: EngineParts, error: BaseException) -> OutOfMemoryError:
@@ -123,9 +126,61 @@ def in_a_step(parts: EngineParts, error: BaseException) -> OutOfMemoryError:
     in_a_pass = action is None or not action.kind.ends_step
     has_gradients = parts.accumulation.passes or action is not None and action.kind is not Kind.F
     held = parts.site.ledger.bytes_by_row(_ALL if has_gradients else _FOR_LIFE)
-    return _told(
-        error, where, parts.world.rank, parts.device, parts.config, parts.dp.size, held, in_a_pass=in_a_pass
-    )
+    said = outgrown(parts.site.ledger, held, parts.device, bytes_asked(str(error)) or 0)
+    rank, config, dp = parts.world.rank, parts.config, parts.dp.size
+    return _told(error, where, rank, parts.device, config, dp, held, said, in_a_pass=in_a_pass)
+
+
+_OF_A_PASS = "kept, received and at work"
+"""Name of the sum of the rows of a step that is not measured."""
+_REMEDIES = {
+    "kept": "recompute=full and a smaller batch.micro_size keep less; a batch larger than the first keeps more",
+    "at work": "tiles.logits, tiles.mlp and a smaller batch.micro_size make less at once",
+    _OF_A_PASS: "recompute=full and a smaller batch.micro_size need less; a batch larger than the first needs more",
+    "gathered": "a smaller zero.prefetch_bytes gathers fewer Units ahead",
+    "dynamic tables": "tables.defaults.dynamic.capacity bounds their rows",
+    "activations": "offload.activations=device leaves them on the device; recompute=full keeps fewer",
+    "save": "checkpoint.asynchronous=false writes without a copy",
+}
+
+
+def outgrown(ledger: Ledger, held: Mapping[Row, int], device: torch.device, asked_bytes: int) -> list[str]:
+    """Return a line on the row that outgrew its forecast most; nothing if nothing was foreseen.
+
+    Args:
+        ledger: The ledger, with what was foreseen.
+        held: Bytes that are held, by row.
+        device: The device on which memory ended.
+        asked_bytes: Bytes that could not be had.
+    """
+    foreseen = dict(ledger.foreseen)
+    if not foreseen:
+        return []
+    rows: dict[str, int] = {str(row): size for row, size in held.items()}
+    now = ledger.rows_now()
+    if now:
+        rows |= {str(row): now.get(row, 0) for row in STEP_ROWS}
+        rows["at work"] += asked_bytes
+    else:
+        in_use = _bytes_in_use(device)
+        if in_use is None:
+            return []
+        near = ("device", "host") if device.type == "cpu" else ("device",)
+        others = sum(size for row, size in rows.items() if tier_of_row(row) in near)
+        others += foreseen.get("process", 0) + foreseen.get("buffers", 0)
+        rows[_OF_A_PASS] = max(in_use - others, 0) + asked_bytes
+        foreseen[_OF_A_PASS] = sum(foreseen.pop(row, 0) for row in STEP_ROWS)
+    row = max(rows, key=lambda each: rows[each] - foreseen.get(each, 0))
+    if rows[row] <= foreseen.get(row, 0):
+        return ["  no row has outgrown its forecast: less memory was free than the forecast counted on"]
+    sizes = f"foreseen {bytes_text(foreseen.get(row, 0))}, held {bytes_text(rows[row])} with what could not be had"
+    remedy = f"; {_REMEDIES[row]}" if row in _REMEDIES else ""
+    return [f"  outgrew its forecast most: {row}, {sizes}{remedy}"]
+
+
+def _bytes_in_use(device: torch.device) -> int | None:
+    """Return the bytes in use: of the process on a CPU, of torch's allocator on a device; None if unknown."""
+    return resident_bytes() if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
 def _told(
@@ -136,6 +191,7 @@ def _told(
     config: RunConfig,
     dp: int,
     held: Mapping[Row, int],
+    foreseen: Sequence[str],
     *,
     in_a_pass: bool,
 ) -> OutOfMemoryError:
@@ -150,6 +206,7 @@ def _told(
         lines.append(
             "  held: nothing of the engine's yet; the rest is the program's and the model's as it came"
         )
+    lines += foreseen
     keys = advice(config, device, dp, in_a_pass)
     if keys:
         lines.append("what takes less memory and computes the same numbers:")
