@@ -200,7 +200,8 @@ def test_a_fault_is_named_with_its_place(place: str, value: Any, words: str, tmp
 
 def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="device: no hardware is named 'a100-80g'; did you mean 'a100-80gb'"
+        ConfigError,
+        match="device: no hardware is named 'a100-80g', and there is no file a100-80g; did you mean 'a100-80gb'",
     ):
         find_hardware("a100-80g")
     with pytest.raises(ConfigError, match="hardware file none.json: .*No such file"):

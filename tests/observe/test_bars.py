@@ -30,8 +30,9 @@ class Axes:
         self.texts: list[tuple[str, str, Any]] = []
         _draw(self, PicturePanel("", ["0", "1"], 10.0, bars), 10.0)
 
-    def barh(self, middle: float, length: float, height: float, **more: Any) -> None:
-        self.bars.append((round(middle, 2), round(height, 2)))
+    def broken_barh(self, spans: list[tuple[float, float]], lies: tuple[float, float], **more: Any) -> None:
+        low, height = lies
+        self.bars += [(round(low + height / 2, 2), round(height, 2))] * len(spans)
 
     def text(self, at: float, middle: float, label: str, ha: str, color: Any, **more: Any) -> None:
         self.texts.append((label, ha, color))
