@@ -51,14 +51,19 @@ def flip(flat: Tensor, bit: int) -> None:
     flat.view(torch.uint8).numpy()[bit // 8] ^= 1 << bit % 8
 
 
-def used_bit(state: StateTensor, draw: random.Random) -> int:
-    """A bit of an element that belongs to a parameter, and not to the padding behind it."""
+def used_spans(state: StateTensor) -> list[tuple[int, int]]:
+    """The elements that belong to parameters, and not to the padding behind them."""
     last = state.first + state.flat.numel()
     spans = [
         (max(slot.offset, state.first) - state.first, min(slot.offset + slot.elements, last) - state.first)
         for slot in state.bucket.layout.slots
     ]
-    start, stop = draw.choice([span for span in spans if span[0] < span[1]])
+    return [span for span in spans if span[0] < span[1]]
+
+
+def used_bit(state: StateTensor, draw: random.Random) -> int:
+    """A bit of an element that belongs to a parameter."""
+    start, stop = draw.choice(used_spans(state))
     return draw.randrange(start * 8 * state.flat.itemsize, stop * 8 * state.flat.itemsize)
 
 
@@ -260,15 +265,15 @@ def campaign(world: World, layout: int, flips: int, every: int, folder: str) -> 
     for number in range(flips):
         draw = random.Random(1000 * layout + number)
         victim = draw.randrange(world.size)
-        mine = list(guard_of(engine)._state.tensors())
+        state = guard_of(engine)._state
         # On the due step's eve all state is at rest; on other days only what others hold too is compared.
-        is_eve = engine.step_count % every == 0
-        shared = {(each.state.kind, each.state.bucket) for each in guard_of(engine)._state.shared()}
-        open_to = [
-            each for each in mine if (each.kind, each.bucket) in shared or (is_eve and not each.is_reachable)
-        ]
-        chosen = draw.choice(open_to)
-        bit = used_bit(chosen, draw)
+        open_to = [(each.state, each.start, each.stop) for each in state.shared()]
+        if engine.step_count % every == 0:
+            resting = [each for each in state.tensors() if not each.is_reachable]
+            open_to += [(each, *span) for each in resting for span in used_spans(each)]
+        chosen, start, stop = draw.choice(open_to)
+        size = 8 * chosen.flat.itemsize
+        bit = draw.randrange(start * size, stop * size)
         if world.rank == victim:
             flip(chosen.flat, bit)
         is_seen = False
@@ -283,6 +288,7 @@ def campaign(world: World, layout: int, flips: int, every: int, folder: str) -> 
             unseen.append(f"{chosen.kind} {bit} of rank {victim}")
         if is_seen or every > 1:
             engine.load(folder)
+            step(engine, number)  # behind a load nothing is at rest before the next update
         elif not is_seen:
             unseen.append(f"{chosen.kind} {bit} of rank {victim}: equal again within one step")
     engine.close()
@@ -291,7 +297,7 @@ def campaign(world: World, layout: int, flips: int, every: int, folder: str) -> 
 
 def agrees(engine: Engine) -> bool:
     """True if all copies are equal now."""
-    totals = guard_of(engine)._copies().view(1, -1)
+    totals = guard_of(engine)._copies()
     group = engine._parts.groups["world"]
     group.all_reduce(totals, "the copies", purpose="control").wait()
     return not bool(totals.any())
