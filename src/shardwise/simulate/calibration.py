@@ -188,26 +188,43 @@ def _measured(ranks: int, disk_path: Path | None) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         disk = [] if disk_path is None else [str(disk_path.absolute())]
-        launcher = [sys.executable, "-m", "shardwise", "launch", "-q", "--ranks", str(ranks)]
-        try:
-            ended = subprocess.run(
-                [*launcher, "-m", _RANK_MODULE, str(out), *disk],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_PATIENCE_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise RankError(
-                f"calibration: its {ranks} ranks did not end within {_PATIENCE_S:.0f} s"
-            ) from None
-        if ended.returncode or not out.exists():
-            said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:] or ["without a word"]
-            raise RankError(
-                f"calibration: its {ranks} ranks ended with exit code {ended.returncode}: {said[0]}"
-            )
+        run_ranks(
+            f"calibration: its {ranks} ranks", _RANK_MODULE, [str(out), *disk], ranks, [out], _PATIENCE_S
+        )
         return read_object(out.read_bytes(), "calibration", kind=RankError)
+
+
+def run_ranks(
+    who: str, module: str, arguments: Sequence[str], ranks: int, results: Sequence[Path], patience_s: float
+) -> None:
+    """Start ranks of a module by ``shardwise launch``, and wait until they have ended.
+
+    Args:
+        who: Name of the ranks in errors.
+        module: The module.
+        arguments: Its arguments.
+        ranks: Number of ranks.
+        results: Files that the ranks write.
+        patience_s: Seconds after which the ranks are ended.
+
+    Raises:
+        RankError: if the ranks failed, took longer, or left out a file.
+    """
+    launcher = [sys.executable, "-m", "shardwise", "launch", "-q", "--ranks", str(ranks)]
+    try:
+        ended = subprocess.run(
+            [*launcher, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=patience_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise RankError(f"{who} did not end within {patience_s:.0f} s") from None
+    if ended.returncode or not all(path.exists() for path in results):
+        said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:] or ["without a word"]
+        raise RankError(f"{who} ended with exit code {ended.returncode}: {said[0]}")
 
 
 def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:

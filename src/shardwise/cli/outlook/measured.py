@@ -10,8 +10,6 @@ Cost: some seconds to start the ranks of each configuration, and seven steps of 
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ from shardwise.base.words import bytes_text, counted
 from shardwise.cli.outlook.outcome import Compared
 from shardwise.config.run import RunConfig
 from shardwise.observe.flops import hardware_name
-from shardwise.simulate.calibration import this_machine
+from shardwise.simulate.calibration import run_ranks, this_machine
 
 STEPS = 5
 """Steps that count."""
@@ -143,24 +141,9 @@ def _run(layout: Layout, ranks: int, device: str, steps: int) -> list[dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps({"config": plain, "steps": steps}))
-        launcher = [sys.executable, "-m", "shardwise", "launch", "-q", "--ranks", str(ranks)]
-        try:
-            ended = subprocess.run(
-                [*launcher, "-m", _RANK_MODULE, str(job), folder],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_PATIENCE_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise RankError(f"--measure: {_named(layout)} did not end within {_PATIENCE_S:.0f} s") from None
         paths = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
-        if ended.returncode or not all(path.exists() for path in paths):
-            said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:] or ["without a word"]
-            raise RankError(
-                f"--measure: the ranks of {_named(layout)} ended with exit code {ended.returncode}: {said[0]}"
-            )
+        who = f"--measure: the ranks of {_named(layout)}"
+        run_ranks(who, _RANK_MODULE, [str(job), folder], ranks, paths, _PATIENCE_S)
         return [read_object(path.read_bytes(), "--measure", kind=RankError) for path in paths]
 
 
