@@ -76,10 +76,10 @@ def folder_of(path: Path) -> Path:
 
 
 def newest_until(root: Path, step: int) -> str:
-    """Return the path of the newest readable step of a folder whose number is at most ``step``; "" if there is none."""
+    """Return the name of the newest readable step of a folder whose number is at most ``step``; "" if there is none."""
     for each in CheckpointFolder(root, FileSystem()).scan():
         if each.manifest is not None and each.step <= step:
-            return str(each.path)
+            return each.path.name
     return ""
 
 

@@ -12,9 +12,12 @@ from typing import Literal, NamedTuple
 from pydantic import PositiveInt
 
 from shardwise.base.policy import Policy
+from shardwise.base.words import named_ranks
 
 _ORDER = ("weight", "master")
 """Kinds of state in the order in which they are named; moments and the rest follow."""
+_SHOWN = 8
+"""Most ranks that a message names."""
 
 
 class GuardPolicy(Policy):
@@ -99,8 +102,9 @@ def _rank_of(found: Difference) -> tuple[int, str, str, int]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {named}"
+    """Return rank numbers as text, the first eight of many."""
+    others = f" and {len(ranks) - _SHOWN} others" if len(ranks) > _SHOWN else ""
+    return named_ranks(ranks[:_SHOWN]) + others
 
 
 def say_alarm(

@@ -3,7 +3,7 @@
     runs      the runs of the whole tensor in this rank's piece           checkpoints, start weights
     views     the same as views of both                                   assembling whole tensors
     addends   the ranks whose gradients are added to this rank's          sums over model-parallel ranks
-    holders   the ranks that hold the same elements               comparing copies
+    holders   the ranks that hold the same elements                       comparing copies
     is_first  True if this rank counts, or writes, for all replicas       the norm, checkpoints
 
 All results follow from the placements in the registry, in loops over the axes that may cut a tensor into slices: cp and

@@ -260,7 +260,8 @@ class StateAccess:
         An error of a rank that is out of memory then names the row that outgrew its forecast most.
 
         Args:
-            rows: Bytes by row of the ledger, such as those of ``shardwise.foresee(...).rows(rank)``.
+            rows: Bytes by row of the ledger. With ``found = shardwise.foresee(...)`` those of a rank of the first
+                pipeline stage are ``found.rows(found.steps[0])``.
         """
         self._parts.site.ledger.foreseen = dict(rows)
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import DivergedError
+from shardwise.base.errors import ConfigError, DivergedError
 from shardwise.engine.parts.followers import BucketSquares, StepFollower
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.parts.sums import Number
@@ -299,10 +299,19 @@ class GuardFollower(StepFollower):
 
 
 def with_guard(parts: EngineParts) -> EngineParts:
-    """Return the parts of an engine with its guard; unchanged without ``guard`` in its configuration."""
+    """Return the parts of an engine with its guard; unchanged without ``guard`` in its configuration.
+
+    Raises:
+        ConfigError: if nothing would be compared.
+    """
     policy, site = parts.config.guard, parts.site
     if policy is None:
         return parts
+    if site.world.size == 1 and not policy.at_rest:
+        raise ConfigError(
+            "guard.at_rest: false on one process, which holds no copy of anything, so nothing would be compared; set "
+            "it to true, or leave guard out"
+        )
 
     def run_numbers() -> tuple[float, ...]:
         scale = parts.loss_scale

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DivergedError
-from shardwise.checkpoint.steps import folder_of, newest_until
+from shardwise.checkpoint.steps import folder_of, newest_until, step_of
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import saving
 from shardwise.engine.state.loaders import EngineLoaders
@@ -67,16 +67,18 @@ class StepSaves:
         Returns:
             The error, which says what was loaded.
         """
-        guard, folder = self._parts.config.guard, self._folder
-        if guard is None or guard.on_alarm != "restore" or error.last_good_step is None:
+        guard, folder, good = self._parts.config.guard, self._folder, error.last_good_step
+        if guard is None or guard.on_alarm != "restore":
             return error
+        if folder is None or good is None:
+            why = "no comparison was good yet" if folder is not None else "nothing was saved or loaded yet"
+            return _with(error, f"{error}. Nothing was restored: {why}")
         self._parts.folders.wait()
-        newest = "" if folder is None else newest_until(folder, error.last_good_step)
         # One rank decides, because files may appear at other times on other hosts.
-        newest = self._parts.folders.exchange("the step to restore", newest)[0]
-        if not newest:
-            where = "nothing was saved or loaded yet" if folder is None else f"{folder} has no step that old"
-            return _with(error, f"{error}. Nothing was restored: {where}")
+        name = self._parts.folders.exchange("the step to restore", newest_until(folder, good))[0]
+        if not name:
+            return _with(error, f"{error}. Nothing was restored: {folder} has no step that old")
+        newest = step_of(folder, name)
         state = self.load(newest, False, (), (), None)
         told = _with(error, f"{error}. The engine has loaded {newest}, to go on from there")
         told.restored_step, told.trainer = self._parts.progress.step_count, state
