@@ -82,6 +82,12 @@ def test_the_sum_of_all_actions_is_what_is_sent() -> None:
     }
 
 
+def test_a_click_model_in_a_pipeline_is_foreseen() -> None:
+    """The last stage multiplies values of the first one, which have no memory there; it was refused as uncuttable."""
+    known = facts(next(each for each in LAYOUTS if each.name == "dlrm, pp"))
+    assert {*known.passed} == {0, 1} and known.passed[1].flops > 0
+
+
 def test_every_kind_says_what_it_sends() -> None:
     """A Kind without a word for it would be left out of what a step sends."""
     assert [kind.name for kind in Kind if kind.row.sends not in (*CALLS, "nothing")] == []

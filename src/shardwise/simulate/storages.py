@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.observe.flops import flops_of
 from shardwise.passes.absent import AbsentTensor
-from shardwise.simulate.work import WorkCounter
+from shardwise.simulate.work import WorkCounter, bytes_in_memory
 
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
 _MODELS = f"{_OURS}models/"
@@ -277,21 +277,17 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     as it adds.
     """
     name = str(func._overloadpacket).removeprefix("aten.")
-    made = sum(_lying(each) for each in tree_leaves(out) if isinstance(each, Tensor))
+    made = sum(bytes_in_memory(each) for each in tree_leaves(out) if isinstance(each, Tensor))
     if not made or name in _TOUCH_NOTHING:
         return 0
     if name in _ADD_TO_PLACES:
         # Behind the tensor come the places and what is added there.
-        behind = [_lying(each) for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)]
+        behind = [
+            bytes_in_memory(each) for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)
+        ]
         return sum(behind) + 2 * behind[-1]
-    read = sum(_lying(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+    read = sum(bytes_in_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     return made + (min(read, made) if name in _PICK else read)
-
-
-def _lying(tensor: Tensor) -> int:
-    if isinstance(tensor, AbsentTensor):
-        return 0
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 _TOUCH_NOTHING = frozenset(

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.base.hardware import Hardware, OperationClass, Product, ProductKind
 from shardwise.observe.flops import is_repeated
+from shardwise.passes.absent import AbsentTensor
 from shardwise.precision.policy import NAMES
 
 _NONE: Mapping[Any, int] = MappingProxyType({})
@@ -152,7 +153,7 @@ class WorkCounter:
         tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
         product = Product(_kind_of(name), _dtype_of(name, tensors), flops)
         self._products[product] += 1
-        self._bytes[product] += sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
+        self._bytes[product] += sum(map(bytes_in_memory, tensors))
         if self._repeats():
             self._repeated += flops
 
@@ -163,6 +164,13 @@ class WorkCounter:
             each.clear()
         self._calls = self._repeated = 0
         return taken
+
+
+def bytes_in_memory(tensor: Tensor) -> int:
+    """Return the bytes of memory that hold a tensor: an expanded one lies there once, an absent one nowhere."""
+    if isinstance(tensor, AbsentTensor):
+        return 0
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _kind_of(name: str) -> ProductKind:

@@ -147,7 +147,8 @@ def test_the_row_that_outgrew_its_forecast_is_named(failing: Callable[[], None],
     [line] = [each for each in text.splitlines() if "outgrew its forecast most: " in each]
     assert line.startswith(f"  outgrew its forecast most: {row}") and "batch.micro_size" in line
     held = line.split("held ")[1].split(" with")[0]
-    assert held.endswith("MiB") and 100 > float(held.split()[0]) >= 64, text
+    # One tensor of 64 MiB could not be had; beside it the limit leaves room for 50 MiB, and the heap for some more.
+    assert held.endswith("MiB") and 128 > float(held.split()[0]) >= 64, text
 
 
 def test_the_row_with_the_largest_growth_is_named() -> None:
