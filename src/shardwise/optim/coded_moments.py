@@ -94,6 +94,11 @@ class CodedMoments:
         """Stored form of each moment, by label."""
 
     @property
+    def block(self) -> int:
+        """Number of neighbouring elements that share a scale."""
+        return BLOCK if self._form == "int8" else 1
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Labels of the moments, in the order that all ranks have."""
         return tuple(self.tensors)

@@ -201,6 +201,11 @@ class FlatState:
         for first, last, held in self._held(label, start, start + values.numel()):
             held.copy_(values[first - start : last - start])
 
+    def clear(self, label: str) -> None:
+        """Set all elements of a moment in another form than the masters', and the scales of its blocks, to zero."""
+        assert self.coded is not None, "only moments in another form share scales"
+        self.coded.tensors[label].zero_()
+
     def _held(self, wanted: str, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (first, last, view) of the parts of elements [start, stop) that torch's optimizer has of a moment."""
         for label, begin, end, moment in self.moments():

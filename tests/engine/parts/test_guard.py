@@ -13,6 +13,7 @@ from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.parts.guard import GuardFollower, StateTensor
 from shardwise.models import Gpt, GptPolicy
+from tests.engine import tables_net
 
 TOKENS = torch.arange(16).view(2, 8)
 
@@ -84,6 +85,9 @@ FAULTS = {
     "weights of stage 0": Fault(2, {"zero": {"stage": 0}}, "weight", "do not agree"),
     "masters of stage 0": Fault(2, {"zero": {"stage": 0}, **BF16}, "master", "master of"),
     "moments of stage 0": Fault(2, {"zero": {"stage": 0}}, "exp_avg_sq", "exp_avg_sq of"),
+    "moments in 8 bits": Fault(
+        2, {"zero": {"stage": 0}, "offload": {"state": "int8"}}, "exp_avg", "exp_avg of", {"experts": 2}
+    ),
     "whole weights of stage 2": Fault(2, {"zero": {"stage": 2}, **BF16}, "weight", "weight of"),
     "four ranks": Fault(4, {"zero": {"stage": 1}}, "weight", "rank 2 differs", victim=2),
     "HSDP": Fault(4, HSDP, "weight", "weight of", victim=3),
@@ -171,12 +175,35 @@ def clean(world: World, config: dict[str, Any], model: dict[str, Any]) -> tuple[
     return losses[0], losses[1]
 
 
+def faulty_rows(world: World, placement: str, config: dict[str, Any]) -> tuple[bool, str]:
+    """Whether clean steps passed, and the error of the step after a flip in a table's rows on the last rank."""
+    placements = dict.fromkeys(("large", "wide"), placement)
+    engine = tables_net.build(world, placements, guard={"every": 1}, check_first_step="off", **config)
+    tables_net.train(engine, 4)
+    (found,) = (each for each in guard_of(engine)._state.shared() if each.name == "tables.large")
+    if world.rank == world.size - 1:
+        flip(found.flat, 77)
+    try:
+        tables_net.train(engine, 1)
+    except DivergedError as error:
+        return engine.step_count == 4, str(error)
+    finally:
+        engine.close()
+    return False, ""
+
+
+def test_copied_rows_of_tables_are_compared(ranks: Any) -> None:
+    for went_on, said in ranks(2).run(faulty_rows, "data_parallel", {}):
+        assert went_on and "rows of tables.large" in said and "after step 3" in said
+
+
 CLEAN: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"zero": {"stage": 1}, **BF16}, {}),
     (2, {"mesh": {"tp": 2}}, {}),
     (4, HSDP, {}),
     (4, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}, "zero": {"stage": 2}}, {"tied": True}),
     (4, {"mesh": {"ep": 2}, "zero": {"stage": 1}}, {"experts": 4}),
+    (4, {"mesh": {"tp": 2}, "zero": {"stage": 0}, "offload": {"state": "int8"}}, {"tied": True}),
 ]
 
 
@@ -256,6 +283,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"mesh": {"tp": 2}, "zero": {"stage": 3}}, {}),
     ({"mesh": {"pp": 2}, "batch": {"accumulation": 2}, "zero": {"stage": 1}}, {"tied": True}),
     ({"mesh": {"ep": 2}, "zero": {"stage": 1}}, {"experts": 4}),
+    ({"mesh": {"tp": 2}, "zero": {"stage": 0}, "offload": {"state": "int8"}}, {}),
 ]
 
 
@@ -272,18 +300,18 @@ def campaign(world: World, layout: int, flips: int, every: int, folder: str) -> 
         victim = draw.randrange(world.size)
         state = guard_of(engine)._state
         # On the due step's eve all state is at rest; on other days only what others hold too is compared.
-        open_to = [(each.state, each.start, each.stop) for each in state.shared()]
+        open_to = [(each.kind, each.flat, 0, each.flat.numel()) for each in state.shared()]
         if engine.step_count % every == 0:
             resting = [each for each in state.tensors() if not each.is_reachable]
-            open_to += [(each, *span) for each in resting for span in used_spans(each)]
+            open_to += [(each.kind, each.flat, *span) for each in resting for span in used_spans(each)]
         what = "nothing"
         # Off the eve, a rank of stage 3 may hold nothing that others hold.
         if world.rank == victim and open_to:
-            chosen, start, stop = draw.choice(open_to)
-            size = 8 * chosen.flat.itemsize
+            kind, flat, start, stop = draw.choice(open_to)
+            size = 8 * flat.itemsize
             bit = draw.randrange(start * size, stop * size)
-            flip(chosen.flat, bit)
-            what = f"bit {bit} of {chosen.kind}"
+            flip(flat, bit)
+            what = f"bit {bit} of {kind}"
         is_seen = False
         try:
             for seed in range(every):

@@ -268,5 +268,36 @@ def test_a_bucket_that_never_stepped_begins_at_its_first_gradient(tmp_path: Path
     assert found == expected
 
 
+def load_over_other_moments(world: World, folder: str) -> bool:
+    """Whether the moments are those that were saved, after a load over large ones."""
+    config = {
+        "precision": "fp32",
+        "mesh": {"tp": 2},
+        "offload": {"state": "int8"},
+        "batch": {"duplicates": "allow"},
+    }
+    torch.manual_seed(0)
+    model = Gpt(GptPolicy(layers=1, width=16, heads=2, context=8, vocab=32))
+    engine = shardwise.initialize(model, config, world=world)
+    tokens = torch.arange(16).view(2, 8)
+    engine.train_step([{"tokens": tokens, "targets": tokens}])
+    engine.save(folder, asynchronous=False)
+    states = [optimizer.state for _, optimizer in engine._parts.trained]
+    saved = [state.read(label) for state in states for label in state.labels]
+    for state in states:
+        assert state.coded is not None
+        for tensor in state.coded.tensors.values():
+            tensor.fill_(100)
+    engine.load(folder)
+    loaded = [state.read(label) for state in states for label in state.labels]
+    engine.close()
+    return all(torch.equal(a, b) for a, b in zip(loaded, saved, strict=True))
+
+
+def test_what_an_engine_held_does_not_round_what_it_loads(ranks: Any, tmp_path: Path) -> None:
+    """A cut matrix is loaded by rows that are shorter than a block of moments, whose scale an old value set."""
+    assert ranks(2).run(load_over_other_moments, str(tmp_path)) == [True, True]
+
+
 def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     assert build(join(quiet=True), 0).load(tmp_path) is None

@@ -1,9 +1,9 @@
 """Guard: every so many steps the ranks compare the state that has to be equal on them, with the numbers of NORM.
 
 State is equal on several ranks where the registry says so: whole weights on data-parallel ranks, shards on the replicas
-of HSDP, norms and shared KV heads on tp, tied weights on several stages, and on all ranks the numbers of the run. With
-H the digest (memory/digest.py) of all that one set of n ranks holds in common, and p one of its four pieces of 16 bits,
-rank i of the set adds to the sum of NORM
+of HSDP, norms and shared KV heads on tp, tied weights on several stages, rows of copied embedding tables, and on all
+ranks the numbers of the run. With H the digest (memory/digest.py) of all that one set of n ranks holds in common, and p
+one of its four pieces of 16 bits, rank i of the set adds to the sum of NORM
 
     c_i p        c_0 = n - 1, all other c_i = -1        Σ_i c_i p_i = 0 if all p_i are equal
 
@@ -56,6 +56,8 @@ class StateTensor(NamedTuple):
     """True if data-parallel ranks hold different elements of the bucket."""
     is_reachable: bool
     """True if a user's program may change the tensor, whose versions do not tell of it."""
+    block: int = 0
+    """Elements that share a scale, for moments in 16 or 8 bits; 0 for all other state."""
 
     @property
     def place(self) -> tuple[str, BucketState, int]:
@@ -64,11 +66,10 @@ class StateTensor(NamedTuple):
 
 
 class SharedRange(NamedTuple):
-    """Elements [start, stop) of a state tensor that ``holders`` hold alike: a piece of the parameter ``name``."""
+    """A range of state that ``holders`` hold alike: elements of the parameter ``name``, as a rule."""
 
-    state: StateTensor
-    start: int
-    stop: int
+    kind: str
+    flat: Tensor
     name: str
     piece_start: int
     """First element in this rank's flattened piece of the parameter."""
@@ -82,6 +83,7 @@ class GuardedState:
         buckets: All buckets of the rank, frozen ones included.
         optimizers: Optimizers of the trained buckets.
         slices: The rank's pieces of the registered tensors.
+        tables: Returns the rows of embedding tables that several ranks hold, with their names and these ranks.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class GuardedState:
         buckets: Sequence[BucketState],
         optimizers: Mapping[BucketState, FlatOptimizer],
         slices: TensorSlices,
+        tables: Callable[[], Iterator[tuple[str, Tensor, tuple[int, ...]]]],
     ):
         self._buckets = buckets
         self._optimizers = optimizers
         self._slices = slices
+        self._tables = tables
         self._ranges: dict[
-            tuple[BucketState, int, int, bool], list[tuple[int, int, str, int, tuple[int, ...]]]
+            tuple[BucketState, int, int, bool, int], list[tuple[int, int, str, int, tuple[int, ...]]]
         ] = {}
 
     def tensors(self) -> Iterator[StateTensor]:
@@ -113,7 +117,12 @@ class GuardedState:
             if master is not None and not weight.shares_master and not bucket.holds("master"):
                 yield StateTensor("master", bucket, own, master.detach(), cuts, False)
             optimizer = self._optimizers.get(bucket)
-            if optimizer is None or not bucket.state_is_here or optimizer.state.coded is not None:
+            if optimizer is None or not bucket.state_is_here:
+                continue
+            coded = optimizer.state.coded
+            if coded is not None:
+                for label, stored in coded.tensors.items():
+                    yield StateTensor(label, bucket, own, stored.detach(), cuts, False, coded.block)
                 continue
             for segment in optimizer.state.segments:
                 for label, value in sorted(optimizer.state.of(segment.leaf).items()):
@@ -125,36 +134,67 @@ class GuardedState:
     def shared(self) -> Iterator[SharedRange]:
         """Yield the ranges that other ranks hold too."""
         for state in self.tensors():
-            key = (state.bucket, state.first, state.flat.numel(), state.is_cut)
+            bucket = state.bucket
+            key = (bucket, state.first, state.flat.numel(), state.is_cut, state.block)
             if key not in self._ranges:
-                self._ranges[key] = list(self._found(state))
+                last = state.first + state.flat.numel()
+                found = (
+                    self._coded(bucket, state)
+                    if state.block
+                    else self._found(bucket, state.first, last, state.is_cut)
+                )
+                self._ranges[key] = [each for each in found if len(each[4]) > 1]
             for start, stop, name, piece, holders in self._ranges[key]:
-                yield SharedRange(state, start, stop, name, piece, holders)
+                yield SharedRange(state.kind, state.flat[start:stop], name, piece, holders)
+        for name, rows, holders in self._tables():
+            if len(holders) > 1:
+                yield SharedRange("rows", rows.detach().view(-1), name, 0, holders)
 
-    def _found(self, state: StateTensor) -> Iterator[tuple[int, int, str, int, tuple[int, ...]]]:
-        """Yield (start, stop, name, first element of the piece, holders) of the ranges of one tensor."""
-        last = state.first + state.flat.numel()
-        for slot in state.bucket.layout.slots:
-            start, stop = max(state.first, slot.offset), min(last, slot.offset + slot.elements)
+    def _coded(
+        self, bucket: BucketState, state: StateTensor
+    ) -> Iterator[tuple[int, int, str, int, tuple[int, ...]]]:
+        """Yield the ranges of moments in another form: numbers of elements, and the scales of their blocks.
+
+        The elements of a block share a scale, so a range is compared between ranks that hold all of its blocks.
+        """
+        size, elements = state.block, bucket.owned_elements
+        found = list(self._found(bucket, state.first, state.first + elements, state.is_cut))
+        of_blocks: dict[int, set[int]] = {}
+        for start, stop, *_, holders in found:
+            for block in {start // size, (stop - 1) // size}:
+                of_blocks[block] = of_blocks.get(block, set(holders)) & set(holders)
+        for start, stop, name, piece, _ in found:
+            first, last = start // size, (stop - 1) // size
+            common = tuple(sorted(of_blocks[first] & of_blocks[last]))
+            yield start, stop, name, piece, common
+            if state.flat.numel() > elements:
+                yield elements + first, elements + last + 1, f"scales of {name}", piece, common
+
+    def _found(
+        self, bucket: BucketState, first: int, last: int, is_cut: bool
+    ) -> Iterator[tuple[int, int, str, int, tuple[int, ...]]]:
+        """Yield (start, stop, name, first element of the piece, holders) of the ranges of elements [first, last)."""
+        for slot in bucket.layout.slots:
+            start, stop = max(first, slot.offset), min(last, slot.offset + slot.elements)
             if start >= stop:
                 continue
             info = self._slices.registry.get("parameter", slot.name)
             held: tuple[int, int, tuple[int, ...]] | None = None
             for run in self._slices.runs(info, start - slot.offset, stop - slot.offset):
-                holders = self._slices.holders(info, run, state.is_cut)
+                holders = self._slices.holders(info, run, is_cut)
                 if held is not None and held[1] == run.local and held[2] == holders:
                     held = held[0], run.local + run.elements, holders
                     continue
-                yield from _placed(held, slot.name, slot.offset - state.first)
+                yield from _placed(held, slot.name, slot.offset - first)
                 held = run.local, run.local + run.elements, holders
-            yield from _placed(held, slot.name, slot.offset - state.first)
+            yield from _placed(held, slot.name, slot.offset - first)
 
 
 def _placed(
     held: tuple[int, int, tuple[int, ...]] | None, name: str, offset: int
 ) -> Iterator[tuple[int, int, str, int, tuple[int, ...]]]:
-    """Yield a range of a piece as a range of its tensor if several ranks hold it."""
-    if held is not None and len(held[2]) > 1:
+    """Yield a range of a piece as a range of its tensor."""
+    if held is not None:
         start, stop, holders = held
         yield start + offset, stop + offset, name, start, holders
 
@@ -227,8 +267,7 @@ class GuardFollower(StepFollower):
         """Return Σ over sets of ranks of factor · c · (pieces of the digest of what the set has in common)."""
         sets: dict[tuple[int, ...], list[tuple[tuple[str, str, int], Tensor]]] = {}
         for each in self._state.shared():
-            part = each.state.flat[each.start : each.stop]
-            sets.setdefault(each.holders, []).append(((each.state.kind, each.name, each.piece_start), part))
+            sets.setdefault(each.holders, []).append(((each.kind, each.name, each.piece_start), each.flat))
         everyone = tuple(range(self._ranks))
         if self._ranks > 1:
             run = torch.tensor(self._run_numbers(), dtype=torch.float64)
@@ -257,12 +296,12 @@ class GuardFollower(StepFollower):
         """Return the error that names the first tensor and its ranks. Collective."""
         mine = [
             TensorCopies(
-                each.state.kind,
+                each.kind,
                 each.name,
                 each.piece_start,
-                each.piece_start + each.stop - each.start,
+                each.piece_start + each.flat.numel(),
                 each.holders,
-                int(digest(each.state.flat[each.start : each.stop])),
+                int(digest(each.flat)),
             )
             for each in self._state.shared()
         ]
@@ -327,6 +366,7 @@ def with_guard(parts: EngineParts) -> EngineParts:
             [bucket for hooks in parts.hooks for state in hooks.states for bucket in state.buckets],
             {bucket: optimizer for bucket, optimizer in parts.trained},
             parts.slices,
+            lambda: parts.tables.copies(parts.mesh, site.world.rank),
         ),
         site.world.rank,
         site.world.size,

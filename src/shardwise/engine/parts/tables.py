@@ -105,6 +105,19 @@ class ModelTables:
         parts = (part for collection in self.collections.values() for part in collection.placed.parts)
         return sum(part.store.step_bytes for part in parts)
 
+    def copies(self, mesh: Mesh, rank: int) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Yield (tables, rows with their optimizer state, ranks that hold the same) of the groups of this rank.
+
+        Groups whose rows change when they are read are left out, because copies then differ between two updates.
+        """
+        for prefix, collection in self.collections.items():
+            for part in collection.placed.parts:
+                rows, is_copy = part.store.steady_rows, part.tables.place.placement == "data_parallel"
+                axes = ("dp", "tp") if is_copy else ("tp",)
+                if rows is not None and rows.numel():
+                    holders = mesh.neighbours(rank, {axis: mesh.size(axis) for axis in axes})
+                    yield full_name(prefix, str(part.tables)), rows, holders
+
     @property
     def is_dynamic(self) -> bool:
         """True if the model has a dynamic table."""

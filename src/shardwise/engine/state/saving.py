@@ -126,7 +126,8 @@ class CheckpointState:
     """Access to masters and moments for a checkpoint.
 
     Of state on a disk, one kind of one bucket is in memory at a time. Moments in another form than the masters' are
-    decoded when they are read and encoded when they are written.
+    decoded when they are read and encoded when they are written. The first write of a load clears all of such a moment,
+    because elements of a block share a scale: what was there before would round what is loaded beside it.
     """
 
     def __init__(self, parts: EngineParts, changes: bool):
@@ -134,6 +135,8 @@ class CheckpointState:
         self._changes = changes
         self._open_now: tuple[BucketState, str | None] | None = None
         """The bucket and the kind of its state that are in memory; kind None stands for all kinds."""
+        self._cleared: set[tuple[BucketState, str]] = set()
+        """Moments in another form that this load has begun to write."""
         self._stack = ExitStack()
 
     def of(self, bucket: BucketState, kind: str) -> Flat:
@@ -147,6 +150,9 @@ class CheckpointState:
 
             def write_coded(start: int, values: Tensor) -> None:
                 self._open(bucket)
+                if (bucket, kind) not in self._cleared:
+                    self._cleared.add((bucket, kind))
+                    optimizer.state.clear(kind)
                 optimizer.state.write(kind, start, values)
 
             return LazySlice(

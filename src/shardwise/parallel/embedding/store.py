@@ -129,6 +129,11 @@ class RowStore:
         return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.nbytes for d in self._dynamic)
 
     @property
+    def steady_rows(self) -> Tensor | None:
+        """The slab if only updates change it; None for dynamic tables and for an exact Adam, which reads change too."""
+        return None if self._dynamic or self._history is not None else self.slab
+
+    @property
     def step_bytes(self) -> int:
         """Bytes of host memory beside a slab on a device."""
         return 0 if self._stood is None else self._stood.nbytes
