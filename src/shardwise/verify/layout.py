@@ -154,7 +154,9 @@ def layout_of(config: RunConfig, ranks: int | None = None) -> VerifiedLayout:
         elif dp is None:
             experts = policy.ep * policy.etp
             size = next(
-                n for n in range(_LEAST_DP, _LEAST_DP + experts + 1) if not n * policy.tp * policy.cp % experts
+                n
+                for n in range(_LEAST_DP, _LEAST_DP + experts + 1)
+                if not n * policy.tp * policy.cp % experts
             )
         else:
             size = dp
