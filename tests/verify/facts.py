@@ -3,7 +3,7 @@
 The measure of an error of a gradient is that of tests/engine/plain.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
@@ -22,6 +22,8 @@ from tests.verify.cases import BETAS, CLIP, OPTIMIZER, STEPS, Case
 KINDS = ("start weight", "loss", "gradient", "norm", "moment", "master", "weight")
 """In causal order."""
 REFUSED = "refused"
+WRONG = 1e-9
+"""An error above this is no noise of fp64."""
 
 
 class StepFacts(NamedTuple):
@@ -50,7 +52,7 @@ class Difference(NamedTuple):
     error: float
     name: str = ""
     wrong: tuple[str, ...] = ()
-    """All tensors whose error is more than 10^-6."""
+    """All tensors whose error is more than ``WRONG``."""
 
 
 @cache
@@ -166,20 +168,37 @@ def differences(got: RunFacts, wanted: RunFacts) -> dict[str, Difference]:
     """By kind, the largest error over all steps."""
     if got.refusal:
         return {REFUSED: Difference(float("inf"), got.refusal)}
-    found = {"start weight": _worst(got.start, wanted.start)}
-    for mine, truth in zip(got.steps, wanted.steps, strict=True):
-        each = {
-            "loss": Difference(abs(mine.loss / truth.loss - 1), "the loss", ("the loss",)),
-            "gradient": _worst(mine.gradients, truth.gradients, truth.addends),
-            "norm": Difference(abs(mine.norm / truth.norm - 1), "the norm", ("the norm",)),
-            "moment": _worst(mine.moments, truth.moments),
-            "master": _worst(mine.masters, truth.masters),
-            "weight": _worst(mine.weights, truth.weights),
-        }
-        for kind, figure in each.items():
-            if kind not in found or not figure.error <= found[kind].error:
-                found[kind] = figure
+    found: dict[str, Difference] = {}
+    for _, kind, figure in _each(got, wanted):
+        if kind not in found or not figure.error <= found[kind].error:
+            found[kind] = figure
     return found
+
+
+def first_wrong(got: RunFacts, wanted: RunFacts) -> tuple[str, tuple[str, ...]]:
+    """The first kind, in causal order, that has wrong tensors, and these."""
+    for _, kind, figure in _each(got, wanted):
+        if figure.wrong:
+            return kind, figure.wrong
+    return "", ()
+
+
+def _each(got: RunFacts, wanted: RunFacts) -> Iterator[tuple[int, str, Difference]]:
+    """(step, kind, difference) in causal order."""
+    if got.start:
+        yield -1, "start weight", _worst(got.start, wanted.start)
+    for step, (mine, truth) in enumerate(zip(got.steps, wanted.steps, strict=False)):
+        yield step, "loss", _number(mine.loss, truth.loss, "the loss")
+        yield step, "gradient", _worst(mine.gradients, truth.gradients, truth.addends)
+        yield step, "norm", _number(mine.norm, truth.norm, "the norm")
+        yield step, "moment", _worst(mine.moments, truth.moments)
+        yield step, "master", _worst(mine.masters, truth.masters)
+        yield step, "weight", _worst(mine.weights, truth.weights)
+
+
+def _number(got: float, wanted: float, name: str) -> Difference:
+    away = abs(got / wanted - 1)
+    return Difference(away, name, () if away <= WRONG else (name,))
 
 
 def _worst(
@@ -193,4 +212,4 @@ def _worst(
     if not errors:
         return Difference(0.0)
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    return Difference(errors[worst], worst, tuple(name for name in errors if not errors[name] <= 1e-6))
+    return Difference(errors[worst], worst, tuple(name for name in errors if not errors[name] <= WRONG))

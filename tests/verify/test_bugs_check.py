@@ -16,7 +16,16 @@ from shardwise.comm.world import join
 from shardwise.engine.engine import Engine
 from tests.verify.bugs import BUGS, BY_NAME, TIED, Bug, activation_to_the_stage_before
 from tests.verify.cases import Case
-from tests.verify.facts import REFUSED, Difference, RunFacts, differences, laid_out, plainly
+from tests.verify.facts import (
+    KINDS,
+    REFUSED,
+    Difference,
+    RunFacts,
+    differences,
+    first_wrong,
+    laid_out,
+    plainly,
+)
 
 MARGIN = 1e4
 LEAST_NOISE = 1e-16
@@ -30,6 +39,8 @@ class Measured(NamedTuple):
 
     figures: dict[str, Difference]
     noise: dict[str, Difference]
+    first: tuple[str, tuple[str, ...]]
+    """The first kind that has wrong tensors, and these."""
     check: str = ""
     """What the check of the first step says; empty: it finds nothing."""
     guard: str = ""
@@ -55,15 +66,16 @@ def _measure(world: Any, bug: Bug, finders: bool) -> Measured:
     keys = dict(bug.keys)
 
     def planted(**more: Any) -> RunFacts:
-        return laid_out(world, bug.case, bug.planted(world.rank), {**keys, **more})
+        return laid_out(world, bug.case, bug.plant(world.rank), {**keys, **more})
 
-    figures = differences(planted(), truth)
+    got = planted()
+    figures, first = differences(got, truth), first_wrong(got, truth)
     check = guard = ""
     if finders or "check" in bug.found_by:
         check = _said(planted(check_first_step="auto").refusal, "PlanError: check: the model cut by mesh.")
     if finders or "guard" in bug.found_by or "copy" in bug.shows:
         guard = _said(planted(guard={"every": 1}).refusal, "DivergedError")
-    return Measured(figures, noise, check, guard)
+    return Measured(figures, noise, first, check, guard)
 
 
 def _said(refusal: str, start: str) -> str:
@@ -78,7 +90,12 @@ def worst(rows: list[Measured]) -> Measured:
             if kind not in figures or not figure.error <= figures[kind].error:
                 figures[kind] = figure
     checks = {row.check for row in rows}
-    return rows[0]._replace(figures=figures, check=checks.pop() if len(checks) == 1 else "")
+    seen = [row.first for row in rows if row.first[0]]
+    kind = min((kind for kind, _ in seen), key=KINDS.index, default="")
+    names = tuple(dict.fromkeys(name for each, some in seen if each == kind for name in some))
+    return rows[0]._replace(
+        figures=figures, first=(kind, names), check=checks.pop() if len(checks) == 1 else ""
+    )
 
 
 def measured_on(pools: Any, names: list[str], finders: bool = False) -> dict[str, Measured]:
@@ -104,6 +121,7 @@ def complaints(bug: Bug, found: Measured) -> list[str]:
             figure, noise = found.figures[kind], max(found.noise[kind].error, LEAST_NOISE)
             if not figure.error >= MARGIN * noise:
                 said.append(f"{kind} moves by {figure.error:.2g} ({figure.name}), noise {noise:.2g}")
+        said += unlike(bug, *found.first)
     for kind, figure in found.noise.items():
         if bug.case.reference == "plain" and not figure.error <= LIMIT:
             said.append(f"without the bug {kind} is wrong by {figure.error:.2g} ({figure.name})")
@@ -111,6 +129,23 @@ def complaints(bug: Bug, found: Measured) -> list[str]:
         if finder in bug.found_by and not getattr(found, finder):
             said.append(f"{finder} does not find it")
     return said
+
+
+def unlike(bug: Bug, kind: str, names: tuple[str, ...]) -> list[str]:
+    """How what is wrong first differs from the list, which has activations too."""
+    if bug.kind == "copy":
+        return []
+    alike = {
+        "activation": ("loss", "gradient"),
+        "master": ("master", "weight"),
+        "weight": ("master", "weight"),
+    }
+    if kind not in alike.get(bug.kind, (bug.kind,)):
+        return [f"first wrong is {kind} ({', '.join(names[:3])})"]
+    if bug.kind == kind and kind not in ("loss", "norm", "moment"):
+        others = [name for name in names if not bug.may_name(name)]
+        return [f"wrong too: {', '.join(others[:3])}"] if others else []
+    return []
 
 
 SUITE = [bug.name for bug in BUGS[::6]]
@@ -151,7 +186,7 @@ def test_every_bug_changes_what_it_is_said_to_change(ranks: Any) -> None:
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.in_one_process], ids=lambda bug: bug.name)
 def test_a_bug_of_one_process_too_is_seen_by_an_independent_reference_alone(bug: Bug) -> None:
     world, alone = join(quiet=True), bug.case._replace(layout="dp=1")
-    with bug.planted(0):
+    with bug.plant(0):
         ours = laid_out(world, alone)
     figures = differences(ours, plainly(alone))
     for kind in bug.shows:
