@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+import shardwise
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.models import Gpt, GptPolicy
@@ -152,7 +153,8 @@ def test_a_language_model_stays_one_that_can_be_built_and_cut(model: dict[str, A
     assert isinstance(own, GptPolicy) and isinstance(before, GptPolicy)
     built = Gpt(own.resolved())
     assert sum(p.numel() for p in built.parameters()) < 60_000
-    assert (own.family, own.tied_head) == (before.family, before.tied_head) and own.dropout
+    assert (own.family, own.tied_head) == (before.family, before.tied_head)
+    assert bool(own.dropout) == (own.experts is None)
     kinds = {before.has_experts(i) for i in range(before.layers)}
     assert {own.has_experts(i) for i in range(own.layers)} == kinds
     assert resolve(config, 4, "cpu").config.max_grad_norm == 0.05
@@ -182,6 +184,41 @@ def test_a_model_of_unknown_code_stays_whole() -> None:
     config, shrunk = small({**given, "mesh": {"pp": 3}}, "pp=2,dp=2")
     assert not any(key.startswith("model") for key in shrunk)
     assert shrunk["pipeline.partition"].new == "parameters" and config.batch.accumulation == 3
+
+
+def train_small(world: Any, given: dict[str, Any], text: str) -> tuple[float, float]:
+    """The loss of a step of the smaller model, and its largest norm over the norm that clips it."""
+    config, _ = small(given, text)
+    assert isinstance(config.model, GptPolicy)
+    keys = config.model_dump(mode="json", exclude_unset=True, exclude={"model"})
+    engine = shardwise.initialize(Gpt(config.model.resolved()), keys, world=world)
+    generator = torch.Generator().manual_seed(engine.dp_index)
+    shape = (2, config.model.context)
+    vocab = config.model.vocab or 0
+    batches = [
+        tuple(torch.randint(0, vocab, shape, generator=generator) for _ in range(2))
+        for _ in range(engine.accumulation)
+    ]
+    result = engine.train_step(batches)
+    engine.close()
+    return result.loss, result.grad_norm / (config.max_grad_norm or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "text"),
+    [
+        ({"kv_heads": 2}, {"tp": 8}, "tp=2"),
+        ({"family": "gpt2"}, {"tp": 4}, "tp=2,recompute=full"),
+        ({"layers": 30}, {"pp": 4}, "pp=2"),
+        ({"experts": {"count": 64, "first": 3, "every": 4}}, {"dp": 8, "ep": 8}, "dp=2,ep=2,zero=1"),
+    ],
+)
+def test_a_smaller_model_trains_on_its_layout(
+    ranks: Any, model: dict[str, Any], mesh: dict[str, int], text: str
+) -> None:
+    sizes = {"layers": 24, "width": 1024, "heads": 16, "context": 4096, "vocab": 50304}
+    for loss, over in ranks(2).run(train_small, {"model": {**sizes, **model}, "mesh": mesh}, text):
+        assert 0 < loss < 10 and over > 1, "the norm is clipped"
 
 
 # Models of transformers --------------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ def _gpt_sizes(model: GptPolicy, layout: VerifiedLayout, before: VerifiedLayout)
         sizes["head_size"] = _HEAD
     if experts is not None:
         sizes["experts"] = _expert_sizes(experts, first, every, layout)
-    if model.dropout == 0:
+    if model.dropout == 0 and experts is None:  # the engine refuses dropout inside a layer of experts
         sizes["dropout"] = _DROPOUT
     return sizes
 
