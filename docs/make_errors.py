@@ -217,15 +217,11 @@ def messages_of(chapter: Chapter) -> list[str]:
     if not chapter.setting:
         return [command_message(case) for case in chapter.cases]
     programs = [chapter.setting + case.program for case in chapter.cases]
-    if chapter.ranks == 1:
-        messages = errors_of(programs)
-    else:
-        messages = shardwise.launch(errors_of, programs, ranks=chapter.ranks)
+    is_alone = chapter.ranks == 1
+    messages = errors_of(programs) if is_alone else shardwise.launch(errors_of, programs, ranks=chapter.ranks)
     for case, message in zip(chapter.cases, messages, strict=True):
         if not message:
-            raise RuntimeError(
-                f"the case {case.title!r} ended without an error; mend docs/make_errors.py"
-            )
+            raise RuntimeError(f"the case {case.title!r} ended without an error; mend docs/make_errors.py")
     return messages
 
 

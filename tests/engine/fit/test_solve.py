@@ -138,7 +138,10 @@ def test_the_value_trains_in_the_memory_and_a_fifth_more_does_not(ranks: Any, ke
         given = size | {"batch": {"micro_size": 8}}
         if key == "ranks":
             # Blocks enough that the state of half a rank outweighs what ranks gather: one rank needs a fourth more.
-            return size | {"batch": {"global_size": 32, "micro_size": 1}, "model": size["model"] | {"layers": 6}}
+            return size | {
+                "batch": {"global_size": 32, "micro_size": 1},
+                "model": size["model"] | {"layers": 6},
+            }
         if key == "batch.micro_size":
             return size | {"batch": {"micro_size": value}}
         return given | {"model": size["model"] | {key.partition(".")[2]: value}}

@@ -33,7 +33,7 @@ from tests.ranks import RankPool, RanksError
 def quickly(patience_s: float = 1.0) -> Iterator[None]:
     """The watch of this process in scaled time.
 
-    An engine of an earlier test that waits for the garbage collector would still lend its patience to the watch.
+    An engine of an earlier test that waits for the garbage collector would still lend its patience to background saves.
     """
     gc.collect()
     patch = pytest.MonkeyPatch()
@@ -110,8 +110,12 @@ def hung(
     fifo: str,
     pids: list[int],
 ) -> str:
-    """Return what this rank's ``call`` raised while rank ``who`` did ``how`` before its own."""
+    """Return what this rank's ``call`` raised while rank ``who`` did ``how`` before its own.
+
+    A call is limited by its own engine, and not by another one that allows more. A background save may belong to any.
+    """
     with quickly():
+        other = None if call is save_behind_and_wait else build(comm={"timeout_s": 600.0})
         engine = build()
         step(engine)
         engine.save(folder, asynchronous=False)
@@ -128,6 +132,7 @@ def hung(
             if world.rank != who:
                 wake(fifo, pids[who])
             engine.world.release()
+            del other
     return said
 
 
