@@ -39,7 +39,7 @@ def test_a_collective_of_a_rank_that_works_alone_is_an_error() -> None:
 
 
 def test_a_wait_for_texts_has_the_limits_of_the_engine_that_is_called() -> None:
-    """An engine with ``timeout_s: 600`` in the same process once kept the load of another one waiting as long."""
+    """An engine with ``timeout_s: 600`` on the same World kept the load of another one waiting as long."""
     watch = Watchdog(0, [RankIdentity("here", 1, "cpu")] * 2, SealedStore(dist.HashStore(), b"key"), "watch")
     patient, brief = StepClock(600.0, watch=watch), StepClock(60.0, watch=watch)
     texts = AwaitedTexts("load/1", (0, 1), ("load/1/0", "load/1/1"))

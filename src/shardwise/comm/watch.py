@@ -417,7 +417,7 @@ class Watchdog:
         """Record that the calling thread waits for texts of other ranks, until ``end``.
 
         In an engine's call the limits of that engine hold. Elsewhere, as in a background save, the longest limits of
-        all engines of the process hold, because the thread may wait for any of them.
+        all engines of the World hold, because the thread may wait for any of them.
 
         Args:
             rank: This rank.
