@@ -118,8 +118,8 @@ def hung(
 ) -> str:
     """Return what this rank's ``call`` raised while rank ``who`` did ``how`` before its own.
 
-    A call is limited by its own engine, and not by another one on the same World that allows more. A background save may
-    belong to any of them.
+    A call is limited by its own engine, and not by another one on the same World that allows more. A background save
+    may belong to any of them.
     """
     with quickly():
         engine = build()
