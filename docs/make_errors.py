@@ -201,28 +201,33 @@ def page() -> str:
                 lines += [f"Every program of this chapter {begin}", "", SHOWN, "```python"]
                 lines += ["import torch", "from torch import nn", "", "import shardwise", ""]
                 lines += [chapter.setting.rstrip(), "```", ""]
-            for case in chapter.cases:
+            for case, message in zip(chapter.cases, messages_of(chapter), strict=True):
                 kind = "python" if chapter.setting else "bash"
                 lines += [f"### {case.title}", "", SHOWN, f"```{kind}", case.program, "```", "", "```text"]
-                lines += [*wrapped(message_of(chapter, case)), "```", "", case.advice, ""]
+                lines += [*wrapped(message), "```", "", case.advice, ""]
     return MADE + "\n".join(lines).rstrip() + "\n"
 
 
-def message_of(chapter: Chapter, case: Case) -> str:
-    """Return the class and the text of the error that the case ends with on rank 0.
+def messages_of(chapter: Chapter) -> list[str]:
+    """Return the class and the text of the error that each case of a chapter ends with on rank 0.
 
     Raises:
-        RuntimeError: if the program ends without an error, or with one that is not of Shardwise.
+        RuntimeError: if a program ends without an error, or with one that is not of Shardwise.
     """
     if not chapter.setting:
-        return command_message(case)
-    if chapter.ranks == 1:
-        message = error_of(chapter.setting + case.program)
-    else:
-        message = shardwise.launch(error_of, chapter.setting + case.program, ranks=chapter.ranks)
-    if not message:
-        raise RuntimeError(f"the case {case.title!r} ended without an error; mend docs/make_errors.py")
-    return message
+        return [command_message(case) for case in chapter.cases]
+    programs = [chapter.setting + case.program for case in chapter.cases]
+    is_alone = chapter.ranks == 1
+    messages = errors_of(programs) if is_alone else shardwise.launch(errors_of, programs, ranks=chapter.ranks)
+    for case, message in zip(chapter.cases, messages, strict=True):
+        if not message:
+            raise RuntimeError(f"the case {case.title!r} ended without an error; mend docs/make_errors.py")
+    return messages
+
+
+def errors_of(programs: list[str]) -> list[str]:
+    """Return the errors of programs that one process runs in turn."""
+    return [error_of(program) for program in programs]
 
 
 def error_of(program: str) -> str:

@@ -122,7 +122,7 @@ class StepClock:
         if is_outermost and meets:
             self.met = set()
         try:
-            with self.watch.within(call):
+            with self.watch.within(call, self):
                 yield
         finally:
             if is_outermost:

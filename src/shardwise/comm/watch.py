@@ -260,6 +260,8 @@ class _ThreadActivities:
         """Thread of this process that each thread waits for."""
         self.calls: dict[int, str] = {}
         """Collective call of the engine that each thread is in."""
+        self.clocks: dict[int, Any] = {}
+        """Clock of the engine whose call each thread is in."""
         self.patiences: weakref.WeakKeyDictionary[Any, WaitLimits] = weakref.WeakKeyDictionary()
         """Limits of an engine's waits, by the engine's clock."""
         self.stacks = _RemoteStacks()
@@ -346,20 +348,25 @@ class Watchdog:
         self._doings.patiences[clock] = patience
 
     @contextlib.contextmanager
-    def within(self, call: str) -> Iterator[None]:
+    def within(self, call: str, clock: Any = None) -> Iterator[None]:
         """Name the call that the calling thread is in inside the ``with`` block, which all ranks must make.
 
         The outermost call counts.
+
+        Args:
+            call: Name of the call.
+            clock: Clock of the engine that is called, whose limits hold for waits for texts; None: those of any engine.
         """
         thread = threading.get_ident()
         if thread in self._doings.calls:
             yield
             return
         self._doings.calls[thread] = call
+        self._doings.clocks[thread] = clock
         try:
             yield
         finally:
-            del self._doings.calls[thread]
+            del self._doings.calls[thread], self._doings.clocks[thread]
 
     @property
     def call(self) -> str:
@@ -409,13 +416,18 @@ class Watchdog:
     def begin_words(self, rank: int, what: str, words: AwaitedTexts, timeout_s: float) -> None:
         """Record that the calling thread waits for texts of other ranks, until ``end``.
 
+        In an engine's call the limits of that engine hold. Elsewhere, as in a background save, the longest limits of
+        all engines of the World hold, because the thread may wait for any of them.
+
         Args:
             rank: This rank.
             what: Name of the exchange.
             words: The texts.
             timeout_s: Seconds that the wait may take.
         """
-        patiences = list(self._doings.patiences.values())
+        clock = self._doings.clocks.get(threading.get_ident())
+        own = None if clock is None else self._doings.patiences.get(clock)
+        patiences = list(self._doings.patiences.values()) if own is None else [own]
         longest = [max(each) for each in zip(*patiences, strict=True)] or [timeout_s] * 3
         patience_s, standstill_s, ends_s = longest
         self._waits[threading.get_ident()] = CollectiveWait(

@@ -253,16 +253,34 @@ def test_no_bound_of_a_point_is_above_its_price_or_its_peak(monkeypatch: pytest.
     assert any(point.bounds[2] > 1.05 * point.bounds[1] for point in points), "a point's own bound is higher"
 
 
+def test_bounds_hold_where_a_device_sums_the_replicas_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound once counted these sums behind Python, beside which they run, and was up to 3 % above the price."""
+    points = bounded(
+        monkeypatch,
+        make=gpt,
+        config=GIVEN | {"mesh": {"tp": 2, "dp": {"replicate": 2, "shard": 2}}},
+        example=tokens,
+        ranks=8,
+        device=torch.device("cuda"),
+        hardware=find_hardware("h100"),
+        knobs=("zero.stage",),
+        per_host=4,
+    )
+    check_bounds(points)
+    assert len(points) >= 3
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_bounds_hold_at_thousands_of_points(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Each device has more than 1,300 points."""
     hardware: Hardware = RATES if device == "cpu" else find_hardware(device)
     knobs = ("mesh.pp", "mesh.tp", "batch.micro_size", "pipeline.schedule", "pipeline.virtual_stages")
-    knobs += ("recompute", "zero.stage", "mesh.dp", "zero.exchange", "zero.reduce")
+    knobs += ("recompute", "zero.stage", "mesh.dp", "zero.exchange", "zero.reduce", "tiles.mlp")
     points = bounded(
         monkeypatch,
         make=lambda: gpt(4),
-        config={"batch": {"global_size": 16, "micro_size": 2}, "optimizer": {"type": "adamw"}},
+        config={"batch": {"global_size": 32, "micro_size": 2}, "optimizer": {"type": "adamw"}},
         example=tokens,
         ranks=8,
         device=torch.device("cpu" if device == "cpu" else "cuda"),
@@ -272,7 +290,7 @@ def test_bounds_hold_at_thousands_of_points(monkeypatch: pytest.MonkeyPatch, dev
     )
     check_bounds(points)
     print(device, len(points), "points")
-    assert len(points) >= 2000
+    assert len(points) >= 1300
 
 
 @pytest.mark.soak

@@ -137,7 +137,11 @@ def test_the_value_trains_in_the_memory_and_a_fifth_more_does_not(ranks: Any, ke
     def with_value(value: int) -> dict[str, Any]:
         given = size | {"batch": {"micro_size": 8}}
         if key == "ranks":
-            return size | {"batch": {"global_size": 32, "micro_size": 8}}
+            # Blocks enough that the state of half a rank outweighs what ranks gather: one rank needs a fourth more.
+            return size | {
+                "batch": {"global_size": 32, "micro_size": 1},
+                "model": size["model"] | {"layers": 6},
+            }
         if key == "batch.micro_size":
             return size | {"batch": {"micro_size": value}}
         return given | {"model": size["model"] | {key.partition(".")[2]: value}}
@@ -152,4 +156,5 @@ def test_the_value_trains_in_the_memory_and_a_fifth_more_does_not(ranks: Any, ke
     cap = int(1.01 * memory)
     assert all(ranks(count).run(trains, first, cap))
     other = more if key == "ranks" else count
+    assert needs(with_value(more), other) > 1.05 * memory
     assert not any(ranks(other).run(trains, with_value(more), cap))

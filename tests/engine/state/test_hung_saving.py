@@ -33,7 +33,7 @@ from tests.ranks import RankPool, RanksError
 def quickly(patience_s: float = 1.0) -> Iterator[None]:
     """The watch of this process in scaled time.
 
-    An engine of an earlier test that waits for the garbage collector would still lend its patience to the watch.
+    Engines of earlier tests are collected first, with their threads.
     """
     gc.collect()
     patch = pytest.MonkeyPatch()
@@ -84,6 +84,12 @@ def build(stage: int = 0, **config: Any) -> shardwise.Engine:
     )
 
 
+def another(world: World, config: dict[str, Any]) -> shardwise.Engine:
+    return shardwise.initialize(
+        nn.Linear(4, 1), config, loss=lambda net, x: net(x).square().mean(), world=world
+    )
+
+
 def step(engine: shardwise.Engine) -> None:
     engine.train_step([torch.ones(2, 4)])
 
@@ -110,9 +116,15 @@ def hung(
     fifo: str,
     pids: list[int],
 ) -> str:
-    """Return what this rank's ``call`` raised while rank ``who`` did ``how`` before its own."""
+    """Return what this rank's ``call`` raised while rank ``who`` did ``how`` before its own.
+
+    A call is limited by its own engine, and not by another one on the same World that allows more. A background save
+    may belong to any of them.
+    """
     with quickly():
         engine = build()
+        given = {"comm": {"timeout_s": 600.0}}
+        other = None if call is save_behind_and_wait else another(engine.world, given)
         step(engine)
         engine.save(folder, asynchronous=False)
         step(engine)
@@ -128,6 +140,7 @@ def hung(
             if world.rank != who:
                 wake(fifo, pids[who])
             engine.world.release()
+            del other
     return said
 
 

@@ -340,7 +340,11 @@ class JobBounds:
                 total = total.plus(
                     LaneSeconds(passes_s=seconds) if stands else LaneSeconds(exchange_s=seconds)
                 )
-            total = total.plus(LaneSeconds(norm_s=alike.number * self._sent_s(calls.replicas, mesh)))
+            # On a device, if the list has a SUM, Python runs on while the replicas of shards are summed.
+            summed_s = alike.number * self._sent_s(calls.replicas, mesh)
+            total = total.plus(
+                LaneSeconds(passes_s=summed_s) if self._is_cpu else LaneSeconds(exchange_s=summed_s)
+            )
             pairs = list(zip(buckets, alike.unit.buckets, strict=True))
             whole = min((new.elements / old.elements for new, old in pairs), default=1.0)
             cut = min((new.shard_elements / old.shard_elements for new, old in pairs), default=1.0)
