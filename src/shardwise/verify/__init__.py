@@ -1,0 +1,1 @@
+"""Verification that a job on any layout computes what one process computes."""
