@@ -211,9 +211,9 @@ def join(x: Tensor, site: ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     return x if site.size == 1 else _Join.apply(x, site, dim)
 
 
-def scale(x: Tensor, factor: float) -> Tensor:
-    """Return ``x``; in the backward pass, multiply the gradient by ``factor``."""
-    return _Scale.apply(x, factor)
+def scale(x: Tensor, factor: float, group: Group) -> Tensor:
+    """Return ``x``; in the backward pass, multiply the gradient by ``factor``, 1/N or N for the N ranks of ``group``."""
+    return _Scale.apply(x, factor, group)
 
 
 class _Dual(torch.autograd.Function):
@@ -308,11 +308,13 @@ class _Join(_Dual):
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor, ctx.gives = factor, "ADDENDS" if factor > 1 else "WHOLE"
+    def forward(ctx: Any, x: Tensor, factor: float, group: Group) -> Tensor:
+        ctx.factor, ctx.group, ctx.gives = factor, group, "ADDENDS" if factor > 1 else "WHOLE"
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad * ctx.factor, None
+        scaled = grad * ctx.factor
+        note_move(ctx.group, "scale", grad, scaled, 0)
+        return scaled, None, None

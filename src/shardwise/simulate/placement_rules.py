@@ -144,34 +144,63 @@ def _copied(args: Any, get: Get) -> Lie:
     if target.numel() * target.itemsize == target.untyped_storage().nbytes():
         return lie
     before = get(target)
+    if {before.kind, lie.kind} == {"own", "addend"}:
+        return OWN
     return lie if before.kind in ("zero", lie.kind) else UNKNOWN
 
 
 # Views and other linear operations of one tensor -------------------------------------------------------------------
 
 
-def _reshaped(lie: Lie, before: Sequence[int], after: Sequence[int]) -> Lie:
-    """Return the placement after a reshape: the dim that contains the largest stride of the factor that is cut."""
+def _reshaped(lie: Lie, before: Sequence[int], after: Sequence[int], given: Sequence[int]) -> Lie:
+    """Return the placement after a reshape: the dim that contains the largest stride of the factor that is cut.
+
+    A rank that holds one head has a dim of size 1 there, which such a stride does not show. A dim of size 1 in that
+    place counts as the one that is cut if the call left its size open, or if the call splits the dim.
+
+    Args:
+        lie: The placement before.
+        before: The shape before.
+        after: The shape after.
+        given: The sizes as the call gave them, -1 for one that it left open.
+    """
     if lie.kind != "slice":
         return lie
     inner = math.prod(before[lie.dim + 1 :]) * lie.inner
     stop = inner * lie.factor
-    stride = math.prod(after)
-    for dim, size in enumerate(after):
-        stride //= max(size, 1)
+    strides = [math.prod(after[dim + 1 :]) for dim in range(len(after))]
+    units = [dim for dim, size in enumerate(after) if size == 1 and strides[dim] == stop]
+    is_open = [dim for dim in units if dim < len(given) and given[dim] == -1]
+    splits = len(after) > len(before) and -1 not in given
+    if units and (is_open or splits or lie.factor == 1):
+        return slice_of((is_open or units)[-1], 1)
+    for dim, (size, stride) in enumerate(zip(after, strides, strict=True)):
         if size > 1 and stride < stop <= stride * size:
             start = max(inner, stride)
             return slice_of(dim, stop // start, start // stride)
-        if size > 1 and stride < stop:
-            return UNKNOWN
-    # A factor of one place: the dim of that stride, with the same number of dims before it.
-    if len(before) == len(after):
-        return lie
     return UNKNOWN if lie.factor > 1 else OWN
 
 
+def in_memory(lie: Lie, form: tuple[Sequence[int], Sequence[int]], tensor: Tensor) -> Lie:
+    """Return the placement of a tensor whose memory was written through another view as a slice.
+
+    Args:
+        lie: Placement of the other view.
+        form: Shape and strides of the other view.
+        tensor: The tensor.
+    """
+    inner = form[1][lie.dim] * lie.inner
+    stop = inner * lie.factor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride < stop <= stride * size:
+            start = max(inner, stride)
+            return slice_of(dim, stop // start, start // stride)
+    return UNKNOWN
+
+
 def _view(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
-    return _reshaped(get(args[0]), args[0].shape, _first(out).shape)
+    given = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    return _reshaped(get(args[0]), args[0].shape, _first(out).shape, given)
 
 
 def _same(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
@@ -405,12 +434,14 @@ def _contracted(one: Lie, other: Lie, row: int, column: int, batch: int) -> Lie:
         return ADDEND
     if "own" in (one.kind, other.kind):
         return OWN
+    slices = [each for each in (one, other) if each.kind == "slice"]
+    if len(slices) == 2 and 1 in (one.factor, other.factor) and batch and min(one.dim, other.dim) >= batch:
+        return UNKNOWN  # the rank's only head, whose dim of size 1 a reshape has hidden
     if (one.kind == "slice" and one.dim == column) or (other.kind == "slice" and other.dim == row):
         both = one.kind == other.kind == "slice"
         if both and not (one.dim == column and other.dim == row):
             raise Mismatch("factors cut along the same dim", f"{one} times {other}", OWN)
         return ADDEND
-    slices = [each for each in (one, other) if each.kind == "slice"]
     if len({each.dim for each in slices}) > 1 or (len(slices) == 2 and slices[0].dim >= batch):
         raise Mismatch("at most one factor cut, or both along one dim", f"{one} times {other}", OWN)
     return slices[0] if slices else WHOLE

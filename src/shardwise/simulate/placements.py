@@ -44,6 +44,7 @@ from shardwise.simulate.placement_rules import (
     ZERO,
     Lie,
     Mismatch,
+    in_memory,
     placements_of,
     slice_of,
 )
@@ -87,7 +88,8 @@ class _Written(NamedTuple):
 
     count: int
     lie: Lie
-    shape: tuple[int, ...]
+    form: tuple[Sequence[int], Sequence[int]]
+    """Shape and strides of the tensor through which it was written."""
 
 
 class PlacementMode(TorchDispatchMode):
@@ -137,6 +139,8 @@ class PlacementMode(TorchDispatchMode):
     def set(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor."""
         self._count += 1
+        if lie.kind == "slice" and lie.factor * lie.inner > tensor.shape[lie.dim]:
+            lie = slice_of(lie.dim, tensor.shape[lie.dim])
         self._lies[tensor] = (self._count, lie)
 
     def get(self, tensor: Tensor) -> Lie:
@@ -145,14 +149,14 @@ class PlacementMode(TorchDispatchMode):
         written = self._written.get(tensor.untyped_storage()) if self._written else None
         if written is None or written.count <= count:
             return lie
-        if written.lie.kind != "slice" or written.shape == tuple(tensor.shape):
+        if written.lie.kind != "slice" or written.form == (tensor.shape, tensor.stride()):
             return written.lie
-        return UNKNOWN
+        return in_memory(written.lie, written.form, tensor)
 
     def write(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor and of all others in its storage."""
         self.set(tensor, lie)
-        self._written[tensor.untyped_storage()] = _Written(self._count, lie, tuple(tensor.shape))
+        self._written[tensor.untyped_storage()] = _Written(self._count, lie, (tensor.shape, tensor.stride()))
 
     def line_of(self, module: str) -> str:
         """Return the first line of source that ran inside a module in the forward pass."""
@@ -185,6 +189,9 @@ class PlacementMode(TorchDispatchMode):
             return True
         given = [self.get(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         out = func(*args, **kwargs)
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if not made:
+            return out
         place = self._place()
         self.operations += 1
         name = str(func._overloadpacket).removeprefix("aten.")
@@ -193,10 +200,13 @@ class PlacementMode(TorchDispatchMode):
         except Mismatch as error:
             self.refuse(name, error.wanted, error.found, place)
             lies = error.instead
-        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         found = list(lies) if isinstance(lies, list) else [lies] * len(made)
+        import os
+        if os.environ.get("DBG") and (os.environ["DBG"]=="all" or (UNKNOWN in found and UNKNOWN not in given)): print("DBG",name,[str(x)+str(tuple(x[2:])) for x in given],[tuple(t.shape) for t in tree_leaves((args,kwargs)) if isinstance(t,Tensor)],"->",[str(x)+str(tuple(x[2:])) for x in found],[tuple(t.shape) for t in made],place)
         if any(lie is UNKNOWN for lie in found) and UNKNOWN not in given:
             self.unknown.append(UnknownOperation(name, *place))
+        if name == "embedding" and (self.get(args[0]).kind, self.get(args[0]).dim) == ("slice", 0):
+            self.write(args[1], OWN)  # places among the rank's own rows
         inputs = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         for tensor, lie in zip(made, found, strict=False):
             (self.write if id(tensor) in inputs else self.set)(tensor, lie)
@@ -271,6 +281,8 @@ class PlacementTransport(NoTransport):
             if lie.kind == "whole" or (lie.kind == "slice" and lie.dim != dim):
                 mode.refuse(what, f"a slice of dim {dim}", str(lie))
             mode.set(after, WHOLE)
+        elif move == "scale":
+            mode.set(after, {"whole": ADDEND, "addend": WHOLE}.get(lie.kind, lie))
         elif move == "own rows":
             mode.set(after, ADDEND)
         else:
