@@ -80,9 +80,7 @@ class Mismatch(Exception):  # noqa: N818 - caught by the mode, never by a user
         self.wanted, self.found, self.instead = wanted, found, instead
 
 
-def placements_of(
-    func: Any, name: str, args: Any, kwargs: Any, out: Any, get: Get
-) -> "Lie | list[Lie]":
+def placements_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
     """Return the placement of each tensor in ``out``, or one for all.
 
     Args:
@@ -313,7 +311,9 @@ def _reduced(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | li
 def _along(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
     """Return the placement of an operation along one dim, such as a softmax."""
     lie, dims = get(args[0]), args[0].dim()
-    given = args[-2] if name.endswith("_backward_data") else args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    given = (
+        args[-2] if name.endswith("_backward_data") else args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    )
     if name in ("topk",):
         given = args[2] if len(args) > 2 else -1
     dim = given % dims
@@ -395,11 +395,18 @@ def _pointwise(name: str, args: Any, out: Any, get: Get) -> Lie:
         kinds = {lie.kind for lie in lies[1:]}
         if kinds <= {"addend", "zero"}:
             return ADDEND
-    if name == "masked_fill" and lies[0].kind == "addend" and lies[1].kind == "whole" and _is_number(args[2], 0):
+    if (
+        name == "masked_fill"
+        and lies[0].kind == "addend"
+        and lies[1].kind == "whole"
+        and _is_number(args[2], 0)
+    ):
         return ADDEND
     if name == "addcmul":
         return _sum([lies[0], _product(lies[1:], tensors[1:], result)], [tensors[0], result], result)
-    raise Mismatch("a tensor that is not an addend", "Partial", _united_without_addends(lies, tensors, result))
+    raise Mismatch(
+        "a tensor that is not an addend", "Partial", _united_without_addends(lies, tensors, result)
+    )
 
 
 def _united_without_addends(lies: Sequence[Lie], tensors: Sequence[Tensor], out: Tensor) -> Lie:
@@ -418,7 +425,9 @@ def _joined(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | lis
         return _sum(lies, tensors, out)
     found = _united(lies, tensors, out)
     if found.kind == "slice" and found.dim == dim % out.dim():
-        smallest = min((each for each, lie in zip(tensors, lies, strict=True) if lie.kind == "slice"), key=Tensor.numel)
+        smallest = min(
+            (each for each, lie in zip(tensors, lies, strict=True) if lie.kind == "slice"), key=Tensor.numel
+        )
         return slice_of(found.dim, smallest.shape[found.dim])
     return found
 
@@ -518,14 +527,14 @@ def _attention(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | 
     if not cut:
         return OWN if any(lie.kind == "own" for lie in lies) else WHOLE
     if len({lie.dim for lie in cut}) > 1 or cut[0].dim > 1:
-        raise Mismatch("samples or heads cut alike, and whole sequences", " and ".join(map(str, cut[:3])), OWN)
+        raise Mismatch(
+            "samples or heads cut alike, and whole sequences", " and ".join(map(str, cut[:3])), OWN
+        )
     made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
     if not is_backward:
         return [cut[0] if each.dim() > cut[0].dim else WHOLE for each in made]
     inputs = lies[1:4]
-    return [
-        cut[0] if i >= len(inputs) or inputs[i].kind == "slice" else ADDEND for i in range(len(made))
-    ]
+    return [cut[0] if i >= len(inputs) or inputs[i].kind == "slice" else ADDEND for i in range(len(made))]
 
 
 def _row_loss(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
@@ -551,7 +560,11 @@ def _picked(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | lis
     tensors = [each for each in (args[0], *args[2:]) if isinstance(each, Tensor)]
     lies, dim = [get(each) for each in tensors], args[1] % args[0].dim()
     if any(lie.kind == "addend" for lie in lies):
-        return _sum([lies[0], *lies[2:]], [tensors[0], *tensors[2:]], out) if lies[1].kind == "whole" else UNKNOWN
+        return (
+            _sum([lies[0], *lies[2:]], [tensors[0], *tensors[2:]], out)
+            if lies[1].kind == "whole"
+            else UNKNOWN
+        )
     found = _united(lies, [out] * len(lies), out)
     if found.kind == "slice" and found.dim == dim and name == "gather":
         return OWN
@@ -573,16 +586,69 @@ def _chosen(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | lis
 
 
 _EMPTY = frozenset(
-    "empty new_empty empty_strided new_empty_strided zeros new_zeros zeros_like empty_like".split()
+    [
+        "empty",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "zeros",
+        "new_zeros",
+        "zeros_like",
+        "empty_like",
+    ]
 )
-_FACTORIES = _EMPTY | frozenset("ones ones_like full full_like new_full new_ones arange scalar_tensor".split())
-_VIEWS = frozenset("view _unsafe_view reshape detach alias clone t transpose permute expand slice select".split())
-_LINEAR = frozenset("neg clone _to_copy contiguous detach alias positive real conj lift_fresh tril triu".split())
+_FACTORIES = _EMPTY | frozenset(
+    ["ones", "ones_like", "full", "full_like", "new_full", "new_ones", "arange", "scalar_tensor"]
+)
+_VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "detach",
+        "alias",
+        "clone",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+    ]
+)
+_LINEAR = frozenset(
+    [
+        "neg",
+        "clone",
+        "_to_copy",
+        "contiguous",
+        "detach",
+        "alias",
+        "positive",
+        "real",
+        "conj",
+        "lift_fresh",
+        "tril",
+        "triu",
+    ]
+)
 _LINEAR_IN_FIRST = frozenset(
-    "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward native_dropout_backward "
-    "hardswish_backward hardtanh_backward elu_backward leaky_relu_backward softplus_backward mish_backward".split()
+    [
+        "gelu_backward",
+        "silu_backward",
+        "tanh_backward",
+        "sigmoid_backward",
+        "threshold_backward",
+        "native_dropout_backward",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "elu_backward",
+        "leaky_relu_backward",
+        "softplus_backward",
+        "mish_backward",
+    ]
 )
-_POINTWISE = frozenset("native_dropout masked_fill where".split())
+_POINTWISE = frozenset(["native_dropout", "masked_fill", "where"])
 
 Rule = Callable[[str, Any, Any, Any, Get], "Lie | list[Lie]"]
 _CLASSES: dict[str, Rule] = {

@@ -65,7 +65,9 @@ class PlacementProblem(NamedTuple):
 
     def __str__(self) -> str:
         where = f" at {self.line}" if self.line else ""
-        return f"{self.name} in {self.module or 'the model'}{where}: expected {self.wanted}, found {self.found}"
+        return (
+            f"{self.name} in {self.module or 'the model'}{where}: expected {self.wanted}, found {self.found}"
+        )
 
 
 class UnknownOperation(NamedTuple):
@@ -86,7 +88,8 @@ class _Place(NamedTuple):
 class _Written(NamedTuple):
     """The last write into a storage by an operation in place or by a collective."""
 
-    count: int
+    order: int
+    """Number of the write among all results and writes."""
     lie: Lie
     form: tuple[Sequence[int], Sequence[int]]
     """Shape and strides of the tensor through which it was written."""
@@ -147,7 +150,7 @@ class PlacementMode(TorchDispatchMode):
         """Return the placement of a tensor; of a tensor made outside of the pass, whole."""
         count, lie = self._lies.get(tensor, (0, WHOLE))
         written = self._written.get(tensor.untyped_storage()) if self._written else None
-        if written is None or written.count <= count:
+        if written is None or written.order <= count:
             return lie
         if written.lie.kind != "slice" or written.form == (tensor.shape, tensor.stride()):
             return written.lie
@@ -201,8 +204,6 @@ class PlacementMode(TorchDispatchMode):
             self.refuse(name, error.wanted, error.found, place)
             lies = error.instead
         found = list(lies) if isinstance(lies, list) else [lies] * len(made)
-        import os
-        if os.environ.get("DBG") and (os.environ["DBG"]=="all" or (UNKNOWN in found and UNKNOWN not in given)): print("DBG",name,[str(x)+str(tuple(x[2:])) for x in given],[tuple(t.shape) for t in tree_leaves((args,kwargs)) if isinstance(t,Tensor)],"->",[str(x)+str(tuple(x[2:])) for x in found],[tuple(t.shape) for t in made],place)
         if any(lie is UNKNOWN for lie in found) and UNKNOWN not in given:
             self.unknown.append(UnknownOperation(name, *place))
         if name == "embedding" and (self.get(args[0]).kind, self.get(args[0]).dim) == ("slice", 0):
@@ -332,7 +333,7 @@ def derive(
             ends = [each for each in forward() if each.requires_grad]
             gradients = [torch.ones_like(each) for each in ends]
             for end, gradient in zip(ends, gradients, strict=True):
-                mode.set(gradient, transposed(mode.get(end)))
+                mode.set(gradient, gradient_of(mode.get(end)))
             if ends:
                 torch.autograd.backward(ends, gradients)
     finally:
@@ -343,6 +344,6 @@ def derive(
     return found
 
 
-def transposed(lie: Lie) -> Lie:
-    """Return the placement of the gradient that arrives for the result of a stage: equal to that of the result."""
+def gradient_of(lie: Lie) -> Lie:
+    """Return the placement of the gradient that arrives for a result: zeros have a whole gradient."""
     return WHOLE if lie is ZERO else lie

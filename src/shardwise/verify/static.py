@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from shardwise.base.pytree import tensors_in
 from shardwise.comm.transports import NoTransport, Transport
+from shardwise.compose.plan import make_plan
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit.foresee import StageOnShapes, read, visit_stages
 from shardwise.engine.parts.inputs import Loss
+from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.plan.registry import TensorInfo
 from shardwise.simulate.placements import (
     PlacementMode,
@@ -34,7 +36,6 @@ from shardwise.simulate.placements import (
     derive,
     lie_of,
 )
-from shardwise.compose.plan import make_plan
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def static_problems(
     check = _StageCheck(
         {name: info for info in registry.of_kind("parameter") for name in (info.name, *info.aliases)},
         {name: info for info in registry.of_kind("gradient") for name in (info.name, *info.aliases)},
+        tuple({name.rpartition(".")[0] or name for name in find_stacks(make()).stacks}),
     )
     visit_stages(known, make, example, loss, check.transport_of, check)
     return check.result()
@@ -98,9 +100,16 @@ class _StageCheck:
     Args:
         parameters: Registered parameters by each of their names.
         gradients: Registered gradients by each of their names.
+        uncovered: Names of modules that choose experts: each rank computes rows of its own there, which no rule covers.
     """
 
-    def __init__(self, parameters: Mapping[str, TensorInfo], gradients: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, TensorInfo],
+        gradients: Mapping[str, TensorInfo],
+        uncovered: tuple[str, ...],
+    ) -> None:
+        self._uncovered = uncovered
         self._parameters = parameters
         self._gradients = gradients
         self._mode: PlacementMode | None = None
@@ -137,7 +146,11 @@ class _StageCheck:
             self._compare(name, str(lie), mode)
         self._operations += mode.operations
         self._unknown += mode.unknown
-        self._problems += mode.problems
+        for each in mode.problems:
+            if self._is_uncovered(each.module):
+                self._unknown.append(UnknownOperation(each.name, each.module, each.line))
+            else:
+                self._problems.append(each)
         leaving = [torch.empty_like(each, requires_grad=each.requires_grad) for each in tensors_in(ends)]
         for like, end in zip(leaving, ends, strict=True):
             mode.set(like, mode.get(end))
@@ -149,17 +162,15 @@ class _StageCheck:
         module = name.rpartition(".")[0]
         line = mode.line_of(module)
         self._compared += 1
-        if found == "unknown":
+        if found == "unknown" or self._is_uncovered(module):
             self._unknown.append(UnknownOperation(f"gradient of {name}", module, line))
-        elif _kind(found) != _kind(str(lie_of(wanted, (1,) * 9))):
-            mode.problems.append(
-                PlacementProblem(name, module, line, f"gradient {lie_of(wanted, (1,) * 9)}", f"gradient {found}")
-            )
+        elif found.partition("(")[0] != type(wanted).__name__:
+            said = f"gradient {type(wanted).__name__}"
+            mode.problems.append(PlacementProblem(name, module, line, said, f"gradient {found}"))
+
+    def _is_uncovered(self, module: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for name in self._uncovered)
 
     def result(self) -> StaticPart:
         """Return what was found in all stages."""
         return StaticPart(self._operations, self._compared, tuple(self._unknown), tuple(self._problems))
-
-
-def _kind(placement: str) -> str:
-    return placement.partition("(")[0]
