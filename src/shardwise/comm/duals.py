@@ -212,7 +212,7 @@ def join(x: Tensor, site: ExchangeSite, dim: int = SEQUENCE) -> Tensor:
 
 
 def scale(x: Tensor, factor: float, group: Group) -> Tensor:
-    """Return ``x``; in the backward pass, multiply the gradient by ``factor``, 1/N or N for the N ranks of ``group``."""
+    """Return ``x``; in the backward pass, multiply the gradient by ``factor``, 1/N or N for the N ranks."""
     return _Scale.apply(x, factor, group)
 
 

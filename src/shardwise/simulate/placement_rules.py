@@ -601,7 +601,7 @@ _FACTORIES = _EMPTY | frozenset(
     ["ones", "ones_like", "full", "full_like", "new_full", "new_ones", "arange", "scalar_tensor"]
 )
 _VIEWS = frozenset(
-    [
+    {
         "view",
         "_unsafe_view",
         "reshape",
@@ -614,10 +614,10 @@ _VIEWS = frozenset(
         "expand",
         "slice",
         "select",
-    ]
+    }
 )
 _LINEAR = frozenset(
-    [
+    {
         "neg",
         "clone",
         "_to_copy",
@@ -630,10 +630,10 @@ _LINEAR = frozenset(
         "lift_fresh",
         "tril",
         "triu",
-    ]
+    }
 )
 _LINEAR_IN_FIRST = frozenset(
-    [
+    {
         "gelu_backward",
         "silu_backward",
         "tanh_backward",
@@ -646,7 +646,7 @@ _LINEAR_IN_FIRST = frozenset(
         "leaky_relu_backward",
         "softplus_backward",
         "mish_backward",
-    ]
+    }
 )
 _POINTWISE = frozenset(["native_dropout", "masked_fill", "where"])
 
