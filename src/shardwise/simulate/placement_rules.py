@@ -30,7 +30,7 @@ Kind = Literal["whole", "slice", "addend", "own", "zero", "unknown"]
 
 
 class Lie(NamedTuple):
-    """How a tensor lies on the ranks of one axis."""
+    """Placement of one tensor on the ranks of one axis, with the factor of a dim that is cut."""
 
     kind: Kind
     dim: int = -1

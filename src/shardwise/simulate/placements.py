@@ -108,6 +108,8 @@ class PlacementMode(TorchDispatchMode):
         super().__init__()
         self.operations = 0
         """Number of operations that were checked."""
+        self.unknown_results = 0
+        """Number of operations whose result is unknown, those that follow an unknown operation included."""
         self.problems: list[PlacementProblem] = []
         self.unknown: list[UnknownOperation] = []
         self._names = {id(each): name for name, each in module.named_modules()}
@@ -204,6 +206,7 @@ class PlacementMode(TorchDispatchMode):
             self.refuse(name, error.wanted, error.found, place)
             lies = error.instead
         found = list(lies) if isinstance(lies, list) else [lies] * len(made)
+        self.unknown_results += UNKNOWN in found
         if any(lie is UNKNOWN for lie in found) and UNKNOWN not in given:
             self.unknown.append(UnknownOperation(name, *place))
         if name == "embedding" and (self.get(args[0]).kind, self.get(args[0]).dim) == ("slice", 0):

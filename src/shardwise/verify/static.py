@@ -44,6 +44,8 @@ class StaticPart:
 
     operations: int = 0
     """Number of operations whose operands were checked."""
+    unknown_results: int = 0
+    """Number of operations whose result is unknown, those that follow an unknown operation included."""
     gradients: int = 0
     """Number of gradients that were compared with the registry."""
     unknown: tuple[UnknownOperation, ...] = ()
@@ -113,7 +115,7 @@ class _StageCheck:
         self._parameters = parameters
         self._gradients = gradients
         self._mode: PlacementMode | None = None
-        self._operations = self._compared = 0
+        self._operations = self._compared = self._unknown_results = 0
         self._unknown: list[UnknownOperation] = []
         self._problems: list[PlacementProblem] = []
 
@@ -146,6 +148,7 @@ class _StageCheck:
             self._compare(name, str(lie), mode)
         self._operations += mode.operations
         self._unknown += mode.unknown
+        self._unknown_results += mode.unknown_results
         for each in mode.problems:
             if self._is_uncovered(each.module):
                 self._unknown.append(UnknownOperation(each.name, each.module, each.line))
@@ -173,4 +176,10 @@ class _StageCheck:
 
     def result(self) -> StaticPart:
         """Return what was found in all stages."""
-        return StaticPart(self._operations, self._compared, tuple(self._unknown), tuple(self._problems))
+        return StaticPart(
+            self._operations,
+            self._unknown_results,
+            self._compared,
+            tuple(self._unknown),
+            tuple(self._problems),
+        )
