@@ -12,11 +12,11 @@ import warnings
 from collections import Counter
 from typing import Any
 
+from tests.foreign.models import batch, build, classes
 from torch import nn
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.verify.static import StaticPart, static_problems
-from tests.foreign.models import batch, build, classes
 
 
 def check(kind: str, name: str, model_type: str, sequence: bool) -> StaticPart | str:
@@ -64,8 +64,8 @@ def main() -> None:
             )
             operations.update(each.operation for each in found.unknown if " of " not in each.operation)
             print(
-                f"{name} sequence={sequence}: {found.operations} operations ({origins} without a rule, {found.unknown_results} unknown), {found.gradients} "
-                f"gradients ({gradients} unknown), {len(found.problems)} problems",
+                f"{name} sequence={sequence}: {found.operations} operations ({origins} without a rule, "
+                f"{found.unknown_results} unknown), {found.gradients} gradients ({gradients} unknown), {len(found.problems)} problems",
                 *(f"    {each}" for each in found.problems[:2]),
                 sep="\n",
                 flush=True,
