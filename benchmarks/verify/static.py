@@ -65,7 +65,8 @@ def main() -> None:
             operations.update(each.operation for each in found.unknown if " of " not in each.operation)
             print(
                 f"{name} sequence={sequence}: {found.operations} operations ({origins} without a rule, "
-                f"{found.unknown_results} unknown), {found.gradients} gradients ({gradients} unknown), {len(found.problems)} problems",
+                f"{found.unknown_results} unknown), {found.gradients} gradients ({gradients} unknown), "
+                f"{len(found.problems)} problems",
                 *(f"    {each}" for each in found.problems[:2]),
                 sep="\n",
                 flush=True,
