@@ -3,8 +3,8 @@
     PYTHONPATH=src:. python -m benchmarks.verify.static [PART PARTS]
 
 Each class is built tiny (tests/foreign/models.py) and checked with tp 2, with and without sequence parallelism. A line
-per class has the operations, the gradients, what is unknown and what is called a problem. Every model here trains as
-one process does (tests/foreign), so a problem is a false alarm. A class that cannot be cut is counted as refused.
+per class has the operations, the gradients, what is unknown and what is called a problem. Nothing is planted, so a
+problem is a false alarm or a fault of the package. A class that cannot be cut is counted as refused.
 """
 
 import sys
