@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.operators import ExchangeSite, exchange_operator
+from shardwise.comm.transports import Move, NoTransport
 
 uncompiled = _disable_dynamo
 """Decorator of functions that run collectives: torch.compile does not trace them.
@@ -61,6 +62,23 @@ SEQUENCE = 1
 # Without gradients -------------------------------------------------------------------------------------------------
 
 
+def note_move(where: Group | ExchangeSite, move: Move, before: Tensor, after: Tensor, dim: int) -> None:
+    """Report a move of an activation to the transport of a pass on shapes; between real ranks do nothing.
+
+    Args:
+        where: The ranks, or their site.
+        move: The kind of the move.
+        before: The tensor before it.
+        after: The tensor after it.
+        dim: The dim that is cut or joined.
+    """
+    if torch.compiler.is_compiling():
+        return  # a compiler can read no Group
+    group = where if isinstance(where, Group) else where.group
+    if isinstance(group.transport, NoTransport):
+        group.transport.moved(move, before, after, dim % after.dim())
+
+
 def start_sum(x: Tensor, group: Group, what: str) -> Callable[[], Tensor]:
     """Start to sum the contiguous ``x`` over the ranks, in place, and return a function that waits for the result."""
     pending = group.all_reduce(x.view(-1), what, "activations")
@@ -80,7 +98,9 @@ def start_gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Cal
 
     def finish() -> Tensor:
         pending.wait()
-        return joined(parts, dim)
+        whole = joined(parts, dim)
+        note_move(group, "gather", x, whole, dim)
+        return whole
 
     return finish
 
@@ -115,6 +135,7 @@ def start_scatter(
 
     def finish() -> Tensor:
         pending.wait()
+        note_move(group, "scatter", x, piece, dim)
         return piece if into is None or piece is into else into.copy_(piece)
 
     return finish
@@ -123,7 +144,9 @@ def start_scatter(
 def piece_of(x: Tensor, group: Group | ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     """Return this rank's piece of ``x`` along ``dim``, a view."""
     size = x.shape[dim] // group.size
-    return x.narrow(dim, group.index * size, size)
+    piece = x.narrow(dim, group.index * size, size)
+    note_move(group, "piece", x, piece, dim)
+    return piece
 
 
 @exchange_operator("summed(Tensor x) -> Tensor", lambda size, x: _empty(x))
@@ -188,9 +211,9 @@ def join(x: Tensor, site: ExchangeSite, dim: int = SEQUENCE) -> Tensor:
     return x if site.size == 1 else _Join.apply(x, site, dim)
 
 
-def scale(x: Tensor, factor: float) -> Tensor:
-    """Return ``x``; in the backward pass, multiply the gradient by ``factor``."""
-    return _Scale.apply(x, factor)
+def scale(x: Tensor, factor: float, group: Group) -> Tensor:
+    """Return ``x``; in the backward pass, multiply the gradient by ``factor``, 1/N or N for the N ranks."""
+    return _Scale.apply(x, factor, group)
 
 
 class _Dual(torch.autograd.Function):
@@ -285,11 +308,13 @@ class _Join(_Dual):
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor, ctx.gives = factor, "ADDENDS" if factor > 1 else "WHOLE"
+    def forward(ctx: Any, x: Tensor, factor: float, group: Group) -> Tensor:
+        ctx.factor, ctx.group, ctx.gives = factor, group, "ADDENDS" if factor > 1 else "WHOLE"
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad * ctx.factor, None
+        scaled = grad * ctx.factor
+        note_move(ctx.group, "scale", grad, scaled, 0)
+        return scaled, None, None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,10 @@ class Transport(Protocol):
         ...
 
 
+Move = Literal["gather", "scatter", "piece", "own rows", "scale"]
+"""A move between placements of which the flat tensors of a collective show no dim."""
+
+
 class NoTransport:
     """Transport that moves nothing, between ranks that do not exist: for callers that need only shapes.
 
@@ -132,6 +136,9 @@ class NoTransport:
     def barrier(self, timeout_s: float, what: str) -> None:
         """Return without waiting."""
         ...  # noqa: PIE790
+
+    def moved(self, move: Move, before: Tensor, after: Tensor, dim: int) -> None:
+        """Note that ``after`` was made of ``before`` by a move along ``dim``; does nothing here."""
 
 
 def _end(*tensors: Tensor) -> None:

@@ -35,8 +35,9 @@ from shardwise.simulate.work import WorkCounter, bytes_in_memory
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
 _MODELS = f"{_OURS}models/"
 _STDLIB = str(Path(sysconfig.get_paths()["stdlib"])) + "/"
-_MEASURES = ("measure", "measure_evaluation")
-"""Functions of ``simulate/passes.py`` that run models; lines further outward are not the model's."""
+_MEASURES = ("simulate/passes.py", "simulate/placements.py")
+"""Files whose functions ``measure``, ``measure_evaluation`` and ``derive`` run models; lines further outward are not
+the model's."""
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 
 
@@ -264,7 +265,8 @@ def _kind_of_file(file: str, function: str) -> str:
     if file.startswith(_MODELS):
         return "model"
     if file.startswith(_OURS):
-        return "end" if file.endswith("simulate/passes.py") and function in _MEASURES else "ours"
+        runs_models = function in ("measure", "measure_evaluation", "derive")
+        return "end" if file.endswith(_MEASURES) and runs_models else "ours"
     if file.startswith((_TORCH, "<")) or (file.startswith(_STDLIB) and "site-packages" not in file):
         return "ours"
     return "user"

@@ -472,7 +472,7 @@ def _cut(
     mesh: Mesh,
     rank: int,
     replay: DrawReplay | None = None,
-    transport: Transport | None = None,
+    transport_of: Callable[[str], Transport | None] = lambda axis: None,
     alike: AlikeStorages | None = None,
     traffic: Traffic | None = None,
 ) -> Stages:
@@ -481,7 +481,8 @@ def _cut(
     Without ``replay``, the call only checks that the model can be cut.
     """
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
-    groups = {axis: _silent(mesh, axis, rank, transport, traffic) for axis in ("dp", "tp", "pp", "ep", "etp")}
+    axes = ("dp", "tp", "pp", "ep", "etp")
+    groups = {axis: _silent(mesh, axis, rank, transport_of(axis), traffic) for axis in axes}
     if not starts:
         groups["pp"] = Group.alone("pp")
     replay = replay or DrawReplay()
@@ -529,7 +530,9 @@ def _passes(
             model = make()
             if tables:
                 chosen_for(model, tables.stages, settings, plan.mesh.size("dp"), device)
-            cuts[rank] = _cut(model, starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic)
+            cuts[rank] = _cut(
+                model, starts, settings, plan.mesh, rank, replay, lambda axis: NoTransport(), alike, traffic
+            )
         module, run = cuts[rank][stage]
         with without_numbers():
             batch = stripped(example, device)
@@ -550,6 +553,69 @@ def _passes(
         arrived, messages = messages, _Messages(_Message(one.text, tensors), _Message(other.text, told))
         measured.setdefault(kind, (found[stage], units, arrived, messages))
     return _with_lookups(found, tables, example, plan.mesh.size("dp"))
+
+
+class StageOnShapes(NamedTuple):
+    """One stage of a model, cut for a rank and stripped of its numbers, and its forward pass."""
+
+    stage: int
+    module: nn.Module
+    batch: Any
+    arrives: list[Tensor]
+    """Tensors that the stage before sends."""
+    forward: Callable[[], list[Tensor]]
+    """Runs the forward pass, and returns the loss or the tensors for the next stage."""
+
+
+def visit_stages(
+    known: JobFacts,
+    make: Callable[[], nn.Module],
+    example: Any,
+    loss: Loss | None,
+    transport_of: Callable[[str], Transport | None],
+    visit: Callable[[StageOnShapes], Sequence[Tensor]],
+) -> None:
+    """Call ``visit`` with each kind of stage of a job, in order, inside a pass without numbers.
+
+    Args:
+        known: The job, read without an example.
+        make: Function that builds the model anew each time.
+        example: A microbatch, or tensors of its shapes.
+        loss: The loss function, as ``initialize`` takes it.
+        transport_of: Function that returns the transport of an axis.
+        visit: Function that runs the stage's forward pass and returns what the forward pass returned.
+
+    Raises:
+        ShardwiseError: if the model cannot be cut.
+    """
+    settings, device = known.settings, torch.device("cpu")
+    plan, precision = make_plan(known.spec, known.mesh, known.policies), settings.precision
+    operations = OperationDtypes(precision)
+    replay = DrawReplay(operations, has_numbers=False)
+    kinds_of = kinds_of_stages(plan, make(), ())
+    wanted = {*first_stages(kinds_of)}
+    cuts: dict[int, Stages] = {}
+    arrives = _Message("", [])
+    for stage in sorted(kinds_of):
+        if stage not in wanted:
+            continue  # a stage that is like an earlier one sends what that one sends
+        rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
+        if rank not in cuts:
+            model = make()
+            if known.tables:
+                chosen_for(model, known.tables.stages, settings, plan.mesh.size("dp"), device)
+            cuts[rank] = _cut(
+                model, known.starts, settings, plan.mesh, rank, replay, transport_of, None, ExchangeRecord()
+            )
+        module, run = cuts[rank][stage]
+        with without_numbers():
+            batch = stripped(example, device)
+            strip(module, _dtypes_of(plan, precision), device)
+            operations.apply_to(module)
+            cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
+            forward = _StageForward(module.train(), run, replay, batch, loss, arrives)
+            leaving = visit(StageOnShapes(stage, module, batch, arrives.tensors, forward.run))
+        arrives = _Message(forward.text, list(leaving))
 
 
 def _dtypes_of(plan: Plan, precision: PrecisionPolicy) -> Callable[[str, Tensor], torch.dtype]:

@@ -211,6 +211,7 @@ class VocabularyEmbedding(_CutLayer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors of the tokens, summed over the ranks or scattered to a cut sequence."""
         rows = own_rows(tokens, self.weight, self.rows, self.vocabulary, self.padding_idx)
+        duals.note_move(self.site, "own rows", self.weight, rows, 0)
         if self.cut:
             return duals.scatter(rows, self.site)
         return self.region.outward(duals.reduce(rows, self.site), self.sees_whole)
@@ -284,6 +285,7 @@ class OwnLookup(TorchFunctionMode):
             inside = padding is not None and self.rows.start <= padding < self.rows.stop
             here = padding - self.rows.start if padding is not None and inside else None
             found = own_rows(args[0], weight, self.rows, self.vocabulary, here)
+            duals.note_move(self.site, "own rows", weight, found, 0)
             return duals.reduce(found, self.site)
         if any(each is weight for each in (*args, *kwargs.values())) and not is_harmless(function):
             raise PlanError(

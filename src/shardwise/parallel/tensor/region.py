@@ -127,7 +127,7 @@ class ParallelRegion:
         Returns:
             ``x``, in a whole pass with its gradient divided by tp.
         """
-        return duals.scale(x, 1 / self.group.size) if self.adds and not sees_whole else x
+        return duals.scale(x, 1 / self.group.size, self.group) if self.adds and not sees_whole else x
 
     def outward(self, y: Tensor, sees_whole: bool) -> Tensor:
         """Return an activation that leaves cut layers without a scatter, or that precedes the begin of the cut.
@@ -139,7 +139,7 @@ class ParallelRegion:
         Returns:
             ``y``, in a whole pass with its gradient multiplied by tp.
         """
-        return duals.scale(y, self.group.size) if self.adds and not sees_whole else y
+        return duals.scale(y, self.group.size, self.group) if self.adds and not sees_whole else y
 
     @contextmanager
     def keep_cut_logits(self) -> Iterator[None]:

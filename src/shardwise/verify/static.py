@@ -1,0 +1,185 @@
+"""Static part: the placement of every gradient, derived from a pass on shapes and compared with the registry.
+
+No process is started. The model is cut for a rank of each kind of stage, as ``foresee`` cuts it, and runs forward and
+backward on tensors without numbers, while each operation hands on how its tensors lie on the ranks of "tp"
+(simulate/placements.py). Then
+
+    derived placement of a gradient  =  registered ``grad_placement``
+
+must hold for every parameter. If a gradient is an addend and the registry has it as whole, the sum over the ranks is
+missing; if it is whole and the registry has it as an addend, the sum counts it once for each rank.
+
+Cost: one pass of operations on shapes for each kind of stage, whatever the number of ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.pytree import tensors_in
+from shardwise.comm.transports import NoTransport, Transport
+from shardwise.compose.plan import make_plan
+from shardwise.config.run import RunConfig
+from shardwise.engine.fit.foresee import StageOnShapes, read, visit_stages
+from shardwise.engine.parts.inputs import Loss
+from shardwise.parallel.expert.stacks import find_stacks
+from shardwise.plan.registry import TensorInfo
+from shardwise.simulate.placements import (
+    PlacementMode,
+    PlacementProblem,
+    PlacementTransport,
+    UnknownOperation,
+    derive,
+    lie_of,
+)
+
+
+@dataclass(frozen=True)
+class StaticPart:
+    """Result of the static part, for people and as JSON."""
+
+    operations: int = 0
+    """Number of operations whose operands were checked."""
+    unknown_results: int = 0
+    """Number of operations whose result is unknown, those that follow an unknown operation included."""
+    gradients: int = 0
+    """Number of gradients that were compared with the registry."""
+    unknown: tuple[UnknownOperation, ...] = ()
+    """Operations that no rule covers, and gradients whose placement could not be derived."""
+    problems: tuple[PlacementProblem, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the part as JSON has it."""
+        return {
+            "checked": {"operations": self.operations, "gradients": self.gradients},
+            "unknown": [each._asdict() for each in self.unknown],
+            "problems": [each._asdict() for each in self.problems],
+        }
+
+
+def static_problems(
+    make: Callable[[], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    ranks: int,
+    example: Any,
+    loss: Loss | None = None,
+) -> StaticPart:
+    """Return what is wrong with the placements of tensors and gradients on the axis "tp", without a process.
+
+    Args:
+        make: Function that builds the model anew each time, on meta or not.
+        config: The configuration, as ``initialize`` takes it.
+        ranks: Number of ranks of the job.
+        example: A microbatch, or tensors of its shapes.
+        loss: The loss function, as ``initialize`` takes it.
+
+    Returns:
+        What was checked, what is unknown and what is wrong. With one rank on "tp" nothing is checked.
+
+    Raises:
+        ShardwiseError: as ``initialize``, for everything that does not depend on weights or messages.
+    """
+    known = read(make, config, ranks, torch.device("cpu"), None, loss)
+    if known.mesh.tp == 1:
+        return StaticPart()
+    registry = make_plan(known.spec, known.mesh, known.policies).registry
+    check = _StageCheck(
+        {name: info for info in registry.of_kind("parameter") for name in (info.name, *info.aliases)},
+        {name: info for info in registry.of_kind("gradient") for name in (info.name, *info.aliases)},
+        tuple({name.rpartition(".")[0] or name for name in find_stacks(make()).stacks}),
+    )
+    visit_stages(known, make, example, loss, check.transport_of, check)
+    return check.result()
+
+
+class _StageCheck:
+    """Checks one stage after another, and keeps what was found.
+
+    Args:
+        parameters: Registered parameters by each of their names.
+        gradients: Registered gradients by each of their names.
+        uncovered: Names of modules that choose experts: each rank computes rows of its own there, which no rule covers.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, TensorInfo],
+        gradients: Mapping[str, TensorInfo],
+        uncovered: tuple[str, ...],
+    ) -> None:
+        self._uncovered = uncovered
+        self._parameters = parameters
+        self._gradients = gradients
+        self._mode: PlacementMode | None = None
+        self._operations = self._compared = self._unknown_results = 0
+        self._unknown: list[UnknownOperation] = []
+        self._problems: list[PlacementProblem] = []
+
+    def transport_of(self, axis: str) -> Transport:
+        """Return the transport of an axis in the pass."""
+        return PlacementTransport(lambda: self._mode, axis == "tp") if axis != "pp" else NoTransport()
+
+    def __call__(self, on_shapes: StageOnShapes) -> list[Tensor]:
+        """Run the forward and the backward pass of a stage, and return tensors like those for the next stage."""
+        arriving = [] if self._mode is None else [self._mode.get(each) for each in on_shapes.arrives]
+        module = on_shapes.module
+        mode = self._mode = PlacementMode(module)
+        for tensor, lie in zip(on_shapes.arrives, arriving, strict=True):
+            mode.set(tensor, lie)
+        trained: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            info = self._parameters.get(name)
+            if info is not None:
+                mode.set(parameter, lie_of(info.on("tp"), parameter.shape))
+                if parameter.requires_grad and name in self._gradients:
+                    trained[name] = parameter
+        ends: list[Tensor] = []
+
+        def forward() -> list[Tensor]:
+            ends.extend(on_shapes.forward())
+            return ends
+
+        found = derive(mode, trained, forward)
+        for name, lie in found.items():
+            self._compare(name, str(lie), mode)
+        self._operations += mode.operations
+        self._unknown += mode.unknown
+        self._unknown_results += mode.unknown_results
+        for each in mode.problems:
+            if self._is_uncovered(each.module):
+                self._unknown.append(UnknownOperation(each.name, each.module, each.line))
+            else:
+                self._problems.append(each)
+        leaving = [torch.empty_like(each, requires_grad=each.requires_grad) for each in tensors_in(ends)]
+        for like, end in zip(leaving, ends, strict=True):
+            mode.set(like, mode.get(end))
+        return leaving
+
+    def _compare(self, name: str, found: str, mode: PlacementMode) -> None:
+        """Compare the derived placement of a gradient with the registered one."""
+        wanted = self._gradients[name].gradient_on("tp")
+        module = name.rpartition(".")[0]
+        line = mode.line_of(module)
+        self._compared += 1
+        if found == "unknown" or self._is_uncovered(module):
+            self._unknown.append(UnknownOperation(f"gradient of {name}", module, line))
+        elif found.partition("(")[0] != type(wanted).__name__:
+            said = f"gradient {type(wanted).__name__}"
+            mode.problems.append(PlacementProblem(name, module, line, said, f"gradient {found}"))
+
+    def _is_uncovered(self, module: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for name in self._uncovered)
+
+    def result(self) -> StaticPart:
+        """Return what was found in all stages."""
+        return StaticPart(
+            self._operations,
+            self._unknown_results,
+            self._compared,
+            tuple(self._unknown),
+            tuple(self._problems),
+        )

@@ -1,0 +1,284 @@
+"""The static part finds gradients whose registered placement is not the one that the model's code gives them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.comm import duals
+from shardwise.models import Gpt, GptPolicy
+from shardwise.parallel.tensor import layers
+from shardwise.plan.placement import Partial, Replicate, Shard
+from shardwise.verify import static
+from shardwise.verify.static import StaticPart, static_problems
+
+SHAPE: dict[str, Any] = {"family": "gpt2", "layers": 1, "width": 64, "heads": 4, "context": 32, "vocab": 128}
+FAMILIES = ("gpt2", "llama")
+
+
+def gpt(**given: Any) -> nn.Module:
+    with torch.device("meta"):
+        return Gpt(GptPolicy.model_validate(SHAPE | given))
+
+
+def tokens(length: int = 32) -> dict[str, Tensor]:
+    ids = torch.zeros(2, length, dtype=torch.int64)
+    return {"tokens": ids, "targets": ids}
+
+
+def check(
+    make: Callable[[], nn.Module] = gpt,
+    sequence: bool = True,
+    ranks: int = 2,
+    example: Any = None,
+    table: Any = None,
+    loss: Any = None,
+    **settings: Any,
+) -> StaticPart:
+    tensor = {"sequence_parallel": sequence} | ({"table": table} if table else {})
+    settings = {"mesh": {"tp": 2}, "tensor": tensor} | settings
+    return static_problems(make, settings, ranks, tokens() if example is None else example, loss)
+
+
+def is_clean(found: StaticPart) -> bool:
+    return not found.problems and not found.unknown and found.operations > 100 and found.gradients > 5
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_right_model_has_no_problem_and_nothing_unknown(family: str, sequence: bool) -> None:
+    found = check(lambda: gpt(family=family, dropout=0.1), sequence)
+    assert is_clean(found), [*map(str, found.problems), *found.unknown]
+    assert found.gradients == len([*gpt(family=family).named_parameters()])
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "ranks"),
+    [
+        ({"layers": 4}, {"mesh": {"tp": 2, "pp": 2}, "batch": {"accumulation": 2}}, 4),
+        ({}, {"zero": {"stage": 3}}, 4),
+        ({"tied_head": True}, {}, 2),
+        ({}, {"precision": "bf16", "tiles": {"logits": 32, "mlp": 16}}, 2),
+    ],
+    ids=str,
+)
+def test_other_layouts_have_no_problem(given: Any, settings: Any, ranks: int) -> None:
+    for sequence in (False, True):
+        found = check(lambda: gpt(family="llama", **given), sequence, ranks, **settings)
+        assert is_clean(found), [*map(str, found.problems), *found.unknown]
+
+
+def test_a_pass_that_stays_whole_has_no_problem() -> None:
+    assert is_clean(check(example=tokens(31)))
+
+
+def test_experts_are_unknown_and_no_problem() -> None:
+    found = check(lambda: gpt(family="llama", experts={"count": 4}), sequence=False)
+    assert not found.problems
+    assert any("router" in each.operation for each in found.unknown)
+
+
+def test_one_rank_on_tp_checks_nothing() -> None:
+    assert check(mesh={}) == StaticPart()
+
+
+def test_blooms_bug_is_a_sentence() -> None:
+    """A norm on cut tokens whose gradient nobody sums trained BLOOM wrongly for 15 days."""
+    found = check(table={"blocks.*.mlp_norm": "replicate"})
+    names = {each.name: each for each in found.problems}
+    assert set(names) == {"blocks.0.mlp_norm.weight", "blocks.0.mlp_norm.bias"}
+    problem = names["blocks.0.mlp_norm.weight"]
+    assert problem.module == "blocks.0.mlp_norm"
+    assert problem.wanted == "gradient Replicate"
+    assert problem.found == "gradient Partial"
+    assert "models/layers.py:" in problem.line
+    assert found.as_json()["problems"][0].keys() == {"name", "module", "line", "wanted", "found"}
+
+
+@pytest.mark.parametrize("norm", ["norm", "blocks.*.attention_norm"])
+def test_another_norm_without_a_sum_is_named(norm: str) -> None:
+    found = check(table={norm: "replicate"})
+    assert {each.name.rpartition(".")[0] for each in found.problems} == {norm.replace("*", "0")}
+
+
+def _row_without_sum(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight)
+
+
+_ROW = layers.RowLinear.forward
+
+
+def _row_summed_twice(self: Any, x: Tensor) -> Tensor:
+    return duals.reduce(_ROW(self, x), self.site)
+
+
+def _column_without_copy(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight, self.bias)
+
+
+def _embedding_without_sum(self: Any, ids: Tensor) -> Tensor:
+    rows = layers.own_rows(ids, self.weight, self.rows, self.vocabulary, None)
+    duals.note_move(self.site, "own rows", self.weight, rows, 0)
+    return rows
+
+
+def _row_with_bias_on_each_rank(self: Any, x: Tensor) -> Tensor:
+    return duals.reduce(F.linear(x, self.weight, self.bias), self.site)
+
+
+def _row_with_gelu_before_sum(self: Any, x: Tensor) -> Tensor:
+    return duals.reduce(F.gelu(F.linear(x, self.weight)), self.site)
+
+
+def _row_with_half_in_backward(self: Any, x: Tensor) -> Tensor:
+    return duals.copy(_ROW(self, x), self.site)
+
+
+@pytest.mark.parametrize(
+    ("layer", "forward", "module", "found"),
+    [
+        (layers.RowLinear, _row_without_sum, "blocks.0", "Partial"),
+        (layers.RowLinear, _row_summed_twice, "blocks.0.attention.out", "Replicate"),
+        (layers.ColumnLinear, _column_without_copy, "blocks.0", "Partial"),
+        (layers.VocabularyEmbedding, _embedding_without_sum, "", "Partial"),
+        (layers.RowLinear, _row_with_bias_on_each_rank, "blocks.0.attention.out", "Partial"),
+        (layers.RowLinear, _row_with_gelu_before_sum, "blocks.0.attention.out", "Partial"),
+        (layers.RowLinear, _row_with_half_in_backward, "blocks.0", "Replicate"),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_a_wrong_layer_is_found(
+    layer: Any, forward: Any, module: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "forward", forward)
+    problems = check(sequence=False).problems
+    assert any(each.module.startswith(module) and found in each.found for each in problems), problems
+
+
+def test_a_slice_in_place_of_a_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duals, "scatter", duals.cut)
+    assert any("piece" in each.name and "Partial" in each.found for each in check().problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("blocks.0.mlp.down.bias", Partial()),
+        ("blocks.0.mlp.up.weight", Replicate()),
+        ("norm.weight", Shard(0)),
+    ],
+    ids=str,
+)
+def test_a_wrong_registered_placement_is_found(
+    name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_plan = static.make_plan
+
+    def planted(*args: Any) -> Any:
+        plan = make_plan(*args)
+        info = plan.registry.get("gradient", name)
+        plan.registry._tensors["gradient", "", name] = replace(info, grad_placement={"tp": wrong})
+        return plan
+
+    monkeypatch.setattr(static, "make_plan", planted)
+    assert [each.name for each in check(sequence=False).problems] == [name]
+
+
+class OwnModel(nn.Module):
+    """A user's model, whose middle computes on features that are cut."""
+
+    def __init__(self, middle: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.middle = nn.Linear(16, 32), nn.Linear(32, 16), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(self.middle(y)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda y: y.softmax(-1),
+        lambda y: F.layer_norm(y, y.shape[-1:]),
+        lambda y: y * y.sum(-1, keepdim=True),
+    ],
+    ids=["softmax", "norm", "sum"],
+)
+def test_a_users_model_that_needs_whole_features_is_found(middle: Callable[[Tensor], Tensor]) -> None:
+    problems = check(
+        lambda: OwnModel(middle),
+        sequence=False,
+        example={"x": torch.zeros(2, 8, 16)},
+        table={"up": "column", "down": "row"},
+    ).problems
+    assert any(__file__ in each.line for each in problems), problems
+
+
+def test_a_users_right_model_has_no_problem() -> None:
+    found = check(
+        lambda: OwnModel(F.gelu),
+        sequence=False,
+        example={"x": torch.zeros(2, 8, 16)},
+        table={"up": "column", "down": "row"},
+    )
+    assert not found.problems
+    assert not found.unknown
+    assert found.gradients == 4
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def foreign(name: str) -> Callable[[], nn.Module]:
+    transformers = pytest.importorskip("transformers")
+    if name == "GPT2LMHeadModel":
+        config = transformers.GPT2Config(
+            vocab_size=128, n_positions=64, n_embd=64, n_layer=1, n_head=4, attn_pdrop=0.0
+        )
+    elif name == "BertForMaskedLM":
+        config = transformers.BertConfig(**SMALL, attention_probs_dropout_prob=0.0)
+    else:
+        kind = name.removesuffix("ForCausalLM")
+        config = getattr(transformers, f"{kind}Config")(**SMALL, num_key_value_heads=2)
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, name)(config)
+        return model
+
+    return make
+
+
+def labelled() -> dict[str, Tensor]:
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "MixtralForCausalLM"]
+)
+def test_foreign_models_have_no_problem(name: str) -> None:
+    for sequence in (False, True):
+        found = check(foreign(name), sequence, example=labelled())
+        assert not found.problems, [*map(str, found.problems)]
+        assert found.gradients > 10
+        assert name == "MixtralForCausalLM" or not found.unknown
+
+
+def test_a_norm_of_transformers_llama_without_a_sum_is_named() -> None:
+    norm = "model.layers.0.post_attention_layernorm"
+    problems = check(foreign("LlamaForCausalLM"), example=labelled(), table={norm: "replicate"}).problems
+    assert [each.name for each in problems] == [f"{norm}.weight"]
+    assert "transformers" in problems[0].line
