@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tests.plan.described import model, plan
 
 from shardwise.compose.spec import BufferSpec
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Partial, Placement, Replicate, Shard
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import Registry, UpdateRule
 
@@ -93,3 +94,81 @@ def registered(whole: Plan, kind: str, name: str, **changes: Any) -> Plan:
 
 
 QKV = "blocks.0.qkv.weight"
+
+CUT, WHOLE, ADDEND = Shard(), Replicate(), Partial()
+
+
+DP: dict[str, Placement] = {"dp_replicate": WHOLE, "dp_shard": WHOLE}
+
+
+class WrongPlacement(NamedTuple):
+    """An entry of a registry that contradicts the rest of its Plan."""
+
+    plan: str
+    """A Plan of ``good``."""
+    kind: str
+    tensor: str
+    changes: dict[str, Any]
+    """What is registered instead."""
+    says: str
+    """The error, a regular expression."""
+
+
+WRONG_PLACEMENTS = [
+    WrongPlacement(*row)
+    for row in [
+        (
+            "zero3",
+            "parameter",
+            QKV,
+            {"placement": DP},
+            "weight is registered R on dp_shard, but its buffer is S",
+        ),
+        (
+            "zero0",
+            "parameter",
+            QKV,
+            {"placement": {"dp_shard": CUT}},
+            "registered S on dp_shard, but its buffer is R",
+        ),
+        (
+            "zero2",
+            "gradient",
+            QKV,
+            {"placement": {"dp_shard": ADDEND}},
+            "its grad is registered R on dp_replicate",
+        ),
+        (
+            "zero1",
+            "moment",
+            QKV,
+            {"placement": DP},
+            "exp_avg is registered R on dp_shard, but its buffer is S",
+        ),
+        ("tp", "parameter", QKV, {"grad_placement": {"dp_shard": WHOLE}}, "different gradient placements"),
+        (
+            "tp",
+            "parameter",
+            QKV,
+            {"placement": DP},
+            r"its slot is \[12, 16\], but by the registry .* \[32, 16\]",
+        ),
+        (
+            "tp",
+            "parameter",
+            "blocks.0.out.weight",
+            {"placement": {"tp": Shard(0)}},
+            r"holds \[4, 16\] of \[16, 16\]",
+        ),
+        ("pp", "parameter", QKV, {"stages": (1,)}, "the registry has it on stages"),
+        ("tied", "parameter", QKV, {"stages": (0, 1)}, "tied to nothing"),
+        ("zero0", "parameter", QKV, {"shape": (32, 15)}, "its slot is"),
+        ("zero1", "master", QKV, {"shape": (16, 16)}, r"master is registered as .*\[16, 16\]"),
+        ("zero1", "master", QKV, {"dtype": torch.bfloat16}, "master is registered as torch.bfloat16"),
+        ("zero2", "gradient", QKV, {"shape": (16, 16)}, r"grad is registered as \[16, 16\]"),
+        ("zero2", "gradient", QKV, {"dtype": torch.float64}, "grad is registered as torch.float64"),
+        ("zero3", "moment", QKV, {"shape": (16, 16)}, r"exp_avg is registered as \[16, 16\]"),
+        ("zero3", "moment", QKV, {"dtype": torch.float64}, "exp_avg is registered as torch.float64"),
+        ("zero3", "moment", QKV, {"label": "other"}, "exp_avg|other"),
+    ]
+]

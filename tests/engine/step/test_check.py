@@ -1,9 +1,11 @@
-"""The first step of a cut model is compared with the uncut one: right models pass, planted bugs are refused."""
+"""The first step of a cut model is compared with the uncut one: right models pass, and a step after edits is compared.
+
+The bugs that the check has to find are listed in tests/verify/bugs.py, and found in tests/verify/test_bugs_check.py.
+"""
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -17,21 +19,9 @@ from shardwise.base.errors import PlanError
 from shardwise.comm.world import World
 from shardwise.engine.step.check import FirstStepCheck
 from tests.engine.nets import Language, seeded
-from tests.engine.step.test_planted_bugs import (
-    BUGS,
-    Bug,
-    norm_gradients_not_summed,
-    stale_weights,
-    tied_gradient_lost,
-    weights_of_microbatches_ignored,
-)
-from tests.engine.test_model_parallel import MASKED, Layout, config_of, model_of, pieces
+from tests.engine.test_model_parallel import Layout, config_of, model_of, pieces
+from tests.verify.bugs import norm_gradients_not_summed, stale_weights
 
-ALL = [
-    *BUGS,
-    Bug(Layout(pp=2, tp=2, microbatches=3), norm_gradients_not_summed),
-    Bug(Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="full"), tied_gradient_lost),
-]
 RIGHT = [
     Layout(tp=2),
     Layout(tp=2, family="gpt2", sequence=False, dropout=0.2),
@@ -68,12 +58,10 @@ def looking() -> Iterator[Seen]:
         yield seen
 
 
-def first_step(
-    world: World, layout: Layout, edits: bool = False, masked: bool = False, **changes: Any
-) -> str:
+def first_step(world: World, layout: Layout, edits: bool = False, **changes: Any) -> str:
     """What is refused of it. ``edits``: weights, between a first evaluation and the step."""
     engine = shardwise.initialize(model_of(layout), config_of(layout) | changes, world=world)
-    batches, weights = pieces(layout, engine.dp_index, MASKED if masked else 0)
+    batches, weights = pieces(layout, engine.dp_index, 0)
     try:
         if edits:
             engine.evaluate([(batches[0], 1.0)])
@@ -91,37 +79,15 @@ def first_step(
 # Refused -----------------------------------------------------------------------------------------------------------
 
 
-def planted(world: World, numbers: list[int]) -> list[str]:
-    found = []
-    for number in numbers:
-        with ALL[number].plant():
-            plant = ALL[number].plant
-            found.append(
-                first_step(
-                    world,
-                    ALL[number].layout,
-                    edits=plant is stale_weights,
-                    masked=plant is weights_of_microbatches_ignored,
-                )
-            )
-    return found
+def stale_after_edits(world: World) -> str:
+    """Weights are edited between a first evaluation and the step, which gathers those of before."""
+    with stale_weights(world.rank):
+        return first_step(world, Layout(pp=2, dp=2, stage=3, microbatches=3), edits=True)
 
 
-@pytest.fixture(scope="module")
-def said(ranks: Any) -> Any:
-    @cache
-    def get(size: int) -> dict[int, tuple[str, ...]]:
-        numbers = [i for i, bug in enumerate(ALL) if bug.layout.size == size]
-        return dict(zip(numbers, zip(*ranks(size).run(planted, numbers), strict=True), strict=True))
-
-    return get
-
-
-@pytest.mark.parametrize("number", range(len(ALL)), ids=[bug.plant.__name__ for bug in ALL])
-def test_a_bug_is_refused_before_a_weight_moves(said: Any, number: int) -> None:
-    words = said(ALL[number].layout.size)[number]
-    assert len(set(words)) == 1, "all ranks say the same"
-    assert words[0].startswith("check: the model cut by mesh."), words[0]
+def test_weights_of_before_an_edit_are_refused_before_a_weight_moves(ranks: Any) -> None:
+    (words,) = set(ranks(4).run(stale_after_edits))
+    assert words.startswith("check: the model cut by mesh."), words
 
 
 # Passed ------------------------------------------------------------------------------------------------------------
@@ -262,7 +228,7 @@ def own_loop_with_a_bug(world: World) -> None:
     """A planted bug is refused where the loss is the user's function of logits."""
     layout = Layout(tp=2)
     tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
-    with norm_gradients_not_summed():
+    with norm_gradients_not_summed(world.rank):
         engine = shardwise.initialize(model_of(layout), config_of(layout), world=world)
         engine.backward(engine(tokens).logsumexp(-1).mean())
         with pytest.raises(PlanError, match="gradients of .* parameters differ"):
