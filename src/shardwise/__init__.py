@@ -41,6 +41,7 @@ if (
     from shardwise.parallel.pipeline.layers import Layers as Layers
     from shardwise.parallel.pipeline.layers import LayerSpec as LayerSpec
     from shardwise.parallel.pipeline.layers import TiedSpec as TiedSpec
+    from shardwise.verify.run import verify as verify
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ _HOME = {
     "search": "shardwise.engine.fit.search",
     "sharded_init": "shardwise.engine.construction.sharded_init",
     "solve": "shardwise.engine.fit.solve",
+    "verify": "shardwise.verify.run",
 }
 __all__ = [
     "DynamicPolicy",
@@ -94,6 +96,7 @@ __all__ = [
     "search",
     "sharded_init",
     "solve",
+    "verify",
 ]
 
 

@@ -150,6 +150,15 @@ class Reference:
     order: list[str] = field(default_factory=list)
     """Names of modules in the order in which the forward pass first used them."""
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the run as a dictionary of tensors and plain containers, for a file."""
+        return {**vars(self), "steps": [tuple(step) for step in self.steps]}
+
+    @classmethod
+    def from_plain(cls, given: Mapping[str, Any]) -> "Reference":
+        """Return the run that :meth:`to_plain` made a dictionary of."""
+        return cls(**{**given, "steps": [Truth(*step) for step in given["steps"]]})
+
 
 def run_reference(
     model: nn.Module,
@@ -187,7 +196,7 @@ def run_reference(
         recorder.scale = 1.0
 
         def around(_: int, place: int, step: int = step) -> Any:
-            return replay.at(BatchPosition(step, place * rows, rows))
+            return replay.at(BatchPosition(step + 1, place * rows, rows))  # the engine counts steps from 1
 
         with recorder.recording(model) if records and compute is None else nullcontext():
             truths += train(model, optimizer, [batches], loss_of, clip, around, step == 0, compute)
@@ -242,7 +251,9 @@ def silence_dropout(model: nn.Module) -> nn.Module:
     """Return the model with a dropout of zero in every module that has one."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__)):
+            if isinstance(value, float) and (
+                "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
+            ):
                 setattr(module, name, 0.0)
     return model
 
