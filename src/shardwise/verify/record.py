@@ -117,7 +117,7 @@ def _one_step(engine: Engine, job: LayoutJob, step: int) -> tuple[dict[str, Any]
         divisors.append(divisor)
         return totals, divisor, norm
 
-    training._summed = with_gradients  # type: ignore[method-assign]
+    training._summed = with_gradients  # type: ignore[method-assign,assignment]
     try:
         mine = list(job.steps[step])[engine.dp_index :: engine.dp_size]
         result = engine.train_step(mine, [float(job.rows)] * len(mine))
