@@ -69,7 +69,6 @@ _HOME = {
     "search": "shardwise.engine.fit.search",
     "sharded_init": "shardwise.engine.construction.sharded_init",
     "solve": "shardwise.engine.fit.solve",
-    "verify": "shardwise.verify.run",
 }
 __all__ = [
     "DynamicPolicy",
@@ -103,8 +102,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any name
 
     def __getattr__(name: str) -> Any:
-        if name == "launch":  # the subpackage itself is callable
-            return importlib.import_module("shardwise.launch")
+        if name in ("launch", "verify"):  # the subpackage itself is callable
+            return importlib.import_module(f"shardwise.{name}")
         if name in _HOME:
             return getattr(importlib.import_module(_HOME[name]), name)
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -16,7 +16,13 @@ def reference() -> Reference:
 
 def layout(**changes: object) -> dict[str, object]:
     same = {"a.weight": ONES, "b.weight": 2 * ONES}
-    step = {"loss": 1.0, "norm": 3.0, "gradients": same, "weights": same, "moments": {"a.weight exp_avg": ONES}}
+    step = {
+        "loss": 1.0,
+        "norm": 3.0,
+        "gradients": same,
+        "weights": same,
+        "moments": {"a.weight exp_avg": ONES},
+    }
     return {"first": 0, "start": same, "steps": [step | changes]}
 
 
@@ -56,7 +62,9 @@ def test_one_bit_is_seen() -> None:
 
 def test_cut_activations_are_put_together_and_a_wrong_copy_is_not_hidden() -> None:
     whole = torch.arange(12.0).view(2, 6)
-    ranks = [{"outputs": {"k": piece}, "place": {"tp": i}} for i, piece in enumerate((whole[:, :4], whole[:, 4:]))]
+    ranks = [
+        {"outputs": {"k": piece}, "place": {"tp": i}} for i, piece in enumerate((whole[:, :4], whole[:, 4:]))
+    ]
     found, reason, held = RankActivations(ranks, 2, ()).whole("outputs", "k", whole.shape)
     assert found is not None and torch.equal(found, whole) and not reason and held == (0, 1)
     ranks = [{"outputs": {"k": whole + i}, "place": {"tp": i}} for i in range(2)]

@@ -77,7 +77,11 @@ class RankActivations:
         pieces = [self.by_rank[rank][of][key] for rank in held]
         if all(piece.shape == shape for piece in pieces):
             if of == "gradients" and self.tp > 1:
-                return None, "whether ranks along tp hold the whole gradient or addends of it is not known", ()
+                return (
+                    None,
+                    "whether ranks along tp hold the whole gradient or addends of it is not known",
+                    (),
+                )
             farthest = max(
                 pieces, key=lambda piece: float((piece - pieces[0]).abs().nan_to_num(float("inf")).sum())
             )

@@ -95,6 +95,7 @@ NOT_A_USERS_MODULE = {
     "simulate/lookups.py": "a model that is measured and dropped",
     "simulate/passes.py": "a model that is measured and dropped",
     "tiers/tier_cost.py": "a record of costs",
+    "verify/__init__.py": "a Python module",
     "verify/activations.py": "a hook of torch on all modules, for the time of one run",
     "verify/reference.py": "a model of verify, which is measured and dropped",
 }
