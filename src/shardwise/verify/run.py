@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+import shardwise.verify.reference as plain
 from shardwise.base.errors import RankError, UsageError
 from shardwise.base.pytree import tensors_in
 from shardwise.comm.world import is_joined
 from shardwise.config.run import RunConfig, load
 from shardwise.launch.function import launch
-from shardwise.verify import reference as plain
 from shardwise.verify.compare import (
     FP64_LIMIT,
     ComparedTensor,
@@ -376,7 +376,7 @@ def _reference(
     with tempfile.TemporaryDirectory(prefix="shardwise_verify_") as folder:
         path = str(Path(folder, "reference.pt"))
         _plain_process(_write_reference, subject, is_silent, dtype, compute, path)
-        return plain.Reference.from_plain(torch.load(path))
+        return plain.Reference.from_plain(torch.load(path, weights_only=True))
 
 
 def _write_reference(
@@ -430,7 +430,7 @@ def _run(subject: Verification, job: LayoutJob, folder: Path) -> tuple[dict[str,
         launch(run_rank, job, str(folder), ranks=subject.layout.ranks)
     except RankError as error:
         raise _RunFailed(_failure(folder, str(error))) from None
-    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(subject.layout.ranks)]
+    ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(subject.layout.ranks)]
     by_rank = [each["activations"] for each in ranks]
     return ranks[0], RankActivations(by_rank, subject.layout.mesh.tp, ranks[0]["units"])
 

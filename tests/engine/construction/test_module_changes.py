@@ -96,7 +96,7 @@ NOT_A_USERS_MODULE = {
     "simulate/passes.py": "a model that is measured and dropped",
     "tiers/tier_cost.py": "a record of costs",
     "verify/__init__.py": "a Python module",
-    "verify/activations.py": "a hook of torch on all modules, for the time of one run",
+    "verify/shrink.py": "a model that is made smaller, before initialize",
     "verify/reference.py": "a model of verify, which is measured and dropped",
 }
 REGISTERS = {"swap_tensors", "register_parameter", "register_buffer", "add_module"}
