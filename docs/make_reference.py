@@ -31,6 +31,7 @@ from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
 from shardwise.launch import failure
 from shardwise.launch.function import launch
 from shardwise.observe import metrics
+from shardwise.verify.run import verify
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- Made from the code by `make reference`; edit the docstrings instead. -->\n\n"
@@ -180,6 +181,7 @@ def engine() -> Iterator[str]:
         module, name = place.split(":")
         public[name] = getattr(importlib.import_module(module), name)
     public["shardwise.launch"] = launch  # the package of that name can be called, and calls it
+    public["shardwise.verify"] = verify  # likewise
     for title, thing in public.items():
         name = title.removeprefix("shardwise.")
         yield from ["", f"## `{title}`", ""]

@@ -41,6 +41,7 @@ if (
     from shardwise.parallel.pipeline.layers import Layers as Layers
     from shardwise.parallel.pipeline.layers import LayerSpec as LayerSpec
     from shardwise.parallel.pipeline.layers import TiedSpec as TiedSpec
+    from shardwise.verify.run import verify as verify
 
 __version__ = "0.1.0"
 
@@ -94,14 +95,15 @@ __all__ = [
     "search",
     "sharded_init",
     "solve",
+    "verify",
 ]
 
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any name
 
     def __getattr__(name: str) -> Any:
-        if name == "launch":  # the subpackage itself is callable
-            return importlib.import_module("shardwise.launch")
+        if name in ("launch", "verify"):  # the subpackage itself is callable
+            return importlib.import_module(f"shardwise.{name}")
         if name in _HOME:
             return getattr(importlib.import_module(_HOME[name]), name)
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -1,71 +1,26 @@
-"""The plain loop that parity is measured against: one process, one batch, torch's own optimizer.
-
-The measure of an error: relative L2, over the larger of the gradient's norm and the norm of its summed absolute addends
-(some true gradients are zero, and then nothing but rounding is left to divide by).
-"""
+"""Helpers around the plain loop that parity is measured against, which is shardwise/verify/reference.py's."""
 
 import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 import shardwise
 from shardwise.parallel.zero.modules import holdings
+from shardwise.verify.reference import Truth, error, train, worst
+
+__all__ = ["Truth", "against_plain", "error", "once", "plainly", "train", "worst"]
 
 TRUTHS = "SHARDWISE_TESTS_TRUTHS"
 """The variable that names a test session's folder of truths."""
 
 
 OPTIMIZER: dict[str, Any] = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1}
-
-
-class Truth(NamedTuple):
-    """What the plain loop did in one step."""
-
-    loss: float
-    norm: float
-    gradients: dict[str, Tensor]
-    addends: dict[str, Tensor]
-    """Sum of the absolute gradients of the samples."""
-    weights: dict[str, Tensor]
-    """After the step."""
-
-
-def train(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    steps: Sequence[Sequence[tuple[Any, float]]],
-    loss_of: Callable[[nn.Module, Any], Tensor],
-    clip: float | None = None,
-) -> list[Truth]:
-    """Each step is a list of (batch, weight): gradients are Σ w ∇loss / Σ w."""
-    found = []
-    for batches in steps:
-        total = sum(weight for _, weight in batches)
-        addends = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-        sums: dict[str, Tensor] = {}
-        loss_sum = 0.0
-        for batch, weight in batches:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            (loss * (weight / total)).backward()
-            loss_sum += float(loss.detach()) * weight / total
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    addends[name] += parameter.grad.abs()
-                    sums[name] = sums.get(name, 0) + parameter.grad
-        for name, parameter in model.named_parameters():
-            parameter.grad = sums[name].clone() if name in sums else None
-        norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)
-        optimizer.step()
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        found.append(Truth(loss_sum, float(norm), sums, addends, weights))
-    return found
 
 
 def once(function: Callable[..., list[Truth]]) -> Callable[..., list[Truth]]:
@@ -86,22 +41,6 @@ def once(function: Callable[..., list[Truth]]) -> Callable[..., list[Truth]]:
             return truth
 
     return kept
-
-
-def error(got: Tensor, wanted: Tensor, addends: Tensor | None = None) -> float:
-    """Relative L2 error by the measure above."""
-    scale = max(float(wanted.double().norm()), 0.0 if addends is None else float(addends.double().norm()))
-    difference = float((got.double().cpu() - wanted.double()).norm())
-    return difference / scale if scale else difference
-
-
-def worst(
-    got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], addends: Mapping[str, Tensor] | None = None
-) -> float:
-    """Largest error over all names; infinite where the names differ."""
-    if set(got) != set(wanted):
-        return float("inf")
-    return max((error(got[n], wanted[n], addends[n] if addends else None) for n in wanted), default=0.0)
 
 
 def against_plain(

@@ -15,7 +15,7 @@ import typer
 
 import shardwise
 from shardwise.base.errors import ShardwiseError
-from shardwise.cli import config, convert, doctor, examples, generate, inspect, launch, plan, train
+from shardwise.cli import config, convert, doctor, examples, generate, inspect, launch, plan, train, verify
 from shardwise.launch.failure import exit_code, headline, users_part
 from shardwise.launch.report import show_answer
 from shardwise.launch.terminal import lasting_console, open_standard_streams
@@ -30,6 +30,7 @@ app.command("train")(train.command)
 app.command("plan")(plan.command)
 # Everything behind the script's name belongs to the script, including options.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.command)
+app.command("verify")(verify.command)
 app.command("generate")(generate.command)
 app.command("doctor")(doctor.command)
 app.command("inspect")(inspect.command)

@@ -95,6 +95,9 @@ NOT_A_USERS_MODULE = {
     "simulate/lookups.py": "a model that is measured and dropped",
     "simulate/passes.py": "a model that is measured and dropped",
     "tiers/tier_cost.py": "a record of costs",
+    "verify/__init__.py": "a Python module",
+    "verify/shrink.py": "a model that is made smaller, before initialize",
+    "verify/reference.py": "a model of verify, which is measured and dropped",
 }
 REGISTERS = {"swap_tensors", "register_parameter", "register_buffer", "add_module"}
 ASSIGNED = {"forward", "__class__", "_apply", "data", "_forward_hooks", "_forward_pre_hooks"}

@@ -1,0 +1,147 @@
+"""What the ranks of a layout compute, recorded with the engine's own functions for whole tensors.
+
+    start weights, weights    engine.state_dict()
+    loss, weight, norm        the result of the step
+    gradients                 state.gradients, after the sums over ranks and before clipping
+    moments                   engine.full_tensor(name, label)
+    activations               outputs of the modules of Units, by the hooks that also record the reference
+
+Rank 0 writes whole tensors; every rank writes the activations that it saw. A rank that fails writes its error, so that
+a refusal, a hang and unequal copies are told apart.
+"""
+
+import json
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import ShardwiseError
+from shardwise.config.run import RunConfig
+from shardwise.engine.construction.build import initialize
+from shardwise.engine.engine import Engine
+from shardwise.engine.state import state
+from shardwise.verify.activations import ActivationRecorder
+from shardwise.verify.reference import LossOf
+
+FAILURE = "failure.json"
+
+
+@dataclass(frozen=True)
+class LayoutJob:
+    """The run of one layout, as every rank gets it."""
+
+    make: Callable[[], nn.Module]
+    config: RunConfig
+    steps: Sequence[Sequence[Any]]
+    """The microbatches of each step, in the order of the global batch."""
+    rows: int
+    """Samples of a microbatch."""
+    loss_of: LossOf | None
+    labels: tuple[str, ...]
+    """Labels of the optimizer's moments."""
+    deadline_s: int
+    records: bool = True
+    """Record activations."""
+    save_after: int | None = None
+    """The step after which a checkpoint is written."""
+    checkpoint: str = ""
+    """Folder of the checkpoint."""
+    resumes: bool = False
+    """Load the checkpoint, and run the steps that follow it."""
+
+
+def run_rank(job: LayoutJob, folder: str) -> int:
+    """Run the steps of ``job`` on one rank, and write what was recorded into ``folder``. Return the rank."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a rank that hangs in a native call ends too
+    signal.alarm(job.deadline_s)
+    engine = None
+    try:
+        engine = initialize(job.make(), job.config, loss=job.loss_of)
+        found = _recorded(engine, job)
+        rank = engine.world.rank
+        torch.save(found if rank == 0 else {"activations": found["activations"]}, Path(folder, f"{rank}.pt"))
+    except (ShardwiseError, MemoryError) as caught:
+        rank = -1 if engine is None else engine.world.rank
+        said = {"type": type(caught).__name__, "text": str(caught), "rank": rank}
+        Path(folder, f"{rank}.{FAILURE}").write_text(json.dumps(said), encoding="utf-8")
+        raise
+    finally:
+        signal.alarm(0)
+    engine.close()
+    return rank
+
+
+def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
+    parts = engine._parts
+    recorder = ActivationRecorder(parts.passes.replay, job.rows)
+    first = 0
+    if job.resumes:
+        engine.load(job.checkpoint)
+        first = engine.step_count
+    found: dict[str, Any] = {"start": _copied(engine.state_dict()), "steps": [], "first": first}
+    activation_gradients: dict[str, Tensor] = {}
+    for step in range(first, len(job.steps)):
+        if job.records:
+            with recorder.recording(engine.module):
+                facts, divisor = _one_step(engine, job, step)
+        else:
+            facts, divisor = _one_step(engine, job, step)
+        found["steps"].append(facts)
+        activation_gradients |= {key: gradient / divisor for key, gradient in recorder.gradients.items()}
+        recorder.gradients = {}
+        if job.save_after == step + 1:
+            engine.save(job.checkpoint, asynchronous=False)
+    mesh = engine.plan.mesh
+    found["activations"] = {
+        "outputs": recorder.outputs,
+        "gradients": activation_gradients,
+        "place": {axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "dp", "tp")},
+    }
+    found["units"] = [unit.name for own in engine.plan.classes.values() for unit in own.units]
+    return found
+
+
+def _one_step(engine: Engine, job: LayoutJob, step: int) -> tuple[dict[str, Any], float]:
+    """Run one optimizer step, and return its numbers and the divisor of its summed gradients."""
+    training, gradients, divisors = engine._training, {}, []
+    summed = training._summed
+
+    def with_gradients(*args: Any) -> Any:
+        totals, divisor, norm = summed(*args)
+        gradients.update(_copied(state.gradients(engine._parts, divisor)))
+        divisors.append(divisor)
+        return totals, divisor, norm
+
+    training._summed = with_gradients  # type: ignore[method-assign,assignment]
+    try:
+        mine = list(job.steps[step])[engine.dp_index :: engine.dp_size]
+        result = engine.train_step(mine, [float(job.rows)] * len(mine))
+    finally:
+        training._summed = summed  # type: ignore[method-assign]
+    moments = {}
+    for name in gradients:
+        for label in job.labels:
+            try:
+                moment = engine.full_tensor(name, label)
+            except ShardwiseError:
+                continue
+            if moment is not None:
+                moments[f"{name} {label}"] = moment.detach().clone()
+    return {
+        "loss": result.loss,
+        "norm": result.grad_norm,
+        "weight": result.weight,
+        "skipped": result.skipped,
+        "gradients": gradients,
+        "moments": moments,
+        "weights": _copied(engine.state_dict()),
+    }, divisors[-1]
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

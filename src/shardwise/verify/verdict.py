@@ -1,0 +1,91 @@
+"""The verdict of ``shardwise verify``, as lines for people and as JSON for programs."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["pass", "fail", "unverifiable"]
+_SHOWN = 12
+_EXIT = {"pass": 0, "fail": 1, "unverifiable": 2}
+
+
+@dataclass
+class PassReport:
+    """The counts and errors of one pass, by kind."""
+
+    name: str
+    compared: dict[str, int] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    limit: str = ""
+
+
+@dataclass
+class FirstWrong:
+    """The first tensor whose inputs are right and which is wrong, or the reason why a run gave no tensors."""
+
+    name: str
+    kind: str
+    module: str = ""
+    line: str = ""
+    slice: str = ""
+    ranks: list[int] = field(default_factory=list)
+    explanation: str = ""
+
+
+@dataclass
+class Verdict:
+    """The outcome of the comparison of a layout with one process."""
+
+    verdict: Outcome
+    layout: str
+    ranks: int
+    shrunk: dict[str, Any] = field(default_factory=dict)
+    passes: list[PassReport] = field(default_factory=list)
+    failed_in: str = ""
+    first: FirstWrong | None = None
+    wrong: list[str] = field(default_factory=list)
+    declared: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the layout is equal to one process, 1 if it is not, 2 if this cannot be verified."""
+        return _EXIT[self.verdict]
+
+    def to_json(self) -> str:
+        """Return the verdict as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def lines(self) -> list[str]:
+        """Return the verdict as lines for people."""
+        said = [f"layout {self.layout} on {self.ranks} ranks, {self.seconds:.1f} s"]
+        said += [f"  shrunk {key}: {old} -> {new}" for key, (old, new) in self.shrunk.items()]
+        for each in self.passes:
+            said.append(f"pass {each.name}: limit {each.limit}")
+            for kind, count in each.compared.items():
+                if count:
+                    noise = f", plain loop {each.noise[kind]:.1e}" if kind in each.noise else ""
+                    said.append(
+                        f"  {kind:12} {count:5} compared, largest error {each.worst[kind]:.1e}{noise}"
+                    )
+        said += [f"declared: {each}" for each in self.declared]
+        said += [f"left out: {each}" for each in self.left_out[:_SHOWN]]
+        if len(self.left_out) > _SHOWN:
+            said.append(f"left out: {len(self.left_out) - _SHOWN} more, which --json lists")
+        first = self.first
+        if first is not None:
+            said.append(f"first wrong in pass {self.failed_in}: {first.kind} {first.name}".rstrip())
+            facts = {"module": first.module, "line": first.line, "slice": first.slice}
+            said += [f"  {key}: {value}" for key, value in facts.items() if value]
+            said += [f"  ranks: {', '.join(map(str, first.ranks))}"] if first.ranks else []
+            said += [f"  explanation: {first.explanation}"] if first.explanation else []
+        if len(self.wrong) > 1:
+            said.append(f"wrong in all: {len(self.wrong)} tensors")
+        words = {
+            "pass": "equal to one process",
+            "fail": "NOT equal to one process",
+            "unverifiable": "cannot be verified",
+        }
+        return [*said, f"verdict: {words[self.verdict]}"]

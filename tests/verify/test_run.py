@@ -1,0 +1,101 @@
+"""A clean layout passes; a seeded bug, a refusal and a model that is no function of its batch are told apart."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import shardwise
+from shardwise.base.errors import UsageError
+from shardwise.cli.main import app
+from shardwise.engine.state import state
+from shardwise.verify.run import verify
+from shardwise.verify.verdict import Verdict
+from tests.verify.bugs import BUGS
+
+CONFIG: dict[str, Any] = {
+    "optimizer": {"type": "adamw", "lr": 0.01, "weight_decay": 0.1},
+    "max_grad_norm": 0.5,
+    "batch": {"accumulation": 2},
+}
+
+
+class Net(nn.Module):
+    """A network with dropout; ``counts``: its output depends on how often it was called."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+        self.counts, self.calls = counts, 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.second(self.drop(torch.tanh(self.first(x)))) * (self.calls if self.counts else 1)
+        return nn.functional.cross_entropy(x, y * 0)
+
+
+def example() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+def verified(**more: Any) -> Verdict:
+    return verify(more.pop("make", Net), {**CONFIG, **more}, example(), layout="dp=2,zero=2", steps=2)
+
+
+@pytest.mark.soak
+def test_a_clean_layout_is_equal() -> None:
+    found = verified()
+    assert found.verdict == "pass", found.lines()
+    assert [each.name for each in found.passes] == ["fp64", "own", "bitwise"]
+    assert found.passes[0].compared["gradients"] == 2 * 4
+    assert found.exit_code == 0 and callable(shardwise.verify)
+
+
+def test_gradients_that_are_summed_twice_are_found_and_explained() -> None:
+    right = state.gradients
+
+    def wrong(*given: Any) -> dict[str, Tensor]:
+        found = right(*given)
+        return found | {"second.weight": 2 * found["second.weight"]}
+
+    with patch.object(state, "gradients", wrong):
+        found = verified()
+    assert (found.verdict, found.failed_in, found.exit_code) == ("fail", "fp64", 1)
+    first = found.first
+    assert first is not None and (first.kind, first.module) == ("gradient", "second"), found.lines()
+    assert first.explanation == "it is the right tensor times dp = 2"
+
+
+def test_a_model_that_counts_its_calls_is_no_reference() -> None:
+    found = verified(make=lambda: Net(counts=True))
+    assert found.first is not None and found.first.kind == "reference"
+    assert found.verdict == "fail"
+
+
+def test_too_few_samples_and_too_few_steps_are_refused() -> None:
+    with pytest.raises(UsageError, match="fewer than the 18 microbatches"):
+        verify(Net, {**CONFIG, "batch": {"accumulation": 9}}, example(), layout="dp=2")
+    with pytest.raises(UsageError, match="steps is 1"):
+        verify(Net, CONFIG, example(), layout="dp=2", steps=1)
+
+
+@pytest.mark.soak
+def test_the_command_verifies_an_example_on_three_axes() -> None:
+    result = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "pp=2,dp=2,tp=2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert '"verdict": "pass"' in result.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "bug", [each for each in BUGS if each.case.model == "llama" and not each.keys], ids=str
+)
+def test_seeded_bugs_are_found(bug: Any) -> None:
+    case = bug.case
+    with bug.planted(1):
+        found = verify(case.make, case.config(), case.batch(0), layout=case.layout, steps=2)
+    assert found.verdict == "fail", found.lines()
