@@ -134,7 +134,10 @@ def _order(got: Tensor, wanted: Tensor) -> str:
 
 
 def _swapped_rows(got: Tensor, wanted: Tensor, dim: int) -> str:
-    mine, right = got.movedim(dim, 0).flatten(1), wanted.movedim(dim, 0).flatten(1)
+    mine, right = (
+        got.movedim(dim, 0).reshape(got.shape[dim], -1),
+        wanted.movedim(dim, 0).reshape(got.shape[dim], -1),
+    )
     scale = max(float(right.abs().max()), 1e-300)
     wrong = (
         ((mine - right).abs().amax(1) > _FITS * scale).nonzero().flatten().tolist() if mine.numel() else []

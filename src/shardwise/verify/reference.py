@@ -23,7 +23,7 @@ from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_map_only
 
 from shardwise.base.errors import UsageError
-from shardwise.models.dropout import replace_dropout
+from shardwise.models.dropout import KeyedDropout, replace_dropout
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.verify.activations import ActivationRecorder
@@ -76,7 +76,7 @@ def train(
         sums: dict[str, Tensor] = {}
         pieces: list[dict[str, Tensor]] = []
         loss_sum = 0.0
-        running = model if compute is None else copy.deepcopy(model).to(compute)
+        running = model if compute is None else _copied(model).to(compute)
         for place, (batch, weight) in enumerate(batches):
             running.zero_grad()
             with around(step, place):
@@ -100,6 +100,12 @@ def train(
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         found.append(Truth(loss_sum, float(norm), sums, addends, weights, pieces))
     return found
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of the model whose dropout draws at the same place in the run."""
+    replays = [each._replay for each in model.modules() if isinstance(each, KeyedDropout)]
+    return copy.deepcopy(model, {id(replay): replay for replay in replays})
 
 
 def with_dtype(batch: Any, dtype: torch.dtype) -> Any:

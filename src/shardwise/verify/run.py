@@ -121,8 +121,8 @@ class Verification:
         if policy.operations is not None or policy.linear is not None:
             return None, "pass own: precision.operations and precision.linear have no plain loop"
         compute = policy.dtypes("", torch.float32)
-        if compute.compute == torch.float16:
-            return None, "pass own: the plain loop has no loss scale for fp16"
+        if compute.compute not in (torch.float32, torch.float64):
+            return None, "pass own: the plain loop does not set a reliable limit in 16 bits"
         if compute.master not in (torch.float32, torch.float64):
             return None, "pass own: the plain loop has no masters in 16 bits"
         return compute.compute, ""
