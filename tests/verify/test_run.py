@@ -14,7 +14,6 @@ from shardwise.cli.main import app
 from shardwise.engine.state import state
 from shardwise.verify.run import verify
 from shardwise.verify.verdict import Verdict
-from tests.verify.bugs import BUGS
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"type": "adamw", "lr": 0.01, "weight_decay": 0.1},
@@ -90,12 +89,14 @@ def test_the_command_verifies_an_example_on_three_axes() -> None:
     assert '"verdict": "pass"' in result.output
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "bug", [each for each in BUGS if each.case.model == "llama" and not each.keys], ids=str
-)
-def test_seeded_bugs_are_found(bug: Any) -> None:
-    case = bug.case
-    with bug.planted(1):
-        found = verify(case.make, case.config(), case.batch(0), layout=case.layout, steps=2)
-    assert found.verdict == "fail", found.lines()
+def test_the_static_part_needs_no_rank_and_names_blooms_bug() -> None:
+    given = ["verify", "gpt_stdlib", "--layout", "tp=2", "--static", "--json"]
+    clean = CliRunner().invoke(app, given)
+    assert clean.exit_code == 0 and '"problems": []' in clean.output, clean.output
+    keys = ["--set", "tensor.sequence_parallel=true", "--set", "tensor.table={blocks.*.mlp_norm: replicate}"]
+    bug = CliRunner().invoke(app, [*given, *keys])
+    assert bug.exit_code == 1 and "blocks.0.mlp_norm.weight" in bug.output, bug.output
+    nothing = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "dp=2", "--static"])
+    assert nothing.exit_code == 2 and "cannot be verified" in nothing.output
+    stages = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "pp=2,tp=2", "--static"])
+    assert stages.exit_code == 0 and "0 unknown, 0 problems" in stages.output, stages.output

@@ -28,6 +28,9 @@ _Layout = Annotated[
     ),
 ]
 _Steps = Annotated[int, typer.Option(min=2, help="Optimizer steps.")]
+_Static = Annotated[
+    bool, typer.Option("--static", help="Derive the placements of tensors along tp alone, without a process.")
+]
 _Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in precision=bf16.")
 ]
@@ -39,6 +42,7 @@ def command(
     example: _Example = None,
     layout: _Layout = None,
     steps: _Steps = 3,
+    only_static: _Static = False,
     overrides: _Overrides = None,
     as_json: _AsJson = False,
 ) -> None:
@@ -46,13 +50,18 @@ def command(
 
     The exit code is 0 if the layout is equal to one process, 1 if it is not, and 2 if this cannot be verified.
     """
-    found = _verified(subject, example, layout, steps, tuple(overrides or ()))
+    options = {"steps": steps, "only_static": only_static}
+    found = _verified(subject, example, layout, options, tuple(overrides or ()))
     typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
     raise typer.Exit(found.exit_code)
 
 
 def _verified(
-    subject: str, example: str | None, layout: str | None, steps: int, overrides: tuple[str, ...]
+    subject: str,
+    example: str | None,
+    layout: str | None,
+    options: "dict[str, Any]",
+    overrides: tuple[str, ...],
 ) -> "Verdict":
     """Return the verdict on a configuration or on a user's model."""
     import torch
@@ -73,7 +82,7 @@ def _verified(
         if batch is None:
             raise UsageError("verify: MODULE:MODEL needs --example MODULE:BATCH, the global batch of a step")
         make = load_target("MODULE:MODEL", subject)
-        return verify(make, {}, batch, layout=layout, steps=steps, overrides=overrides)
+        return verify(make, {}, batch, layout=layout, overrides=overrides, **options)
     config = load(named(subject), overrides)
     if config.model is None:
         raise ConfigError(
@@ -81,7 +90,7 @@ def _verified(
         )
     if batch is not None:
         policy = config.model
-        return verify(lambda: build(policy), config, batch, layout=layout, steps=steps)  # type: ignore[arg-type]
+        return verify(lambda: build(policy), config, batch, layout=layout, **options)  # type: ignore[arg-type]
     if not isinstance(config.model, GptPolicy):
         raise UsageError(f"verify: {subject}: give --example MODULE:BATCH, the global batch of a step")
     if config.model.vocab is None:
@@ -95,6 +104,4 @@ def _verified(
     shape = (2, samples, text.context)
     tokens, targets = torch.randint(0, text.vocab, shape, generator=generator)
     shrunk = {key: list(value) for key, value in {**changed, **sizes}.items()}
-    return verify(
-        lambda: build(text), small, (tokens, targets), layout=str(chosen), steps=steps, shrunk=shrunk
-    )
+    return verify(lambda: build(text), small, (tokens, targets), layout=str(chosen), shrunk=shrunk, **options)

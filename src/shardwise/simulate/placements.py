@@ -35,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.flights import PendingCollective
 from shardwise.comm.transports import Move, NoTransport
+from shardwise.passes.absent import AbsentTensor
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate, Shard
 from shardwise.simulate.placement_rules import (
     ADDEND,
@@ -149,7 +150,9 @@ class PlacementMode(TorchDispatchMode):
         self._lies[tensor] = (self._count, lie)
 
     def get(self, tensor: Tensor) -> Lie:
-        """Return the placement of a tensor; of a tensor made outside of the pass, whole."""
+        """Return the placement of a tensor; of one made outside of the pass, or absent on this stage, whole."""
+        if isinstance(tensor, AbsentTensor):
+            return WHOLE
         count, lie = self._lies.get(tensor, (0, WHOLE))
         written = self._written.get(tensor.untyped_storage()) if self._written else None
         if written is None or written.order <= count:
@@ -160,6 +163,8 @@ class PlacementMode(TorchDispatchMode):
 
     def write(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor and of all others in its storage."""
+        if isinstance(tensor, AbsentTensor):
+            return
         self.set(tensor, lie)
         self._written[tensor.untyped_storage()] = _Written(self._count, lie, (tensor.shape, tensor.stride()))
 
@@ -314,6 +319,7 @@ def derive(
     mode: PlacementMode,
     parameters: Mapping[str, Tensor],
     forward: Callable[[], Sequence[Tensor]],
+    returns_addends: Callable[[], bool] = lambda: False,
 ) -> dict[str, Lie]:
     """Run a pass under ``mode`` and return the placement of the gradient of each parameter that has one.
 
@@ -321,6 +327,7 @@ def derive(
         mode: The mode, in which the placements of parameters and inputs are set.
         parameters: The trained parameters by name.
         forward: The forward pass, which returns the loss or the tensors for the next stage.
+        returns_addends: Returns, after the forward pass, whether the gradients of whole results are addends.
     """
     found: dict[str, Lie] = {}
 
@@ -336,7 +343,8 @@ def derive(
             ends = [each for each in forward() if each.requires_grad]
             gradients = [torch.ones_like(each) for each in ends]
             for end, gradient in zip(ends, gradients, strict=True):
-                mode.set(gradient, gradient_of(mode.get(end)))
+                lie = gradient_of(mode.get(end))
+                mode.set(gradient, ADDEND if lie == WHOLE and returns_addends() else lie)
             if ends:
                 torch.autograd.backward(ends, gradients)
     finally:

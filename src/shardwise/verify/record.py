@@ -13,6 +13,7 @@ a refusal, a hang and unequal copies are told apart.
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import ShardwiseError
+from shardwise.base.errors import DivergedError, ShardwiseError
 from shardwise.config.run import RunConfig
 from shardwise.engine.construction.build import initialize
 from shardwise.engine.engine import Engine
@@ -85,12 +86,16 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
         first = engine.step_count
     found: dict[str, Any] = {"start": _copied(engine.state_dict()), "steps": [], "first": first}
     activation_gradients: dict[str, Tensor] = {}
+    found["diverged"] = ""
     for step in range(first, len(job.steps)):
-        if job.records:
-            with recorder.recording(engine.module):
+        try:
+            with recorder.recording(engine.module) if job.records else nullcontext():
                 facts, divisor = _one_step(engine, job, step)
-        else:
-            facts, divisor = _one_step(engine, job, step)
+        except DivergedError as alarm:
+            if not found["steps"] or not job.records:
+                raise
+            found["diverged"] = str(alarm)  # the steps before may show the cause
+            break
         found["steps"].append(facts)
         activation_gradients |= {key: gradient / divisor for key, gradient in recorder.gradients.items()}
         recorder.gradients = {}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import shardwise.verify.reference as plain
-from shardwise.base.errors import RankError, UsageError
+from shardwise.base.errors import RankError, ShardwiseError, UsageError
 from shardwise.base.pytree import tensors_in
 from shardwise.comm.world import is_joined
 from shardwise.config.run import RunConfig, load
@@ -44,6 +44,7 @@ from shardwise.verify.compare import (
 from shardwise.verify.explain import explain, wrong_slice
 from shardwise.verify.layout import VerifiedLayout, layout_of, parse_layout, with_layout
 from shardwise.verify.record import FAILURE, LayoutJob, run_rank
+from shardwise.verify.static import static_problems
 from shardwise.verify.verdict import FirstWrong, PassReport, Verdict
 
 _DEADLINE_S = 240
@@ -138,8 +139,12 @@ def verify(
     loss: plain.LossOf | None = None,
     overrides: Sequence[str] = (),
     shrunk: Mapping[str, Any] | None = None,
+    only_static: bool = False,
 ) -> Verdict:
     """Compare a model on a layout with one process, and return the verdict.
+
+    The static part comes first, and its problems are listed. Numbers decide: a problem that it finds makes the verdict
+    "fail" only with ``only_static``, because its rules do not know every operation of every model.
 
     Args:
         make: Function that makes the model.
@@ -150,6 +155,7 @@ def verify(
         loss: A function of (model, batch) that returns the loss. None: the model returns the loss.
         overrides: Values as ``a.b=c``.
         shrunk: Old and new values of what was made smaller before the call, for the verdict.
+        only_static: True to derive placements, and to start no process.
 
     Raises:
         UsageError: if called inside a rank, or if the example has too few samples.
@@ -171,8 +177,15 @@ def verify(
         found.left_out.append(
             "schedule: the learning rate stays at optimizer.lr in the reference and in the layout"
         )
-    with tempfile.TemporaryDirectory(prefix="shardwise_verify_") as folder:
-        _verify(subject, found, Path(folder))
+    _check_placements(subject, found)
+    if only_static:
+        if found.static is None:
+            found.verdict = "unverifiable"
+        elif found.static["problems"]:
+            found.verdict, found.failed_in = "fail", "static"
+    else:
+        with tempfile.TemporaryDirectory(prefix="shardwise_verify_") as folder:
+            _verify(subject, found, Path(folder))
     found.seconds = round(time.monotonic() - begun, 2)
     return found
 
@@ -188,6 +201,26 @@ def _as_it_runs(config: RunConfig, layout: VerifiedLayout) -> RunConfig:
     given |= {"check_first_step": "off", "guard": {"every": 1}}
     given["comm"] = {**given.get("comm", {}), "timeout_s": _COLLECTIVE_S}
     return load(given)
+
+
+def _check_placements(subject: Verification, found: Verdict) -> None:
+    """Derive the placements of tensors and gradients along "tp", without a process."""
+    if subject.layout.mesh.tp == 1:
+        found.left_out.append(
+            'static part: it follows placements along "tp", which this layout does not have'
+        )
+        return
+    make = subject.made(None, False)
+    batch = subject.batches(None)[0][0]
+    try:
+        part = static_problems(make, subject.config, subject.layout.ranks, batch, subject.loss_of)
+    except ShardwiseError as error:
+        found.left_out.append(f"static part: {error}")
+        return
+    except Exception as error:  # a user's model may fail on tensors without numbers in any way
+        found.left_out.append(f"static part: the model fails on shapes with {type(error).__name__}: {error}")
+        return
+    found.static = part.as_json()
 
 
 def _verify(subject: Verification, found: Verdict, folder: Path) -> None:
@@ -242,8 +275,11 @@ def _fp64_pass(
     truth = _reference(subject, is_silent, torch.float64, None)
     job = _job(subject, is_silent, truth, load(subject.config, ["precision=fp64"]), torch.float64)
     layout, activations = _run(subject, job, folder / "fp64")
-    figures = hold_to_limit(compared(layout, truth, activations, left_out))
+    done = replace(truth, steps=truth.steps[: len(layout["steps"])])
+    figures = hold_to_limit(compared(layout, done, activations, left_out))
     _take(subject, found, "fp64", figures, f"{FP64_LIMIT:g}", truth, layout)
+    if found.verdict == "pass" and layout["diverged"]:
+        raise _RunFailed(FirstWrong("", "replica", explanation=layout["diverged"]))
 
 
 def _own_passes(

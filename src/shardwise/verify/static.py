@@ -143,7 +143,7 @@ class _StageCheck:
             ends.extend(on_shapes.forward())
             return ends
 
-        found = derive(mode, trained, forward)
+        found = derive(mode, trained, forward, on_shapes.returns_addends)
         for name, lie in found.items():
             self._compare(name, str(lie), mode)
         self._operations += mode.operations

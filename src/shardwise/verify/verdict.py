@@ -1,6 +1,7 @@
 """The verdict of ``shardwise verify``, as lines for people and as JSON for programs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ class Verdict:
     layout: str
     ranks: int
     shrunk: dict[str, Any] = field(default_factory=dict)
+    static: dict[str, Any] | None = None
+    """Result of the static part; None if the layout does not cut tensors along "tp"."""
     passes: list[PassReport] = field(default_factory=list)
     failed_in: str = ""
     first: FirstWrong | None = None
@@ -62,18 +65,27 @@ class Verdict:
         """Return the verdict as lines for people."""
         said = [f"layout {self.layout} on {self.ranks} ranks, {self.seconds:.1f} s"]
         said += [f"  shrunk {key}: {old} -> {new}" for key, (old, new) in self.shrunk.items()]
-        for each in self.passes:
-            said.append(f"pass {each.name}: limit {each.limit}")
-            for kind, count in each.compared.items():
+        if self.static is not None:
+            checked, unknown = self.static["checked"], len(self.static["unknown"])
+            said.append(
+                f"static: {checked['operations']} operations and {checked['gradients']} gradients checked, "
+                f"{unknown} unknown, {len(self.static['problems'])} problems"
+            )
+            for each in self.static["problems"]:
+                said.append(
+                    f"  {each['name']} in {each['module']} at {each['line']}: expected {each['wanted']}, "
+                    f"found {each['found']}"
+                )
+        for report in self.passes:
+            said.append(f"pass {report.name}: limit {report.limit}")
+            for kind, count in report.compared.items():
                 if count:
-                    noise = f", plain loop {each.noise[kind]:.1e}" if kind in each.noise else ""
+                    noise = f", plain loop {report.noise[kind]:.1e}" if kind in report.noise else ""
                     said.append(
-                        f"  {kind:12} {count:5} compared, largest error {each.worst[kind]:.1e}{noise}"
+                        f"  {kind:12} {count:5} compared, largest error {report.worst[kind]:.1e}{noise}"
                     )
         said += [f"declared: {each}" for each in self.declared]
-        said += [f"left out: {each}" for each in self.left_out[:_SHOWN]]
-        if len(self.left_out) > _SHOWN:
-            said.append(f"left out: {len(self.left_out) - _SHOWN} more, which --json lists")
+        said += [f"left out: {each}" for each in _by_reason(self.left_out)[:_SHOWN]]
         first = self.first
         if first is not None:
             said.append(f"first wrong in pass {self.failed_in}: {first.kind} {first.name}".rstrip())
@@ -84,8 +96,20 @@ class Verdict:
         if len(self.wrong) > 1:
             said.append(f"wrong in all: {len(self.wrong)} tensors")
         words = {
-            "pass": "equal to one process",
-            "fail": "NOT equal to one process",
+            "pass": "equal to one process" if self.passes else "no problem in the placements along tp",
+            "fail": "NOT equal to one process" if self.failed_in != "static" else "wrong placements along tp",
             "unverifiable": "cannot be verified",
         }
         return [*said, f"verdict: {words[self.verdict]}"]
+
+
+def _by_reason(left_out: Sequence[str]) -> list[str]:
+    """Return a line for each reason, with the first thing that was left out for it and the number of the others."""
+    found: dict[str, list[str]] = {}
+    for each in left_out:
+        name, _, reason = each.partition(": ")
+        found.setdefault(reason, []).append(name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in found.items()
+    ]

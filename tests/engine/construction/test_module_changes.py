@@ -94,6 +94,7 @@ NOT_A_USERS_MODULE = {
     "parallel/expert/router.py": "a module of the package, when it is made",
     "simulate/lookups.py": "a model that is measured and dropped",
     "simulate/passes.py": "a model that is measured and dropped",
+    "simulate/placements.py": "a model on shapes, which is dropped",
     "tiers/tier_cost.py": "a record of costs",
     "verify/__init__.py": "a Python module",
     "verify/shrink.py": "a model that is made smaller, before initialize",

@@ -565,6 +565,9 @@ class StageOnShapes(NamedTuple):
     """Tensors that the stage before sends."""
     forward: Callable[[], list[Tensor]]
     """Runs the forward pass, and returns the loss or the tensors for the next stage."""
+    returns_addends: Callable[[], bool]
+    """Returns, after the forward pass, whether the next stage sends gradients that are addends over "tp", as it does
+    when a pass stays whole in a model whose sequence is cut."""
 
 
 def visit_stages(
@@ -614,7 +617,13 @@ def visit_stages(
             operations.apply_to(module)
             cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
             forward = _StageForward(module.train(), run, replay, batch, loss, arrives)
-            leaving = visit(StageOnShapes(stage, module, batch, arrives.tensors, forward.run))
+
+            def returns_addends(stage: int = stage) -> bool:
+                return stage < max(kinds_of) and replay.whole_sequence
+
+            leaving = visit(
+                StageOnShapes(stage, module, batch, arrives.tensors, forward.run, returns_addends)
+            )
         arrives = _Message(forward.text, list(leaving))
 
 
