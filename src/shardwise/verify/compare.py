@@ -25,6 +25,8 @@ from torch import Tensor
 from shardwise.verify.reference import Reference
 
 FP64_LIMIT = 1e-10
+ROUNDED_LIMIT = 1e-4
+"""Limit for a model that rounds to fp32 inside: its eps times the factor by which an update may blow rounding up."""
 _SHARE = 1e-6
 _TIMES_NOISE = 4.0
 _TIMES_EPS = 8.0

@@ -30,9 +30,11 @@ from shardwise.base.errors import RankError, ShardwiseError, UsageError
 from shardwise.base.pytree import tensors_in
 from shardwise.comm.world import is_joined
 from shardwise.config.run import RunConfig, load
+from shardwise.engine.step.check import DtypeRecorder
 from shardwise.launch.function import launch
 from shardwise.verify.compare import (
     FP64_LIMIT,
+    ROUNDED_LIMIT,
     ComparedTensor,
     PassFigures,
     RankActivations,
@@ -61,6 +63,8 @@ class Verification:
     example: Any
     steps: int
     loss_of: plain.LossOf | None
+    limit: float = FP64_LIMIT
+    """Largest relative error of the pass in fp64."""
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.mesh.size("dp") * (self.config.batch.accumulation or 1)
@@ -120,12 +124,15 @@ class Verification:
         """Return the dtype in which the configuration computes, and why the pass in it is left out."""
         policy = self.config.precision
         if policy.operations is not None or policy.linear is not None:
-            return None, "pass own: precision.operations and precision.linear have no plain loop"
+            return None, "precision.operations and precision.linear have no plain loop"
+        dtypes = {each.dtype for each in self.made(None, False)().parameters()}
+        if policy.compute is None and torch.float64 in dtypes:
+            return None, "the model is in fp64, as in the pass fp64"
         compute = policy.dtypes("", torch.float32)
         if compute.compute not in (torch.float32, torch.float64):
-            return None, "pass own: the plain loop does not set a reliable limit in 16 bits"
+            return None, "the plain loop does not set a reliable limit in 16 bits"
         if compute.master not in (torch.float32, torch.float64):
-            return None, "pass own: the plain loop has no masters in 16 bits"
+            return None, "the plain loop has no masters in 16 bits"
         return compute.compute, ""
 
 
@@ -248,7 +255,12 @@ def _verify(subject: Verification, found: Verdict, folder: Path) -> None:
 def _check_function(subject: Verification, found: Verdict) -> bool:
     """Check that the model is a function of its batch. Return True if dropout has to be off for that."""
     for is_silent in (False, True):
-        said = _plain_process(_unstable, subject, is_silent)
+        said, rounds = _plain_process(_unstable, subject, is_silent)
+        if rounds and subject.limit == FP64_LIMIT:
+            subject.limit = ROUNDED_LIMIT
+            found.declared.append(
+                f"the model rounds fp64 to fp32 in its forward pass: the limit of the pass fp64 is {ROUNDED_LIMIT:g}"
+            )
         if said is None:
             if is_silent:
                 found.declared.append(
@@ -276,8 +288,8 @@ def _fp64_pass(
     job = _job(subject, is_silent, truth, load(subject.config, ["precision=fp64"]), torch.float64)
     layout, activations = _run(subject, job, folder / "fp64")
     done = replace(truth, steps=truth.steps[: len(layout["steps"])])
-    figures = hold_to_limit(compared(layout, done, activations, left_out))
-    _take(subject, found, "fp64", figures, f"{FP64_LIMIT:g}", truth, layout)
+    figures = hold_to_limit(compared(layout, done, activations, left_out), subject.limit)
+    _take(subject, found, "fp64", figures, f"{subject.limit:g}", truth, layout)
     if found.verdict == "pass" and layout["diverged"]:
         raise _RunFailed(FirstWrong("", "replica", explanation=layout["diverged"]))
 
@@ -293,7 +305,7 @@ def _own_passes(
     found.failed_in = "own"
     layout, _ = _run(subject, job, folder / "own")
     if compute is None:
-        left_out["own"] = reason
+        left_out["pass own"] = reason
     else:
         rounded = _reference(subject, is_silent, torch.float64, None)
         mine = _reference(subject, is_silent, None, compute)
@@ -355,7 +367,7 @@ def _take(
         first.what,
         first.module,
         _line_of(subject, first.module),
-        wrong_slice(first.got, first.wanted, FP64_LIMIT if name == "fp64" else 1e-3),
+        wrong_slice(first.got, first.wanted, subject.limit if name == "fp64" else 1e-3),
         list(first.ranks),
         _explanation(subject, first, truth, layout),
     )
@@ -402,7 +414,9 @@ def _plain_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def _unstable(subject: Verification, is_silent: bool) -> Any:
     model = subject.made(torch.float64, is_silent)()
     batch = subject.batches(torch.float64)[0][0]
-    return plain.unstable_module(model, batch, subject.loss, subject.config.train.seed, subject.rows)
+    with DtypeRecorder() as seen:
+        said = plain.unstable_module(model, batch, subject.loss, subject.config.train.seed, subject.rows)
+    return said, seen.rounds_to_fp32
 
 
 def _reference(

@@ -421,7 +421,7 @@ class FirstStepCheck:
                 if not run.weight:  # no labels: its mean loss may be 0 / 0
                     continue
                 seen, place = (
-                    _DtypeRecorder(),
+                    DtypeRecorder(),
                     self._parts.passes.place(step, run.microbatch, (run.args, run.kwargs)),
                 )
                 with ExitStack() as stack:
@@ -637,7 +637,7 @@ class FirstStepCheck:
             traffic.sequence = sequence
 
 
-class _DtypeRecorder(TorchFunctionMode):
+class DtypeRecorder(TorchFunctionMode):
     """A mode that records the dtypes which torch's functions return."""
 
     def __init__(self) -> None:
