@@ -202,9 +202,12 @@ class FlatState:
             held.copy_(values[first - start : last - start])
 
     def clear(self, label: str) -> None:
-        """Set all elements of a moment in another form than the masters', and the scales of its blocks, to zero."""
-        assert self.coded is not None, "only moments in another form share scales"
-        self.coded.tensors[label].zero_()
+        """Set a moment in another form than the masters', with the scales of its blocks, to zero; leave others as they are.
+
+        An average of weights beside coded moments is in the form of the masters.
+        """
+        if self.coded is not None and label in self.coded.tensors:
+            self.coded.tensors[label].zero_()
 
     def _held(self, wanted: str, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (first, last, view) of the parts of elements [start, stop) that torch's optimizer has of a moment."""
