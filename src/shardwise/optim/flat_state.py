@@ -202,7 +202,7 @@ class FlatState:
             held.copy_(values[first - start : last - start])
 
     def clear(self, label: str) -> None:
-        """Set a moment in another form than the masters', with the scales of its blocks, to zero; leave others as they are.
+        """Set a moment in another form than the masters', with the scales of its blocks, to zero, and leave others.
 
         An average of weights beside coded moments is in the form of the masters.
         """
