@@ -10,25 +10,33 @@ from hypothesis import strategies as st
 from shardwise.base.errors import MeshError
 from shardwise.plan.mesh import DataParallelPolicy, Mesh, MeshPolicy
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-meshes = st.builds(Mesh, **{axis: st.integers(1, 4) for axis in AXES})
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+DATA_AXES = ("pp", "dp_replicate", "data_shard", "cp", "tp")
+
+
+def made(data_shard: int, cp: int, **axes: int) -> Mesh:
+    return Mesh(dp_shard=data_shard * cp, cp=cp, **axes)
+
+
+meshes = st.builds(made, **{axis: st.integers(1, 4) for axis in DATA_AXES})
 
 
 @settings(max_examples=30)
 @given(meshes)
 def test_groups_and_indices_are_those_of_a_view(mesh: Mesh) -> None:
-    ranks = torch.arange(mesh.world_size).view([mesh.size(axis) for axis in AXES])
-    for place, axis in enumerate(AXES):
-        rows = ranks.movedim(place, -1).reshape(-1, mesh.size(axis)).tolist()
-        assert sorted(map(list, mesh.groups(axis))) == sorted(rows)
-        for row in rows:
-            for index, rank in enumerate(row):
-                assert mesh.index(axis, rank) == index
-                assert list(mesh.ranks(axis, rank)) == row
-    together = ranks.movedim((1, 2), (-2, -1)).reshape(-1, mesh.size("dp")).tolist()
-    assert sorted(map(list, mesh.groups("dp"))) == sorted(together)
-    for row in together:
-        assert [mesh.index("dp", rank) for rank in row] == list(range(len(row)))
+    for axes, together in ((AXES, "dp"), (DATA_AXES, "data")):
+        ranks = torch.arange(mesh.world_size).view([mesh.size(axis) for axis in axes])
+        for place, axis in enumerate(axes):
+            rows = ranks.movedim(place, -1).reshape(-1, mesh.size(axis)).tolist()
+            assert sorted(map(list, mesh.groups(axis))) == sorted(rows)
+            for row in rows:
+                for index, rank in enumerate(row):
+                    assert mesh.index(axis, rank) == index
+                    assert list(mesh.ranks(axis, rank)) == row
+        both = ranks.movedim((1, 2), (-2, -1)).reshape(-1, mesh.size(together)).tolist()
+        assert sorted(map(list, mesh.groups(together))) == sorted(both)
+        for row in both:
+            assert [mesh.index(together, rank) for rank in row] == list(range(len(row)))
 
 
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
@@ -38,7 +46,7 @@ EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 def expert_meshes(draw: st.DrawFn) -> Mesh:
     """Meshes whose ranks along ep and etp are any part of those of one copy of a stage."""
     mesh = draw(meshes)
-    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    ranks = mesh.dp_shard * mesh.tp
     ep = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
     etp = draw(st.sampled_from([n for n in range(1, ranks // ep + 1) if ranks // ep % n == 0]))
     return replace(mesh, ep=ep, etp=etp)
@@ -47,7 +55,7 @@ def expert_meshes(draw: st.DrawFn) -> Mesh:
 @settings(max_examples=30)
 @given(expert_meshes())
 def test_experts_see_the_same_ranks_in_a_view_of_their_own(mesh: Mesh) -> None:
-    assert mesh.size("edp") * mesh.ep * mesh.etp == mesh.dp_shard * mesh.cp * mesh.tp
+    assert mesh.size("edp") * mesh.ep * mesh.etp == mesh.dp_shard * mesh.tp
     ranks = torch.arange(mesh.world_size).view([mesh.size(axis) for axis in EXPERT_AXES])
     for place, axis in enumerate(EXPERT_AXES):
         rows = ranks.movedim(place, -1).reshape(-1, mesh.size(axis)).tolist()
@@ -60,7 +68,7 @@ def test_experts_see_the_same_ranks_in_a_view_of_their_own(mesh: Mesh) -> None:
     assert sorted(map(list, mesh.groups("expert_dp"))) == sorted(together)
 
 
-@given(meshes, st.sampled_from((*AXES, "dp")))
+@given(meshes, st.sampled_from((*AXES, *DATA_AXES, "dp", "data", "sample")))
 def test_groups_cover_each_rank_once(mesh: Mesh, axis: str) -> None:
     assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(mesh.world_size))
 
@@ -100,6 +108,15 @@ def test_experts_that_do_not_divide_over_the_ranks() -> None:
 def test_dp_takes_the_ranks_that_remain() -> None:
     assert MeshPolicy(tp=2).mesh(8) == Mesh(dp_shard=4, tp=2)
     assert MeshPolicy().mesh(1) == Mesh()
+
+
+def test_ranks_along_cp_are_among_those_that_share_state() -> None:
+    mesh = MeshPolicy(cp=2, tp=2).mesh(8)
+    assert mesh == Mesh(dp_shard=4, cp=2, tp=2) and str(mesh) == "dp=2 × cp=2 × tp=2"
+    assert mesh.ranks("dp", 0) == (0, 2, 4, 6) and mesh.ranks("cp", 4) == (4, 6)
+    assert mesh.ranks("data", 2) == (2, 6) and mesh.ranks("sample", 7) == (4, 5, 6, 7)
+    with pytest.raises(MeshError, match="cp=2 does not divide dp_shard=3"):
+        Mesh(dp_shard=3, cp=2)
 
 
 def test_what_is_no_axis() -> None:

@@ -34,7 +34,7 @@ def test_a_tensor_is_registered_once() -> None:
         (Mesh(dp_shard=2), {"tp": Replicate()}, "dp_shard"),
         (Mesh(dp_replicate=2, dp_shard=2), {"dp_shard": Partial()}, "dp_replicate"),
         (Mesh(dp_shard=2, tp=2), {"dp_shard": Partial()}, "tp"),
-        (Mesh(cp=2), {"dp_shard": Partial(), "dp_replicate": Partial()}, "cp"),
+        (Mesh(dp_shard=2, cp=2), {"dp_replicate": Partial()}, "dp_shard"),
         (Mesh(dp_shard=2), {"dp_shard": Partial()}, None),
         (Mesh(pp=2), {}, None),
         (Mesh(), {}, None),

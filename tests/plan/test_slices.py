@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import EXPERT, Mesh
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard, ShardBlock
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.slices import TensorSlices
@@ -26,24 +26,23 @@ def slices(
     gradient: dict[str, Placement] | None = None,
 ) -> list[TensorSlices]:
     registry = Registry(mesh)
-    gradient = {axis: where.get(axis, R) for axis in mesh.model_axes()} | {"dp_shard": P} | (gradient or {})
+    gradient = {axis: where.get(axis, R) for axis in mesh.model_axes(EXPERT)} | {"edp": P} | (gradient or {})
     for kind in ("parameter", "gradient"):
-        registry.add(TensorInfo("w", shape, torch.float32, kind, where, gradient))  # type: ignore[arg-type]
+        registry.add(TensorInfo("w", shape, torch.float32, kind, where, gradient, axes=EXPERT))  # type: ignore[arg-type]
     return [TensorSlices(registry, mesh, rank) for rank in range(mesh.world_size)]
 
 
 @st.composite
 def cut_tensors(draw: Any) -> tuple[tuple[int, ...], Mesh, dict[str, Placement]]:
     """Two axes that cut: different dimensions or one, evenly or not, in blocks or not."""
-    mesh = Mesh(
-        dp_shard=draw(st.integers(1, 2)), cp=draw(st.integers(1, 3)), tp=draw(st.sampled_from([1, 2, 4]))
-    )
+    copies, ep, etp = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    mesh = Mesh(dp_shard=copies * ep * etp, ep=ep, etp=etp)
     if draw(st.booleans()):  # experts, in halves of gate and up: [E/ep, 2F/etp, D]
         shape = (draw(st.integers(1, 6)), 16, draw(st.integers(1, 3)))
-        return shape, mesh, {"cp": Shard(0), "tp": FUSED}
+        return shape, mesh, {"ep": Shard(0), "etp": FUSED}
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1)
-    return shape, mesh, {axis: Shard(draw(dims)) if draw(st.booleans()) else R for axis in ("cp", "tp")}
+    return shape, mesh, {axis: Shard(draw(dims)) if draw(st.booleans()) else R for axis in ("ep", "etp")}
 
 
 @given(cut_tensors(), st.data())
@@ -62,7 +61,7 @@ def test_the_pieces_of_all_ranks_make_the_whole(case: Any, data: Any) -> None:
             times[run.full : run.full + run.elements] += 1
             if here.is_first(info, run):
                 first_times[run.full : run.full + run.elements] += 1
-            said[run.full : run.full + run.elements] = math.prod(run.replicas) * mesh.dp_shard
+            said[run.full : run.full + run.elements] = math.prod(run.replicas) * mesh.edp
         assert torch.equal(flat, piece.view(-1)), "views and runs hold the same elements"
         start = data.draw(st.integers(0, len(flat)))
         stop = data.draw(st.integers(start, len(flat)))
@@ -73,13 +72,13 @@ def test_the_pieces_of_all_ranks_make_the_whole(case: Any, data: Any) -> None:
         assert torch.equal(part[start:stop], flat[start:stop])
     assert (times > 0).all()
     assert torch.equal(times, said), "each rank knows how many hold what it holds"
-    assert (first_times == mesh.dp_shard).all(), "one rank of each stage's copy is the first"
+    assert (first_times == mesh.edp).all(), "one rank of each stage's copy is the first"
 
 
 def test_experts_are_cut_along_two_dimensions() -> None:
-    """[E/ep, 2F/etp, D]: "cp" stands for the axis of experts, which the mesh has not got yet."""
-    where = {"cp": Shard(0), "tp": Shard(1, (ShardBlock(4, 4), ShardBlock(4, 4)))}
-    ranks = slices((2, 8, 3), Mesh(cp=2, tp=2), where)
+    """[E/ep, 2F/etp, D]."""
+    where = {"ep": Shard(0), "etp": Shard(1, (ShardBlock(4, 4), ShardBlock(4, 4)))}
+    ranks = slices((2, 8, 3), Mesh(dp_shard=4, ep=2, etp=2), where)
     info = ranks[0].registry.get("parameter", "w")
     assert [here.local_shape(info) for here in ranks] == [(1, 4, 3)] * 4
     last = [(run.local, run.full, run.elements) for run in ranks[3].runs(info)]
@@ -90,12 +89,12 @@ def test_experts_are_cut_along_two_dimensions() -> None:
 @pytest.mark.parametrize(
     ("where", "gradient", "wanted"),
     [
-        ({}, {"tp": P}, [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ({}, {"cp": P}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ({}, {"cp": P, "tp": P}, [tuple(range(8))]),
-        ({"tp": Shard(0)}, {"cp": P, "tp": Shard(0)}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ({"tp": Shard(0, (ShardBlock(4, 2),))}, {}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        ({"tp": Shard(0, (ShardBlock(4, 2),))}, {"cp": P}, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ({}, {"etp": P}, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ({}, {"ep": P}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ({}, {"ep": P, "etp": P}, [tuple(range(8))]),
+        ({"etp": Shard(0)}, {"ep": P, "etp": Shard(0)}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ({"etp": Shard(0, (ShardBlock(4, 2),))}, {}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ({"etp": Shard(0, (ShardBlock(4, 2),))}, {"ep": P}, [(0, 1, 4, 5), (2, 3, 6, 7)]),
         ({}, {}, []),
     ],
     ids=["sequence", "context", "both", "cut and context", "neighbours", "neighbours and context", "equal"],
@@ -104,7 +103,7 @@ def test_gradients_are_added_up_over_the_axes_that_hold_addends(
     where: dict[str, Placement], gradient: dict[str, Placement], wanted: list[tuple[int, ...]]
 ) -> None:
     """Of each element every addend is in the sum once, and one rank counts it in the norm."""
-    ranks = slices((4,), Mesh(cp=2, tp=4), where, gradient)
+    ranks = slices((4,), Mesh(dp_shard=8, ep=2, etp=4), where, gradient)
     found: set[tuple[int, ...]] = set()
     counted: Counter[int] = Counter()
     for here in ranks:

@@ -102,7 +102,7 @@ def test_places_are_those_of_the_worst_group(per_host: int) -> None:
     """Also if the hosts' bounds are no bounds of groups."""
     for mesh in (
         Mesh(pp=2, dp_shard=3, tp=2),
-        Mesh(pp=2, dp_replicate=3, dp_shard=2, cp=2),
+        Mesh(pp=2, dp_replicate=3, dp_shard=4, cp=2),
         Mesh(dp_shard=6, ep=3),
     ):
         for axis in (

@@ -2,22 +2,29 @@
 
 The ranks lie in a row-major array, slowest axis first:
 
-    arange(world_size).view(pp, dp_replicate, dp_shard, cp, tp)
+    arange(world_size).view(pp, dp_replicate, dp_shard, tp)
 
-so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost. Experts use another
-view of the same ranks in the same order, within a stage and a copy of the sharded state:
+so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost. Two more views show
+the same ranks in the same order. Context parallelism cuts no state: ``cp`` neighbours along ``dp_shard`` have different
+tokens of the same samples, and sum their gradients as all ranks along ``dp_shard`` do.
 
-    arange(world_size).view(pp, dp_replicate, edp, ep, etp)        edp · ep · etp = dp_shard · cp · tp
+    arange(world_size).view(pp, dp_replicate, data_shard, cp, tp)  data_shard · cp = dp_shard
 
-so the ranks along ``ep``, which hold different experts, are neighbours, whatever they share in the other view.
+Experts use another view, within a stage and a copy of the sharded state:
 
-"dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``.
-"expert_dp" names the data-parallel axes of experts, whose ranks sum one expert's gradient. "model" names the axes that
-share one model (and one microbatch), "stage" the axes whose ranks hold the same stage, and "world" all axes.
+    arange(world_size).view(pp, dp_replicate, edp, ep, etp)        edp · ep · etp = dp_shard · tp
+
+so the ranks along ``ep``, which hold different experts, are neighbours, whatever they share in the other views.
+
+"dp" names the two axes of state together: it is cut along ``dp_shard`` and copied along ``dp_replicate``. "data" names
+the axes whose ranks have different samples. "expert_dp" names the axes whose ranks sum one expert's gradient. "model"
+names the axes that share one model, "sample" those that share one microbatch, "stage" those whose ranks hold the same
+stage, and "world" all axes.
 
 Cost: O(number of axes) per call; ``ranks`` is O(size of the axis).
 """
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -35,15 +42,19 @@ together sum the gradient of the state.
 """
 DENSE: StateAxes = ("dp_replicate", "dp_shard")
 EXPERT: StateAxes = ("dp_replicate", "edp")
-_MODEL_AXES = {DENSE: ("cp", "tp"), EXPERT: ("ep", "etp")}
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_MODEL_AXES = {DENSE: ("tp",), EXPERT: ("ep", "etp")}
+_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_DATA_AXES = ("pp", "dp_replicate", "data_shard", "cp", "tp")
 _EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+_VIEWS = (_AXES, _DATA_AXES, _EXPERT_AXES)
 _TOGETHER = {
     "dp": ("dp_replicate", "dp_shard"),
+    "data": ("dp_replicate", "data_shard"),
     "expert_dp": ("dp_replicate", "edp"),
-    "model": ("pp", "cp", "tp"),
-    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
-    "world": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "model": ("pp", "tp"),
+    "sample": ("pp", "cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "tp"),
+    "world": ("pp", "dp_replicate", "dp_shard", "tp"),
 }
 
 
@@ -54,7 +65,9 @@ class Mesh:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    """Ranks over which state is cut."""
     cp: int = 1
+    """Ranks among those along ``dp_shard`` that have different tokens of the same samples."""
     tp: int = 1
     ep: int = 1
     """Ranks over which the experts are distributed."""
@@ -68,11 +81,16 @@ class Mesh:
                 raise MeshError(
                     f"mesh: axis {field.name!r} has size {size!r}; expected a whole number of at least 1"
                 )
-        ranks = self.dp_shard * self.cp * self.tp
+        if self.dp_shard % self.cp:
+            raise MeshError(
+                f"mesh: cp={self.cp} does not divide dp_shard={self.dp_shard}, the ranks over which state is cut, "
+                "which include those along cp; choose sizes so that it does"
+            )
+        ranks = self.dp_shard * self.tp
         if ranks % (self.ep * self.etp):
             raise MeshError(
                 f"mesh: ep={self.ep} × etp={self.etp} = {self.ep * self.etp} does not divide the "
-                f"{counted(ranks, 'rank')} that hold one copy of a stage (dp_shard={self.dp_shard} × cp={self.cp} × "
+                f"{counted(ranks, 'rank')} that hold one copy of a stage (dp_shard={self.data_shard} × cp={self.cp} × "
                 f"tp={self.tp}), to which experts are dealt; choose ep and etp so that it does"
             )
 
@@ -82,9 +100,14 @@ class Mesh:
         return _AXES
 
     @property
+    def data_shard(self) -> int:
+        """Number of ranks along ``dp_shard`` that have different samples."""
+        return self.dp_shard // self.cp
+
+    @property
     def edp(self) -> int:
         """Number of ranks that share the state of one expert."""
-        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+        return self.dp_shard * self.tp // (self.ep * self.etp)
 
     def model_axes(self, state: StateAxes = DENSE) -> tuple[str, ...]:
         """Return the axes whose ranks hold slices of one tensor whose shards lie on the axes ``state``."""
@@ -164,7 +187,7 @@ class Mesh:
         """
         if self.world_size == world_size:
             return
-        model = self.size("pp") * self.size("cp") * self.size("tp")
+        model = self.pp * self.cp * self.tp
         advice = (
             f"with this model part of {model}, dp must be {world_size // model}, or leave dp out"
             if world_size % model == 0
@@ -181,7 +204,7 @@ class Mesh:
             MeshError: if the combination of ``axes`` has no name.
         """
         names = {parts: name for name, parts in _TOGETHER.items()}
-        names |= {(axis,): axis for axis in (*_AXES, *_EXPERT_AXES)}
+        names |= {(axis,): axis for view in _VIEWS for axis in view}
         if tuple(axes) not in names:
             raise MeshError(
                 f"mesh: the axes {' and '.join(axes)} together have no name; known: {', '.join(_TOGETHER)}"
@@ -190,18 +213,22 @@ class Mesh:
 
     def _parts(self, axis: str) -> tuple[str, ...]:
         parts = _TOGETHER.get(axis, (axis,))
-        if not {*parts} <= {*_AXES, *_EXPERT_AXES}:
-            known = dict.fromkeys((*_AXES, *_EXPERT_AXES, *_TOGETHER))
+        if not any({*parts} <= {*view} for view in _VIEWS):
+            known = dict.fromkeys((*itertools.chain(*_VIEWS), *_TOGETHER))
             raise MeshError(f"mesh: there is no axis {axis!r}; known: {', '.join(known)}")
         return parts
 
     def _stride(self, axis: str) -> int:
-        view = _AXES if axis in _AXES else _EXPERT_AXES
+        view = next(each for each in _VIEWS if axis in each)
         return math.prod(getattr(self, faster) for faster in view[view.index(axis) + 1 :])
 
     def __str__(self) -> str:
-        axes = self.axes if self.dp_replicate > 1 else ("pp", "dp", "cp", "tp")
-        dense = self._sizes(axes) or "1 rank"
+        if self.dp_replicate > 1:
+            axes = {"pp": "pp", "dp_replicate": "dp_replicate", "dp_shard": "data_shard", "cp": "cp", "tp": "tp"}
+        else:
+            axes = {"pp": "pp", "dp": "data", "cp": "cp", "tp": "tp"}
+        sizes = {name: self.size(axis) for name, axis in axes.items()}
+        dense = " × ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "1 rank"
         return f"{dense} (experts {self._sizes(_EXPERT_AXES[2:])})" if self.ep * self.etp > 1 else dense
 
     def _sizes(self, axes: Sequence[str]) -> str:
@@ -230,7 +257,7 @@ class MeshPolicy(Policy):
     dp: PositiveInt | DataParallelPolicy | None = None
     """Data-parallel ranks; if left out, all remaining ranks; ``{replicate: 2, shard: 4}`` for HSDP."""
     cp: PositiveInt = 1
-    """Ranks over which a sequence is cut (context parallelism); 1 in this version."""
+    """Ranks over which every sequence is cut (context parallelism). State is cut over these ranks too."""
     tp: PositiveInt = 1
     """Ranks over which every matrix is cut (tensor parallelism)."""
     ep: PositiveInt = 1
@@ -249,6 +276,6 @@ class MeshPolicy(Policy):
         if dp is None:
             dp = max(world_size // model, 1)
         replicate, shard = dp.of(world_size // model) if isinstance(dp, DataParallelPolicy) else (1, dp)
-        mesh = Mesh(pp=self.pp, dp_replicate=replicate, dp_shard=shard, cp=self.cp, tp=self.tp)
+        mesh = Mesh(pp=self.pp, dp_replicate=replicate, dp_shard=shard * self.cp, cp=self.cp, tp=self.tp)
         mesh.check(world_size)
         return replace(mesh, ep=self.ep, etp=self.etp)
