@@ -85,7 +85,9 @@ def test_parts_of_the_keys_merge_to_attention_to_all(seed: int) -> None:
         for mine in drawn["parts"]:
             groups = [
                 [
-                    RowGroup((row, row + 1), visible_blocks(runs(mine, own), runs(theirs, own), window), window)
+                    RowGroup(
+                        (row, row + 1), visible_blocks(runs(mine, own), runs(theirs, own), window), window
+                    )
                     for row, own in enumerate(drawn["documents"])
                 ]
                 for theirs in drawn["parts"]
@@ -99,9 +101,7 @@ def test_parts_of_the_keys_merge_to_attention_to_all(seed: int) -> None:
             torch.testing.assert_close(out, wanted[:, :, mine], rtol=1e-12, atol=1e-12)
             products, d_q = (out * g_m).sum(-1), torch.zeros_like(q_m)
             for theirs, group in zip(drawn["parts"], groups, strict=True):
-                more = attend_backward(
-                    q_m, k[:, :, theirs], v[:, :, theirs], group, g_m, lse, products, d_q
-                )
+                more = attend_backward(q_m, k[:, :, theirs], v[:, :, theirs], group, g_m, lse, products, d_q)
                 d_k[:, :, theirs] += more[0]
                 d_v[:, :, theirs] += more[1]
             torch.testing.assert_close(d_q, gradients[0][:, :, mine], rtol=1e-11, atol=1e-11)

@@ -187,8 +187,8 @@ class Trainer(ABC):
             self.to_read(opened.train, whole=batch.accumulation),
             global_batch=batch.global_size,
             micro_batch=batch.micro_size,
-            dp_index=self.mesh.index("dp", world.rank),
-            dp_size=self.mesh.size("dp"),
+            dp_index=self.mesh.index("data", world.rank),
+            dp_size=self.mesh.size("data"),
             seed=self.config.train.seed,
             shuffle=data.shuffle,
             workers=data.workers,
@@ -275,7 +275,7 @@ class Trainer(ABC):
     def ranks(self) -> Group:
         """Group of the data-parallel ranks for evaluations, separate from the steps' order of collectives."""
         policy = self.config.comm
-        return self.world.group(self.mesh, "dp", policy, self.world.clock(policy), Traffic())
+        return self.world.group(self.mesh, "data", policy, self.world.clock(policy), Traffic())
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

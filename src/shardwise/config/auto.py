@@ -42,13 +42,13 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> ResolvedCon
     check(config)
     offload = config.offload
     mesh = config.mesh.mesh(world_size)
-    batch = config.batch.derived(mesh.size("dp"))
+    batch = config.batch.derived(mesh.size("data"))
     if offload.parameters != "device" and config.zero.stage in (1, 2) and mesh.dp_shard > 1:
         raise ConfigError(
             f"offload.parameters: {offload.parameters} at zero.stage {config.zero.stage}, where weights are whole for "
             "the next step; zero.stage: 3 keeps a shard of them, and that may lie elsewhere"
         )
-    choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("dp"))]
+    choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("data"))]
     if offload.optimizer == "host" and device_type == "cpu" and offload.step != "delayed":
         offload = offload.model_copy(update={"optimizer": "device", "parameters": "device"})
         choices.append("offload.optimizer: host memory is where CPU ranks keep all state")

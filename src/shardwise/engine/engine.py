@@ -91,7 +91,7 @@ class Engine(StateAccess):
             parts, end, pipeline, self._forward, record, self.weighing, self._discard, self._step_ended
         )
         self._loaders = EngineLoaders(
-            parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"], parts.device
+            parts.config, parts.data, parts.accumulation.microbatches, parts.groups["world"], parts.device
         )
         self._saves = StepSaves(parts, self._loaders)
 
@@ -595,7 +595,7 @@ class Engine(StateAccess):
         Raises:
             UsageError: if a tensor has fewer rows than ``samples``.
         """
-        found = tuple(metrics.gather_rows(self._parts.dp, self.device, value, samples) for value in values)
+        found = tuple(metrics.gather_rows(self._parts.data, self.device, value, samples) for value in values)
         return found[0] if len(found) == 1 else found
 
     @property

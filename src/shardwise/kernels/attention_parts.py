@@ -14,8 +14,8 @@ one. The gradients of a part need nothing of the other parts but L and the row s
     dK_j = dS_jᵀ Q / √K     dsink = -Σ exp(sink - L) D
 
 Who sees whom is told by runs: tokens of one document that follow one another in the sequence and in memory. A query at
-position p sees the keys of its own document from p - w + 1 to p, with w the window. Blocks of queries and pieces of keys
-of which nothing is visible are never computed, and only pieces of which a part is visible are masked.
+position p sees the keys of its own document from p - w + 1 to p, with w the window. Blocks of queries and pieces of
+keys of which nothing is visible are never computed, and only pieces of which a part is visible are masked.
 
 Cost:   B·H·(visible pairs)·4·K operations forward, 2.5 times as many backward; the scores of one block of queries.
 Shapes: B rows, H heads, N key and value heads, G = H/N, T queries, S keys of a part, K head size.

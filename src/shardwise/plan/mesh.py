@@ -224,7 +224,13 @@ class Mesh:
 
     def __str__(self) -> str:
         if self.dp_replicate > 1:
-            axes = {"pp": "pp", "dp_replicate": "dp_replicate", "dp_shard": "data_shard", "cp": "cp", "tp": "tp"}
+            axes = {
+                "pp": "pp",
+                "dp_replicate": "dp_replicate",
+                "dp_shard": "data_shard",
+                "cp": "cp",
+                "tp": "tp",
+            }
         else:
             axes = {"pp": "pp", "dp": "data", "cp": "cp", "tp": "tp"}
         sizes = {name: self.size(axis) for name, axis in axes.items()}

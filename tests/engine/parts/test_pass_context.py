@@ -23,7 +23,7 @@ def context(tp: int = 2, steps_done: int = 0) -> tuple[PassContext, list[Any]]:
     )
     replay: Any = SimpleNamespace(draws=nothing, at=lambda place: places.append(place) or nullcontext())
     parts: dict[str, Any] = {
-        "dp": SimpleNamespace(size=3, index=1),
+        "data": SimpleNamespace(size=3, index=1),
         "tp": SimpleNamespace(size=tp),
         "clock": SimpleNamespace(steps_done=steps_done),
         "loads": SimpleNamespace(microbatch=None, layers={"experts": 2}),

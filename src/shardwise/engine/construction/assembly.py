@@ -245,7 +245,7 @@ def _pass_context(
         settings, site.world, outline.plan.registry, modules_of(stages), walker.trace.clock
     )
     return PassContext(
-        dp=site.groups["dp"],
+        data=site.groups["data"],
         tp=site.groups["tp"],
         clock=site.clock,
         replay=outline.replay,

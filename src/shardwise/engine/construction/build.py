@@ -175,7 +175,7 @@ def _built(
     start = start_weights(model, settings, given.initial, outline.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
     start = start.or_later(pieces)
-    told = told_in_initialize(site.world.rank, device, settings, mesh.size("dp"), site.ledger)
+    told = told_in_initialize(site.world.rank, device, settings, mesh.size("data"), site.ledger)
     with told, ExitStack() as memory:
         if site.tiers is not None:
             memory.enter_context(apart_from_the_heap())

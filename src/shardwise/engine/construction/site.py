@@ -19,7 +19,7 @@ from shardwise.tiers.tier import TierResources, threads_beside
 
 _log = logging.getLogger(__name__)
 
-GROUP_AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
+GROUP_AXES = ("world", "dp", "dp_shard", "dp_replicate", "data", "cp", "tp", "pp", "model")
 """Axes along which every engine makes its process groups."""
 EXPERT_GROUP_AXES = ("expert_dp", "edp", "ep", "etp")
 """Axes along which an engine with expert state makes further process groups."""

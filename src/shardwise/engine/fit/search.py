@@ -281,7 +281,7 @@ def batch_of(given: RunConfig, ranks: Sequence[int], rows: int | None) -> tuple[
     ):
         batch = batch.model_copy(update={"micro_size": rows})
     try:
-        batch = batch.derived(given.mesh.mesh(ranks[0]).size("dp"))
+        batch = batch.derived(given.mesh.mesh(ranks[0]).size("data"))
     except (MeshError, ConfigError):
         if batch.global_size is None:
             raise
@@ -292,7 +292,7 @@ def batch_of(given: RunConfig, ranks: Sequence[int], rows: int | None) -> tuple[
         )
     total = batch.global_size
     if total is None:
-        total = micro * (batch.accumulation or 1) * given.mesh.mesh(ranks[0]).size("dp")
+        total = micro * (batch.accumulation or 1) * given.mesh.mesh(ranks[0]).size("data")
     return total, micro
 
 

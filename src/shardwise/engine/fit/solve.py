@@ -134,7 +134,7 @@ def _values(given: RunConfig, key: str, ranks: int, multiple: int, most: int) ->
         return [each for each in _rank_counts(given, min(most, _MOST_RANKS)) if each % multiple == 0]
     total = given.batch.global_size
     if key == "batch.micro_size" and total is not None:
-        dp = given.mesh.mesh(ranks).size("dp")
+        dp = given.mesh.mesh(ranks).size("data")
         return [each for each in divisors(total // dp, most) if each % multiple == 0]
     return range(multiple, most + 1, multiple)
 
@@ -162,5 +162,5 @@ def _rank_counts(given: RunConfig, most: int) -> list[int]:
     if batch.global_size is not None:
         sizes = divisors(batch.global_size // (batch.micro_size or batch.accumulation or 1), most // model)
     experts = mesh.ep * mesh.etp
-    fitting = [dp for dp in sizes if dp % shard == 0 and (dp * mesh.tp) % experts == 0]
+    fitting = [dp for dp in sizes if dp % shard == 0 and (dp * mesh.cp * mesh.tp) % experts == 0]
     return [model * dp for dp in reversed(fitting)]

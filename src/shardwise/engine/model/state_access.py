@@ -111,12 +111,12 @@ class StateAccess:
 
         The ranks of one model have the same index.
         """
-        return self._parts.dp.index
+        return self._parts.data.index
 
     @property
     def dp_size(self) -> int:
         """The number of data-parallel ranks: of models that train side by side."""
-        return self._parts.dp.size
+        return self._parts.data.size
 
     @property
     def is_main(self) -> bool:

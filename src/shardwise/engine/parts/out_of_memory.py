@@ -127,7 +127,7 @@ def in_a_step(parts: EngineParts, error: BaseException) -> OutOfMemoryError:
     has_gradients = parts.accumulation.passes or action is not None and action.kind is not Kind.F
     held = parts.site.ledger.bytes_by_row(_ALL if has_gradients else _FOR_LIFE)
     said = outgrown(parts.site.ledger, held, parts.device, bytes_asked(str(error)) or 0)
-    rank, config, dp = parts.world.rank, parts.config, parts.dp.size
+    rank, config, dp = parts.world.rank, parts.config, parts.data.size
     return _told(error, where, rank, parts.device, config, dp, held, said, in_a_pass=in_a_pass)
 
 

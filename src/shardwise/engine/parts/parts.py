@@ -47,8 +47,8 @@ class RuntimeContext(NamedTuple):
     settings: RunConfig
     mesh: Mesh
     groups: Mapping[str, Group]
-    """Process groups by name: the axes "dp", "dp_shard", "dp_replicate", "tp", "pp", and "model" and "world". If
-    experts lie on other ranks than the rest, also "expert_dp", "edp", "ep" and "etp".
+    """Process groups by name: the axes "dp", "dp_shard", "dp_replicate", "data", "cp", "tp", "pp", and "model" and
+    "world". If experts lie on other ranks than the rest, also "expert_dp", "edp", "ep" and "etp".
     """
     clock: StepClock
     traffic: Traffic
@@ -196,8 +196,13 @@ class EngineParts:
 
     @property
     def dp(self) -> Group:
-        """All data-parallel ranks."""
+        """All ranks that hold copies or shards of the same state, and sum its gradient."""
         return self.site.groups["dp"]
+
+    @property
+    def data(self) -> Group:
+        """The ranks that have different samples: those of ``dp`` without those that have other tokens of a sample."""
+        return self.site.groups["data"]
 
     @property
     def stage_group(self) -> Group:

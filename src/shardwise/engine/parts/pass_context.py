@@ -32,7 +32,7 @@ from shardwise.passes.replay import BatchPosition, DrawReplay
 class PassContext:
     """The contexts around the passes of one engine."""
 
-    dp: Group
+    data: Group
     tp: Group
     clock: StepClock
     replay: DrawReplay
@@ -88,7 +88,7 @@ class PassContext:
     def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:
         """Return the position of the samples of ``batch`` in the global batch of ``step``."""
         rows = rows_of(batch) if rows is None else rows
-        return BatchPosition(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
+        return BatchPosition(step, (microbatch * self.data.size + self.data.index) * rows, rows or None)
 
     @contextmanager
     def _told_as_cut(self) -> Iterator[None]:

@@ -107,7 +107,11 @@ def loss_tolerance(parts: "EngineParts", config: RunConfig) -> LossTolerance:
 
 
 def check_alike(
-    totals: StepTotals, duplicates: Literal["error", "allow"], finite: bool, tolerance: LossTolerance
+    totals: StepTotals,
+    duplicates: Literal["error", "allow"],
+    finite: bool,
+    tolerance: LossTolerance,
+    sharers: int = 1,
 ) -> None:
     """Check that ranks agree in the rates and losses, and have batches of their own, at the end of a step.
 
@@ -116,6 +120,7 @@ def check_alike(
         duplicates: ``error`` if equal batches on data-parallel ranks are an error, else ``allow``.
         finite: True if the gradients are finite; the losses are compared only then.
         tolerance: the largest difference between losses.
+        sharers: neighbouring data-parallel ranks that share their samples (context parallelism).
 
     Raises:
         UsageError: if rates differ, if weights of microbatches were guessed and are uneven, and if the ranks of one
@@ -135,7 +140,15 @@ def check_alike(
         )
     if are_uneven(totals.guesses):
         raise UsageError(UNEVEN)
-    pair = next(same(list(totals.batches)), None)
+    if any(
+        totals.batches[place] != totals.batches[place - place % sharers]
+        for place in range(len(totals.batches))
+    ):
+        raise DataError(
+            "the ranks that share a sequence (along cp) were given different batches in the first step, so each worked "
+            "on tokens of another sequence; use engine.loader(...), which gives them the same batches"
+        )
+    pair = next(same(list(totals.batches[::sharers])), None)
     if pair is not None and duplicates == "error":
         raise DataError(
             f"data-parallel ranks {pair[0]} and {pair[1]} were given the same batches in the first step, so one of "

@@ -350,7 +350,7 @@ class TrainingStep:
         norm = gradient_norm(totals, divisor)
         finite = math.isfinite(norm)
         draws.note(totals.draws)
-        check_alike(totals, parts.config.batch.duplicates, finite, self._loss_tolerance)
+        check_alike(totals, parts.config.batch.duplicates, finite, self._loss_tolerance, parts.mesh.cp)
         if self._record.check is not None and finite and totals.weight and not math.isnan(totals.loss):
             self._record.check.compare(self._number, totals, divisor)
             self._record.end_check()

@@ -1,7 +1,7 @@
 """Which tokens of a sequence each rank of context parallelism holds, and which keys it needs from the others.
 
-Token p of a document that starts at s attends to the keys s ... p, or to the last w of them in a layer with a window of w
-tokens. The number of keys that it sees is its area
+Token p of a document that starts at s attends to the keys s ... p, or to the last w of them in a layer with a window of
+w tokens. The number of keys that it sees is its area
 
     a(p) = min(p - s + 1, w)
 
