@@ -161,6 +161,16 @@ CHANGES = (
     ),
     _row(
         Phase.CUT,
+        "context",
+        "attention functions exchange keys along cp, and a hook on the root cuts the tokens of a call",
+        "before slices, whose hook on the root reads the tokens that this one has cut",
+        "parallel/context/region.py",
+        Undone.IF_WHOLE,
+        Effect.ATTRIBUTE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.CUT,
         "slices",
         "matrices are cut along tp: layers are replaced, hooks move activations between layouts, numbers of heads are "
         "divided",

@@ -18,7 +18,9 @@ from shardwise.comm.collectives import Group
 from shardwise.compose.apply import Phase, Step, apply_steps
 from shardwise.compose.describe import DescribedModel, blocks_of
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
+from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
+from shardwise.parallel.context.region import ContextRegion, cut_attention
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -122,6 +124,7 @@ class ModelCut:
         return {
             "batch norm": self._synchronize_batch_norm,
             "dropout": self._replace_dropout,
+            "context": self._cut_sequences,
             "slices": self._cut_slices,
             "heads": self._join_heads,
             "mixtures": lambda: self._surround(self.model),
@@ -138,6 +141,19 @@ class ModelCut:
         table, is_cut, tp = self.described.table, self.described.cuts_sequence, self._tp
         cuts = {} if table is None else dropout_cuts(self.model, table, tp.index, tp.size, is_cut)
         replace_dropout(self.model, self.policies.seed, self.replay, cuts)
+
+    def _cut_sequences(self) -> None:
+        group = self.ranks.groups.get("cp")
+        if group is None or group.size == 1:
+            return
+        parts = self._tp.size if self.described.cuts_sequence else 1
+        region = ContextRegion(group, parts, self.replay)
+        if not cut_attention(self.model, region, lambda module: isinstance(module, Attention)):
+            raise PlanError(
+                f"mesh.cp: {group.size} cuts sequences, and {type(self.model).__name__} has no attention layer of "
+                "shardwise.models whose attention function could exchange keys; set mesh.cp: 1"
+            )
+        region.watch(self.model)
 
     def _cut_slices(self) -> None:
         if self.described.table is not None:

@@ -102,11 +102,6 @@ RULES = (
         ),
     ),
     ConfigRule(
-        "techniques",
-        lambda c: c.mesh.cp == 1,
-        lambda c: "mesh: this version cuts along pp, dp, tp, ep and etp; set cp to 1",
-    ),
-    ConfigRule(
         "virtual stages",
         lambda c: c.pipeline.virtual_stages == 1 or c.mesh.pp > 1,
         lambda c: (

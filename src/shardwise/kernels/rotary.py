@@ -71,13 +71,28 @@ def angles(
         device: device of the angles.
         scaling: change for long contexts; None leaves the frequencies.
     """
+    return angles_at(torch.arange(start, stop, device=device), size, theta, scaling)
+
+
+def angles_at(
+    positions: Tensor, size: int, theta: float, scaling: FrequencyScaling | None = None
+) -> RotaryAngles:
+    """Return the angles of ``positions`` [T] for heads of ``size`` features.
+
+    Args:
+        positions: positions of the tokens, whole numbers.
+        size: features of a head, K.
+        theta: base of the frequencies.
+        scaling: change for long contexts; None leaves the frequencies.
+    """
+    device = positions.device
     # The order of these operations matters: another order moves the far positions of published models by 1e-4.
     frequency = 1 / theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     if scaling is not None:
         turns = scaling.original_context * frequency / (2 * math.pi)
         keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
-    angle = torch.arange(start, stop, device=device, dtype=torch.float32)[:, None] * frequency
+    angle = positions.to(torch.float32)[:, None] * frequency
     return RotaryAngles(angle.cos(), angle.sin())
 
 

@@ -28,7 +28,7 @@ from shardwise.base.policy import Policy
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.cross_entropy import IGNORE
 from shardwise.kernels.initializers import Constant, Initializer, Normal
-from shardwise.kernels.rotary import FrequencyScaling, RotaryAngles, angles
+from shardwise.kernels.rotary import FrequencyScaling, RotaryAngles, angles_at
 from shardwise.models.cache import KeyValueCache
 from shardwise.models.initial import draw_all
 from shardwise.models.layers import (
@@ -227,7 +227,11 @@ class Gpt(nn.Module):
             draw_all(self, self.initial_rules(), seed)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of ``tokens``, or the mean loss if ``targets`` are given.
 
@@ -236,6 +240,8 @@ class Gpt(nn.Module):
             targets: [B, T]; labels of -100 do not count.
             cache: Keys and values of earlier tokens, which ``tokens`` continue. Only the logits of the last position
                 are computed then: [B, 1, V].
+            positions: Position of each token in its sequence, [T]; None: they follow one another, and those of the
+                cache.
 
         Returns:
             Logits [B, T, V], or the loss [] in fp32.
@@ -245,12 +251,13 @@ class Gpt(nn.Module):
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
-        self._check_call(stop)
+        self._check_call(stop if positions is None else int(positions.max()) + 1)
         x, at = self.embed(tokens), None  # [B, T, D]
+        places = torch.arange(start, stop, device=x.device) if positions is None else positions.to(x.device)
         if self.positions is None:
-            at = self._angles(start, stop, x.device)
+            at = self._angles(places)
         else:
-            x = x + self.positions(torch.arange(start, stop, device=tokens.device))
+            x = x + self.positions(places)
         x = self.dropout(x)
         labels = None if targets is None else (targets != IGNORE).sum(1)  # [B]
         for i, block in enumerate(self.blocks):
@@ -308,13 +315,13 @@ class Gpt(nn.Module):
             table |= {"blocks.*.mlp.up": "column", "positions": "sequence"}
         return table
 
-    def _angles(self, start: int, stop: int, device: torch.device) -> RotaryAngles:
+    def _angles(self, positions: Tensor) -> RotaryAngles:
         p = self.policy
         scaling = None
         if p.rope_scaling is not None:
             s = p.rope_scaling
             scaling = FrequencyScaling(s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context)
-        return angles(start, stop, _set(p.head_size), p.rope_theta, device, scaling)
+        return angles_at(positions, _set(p.head_size), p.rope_theta, scaling)
 
     def _check_call(self, stop: int) -> None:
         if stop > self.policy.context:

@@ -1,0 +1,155 @@
+"""Region: the cut of the running pass, which the model's input, positions, dropout and attention share.
+
+A hook on the model's root cuts the tensors of a call along their tokens before any module runs: tokens, targets and
+whatever else has one number for each token. Every layer that works on single tokens then works on this rank's tokens,
+and needs no change. Attention asks the region for its exchange of keys.
+
+    call                                      pass
+    with targets                              cut; the loss is the mean over this rank's own targets
+    without targets and without gradients     whole on every rank, as predictions and generation need it
+    without targets, with gradients           refused: a loss outside the model would see this rank's tokens alone
+
+The loss needs no collective. A rank that shares its sequences with others is a data-parallel rank with other tokens: its
+loss counts by the number of its own targets (engine/parts/weighing.py), so that the sum over all ranks is the mean over
+all targets of the batch.
+
+Cost:   one index of each tensor of the batch.
+Shapes: B sequences, T tokens, t tokens of this rank.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import UsageError
+from shardwise.comm.collectives import Group
+from shardwise.kernels.attention import causal_attention
+from shardwise.parallel.context.attention import AttentionSite, context_attention
+from shardwise.parallel.context.keys import Starts, plan_exchange
+from shardwise.parallel.context.layout import ContextLayout, cut_sequences
+from shardwise.passes.replay import DrawReplay
+
+_TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
+_FILL = {"targets": -100, "labels": -100}
+"""Value of padding; 0 for tensors that are not named."""
+
+
+class SequenceCut(NamedTuple):
+    """The cut of one pass."""
+
+    layout: ContextLayout
+    starts: Starts
+    """First token of each document, for each sequence."""
+
+
+class ContextRegion:
+    """State of the running pass of a model whose sequences are cut.
+
+    Args:
+        group: The ranks that share a sequence.
+        parts: Equal parts into which tensor parallelism cuts a rank's tokens further.
+        replay: State that a block computed again restores.
+    """
+
+    def __init__(self, group: Group, parts: int, replay: DrawReplay) -> None:
+        self.group = group
+        self._parts = parts
+        self._replay = replay
+        self._now: SequenceCut | None = None
+
+    @property
+    def cut(self) -> SequenceCut | None:
+        """The cut of the running pass, or of the pass that a block computed again belongs to; None if it is whole."""
+        return self._replay.keep("cut of the sequence", lambda: self._now)
+
+    def site(self, name: str) -> AttentionSite | None:
+        """Return the exchange of the attention layer ``name``; None in a pass that is not cut."""
+        cut = self.cut
+        if cut is None:
+            return None
+        return AttentionSite(self.group, plan_exchange(cut.layout, self.group.index, cut.starts, None), name)
+
+    def watch(self, model: nn.Module) -> None:
+        """Register the hooks on the root that cut a call's tensors and end the pass."""
+        signature = inspect.signature(model.forward)
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            self._now = self._cut_of(given)
+            return None if self._now is None else ((), self._pieces(given, self._now))
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            self._now = None
+
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        model.register_forward_hook(end, always_call=True)
+
+    def _cut_of(self, given: Mapping[str, Any]) -> SequenceCut | None:
+        tokens = next((given[name] for name in _TOKENS if isinstance(given.get(name), Tensor)), None)
+        has_targets = any(given.get(name) is not None for name in _TARGETS)
+        if tokens is None or tokens.dim() != 2:
+            raise UsageError(
+                "mesh.cp cuts sequences of tokens [B, T], and this call of the model has none; give "
+                f"{' or '.join(_TOKENS)}, or set mesh.cp: 1"
+            )
+        if not has_targets:
+            if not torch.is_grad_enabled():
+                return None
+            raise UsageError(
+                "mesh.cp: a training pass without targets returns the logits of this rank's tokens alone; give the "
+                "model its targets, or set mesh.cp: 1"
+            )
+        starts = ((0,),) * len(tokens)
+        return SequenceCut(cut_sequences(tokens.shape[1], self.group.size, self._parts, starts), starts)
+
+    def _pieces(self, given: Mapping[str, Any], cut: SequenceCut) -> dict[str, Any]:
+        layout = cut.layout
+        places = layout.places(self.group.index)
+
+        def piece(name: str, value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != layout.length:
+                return value
+            here = places.clamp(max=layout.length - 1).to(value.device)
+            part = value.index_select(1, here)
+            if layout.padded > layout.length:
+                outside = (places >= layout.length).to(value.device)
+                part = part.masked_fill(outside.view(1, -1, *[1] * (value.dim() - 2)), _FILL.get(name, 0))
+            return part
+
+        pieces = {name: piece(name, value) for name, value in given.items()}
+        return pieces | {"positions": places.clamp(max=layout.length - 1)}
+
+
+class ContextAttention:
+    """The attention function of one layer: over all ranks in a cut pass, of this rank alone in a whole one.
+
+    Args:
+        region: The state of the running pass.
+        name: Name of the layer.
+    """
+
+    def __init__(self, region: ContextRegion, name: str) -> None:
+        self._region = region
+        self._name = name
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of queries [B, H, t, K] to keys and values [B, N, t, K] of all ranks: [B, H, t, K]."""
+        site = self._region.site(self._name)
+        return causal_attention(q, k, v) if site is None else context_attention(q, k, v, None, site)
+
+
+def cut_attention(model: nn.Module, region: ContextRegion, is_layer: Callable[[nn.Module], bool]) -> int:
+    """Give every attention layer the attention over all ranks, and return the number of layers.
+
+    Args:
+        model: The whole model.
+        region: The state of its passes.
+        is_layer: Function that returns True for a layer whose attribute ``attention`` is an attention function.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if is_layer(module)]
+    for name, module in layers:
+        module.attention = ContextAttention(region, name)  # type: ignore[assignment]
+    return len(layers)
