@@ -101,6 +101,8 @@ class ModelCut:
     """Recorder of tensors that ranks along "tp" have in common."""
     stages: Stages = field(default_factory=dict)
     """This rank's stages; empty until the model is cut."""
+    context: ContextRegion | None = None
+    """State of passes whose sequences are cut; None if "cp" has one rank."""
 
     def __post_init__(self) -> None:
         check_tiles(self.model, self.policies.tiles, self.described.spec.units)
@@ -147,7 +149,7 @@ class ModelCut:
         if group is None or group.size == 1:
             return
         parts = self._tp.size if self.described.cuts_sequence else 1
-        region = ContextRegion(group, parts, self.replay)
+        self.context = region = ContextRegion(group, parts, self.replay)
         if not cut_attention(self.model, region, lambda module: isinstance(module, Attention)):
             raise PlanError(
                 f"mesh.cp: {group.size} cuts sequences, and {type(self.model).__name__} has no attention layer of "

@@ -251,7 +251,7 @@ class Gpt(nn.Module):
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
-        self._check_call(stop if positions is None else int(positions.max()) + 1)
+        self.check_tokens(stop)
         x, at = self.embed(tokens), None  # [B, T, D]
         places = torch.arange(start, stop, device=x.device) if positions is None else positions.to(x.device)
         if self.positions is None:
@@ -323,7 +323,12 @@ class Gpt(nn.Module):
             scaling = FrequencyScaling(s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context)
         return angles_at(positions, _set(p.head_size), p.rope_theta, scaling)
 
-    def _check_call(self, stop: int) -> None:
+    def check_tokens(self, stop: int) -> None:
+        """Check that the model takes sequences of ``stop`` tokens.
+
+        Raises:
+            UsageError: if its context is shorter.
+        """
         if stop > self.policy.context:
             raise UsageError(
                 f"the model was given {stop} tokens but its context is {self.policy.context}; "

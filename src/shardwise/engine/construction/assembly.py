@@ -42,6 +42,7 @@ from shardwise.engine.parts.unit_norms import UnitSquares
 from shardwise.engine.parts.vocabulary import VocabularyBounds
 from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
+from shardwise.parallel.context.region import ContextRegion
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
@@ -61,6 +62,7 @@ def assemble(
     stages: list[Stage],
     vocabulary: VocabularyBounds,
     walker: Walker,
+    context: ContextRegion | None,
 ) -> EngineParts:
     """Return the parts of one engine. Collective.
 
@@ -74,6 +76,7 @@ def assemble(
         stages: This rank's stages, with their weights.
         vocabulary: The vocabulary to which the tokens of a batch belong.
         walker: The walker of this rank's list.
+        context: The state of passes whose sequences are cut, or None.
     """
     settings, world, mesh = site.settings, site.world, site.mesh
     owned = _trained_buckets(stages)
@@ -90,7 +93,7 @@ def assemble(
     peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic) if needs_peers else None
     orders = {stage.index: stage.hooks.order for stage in stages}
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
-    passes = _pass_context(site, outline, stages, vocabulary, walker)
+    passes = _pass_context(site, outline, stages, vocabulary, walker, context)
     followers = _followers(site, passes, tables, planned, trained, walker, outline.fp8)
     _compile_kernels(site, stages, trained)
     folders = StepFolders(world, settings.checkpoint, world.next_engine())
@@ -233,6 +236,7 @@ def _pass_context(
     stages: Sequence[Stage],
     vocabulary: VocabularyBounds,
     walker: Walker,
+    context: ContextRegion | None,
 ) -> PassContext:
     """Return what surrounds every pass of the stages."""
     settings = site.settings
@@ -252,6 +256,7 @@ def _pass_context(
         loads=outline.loads,
         vocabulary=vocabulary,
         profile=profile,
+        context=context,
         is_profiled=settings.module_profile is not None,
         own_use=_own_use(outline.described.owners, stages, settings.compile.scope == "blocks"),
     )

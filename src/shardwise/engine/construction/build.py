@@ -195,7 +195,9 @@ def _built(
             {"dealt": lambda: deal(pieces, buckets), "other stages": lambda: _forget_foreign(model, stages)},
         )
         original.compare()
-        parts = assemble(model, site, recipe, optimizer_of, outline, tables, stages, vocabulary, walker)
+        parts = assemble(
+            model, site, recipe, optimizer_of, outline, tables, stages, vocabulary, walker, cut.context
+        )
         give_back_free(torch.device("cpu"))  # what the model came in
     return _engine(model, with_guard(parts), given, original, uncut, outline, walker)
 

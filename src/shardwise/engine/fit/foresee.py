@@ -481,7 +481,7 @@ def _cut(
     Without ``replay``, the call only checks that the model can be cut.
     """
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
-    axes = ("dp", "tp", "pp", "ep", "etp")
+    axes = ("dp", "cp", "tp", "pp", "ep", "etp")
     groups = {axis: _silent(mesh, axis, rank, transport_of(axis), traffic) for axis in axes}
     if not starts:
         groups["pp"] = Group.alone("pp")

@@ -23,6 +23,8 @@ from shardwise.comm.step_clock import StepClock
 from shardwise.engine.parts.failed_pass import explained
 from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.vocabulary import VocabularyBounds
+from shardwise.engine.parts.weighing import labels_in
+from shardwise.parallel.context.region import ContextRegion
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.passes.replay import BatchPosition, DrawReplay
@@ -45,6 +47,8 @@ class PassContext:
     """The costs of modules, in the step that is measured."""
     loads: ExpertLoads
     """The token counts of every expert."""
+    context: ContextRegion | None = None
+    """State of passes whose sequences are cut over ranks; None if they are whole."""
     is_profiled: bool = False
     """True if a step of the run measures its modules."""
 
@@ -80,6 +84,13 @@ class PassContext:
             draws,
         ):
             yield
+
+    def share_of(self, batch: Any) -> float:
+        """Return the share of a batch's targets that this rank's part of the sequences has."""
+        targets = None if self.context is None else labels_in(batch)
+        if self.context is None or targets is None or targets.dim() != 2:
+            return 1.0
+        return self.context.share_of(targets)
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass."""

@@ -31,7 +31,7 @@ Cost: a walk over the numbers that a loss adds up, and over at most 64 nodes beh
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -96,10 +96,14 @@ class MicrobatchWeights:
     Args:
         by: The rule of ``batch.weigh_by``.
         model: The model; causal language models of transformers shift labels, and compiled models hide their graphs.
+        share_of: Returns the share of a batch's labels that this rank's part of the sequences has.
     """
 
-    def __init__(self, by: WeighBy, model: nn.Module) -> None:
+    def __init__(
+        self, by: WeighBy, model: nn.Module, share_of: Callable[[Any], float] = lambda batch: 1.0
+    ) -> None:
         self._by = by
+        self._share_of = share_of
         own = getattr(model, "_orig_mod", model)
         named = getattr(getattr(own, "loss_function", None), "__name__", "") == _CAUSAL_LOSS
         self._is_causal = named and type(own).__name__.endswith(("ForCausalLM", "LMHeadModel"))
@@ -136,7 +140,7 @@ class MicrobatchWeights:
             UsageError: if ``batch.weigh_by`` names a rule and neither the loss nor the batch shows a number of labels.
         """
         if self._by == "batches":
-            return 1.0
+            return self._share_of(batch)
         found = divisors_of(loss)
         if self._told and self._has_learned and any(isinstance(each, Tensor) for each in found):
             return _largest(found)
@@ -161,7 +165,11 @@ class MicrobatchWeights:
                 "that of one batch; batch.weigh_by: batches counts them alike",
                 count,
             )
-        return 1.0 if count is None else count
+        return self._share_of(batch) if count is None else count
+
+    def of_given(self, weight: float, batch: Any) -> float:
+        """Return this rank's part of the weight that the caller gave for ``batch``."""
+        return weight * self._share_of(batch)
 
     def _warn(self, what: str, counts: Sequence[float], taken: float) -> None:
         if self._warned:
@@ -198,12 +206,12 @@ class MicrobatchWeights:
         """Return the count of a microbatch whose loss shows no divisor."""
         given = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
         if given is not None:
-            return float(given)
+            return self.of_given(float(given), batch)
         is_known = self._by != "auto" or (self._is_causal and self._rules[0] == "shifted")
         if len(self._rules) > 1 and not is_known:
             plain, shifted = _count(labels, False), _count(labels, True)
             self._guesses = self._guesses.with_counts(plain, shifted)
-        return _counted(labels, self._rules[0])
+        return self.of_given(_counted(labels, self._rules[0]), batch)
 
     def _divided(self, reduced: Sequence["_LossReduction"], loss: Tensor) -> float | None:
         """Return the number by which the loss of a batch without labels is divided; None if the loss shows none."""
@@ -229,7 +237,7 @@ class MicrobatchWeights:
     def of_batch(self, batch: Any) -> float | None:
         """Return the count of a batch by the likeliest remaining rule; None if the batch has no labels."""
         labels = None if self._by == "batches" else labels_in(batch)
-        return None if labels is None else _counted(labels, self._rules[0])
+        return None if labels is None else self.of_given(_counted(labels, self._rules[0]), batch)
 
     def _learn(self, batch: Any, count: float) -> None:
         labels = labels_in(batch)

@@ -184,11 +184,11 @@ class ForwardRunner:
             pair, WeightedBatch
         ):  # an item of evaluation_loader: weight is its number of samples, 0 if the batch only fills up
             counted = self._weighing.of_batch(batch) if weight else 0.0
-            return batch, float(weight if counted is None else counted)
+            return batch, float(self._weighing.of_given(weight, batch) if counted is None else counted)
         if weight is not None:
-            return batch, weight
+            return batch, self._weighing.of_given(weight, batch)
         counted = self._weighing.of_batch(batch)
-        return batch, 1.0 if counted is None else counted
+        return batch, self._weighing.of_given(1.0, batch) if counted is None else counted
 
     def predict(self, batches: Sequence[Any], call: Loss | None = None, everywhere: bool = True) -> list[Any]:
         """Return the outputs for ``batches``; see ``Engine.predict``."""

@@ -99,7 +99,7 @@ class PipelineRunner:
         each: list[Number] = (
             [weighing.of_batch(batch) or 1.0 for batch in batches]
             if weights is None
-            else [*map(float, weights)]
+            else [weighing.of_given(*pair) for pair in zip(map(float, weights), batches, strict=True)]
         )
         actions = self._parts.program.passes[self._group.index]
         is_whole = not self._is_list or self._meet(batches, each)

@@ -177,8 +177,10 @@ class TrainingStep:
             )
         if self._record.is_first_step and parts.config.batch.scaled_losses == "error":
             check_unscaled(loss, self._record.loss_node, step.microbatches)
+        batch = self._record.batch(step.passes)
         counted, scale = self._enter_backward(
-            weight, lambda: self._weighing.of_loss(loss, self._record.batch(step.passes))
+            None if weight is None else self._weighing.of_given(float(weight), batch),
+            lambda: self._weighing.of_loss(loss, batch),
         )
         if self._record.check is not None:
             self._record.check.begins(loss)

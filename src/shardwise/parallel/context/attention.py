@@ -91,7 +91,10 @@ class _ContextAttention(torch.autograd.Function):
         if others is not None:
             home = going()  # [2, rows, ...]: rows that several ranks saw come once from each of them
             for total, rows in zip((d_k, d_v), home, strict=True):
-                total.index_add_(2, site.keys.sent.to(total.device), rows)
+                place = 0
+                for start, stop in site.keys.sent:
+                    total[:, :, start:stop] += rows[:, :, place : place + stop - start]
+                    place += stop - start
         d_sink = None
         if sinks:
             d_sink = sink_gradient(sinks[0], lse, products).to(sinks[0].dtype)
@@ -102,7 +105,9 @@ def _leave(k: Tensor, v: Tensor, site: AttentionSite, what: str) -> Any:
     """Send the rows that others need, and return a function that waits for those that arrive: keys and values."""
     if site.group.size == 1 or not any(map(any, site.keys.counts)):
         return lambda: None
-    rows = torch.stack([k, v])[:, :, :, site.keys.sent.to(k.device)]  # [2, B, N, rows, K]
+    both = torch.stack([k, v])  # [2, B, N, t, K]
+    parts = [both[:, :, :, start:stop] for start, stop in site.keys.sent]
+    rows = torch.cat(parts or [both[:, :, :, :0]], 3)
     counts = [list(row) for row in site.keys.counts]
     came, pending = exchange.start_send(
         rows.permute(3, 0, 1, 2, 4).contiguous(), counts, site.group, f"{what} of {site.name}"

@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from shardwise.kernels.attention_parts import RowGroup, Runs, TokenRun, visible_blocks
 from shardwise.parallel.context.layout import ContextLayout, TokenRange, needed_keys
 
@@ -30,8 +27,9 @@ Starts = tuple[tuple[int, ...], ...]
 class KeyExchange(NamedTuple):
     """The rows of keys and values that one rank sends and receives, and what its queries see."""
 
-    sent: Tensor
-    """Indices in this rank's tokens of the rows that it sends: to rank 0 first, then to rank 1 and so on."""
+    sent: tuple[TokenRange, ...]
+    """Ranges of this rank's tokens, by place in its tensors, that it sends: to rank 0 first, then to rank 1 and so on.
+    """
     counts: tuple[tuple[int, ...], ...]
     """Numbers of rows: counts[i][j] go from rank i to rank j."""
     own: tuple[RowGroup, ...]
@@ -60,11 +58,11 @@ def plan_exchange(layout: ContextLayout, rank: int, starts: Starts, window: int 
         for sender in range(ranks)
     ]
     counts = tuple(tuple(sum(each.tokens for each in ranges) for ranges in row) for row in rows)
-    sent = [_indices(layout.ranges[rank], ranges) for ranges in rows[rank]]
+    sent = [each for ranges in rows[rank] for each in _held_at(layout.ranges[rank], ranges)]
     own = layout.ranges[rank]
     came = [each for sender in range(ranks) for each in rows[sender][rank]]
     return KeyExchange(
-        torch.cat(sent) if sent else torch.empty(0, dtype=torch.int64),
+        tuple(sent),
         counts,
         tuple(_seen(own, own, starts, layout.length, window)),
         tuple(_seen(own, came, starts, layout.length, window)),
@@ -109,12 +107,12 @@ def _common(held: Sequence[TokenRange], wanted: Sequence[TokenRange]) -> tuple[T
     return tuple(each for each in both if each.start < each.stop)
 
 
-def _indices(held: Sequence[TokenRange], ranges: Sequence[TokenRange]) -> Tensor:
-    """Return the indices in a rank's tokens of ``ranges``, each of which lies in one range that it holds."""
-    found, place = [torch.empty(0, dtype=torch.int64)], 0
+def _held_at(held: Sequence[TokenRange], ranges: Sequence[TokenRange]) -> list[TokenRange]:
+    """Return the places in a rank's tensors of ``ranges``, each of which lies in one range that it holds."""
+    found, place = [], 0
     for start, stop in held:
         for a, b in ranges:
             if start <= a and b <= stop:
-                found.append(torch.arange(a - start + place, b - start + place))
+                found.append(TokenRange(a - start + place, b - start + place))
         place += stop - start
-    return torch.cat(found)
+    return found

@@ -9,9 +9,9 @@ and needs no change. Attention asks the region for its exchange of keys.
     without targets and without gradients     whole on every rank, as predictions and generation need it
     without targets, with gradients           refused: a loss outside the model would see this rank's tokens alone
 
-The loss needs no collective. A rank that shares its sequences with others is a data-parallel rank with other tokens: its
-loss counts by the number of its own targets (engine/parts/weighing.py), so that the sum over all ranks is the mean over
-all targets of the batch.
+The loss needs no collective. A rank that shares its sequences with others is a data-parallel rank with other tokens:
+its loss counts by the number of its own targets (engine/parts/weighing.py), so that the sum over all ranks is the mean
+over all targets of the batch.
 
 Cost:   one index of each tensor of the batch.
 Shapes: B sequences, T tokens, t tokens of this rank.
@@ -33,7 +33,8 @@ from shardwise.parallel.context.layout import ContextLayout, cut_sequences
 from shardwise.passes.replay import DrawReplay
 
 _TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
-_FILL = {"targets": -100, "labels": -100}
+_IGNORE = -100
+_FILL = {"targets": _IGNORE, "labels": _IGNORE}
 """Value of padding; 0 for tensors that are not named."""
 
 
@@ -59,6 +60,7 @@ class ContextRegion:
         self._parts = parts
         self._replay = replay
         self._now: SequenceCut | None = None
+        self._model: nn.Module | None = None
 
     @property
     def cut(self) -> SequenceCut | None:
@@ -72,9 +74,18 @@ class ContextRegion:
             return None
         return AttentionSite(self.group, plan_exchange(cut.layout, self.group.index, cut.starts, None), name)
 
+    def share_of(self, targets: Tensor) -> float:
+        """Return the share of the targets [B, T] of a batch, those of -100 left out, that this rank's part has."""
+        cut = cut_sequences(targets.shape[1], self.group.size, self._parts)
+        places = cut.places(self.group.index)
+        counted = targets != _IGNORE
+        own = counted[:, places[places < targets.shape[1]].to(targets.device)]
+        return float(own.sum()) / max(float(counted.sum()), 1.0)
+
     def watch(self, model: nn.Module) -> None:
         """Register the hooks on the root that cut a call's tensors and end the pass."""
         signature = inspect.signature(model.forward)
+        self._model = model
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = signature.bind_partial(*args, **kwargs).arguments
@@ -102,6 +113,9 @@ class ContextRegion:
                 "mesh.cp: a training pass without targets returns the logits of this rank's tokens alone; give the "
                 "model its targets, or set mesh.cp: 1"
             )
+        check = getattr(self._model, "check_tokens", None)
+        if check is not None:  # the model itself sees the length of this rank's part alone
+            check(tokens.shape[1])
         starts = ((0,),) * len(tokens)
         return SequenceCut(cut_sequences(tokens.shape[1], self.group.size, self._parts, starts), starts)
 
