@@ -17,7 +17,7 @@ from shardwise.comm import symmetric
 from shardwise.comm.collectives import Group
 from shardwise.compose.apply import Phase, Step, apply_steps
 from shardwise.compose.describe import DescribedModel, blocks_of
-from shardwise.models.dropout import replace_dropout, unkeyed_dropout
+from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
 from shardwise.parallel.context.region import ContextRegion, cut_attention
@@ -155,6 +155,9 @@ class ModelCut:
                 f"mesh.cp: {group.size} cuts sequences, and {type(self.model).__name__} has no attention layer of "
                 "shardwise.models whose attention function could exchange keys; set mesh.cp: 1"
             )
+        for module in self.model.modules():
+            if isinstance(module, KeyedDropout):
+                module.tokens = region.tokens
         region.watch(self.model)
 
     def _cut_slices(self) -> None:

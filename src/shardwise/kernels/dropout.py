@@ -82,8 +82,17 @@ class TileRows(NamedTuple):
     """Sizes of all dims but the last of the larger tensor."""
 
 
+TokenRanges = Sequence[tuple[int, int]]
+"""Ranges of tokens of the whole sequence, in the order in which they lie in a rank's tensor."""
+
+
 def keyed_dropout(
-    x: Tensor, p: float, draw: MaskKey, cut: EqualPart | None = None, rows: TileRows | None = None
+    x: Tensor,
+    p: float,
+    draw: MaskKey,
+    cut: EqualPart | None = None,
+    rows: TileRows | None = None,
+    tokens: TokenRanges | None = None,
 ) -> Tensor:
     """Return ``x`` with a share ``p`` of its elements zeroed and the others scaled up: [...] -> [...].
 
@@ -94,6 +103,8 @@ def keyed_dropout(
         cut: position of ``x`` in the whole tensor; None if ``x`` is whole.
         rows: rows of a larger tensor of which ``x`` [C, F] is a tile, with the mask that the larger tensor gives them;
             a ``cut`` must then be along the last dim.
+        tokens: tokens of the whole sequence that ``x`` [B, t, F] has, if it is cut into ranges; a ``cut`` must then be
+            along the last dim.
 
     Raises:
         ValueError: if ``p`` is not between 0 and 1.
@@ -109,6 +120,8 @@ def keyed_dropout(
     if dropped == _LEVELS:
         return x * 0.0
     scale = _LEVELS / (_LEVELS - dropped)
+    if tokens is not None:
+        return _Dropout.apply(x, _keep_tokens(x, dropped, draw, cut, tokens), scale)
     if rows is not None:
         return _Dropout.apply(x, _keep_rows(x, dropped, draw, cut, rows), scale)
     if fused(x):
@@ -193,6 +206,23 @@ def keep(
     if parts > 1 and (is_row or before > 1):
         kept = kept.view(-1, before, parts, inside)[:, :, part]
     return kept.reshape(tuple(shape))
+
+
+def _keep_tokens(
+    x: Tensor, dropped: int, draw: MaskKey, cut: EqualPart | None, tokens: TokenRanges
+) -> Tensor:
+    """Return the part of the whole sequence's mask that belongs to ``tokens``: uint8 [B, t, F]."""
+    samples, count, features = x.shape
+    _, parts, part = cut or (-1, 1, 0)
+    assert (draw.samples or samples) == samples, "a sequence that is cut is one row of the batch"
+    assert sum(stop - start for start, stop in tokens) == count, "the ranges are those of the tensor's tokens"
+    whole, threshold = features * parts, dropped - _LEVELS // 2
+    substream = (draw.call, draw.first_sample, draw.step)
+    kept = [
+        _kept(draw.key, start * whole, stop * whole, substream, samples, threshold, x.device)
+        for start, stop in tokens
+    ]
+    return torch.cat(kept, 1).view(samples, count, parts, features)[:, :, part].contiguous()
 
 
 def _keep_rows(x: Tensor, dropped: int, draw: MaskKey, cut: EqualPart | None, rows: TileRows) -> Tensor:

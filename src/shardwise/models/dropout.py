@@ -8,13 +8,14 @@ engine's ``DrawReplay`` provides the position in the run. Functions that still d
 Cost: see ``kernels.dropout``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels.dropout import EqualPart, MaskKey, keyed_dropout
+from shardwise.base.errors import UsageError
+from shardwise.kernels.dropout import EqualPart, MaskKey, TokenRanges, keyed_dropout
 from shardwise.kernels.philox import key_of
 from shardwise.passes.replay import DrawReplay
 
@@ -30,6 +31,8 @@ class KeyedDropout(nn.Module):
         self.name = name
         self.cut = cut
         """The rank's part of the input, if the sequence, the heads or the features are cut; None for a whole input."""
+        self.tokens: Callable[[], TokenRanges | None] = lambda: None
+        """Returns the tokens that this rank has in a pass whose sequences are cut; None in a pass that is not cut."""
         self._key = key_of(seed, f"dropout:{name}")
         self._replay = replay
 
@@ -42,12 +45,34 @@ class KeyedDropout(nn.Module):
         draw = MaskKey(self._key, place.step, place.first_sample, place.samples, call)
         # Only passes with gradients cut the sequence, and not all of them; a wrong cut would draw another mask.
         cuts_sequence = torch.is_grad_enabled() and not self._replay.whole_sequence
-        is_cut = self.cut is not None and (self.cut.dim != 1 or cuts_sequence)
-        return keyed_dropout(x, self.p, draw, self.cut if is_cut else None)
+        cut = self.cut if self.cut is not None and (self.cut.dim != 1 or cuts_sequence) else None
+        tokens = self.tokens()
+        if tokens is None:
+            return keyed_dropout(x, self.p, draw, cut)
+        if x.dim() != 3:
+            raise UsageError(
+                f"dropout {self.name!r}: mesh.cp cuts sequences, and its input has the shape {list(x.shape)} in "
+                "place of [samples, tokens, features], so the tokens of its mask are not known; set its p to 0"
+            )
+        if cut is not None and cut.dim == 1:
+            tokens, cut = part_of_tokens(tokens, cut), None
+        return keyed_dropout(x, self.p, draw, cut, tokens=tokens)
 
     def extra_repr(self) -> str:
         """Return the share and the cut, for the printed model."""
         return f"p={self.p}" + (f", cut={tuple(self.cut)}" if self.cut else "")
+
+
+def part_of_tokens(tokens: TokenRanges, cut: EqualPart) -> TokenRanges:
+    """Return the tokens of one equal part of a rank's tokens."""
+    count = sum(stop - start for start, stop in tokens) // cut.parts
+    first, last, found, place = cut.part * count, (cut.part + 1) * count, [], 0
+    for start, stop in tokens:
+        a, b = max(first - place, 0), min(last - place, stop - start)
+        if a < b:
+            found.append((start + a, start + b))
+        place += stop - start
+    return found
 
 
 def replace_dropout(

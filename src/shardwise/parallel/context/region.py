@@ -29,7 +29,7 @@ from shardwise.comm.collectives import Group
 from shardwise.kernels.attention import causal_attention
 from shardwise.parallel.context.attention import AttentionSite, context_attention
 from shardwise.parallel.context.keys import Starts, plan_exchange
-from shardwise.parallel.context.layout import ContextLayout, cut_sequences
+from shardwise.parallel.context.layout import ContextLayout, TokenRange, cut_sequences
 from shardwise.passes.replay import DrawReplay
 
 _TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
@@ -73,6 +73,11 @@ class ContextRegion:
         if cut is None:
             return None
         return AttentionSite(self.group, plan_exchange(cut.layout, self.group.index, cut.starts, None), name)
+
+    def tokens(self) -> tuple[TokenRange, ...] | None:
+        """Return the ranges of tokens that this rank has in the running pass; None in a pass that is not cut."""
+        cut = self.cut
+        return None if cut is None else cut.layout.ranges[self.group.index]
 
     def share_of(self, targets: Tensor) -> float:
         """Return the share of the targets [B, T] of a batch, those of -100 left out, that this rank's part has."""
