@@ -48,10 +48,11 @@ class Layout(NamedTuple):
     """Tokens; 0: none."""
     overlap: int = 0
     """Pieces; 0: the configuration says nothing."""
+    cp: int = 1
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
         default = Layout()._asdict()
@@ -122,7 +123,7 @@ def truth(family: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
 
 def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
     return {
-        "mesh": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
+        "mesh": {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp},
         "zero": {"stage": layout.stage, "reshard_after_forward": layout.reshard_after_forward},
         "tensor": {"sequence_parallel": layout.sequence, "overlap": layout.overlap or "auto"},
         "pipeline": {
@@ -258,6 +259,17 @@ LAYOUTS = [
     Layout(tp=2, overlap=7, microbatches=2, recompute="full", family="gpt2"),
     Layout(tp=2, overlap=4, microbatches=3, sequence=False, transport="torch"),
     Layout(dp=2, tp=2, overlap=5, microbatches=2, stage=3, recompute="selective", kv_heads=1),
+    # Sequences of 12 tokens in parts that are contiguous, zigzag, padded.
+    Layout(cp=2),
+    Layout(cp=2, family="gpt2", microbatches=3),
+    Layout(cp=3, kv_heads=2, stage=2),
+    Layout(cp=4, kv_heads=1, stage=3, recompute="full"),
+    Layout(cp=2, dp=2, stage=3, microbatches=2, recompute="selective"),
+    *(Layout(cp=2, tp=2, sequence=sequence, stage=1, kv_heads=2) for sequence in (True, False)),
+    Layout(cp=2, pp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="full"),
+    Layout(cp=2, pp=2, microbatches=2, schedule="gpipe", family="gpt2", stage=2),
+    Layout(cp=2, tp=2, pp=2, microbatches=3, stage=1),
+    Layout(cp=2, tile=5),
 ]
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""

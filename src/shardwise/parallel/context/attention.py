@@ -14,6 +14,7 @@ Cost:   2·B·N·K elements for each row that another rank sees, forward; twice 
 Shapes: B sequences, H heads, N key and value heads, t tokens of this rank, K head size.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class _ContextAttention(torch.autograd.Function):
         out, lse = attend(q, k, v, site.keys.own)
         others = arriving()
         if others is not None:
-            lse = merge(out, lse, *attend(q, *others, site.keys.arrived))
+            lse = merge(out, lse, *attend(q, others[0], others[1], site.keys.arrived))
         if sink is not None:
             lse = with_sink(out, lse, sink)
         result = out.to(q.dtype)
@@ -84,11 +85,12 @@ class _ContextAttention(torch.autograd.Function):
         lse = lse.masked_fill(lse == float("-inf"), 0)
         d_q = torch.zeros(q.shape, dtype=exact, device=q.device)
         others = arriving()
+        going: Callable[[], tuple[Tensor, Tensor]] | None = None
         if others is not None:
-            d_others = attend_backward(q, *others, site.keys.arrived, grad, lse, products, d_q)
+            d_others = attend_backward(q, others[0], others[1], site.keys.arrived, grad, lse, products, d_q)
             going = _return(torch.stack(d_others), site)
         d_k, d_v = attend_backward(q, k, v, site.keys.own, grad, lse, products, d_q)
-        if others is not None:
+        if going is not None:
             home = going()  # [2, rows, ...]: rows that several ranks saw come once from each of them
             for total, rows in zip((d_k, d_v), home, strict=True):
                 place = 0
@@ -101,7 +103,9 @@ class _ContextAttention(torch.autograd.Function):
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sink, None
 
 
-def _leave(k: Tensor, v: Tensor, site: AttentionSite, what: str) -> Any:
+def _leave(
+    k: Tensor, v: Tensor, site: AttentionSite, what: str
+) -> Callable[[], tuple[Tensor, Tensor] | None]:
     """Send the rows that others need, and return a function that waits for those that arrive: keys and values."""
     if site.group.size == 1 or not any(map(any, site.keys.counts)):
         return lambda: None
@@ -121,7 +125,7 @@ def _leave(k: Tensor, v: Tensor, site: AttentionSite, what: str) -> Any:
     return arrive
 
 
-def _return(gradients: Tensor, site: AttentionSite) -> Any:
+def _return(gradients: Tensor, site: AttentionSite) -> Callable[[], tuple[Tensor, Tensor]]:
     """Send gradients [2, B, N, rows, K] of rows that arrived to their owners; return a function that waits for ours."""
     counts = exchange.transposed(site.keys.counts)
     came, pending = exchange.start_send(

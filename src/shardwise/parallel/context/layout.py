@@ -29,7 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _GOOD = 1.02
@@ -112,33 +114,31 @@ def cut_sequences(
     return best[1]
 
 
-def token_areas(length: int, starts: Sequence[Sequence[int]], window: int | None = None) -> Tensor:
-    """Return the number of keys that each token sees, summed over the sequences: int64 [length]."""
-    total = torch.zeros(length, dtype=torch.int64)
+def token_areas(length: int, starts: Sequence[Sequence[int]], window: int | None = None) -> NDArray[np.int64]:
+    """Return the number of keys that each token sees, summed over the sequences: [length]."""
+    total = np.zeros(length, dtype=np.int64)
     for each in starts:
-        first = torch.zeros(length, dtype=torch.int64)
-        first[list(each)] = torch.tensor(list(each))
-        seen = torch.arange(length) - first.cummax(0).values + 1
-        total += seen if window is None else seen.clamp(max=window)
+        first = np.zeros(length, dtype=np.int64)
+        first[list(each)] = list(each)
+        seen = np.arange(length) - np.maximum.accumulate(first) + 1
+        total += seen if window is None else np.minimum(seen, window)
     return total
 
 
-def balance(layout: ContextLayout, areas: Tensor) -> float:
+def balance(layout: ContextLayout, areas: NDArray[np.int64]) -> float:
     """Return the largest area of a rank over the mean of all ranks."""
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), areas.cumsum(0)])
+    before = np.concatenate([[0], areas.cumsum()])
     ends = [[(min(a, layout.length), min(b, layout.length)) for a, b in own] for own in layout.ranges]
     sums = [sum(int(before[b] - before[a]) for a, b in own) for own in ends]
     return max(sums) * len(sums) / max(sum(sums), 1)
 
 
-def _deal(length: int, ranks: int, parts: int, count: int, areas: Tensor) -> ContextLayout:
+def _deal(length: int, ranks: int, parts: int, count: int, areas: NDArray[np.int64]) -> ContextLayout:
     chunk = -(-length // count)
     while chunk * (count // ranks) % parts:
         chunk += 1
-    padded = torch.zeros(chunk * count, dtype=torch.int64)
-    padded[:length] = areas
-    area = padded.view(count, chunk).sum(1).tolist()
-    sums, held = [0] * ranks, [[] for _ in range(ranks)]
+    area = np.pad(areas, (0, chunk * count - length)).reshape(count, chunk).sum(1).tolist()
+    sums, held = [0] * ranks, list[list[int]]([] for _ in range(ranks))
     largest = sorted(range(count), key=lambda place: (-area[place], place))
     for first in range(0, count, ranks):
         emptiest = sorted(range(ranks), key=lambda rank: (sums[rank], rank))
