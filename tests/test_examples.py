@@ -27,6 +27,7 @@ PROMISES = {
     "12_cifar_as_deepspeed": "of pictures held out",
     "13_experts": "step 2  loss",
     "14_state_on_disk": "on disk",
+    "15_cut_sequences": "step 1  loss",
 }
 
 

@@ -21,8 +21,8 @@ from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_drop
 from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
 from shardwise.parallel.context.region import ContextRegion, cut_attention
-from shardwise.parallel.embedding.collection import as_before
-from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
+from shardwise.parallel.embedding.collection import as_before, collections_of
+from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, mixtures, surround
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.expert.stacks import ExpertStack, find_stacks
@@ -148,13 +148,10 @@ class ModelCut:
         group = self.ranks.groups.get("cp")
         if group is None or group.size == 1:
             return
+        _refuse_context(self.model, group.size)
         parts = self._tp.size if self.described.cuts_sequence else 1
         self.context = region = ContextRegion(group, parts, self.replay)
-        if not cut_attention(self.model, region, lambda module: isinstance(module, Attention)):
-            raise PlanError(
-                f"mesh.cp: {group.size} cuts sequences, and {type(self.model).__name__} has no attention layer of "
-                "shardwise.models whose attention function could exchange keys; set mesh.cp: 1"
-            )
+        cut_attention(self.model, region, lambda module: isinstance(module, Attention))
         for module in self.model.modules():
             if isinstance(module, KeyedDropout):
                 module.tokens = region.tokens
@@ -223,6 +220,21 @@ def apply_to_model(cut: ModelCut, engine_steps: Mapping[str, Step]) -> Stages:
     """
     apply_steps(Phase.CUT, {**cut.steps, **engine_steps})
     return cut.stages
+
+
+def _refuse_context(model: nn.Module, ranks: int) -> None:
+    """Raise PlanError if a model mixes tokens in a layer that cannot exchange keys along "cp"."""
+    name, why = type(model).__name__, ""
+    if not any(isinstance(module, Attention) for module in model.modules()):
+        why = (
+            f"{name} has no attention layer of shardwise.models, whose attention function could exchange keys"
+        )
+    elif mixtures(model):
+        why = f"{name} has mixtures of experts, whose balance and capacity count all tokens of a microbatch"
+    elif collections_of(model):
+        why = f"{name} has embedding tables, whose rows belong to whole samples"
+    if why:
+        raise PlanError(f"mesh.cp: {ranks} cuts sequences, and {why}; set mesh.cp: 1")
 
 
 def _refuse_unkeyed(model: nn.Module) -> None:

@@ -140,15 +140,16 @@ def check_alike(
         )
     if are_uneven(totals.guesses):
         raise UsageError(UNEVEN)
-    if any(
-        totals.batches[place] != totals.batches[place - place % sharers]
-        for place in range(len(totals.batches))
-    ):
+    # A rank whose part of the batches has no targets has the fingerprint 0.
+    shared = [
+        {*totals.batches[place : place + sharers]} - {0} for place in range(0, len(totals.batches), sharers)
+    ]
+    if any(len(each) > 1 for each in shared):
         raise DataError(
             "the ranks that share a sequence (along cp) were given different batches in the first step, so each worked "
             "on tokens of another sequence; use engine.loader(...), which gives them the same batches"
         )
-    pair = next(same(list(totals.batches[::sharers])), None)
+    pair = next(same([max(each, default=0) for each in shared]), None)
     if pair is not None and duplicates == "error":
         raise DataError(
             f"data-parallel ranks {pair[0]} and {pair[1]} were given the same batches in the first step, so one of "

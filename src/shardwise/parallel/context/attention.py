@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.kernels.attention_parts import attend, attend_backward, merge, sink_gradient, with_sink
+from shardwise.kernels.operation import operation
 from shardwise.parallel.context.keys import KeyExchange
 
 
@@ -37,6 +38,7 @@ class AttentionSite(NamedTuple):
     """Name of the layer in errors."""
 
 
+@operation("product")
 def context_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, site: AttentionSite) -> Tensor:
     """Return the attention of this rank's queries to the keys of all ranks.
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
+from shardwise.comm.duals import uncompiled
 from shardwise.kernels.attention import causal_attention
 from shardwise.parallel.context.attention import AttentionSite, context_attention
 from shardwise.parallel.context.keys import Starts, plan_exchange
@@ -154,6 +155,7 @@ class ContextAttention:
         self._region = region
         self._name = name
 
+    @uncompiled
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of queries [B, H, t, K] to keys and values [B, N, t, K] of all ranks: [B, H, t, K]."""
         site = self._region.site(self._name)
