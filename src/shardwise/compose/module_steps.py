@@ -20,6 +20,7 @@ from shardwise.compose.describe import DescribedModel, blocks_of
 from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
+from shardwise.parallel.context.foreign import cut_foreign_attention, takes_interface
 from shardwise.parallel.context.region import ContextRegion, cut_attention
 from shardwise.parallel.embedding.collection import as_before, collections_of
 from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, mixtures, surround
@@ -151,7 +152,10 @@ class ModelCut:
         _refuse_context(self.model, group.size)
         parts = self._tp.size if self.described.cuts_sequence else 1
         self.context = region = ContextRegion(group, parts, self.replay)
-        cut_attention(self.model, region, lambda module: isinstance(module, Attention))
+        if takes_interface(self.model):
+            cut_foreign_attention(self.model, region)
+        else:
+            cut_attention(self.model, region, lambda module: isinstance(module, Attention))
         for module in self.model.modules():
             if isinstance(module, KeyedDropout):
                 module.tokens = region.tokens
@@ -225,9 +229,10 @@ def apply_to_model(cut: ModelCut, engine_steps: Mapping[str, Step]) -> Stages:
 def _refuse_context(model: nn.Module, ranks: int) -> None:
     """Raise PlanError if a model mixes tokens in a layer that cannot exchange keys along "cp"."""
     name, why = type(model).__name__, ""
-    if not any(isinstance(module, Attention) for module in model.modules()):
+    if not takes_interface(model) and not any(isinstance(module, Attention) for module in model.modules()):
         why = (
-            f"{name} has no attention layer of shardwise.models, whose attention function could exchange keys"
+            f"{name} has no attention layer of shardwise.models and is no causal language model of transformers with "
+            "the attention interface, so no attention function could exchange keys"
         )
     elif mixtures(model):
         why = f"{name} has mixtures of experts, whose balance and capacity count all tokens of a microbatch"

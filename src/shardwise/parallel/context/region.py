@@ -56,24 +56,35 @@ class ContextRegion:
         replay: State that a block computed again restores.
     """
 
+    is_cutting = False
+    """True while a pass of any model runs whose sequences are cut."""
+
     def __init__(self, group: Group, parts: int, replay: DrawReplay) -> None:
         self.group = group
         self._parts = parts
         self._replay = replay
         self._now: SequenceCut | None = None
         self._model: nn.Module | None = None
+        self.shifts = False
+        """True if the model shifts its labels inside the loss, so that a cut has to shift them before."""
 
     @property
     def cut(self) -> SequenceCut | None:
         """The cut of the running pass, or of the pass that a block computed again belongs to; None if it is whole."""
         return self._replay.keep("cut of the sequence", lambda: self._now)
 
-    def site(self, name: str) -> AttentionSite | None:
-        """Return the exchange of the attention layer ``name``; None in a pass that is not cut."""
+    def site(self, name: str, window: int | None = None) -> AttentionSite | None:
+        """Return the exchange of one attention layer; None in a pass that is not cut.
+
+        Args:
+            name: Name of the layer.
+            window: Number of keys that a token sees at most, or None.
+        """
         cut = self.cut
         if cut is None:
             return None
-        return AttentionSite(self.group, plan_exchange(cut.layout, self.group.index, cut.starts, None), name)
+        keys = plan_exchange(cut.layout, self.group.index, cut.starts, window)
+        return AttentionSite(self.group, keys, name)
 
     def tokens(self) -> tuple[TokenRange, ...] | None:
         """Return the ranges of tokens that this rank has in the running pass; None in a pass that is not cut."""
@@ -84,7 +95,7 @@ class ContextRegion:
         """Return the share of the targets [B, T] of a batch, those of -100 left out, that this rank's part has."""
         cut = cut_sequences(targets.shape[1], self.group.size, self._parts)
         places = cut.places(self.group.index)
-        counted = targets != _IGNORE
+        counted = (shifted(targets) if self.shifts else targets) != _IGNORE
         own = counted[:, places[places < targets.shape[1]].to(targets.device)]
         return float(own.sum()) / max(float(counted.sum()), 1.0)
 
@@ -94,12 +105,14 @@ class ContextRegion:
         self._model = model
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            given = signature.bind_partial(*args, **kwargs).arguments
+            given = dict(signature.bind_partial(*args, **kwargs).arguments)
+            given |= given.pop("kwargs", {})
             self._now = self._cut_of(given)
+            ContextRegion.is_cutting = self._now is not None
             return None if self._now is None else ((), self._pieces(given, self._now))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            self._now = None
+            self._now, ContextRegion.is_cutting = None, False
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
@@ -139,8 +152,35 @@ class ContextRegion:
                 part = part.masked_fill(outside.view(1, -1, *[1] * (value.dim() - 2)), _FILL.get(name, 0))
             return part
 
+        here = places.clamp(max=layout.length - 1)
+        if not self.shifts:
+            return {name: piece(name, value) for name, value in given.items()} | {"positions": here}
+        _refuse_padding(given.get("attention_mask"))
+        given = {name: value for name, value in given.items() if name != "attention_mask"}
+        if given.get("position_ids") is not None:
+            raise UsageError(
+                "mesh.cp: the batch has position_ids, which the cut computes itself; leave them out, or set mesh.cp: 1"
+            )
+        labels = given["labels"] = shifted(given["labels"])
         pieces = {name: piece(name, value) for name, value in given.items()}
-        return pieces | {"positions": places.clamp(max=layout.length - 1)}
+        return pieces | {
+            "shift_labels": pieces["labels"],
+            "position_ids": here.to(labels.device).unsqueeze(0),
+        }
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Return labels [B, T] in the places of the tokens that predict them."""
+    return nn.functional.pad(labels, (0, 1), value=_IGNORE)[:, 1:]
+
+
+def _refuse_padding(attention_mask: Any) -> None:
+    """Raise UsageError if a batch has padding, which the cut would take for tokens."""
+    if isinstance(attention_mask, Tensor) and not bool(torch.all(attention_mask != 0)):
+        raise UsageError(
+            "mesh.cp: the batch has an attention_mask with zeros. No token sees padding behind it, so leave the mask "
+            "out and give padding labels of -100; padding in front of tokens is not served along cp"
+        )
 
 
 class ContextAttention:

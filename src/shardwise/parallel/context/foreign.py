@@ -1,0 +1,131 @@
+"""Attention of transformers' models over the ranks of context parallelism, through transformers' own interface.
+
+A model of transformers calls the attention function that its configuration names, with everything that its layer knows:
+scale, window, sinks. So one function, registered under one name, serves all models that use the interface. What it does
+not know is refused by name, because an argument that is ignored gives wrong numbers.
+
+    causal language models shift their labels inside the loss; a cut needs labels that are shifted before it, which the
+    loss takes as ``shift_labels``
+
+A pass that is not cut (predictions, generation) uses torch's fused attention with transformers' own masks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.base.errors import PlanError, UsageError
+from shardwise.parallel.context.attention import context_attention
+from shardwise.parallel.context.region import ContextRegion
+
+NAME = "shardwise_context"
+"""Name of the attention function in a model's configuration."""
+_HOLDER = "context_attention"
+"""Attribute of an attention module that has its exchange."""
+_KNOWN = {
+    "position_ids",
+    "use_cache",
+    "is_causal",
+    "cache_position",
+    "output_attentions",
+    "num_items_in_batch",
+    "shift_labels",
+}
+"""Arguments that change nothing here: positions are in the queries and keys, and labels belong to the loss."""
+
+
+class ForeignLayer:
+    """One attention layer of a model of transformers.
+
+    Args:
+        region: The state of the running pass.
+        name: Name of the layer.
+    """
+
+    def __init__(self, region: ContextRegion, name: str) -> None:
+        self.region = region
+        self.name = name
+
+
+def takes_interface(model: nn.Module) -> bool:
+    """Return whether a model calls its attention through transformers' interface, and computes a causal loss."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "_attn_implementation") or not hasattr(model, "set_attn_implementation"):
+        return False
+    named = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return named == "ForCausalLMLoss" and bool(getattr(type(model), "_supports_attention_backend", False))
+
+
+def cut_foreign_attention(model: nn.Module, region: ContextRegion) -> None:
+    """Let the attention layers of a model of transformers exchange keys.
+
+    Raises:
+        PlanError: if the model does not take another attention function.
+    """
+    _register()
+    for name, module in model.named_modules():
+        if hasattr(module, "is_causal"):
+            setattr(module, _HOLDER, ForeignLayer(region, name))
+    try:
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+    except (ValueError, ImportError) as error:
+        raise PlanError(
+            f"mesh.cp: {type(model).__name__} does not take another attention function: {error}; set mesh.cp: 1"
+        ) from None
+    region.shifts = True
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    if NAME in ALL_ATTENTION_FUNCTIONS:
+        return
+    whole: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    mask_of: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        found: tuple[Tensor, None] = _attend(module, whole, *args, **kwargs)
+        return found
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return None if ContextRegion.is_cutting else mask_of(*args, **kwargs)
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def _attend(
+    module: nn.Module,
+    whole: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> Any:
+    """Return the attention of one layer [B, t, H, K], and None in place of its weights."""
+    layer: ForeignLayer | None = getattr(module, _HOLDER, None)
+    site = None if layer is None else layer.region.site(layer.name, sliding_window)
+    if site is None:
+        return whole(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, s_aux=s_aux, **more
+        )
+    unknown = [name for name, given in more.items() if given is not None and name not in _KNOWN]
+    if dropout:
+        unknown.append("dropout")
+    if unknown or more.get("is_causal") is False:
+        raise UsageError(
+            f"mesh.cp: attention {site.name!r} of {type(module).__name__} is asked for "
+            f"{', '.join(unknown) or 'attention to later tokens'}, which no exchange of keys along cp has; set "
+            "mesh.cp: 1"
+        )
+    size = query.shape[-1]
+    scale = size**-0.5 if scaling is None else scaling
+    out = context_attention(query * (scale * size**0.5), key, value, s_aux, site)
+    return out.transpose(1, 2).contiguous(), None
