@@ -199,6 +199,15 @@ def test_a_limit_ends_a_search_between_two_points(monkeypatch: pytest.MonkeyPatc
     assert found.tried + found.pruned == whole.tried + whole.pruned
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_search_without_time_prices_the_given_configuration() -> None:
+    found = found_in(1 << 30, limit_s=0.0)
+    assert found.tried == 1 and set(found.causes) <= {"limit", "rules"} and found.passes == 1
+    (best,) = found.best
+    assert best.set == () and best.step_s and best.peak_bytes
+    assert not found_in(1000, limit_s=0.0).best
+
+
 class BoundedPoint(NamedTuple):
     """One point that a search has priced, with the bounds that it had."""
 
