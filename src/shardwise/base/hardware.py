@@ -83,6 +83,9 @@ class Hardware:
     unevenness: tuple[tuple[float, float], ...] = ()
     """Seconds of work between two meetings of two CPU ranks that do the same work, and the share of them for which a
     rank then waits for the other, ascending; empty: ranks are never late."""
+    passes: tuple[tuple[float, float], ...] = ()
+    """Ranks of one host that compute at the same time, and the seconds of a model's passes on one of them over the sum
+    of the figures above, ascending by the ranks; empty: 1. Ranks share caches and memory, so more of them are slower."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -130,6 +133,19 @@ class Hardware:
             KeyError: if the device has no peak in the dtype.
         """
         return calls * product.flops / (self.peaks[product.dtype] * self.share_of_peak(product))
+
+    def pass_factor(self, ranks: int) -> float:
+        """Return the factor on the seconds of passes if so many ranks of a host compute at the same time.
+
+        Args:
+            ranks: Number of ranks. If it was not measured, the next smaller measured number counts.
+        """
+        return next((factor for count, factor in reversed(self.passes) if count <= ranks), 1.0)
+
+    @property
+    def least_pass_factor(self) -> float:
+        """The least factor on the seconds of passes, whatever the number of ranks."""
+        return min((factor for _, factor in self.passes), default=1.0)
 
     def touched_s(self, nbytes: float, tier: str = "device") -> float:
         """Return the seconds in which so many bytes of a tier are read or written."""

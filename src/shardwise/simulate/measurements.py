@@ -52,7 +52,7 @@ _MOST_SETS = 64
 _OPERATION_BYTES = (1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
 """Bytes that one measured operation touches, about."""
 _ROW_ELEMENTS, _TABLE_ROWS, _ROWS = 64, 1 << 18, 1 << 14
-_FULL_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+_FULL_BYTES = (1 << 10, 1 << 14, 1 << 17, 3 << 17, 1 << 20, 3 << 20, 1 << 22, 3 << 22, 1 << 24)
 """Sizes of full tensors in exchanges."""
 _WORK_S = (2e-3, 8e-3, 32e-3, 128e-3)
 """Seconds of equal work between two meetings of ranks."""
@@ -436,12 +436,18 @@ def rates(found: Mapping[float, list[float]]) -> Points:
 
 
 def times(found: Mapping[float, list[float]]) -> Points:
-    """Return seconds from the medians of repeats, which do not fall: a larger exchange takes no less."""
-    points: list[tuple[float, float]] = []
+    """Return seconds from the medians of repeats, which do not fall: a larger exchange takes no less.
+
+    Neighbouring medians that fall have their geometric mean (isotonic regression), so that one slow median does not lift
+    all larger sizes.
+    """
+    blocks: list[list[float]] = []
     for size in sorted(found):
-        seconds = statistics.median(found[size])
-        points.append((size, max(seconds, points[-1][1]) if points else seconds))
-    return tuple(points)
+        blocks.append([math.log(statistics.median(found[size]))])
+        while len(blocks) > 1 and statistics.mean(blocks[-2]) > statistics.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    seconds = [math.exp(statistics.mean(block)) for block in blocks for _ in block]
+    return tuple(zip(sorted(found), seconds, strict=True))
 
 
 def differences(found: Mapping[float, list[float]]) -> list[float]:

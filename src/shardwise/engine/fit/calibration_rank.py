@@ -5,6 +5,11 @@
 All measurements are made in several sweeps, seconds apart, and each figure is the median of its repeats in all of them.
 The spread of the repeats over their medians tells how far a step may be from its price.
 
+Operations that are measured one by one do not take from one another what they do in a model: room in the core's caches
+for their operands and for the code of their kernels, and of ranks beside one another the memory that they share. So
+the passes of a GPT are measured too, by one rank while the others wait and by all of them, and counted by operation;
+their seconds over the sum of their operations' are a factor on the price of passes.
+
 What an operation and an Action cost is measured with a GPT so small that its arithmetic takes no time:
 
     an operation              its passes without an engine, over their operations
@@ -62,6 +67,12 @@ _ENDS = (0.1, 0.9)
 """Shares of repeats below the low and the high end of the range of a price."""
 _LEAST = 0.1
 """Least factor for the low end, and one over the largest for the high end, that a file of hardware may have."""
+_MODEL = GptPolicy(layers=3, width=320, heads=5, context=128, vocab=2048)
+"""Model of the measured passes: its weights and activations exceed a core's own cache, as those of larger models do."""
+_ROWS = 4
+"""Sequences of a measured pass."""
+_PASSES = 4
+"""Passes in one sweep by one rank alone, and by all."""
 _SMALL = GptPolicy(layers=4, width=16, heads=1, context=4, vocab=16)
 
 
@@ -104,7 +115,8 @@ def measured(world: World, disk: Path | None) -> dict[str, Any]:
         disk: Folder on the disk to measure; None: no disk is measured.
     """
     channels = Channels.of(world)
-    sweeps = [sweep(channels) for _ in range(_SWEEPS)]
+    passes = ModelPasses(channels.group)
+    sweeps = [sweep(channels) | passes.repeats() for _ in range(_SWEEPS)]
     found = {name: united([each[name] for each in sweeps]) for name in sweeps[0]}
 
     def of(kind: str) -> dict[str, Repeats]:
@@ -127,6 +139,8 @@ def measured(world: World, disk: Path | None) -> dict[str, Any]:
         "rows": rates(found["rows"])[0][1],
         "exchanges": {name: times(each) for name, each in of("exchange").items()},
         "unevenness": [(size, statistics.mean(each)) for size, each in found["late"].items()],
+        "passes": [(ranks, statistics.median(each)) for ranks, each in found["passes"].items()],
+        "work": passes.counted(),
         **python._asdict(),
         "spread": ends,
         "disk": None if disk is None else disk_rate(disk),
@@ -160,6 +174,55 @@ def sweep(channels: Channels) -> dict[str, Repeats]:
         keep(f"{start}send", lambda group=group, peers=peers: message_repeats(group, peers))  # type: ignore[misc]
     keep("late", lambda: late_shares(channels.group))
     return found
+
+
+class ModelPasses:
+    """Passes of a model without an engine, by one rank while the others wait, and by all ranks at once.
+
+    Args:
+        group: The ranks.
+        model: Description of the model.
+    """
+
+    def __init__(self, group: Group, model: GptPolicy = _MODEL):
+        self._group = group
+        self._module = Gpt(model)
+        ids = torch.randint(model.vocab, (_ROWS, model.context), generator=torch.Generator().manual_seed(0))
+        self._batch = {"tokens": ids, "targets": ids}
+        self._run()
+
+    def _run(self) -> None:
+        self._module(**self._batch).backward()
+        self._module.zero_grad()
+
+    def repeats(self) -> dict[str, Repeats]:
+        """Return the seconds of passes by the number of ranks that run them at once, and the median of both."""
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        size = self._group.size
+        found: Repeats = {1.0: []} | ({float(size): []} if size > 1 else {})
+        for number in range(_PASSES * (size + 1)):
+            turn = number % (size + 1)  # the last turn is that of all ranks
+            self._group.barrier()
+            if turn not in (self._group.index, size):
+                continue
+            self._run()  # finds in its caches what the ranks that ran before left there
+            begin = clock()
+            self._run()
+            found[1.0 if turn < size else float(size)].append(clock() - begin)
+        return {"passes": found}
+
+    def counted(self) -> dict[str, Any]:
+        """Return the operations of a pass: products with their bytes, and others, by class."""
+        with LiveBytes() as live:
+            self._run()
+        work = live.work.take()
+        return {
+            "calls": work.calls,
+            "products": [
+                [*product, calls, work.product_bytes[product]] for product, calls in work.products.items()
+            ],
+            "others": [[*each, calls] for each, calls in work.others.items()],
+        }
 
 
 def _ends(found: list[Repeats]) -> tuple[float, float]:
