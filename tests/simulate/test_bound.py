@@ -59,6 +59,7 @@ def drawn_step(draw: random.Random, made: dict[tuple[int, int], Plan]) -> tuple[
         operation_s=draw.choice([0.0, 1e-5]),
         action_s=draw.choice([0.0, 1e-4]),
         ending_action_s=draw.choice([0.0, 1e-3]),
+        passes=draw.choice([(), ((1.0, 0.5),), ((1.0, 1.5), (2.0, 0.25)), ((2.0, 3.0), (4.0, 4.0))]),
         unevenness=draw.choice([(), ((1e-3, 0.1), (1.0, 0.02))]),
         operations=draw.choice([{}, {name: ((1e2, 10 ** draw.uniform(3, 8)),) for name in CLASSES}]),
     )

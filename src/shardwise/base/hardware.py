@@ -85,7 +85,7 @@ class Hardware:
     rank then waits for the other, ascending; empty: ranks are never late."""
     passes: tuple[tuple[float, float], ...] = ()
     """Ranks of one host that compute at the same time, and the seconds of a model's passes on one of them over the sum
-    of the figures above, ascending by the ranks; empty: 1. Ranks share caches and memory, so more of them are slower."""
+    of the figures above, ascending by the ranks; empty: 1. Ranks that share caches and memory are slower."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Hardware:
     @property
     def least_pass_factor(self) -> float:
         """The least factor on the seconds of passes, whatever the number of ranks."""
-        return min((factor for _, factor in self.passes), default=1.0)
+        return min(self.pass_factor(ranks) for ranks in (1, *(int(count) for count, _ in self.passes)))
 
     def touched_s(self, nbytes: float, tier: str = "device") -> float:
         """Return the seconds in which so many bytes of a tier are read or written."""
