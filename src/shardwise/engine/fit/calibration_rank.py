@@ -3,7 +3,8 @@
     shardwise launch --ranks 2 -m shardwise.engine.fit.calibration_rank OUT [DISK_FOLDER]
 
 All measurements are made in several sweeps, seconds apart, and each figure is the median of its repeats in all of them.
-The spread of the repeats over their medians tells how far a step may be from its price.
+The spread of the repeats over their medians tells how far a step may be from its price. Of passes of a model it is the
+spread of the time of the clock over the medians of the CPU time, because other processes lengthen a step too.
 
 Operations that are measured one by one do not take from one another what they do in a model: room in the core's caches
 for their operands and for the code of their kernels, and of ranks beside one another the memory that they share. So
@@ -23,7 +24,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ _STEPS = 14
 """Steps of the small model, of which the first two do not count."""
 _FEW, _MANY = 1, 5
 """Microbatches of the two steps whose difference is the cost of a microbatch."""
-_ENDS = (0.1, 0.9)
+_ENDS = (0.02, 0.98)
 """Shares of repeats below the low and the high end of the range of a price."""
 _LEAST = 0.1
 """Least factor for the low end, and one over the largest for the high end, that a file of hardware may have."""
@@ -127,7 +128,7 @@ def measured(world: World, disk: Path | None) -> dict[str, Any]:
     python = python_s(world)
     channels.group.barrier()
     ends = {
-        "compute": _ends([*of("rate").values(), *of("operation").values()]),
+        "compute": _ends([*of("rate").values(), *of("operation").values()], passes.lengthened()),
         "update": _ends([found["operation update"]]),
         "exchange": _ends(list(of("exchange").values())),
     }
@@ -189,6 +190,10 @@ class ModelPasses:
         self._module = Gpt(model)
         ids = torch.randint(model.vocab, (_ROWS, model.context), generator=torch.Generator().manual_seed(0))
         self._batch = {"tokens": ids, "targets": ids}
+        self._elapsed: Repeats = {1.0: [], float(group.size): []}
+        """Seconds of the clock of all passes, by the number of ranks that run them at once."""
+        self._taken: Repeats = {1.0: [], float(group.size): []}
+        """Seconds that count for the figures."""
         self._run()
 
     def _run(self) -> None:
@@ -196,7 +201,7 @@ class ModelPasses:
         self._module.zero_grad()
 
     def repeats(self) -> dict[str, Repeats]:
-        """Return the seconds of passes by the number of ranks that run them at once, and the median of both."""
+        """Return the seconds of passes by the number of ranks that run them at once, and keep them."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         size = self._group.size
         found: Repeats = {1.0: []} | ({float(size): []} if size > 1 else {})
@@ -206,10 +211,22 @@ class ModelPasses:
             if turn not in (self._group.index, size):
                 continue
             self._run()  # finds in its caches what the ranks that ran before left there
-            begin = clock()
+            ranks = 1.0 if turn < size else float(size)
+            begin, begin_s = clock(), time.perf_counter()
             self._run()
-            found[1.0 if turn < size else float(size)].append(clock() - begin)
+            found[ranks].append(clock() - begin)
+            self._elapsed[ranks].append(time.perf_counter() - begin_s)
+        for ranks, seconds in found.items():
+            self._taken[ranks] += seconds
         return {"passes": found}
+
+    def lengthened(self) -> list[float]:
+        """Return the time of the clock of each pass over the median of what counts for the figures."""
+        return [
+            each / statistics.median(self._taken[ranks])
+            for ranks, row in self._elapsed.items()
+            for each in row
+        ]
 
     def counted(self) -> dict[str, Any]:
         """Return the operations of a pass: products with their bytes, and others, by class."""
@@ -225,9 +242,20 @@ class ModelPasses:
         }
 
 
-def _ends(found: list[Repeats]) -> tuple[float, float]:
-    """Return the factors between which most repeats are, over the medians of their sizes."""
-    rows = sorted(each for repeats in found for each in differences(repeats))
+def _ends(found: list[Repeats], more: Sequence[float] = ()) -> tuple[float, float]:
+    """Return the factors between which most repeats are, over the medians of their sizes.
+
+    The wider range counts if there are ``more`` repeats, given as factors, because they are fewer.
+    """
+    ends = _ends_of([each for repeats in found for each in differences(repeats)])
+    if not more:
+        return ends
+    others = _ends_of(more)
+    return min(ends[0], others[0]), max(ends[1], others[1])
+
+
+def _ends_of(factors: Sequence[float]) -> tuple[float, float]:
+    rows = sorted(factors)
     low, high = (rows[round(share * (len(rows) - 1))] for share in _ENDS)
     return min(max(low, _LEAST), 1.0), max(min(high, 1 / _LEAST), 1.0)
 
