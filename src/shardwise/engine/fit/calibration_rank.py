@@ -187,6 +187,7 @@ class ModelPasses:
 
     def __init__(self, group: Group, model: GptPolicy = _MODEL):
         self._group = group
+        assert model.vocab is not None, "the models here have vocabularies"
         self._module = Gpt(model)
         ids = torch.randint(model.vocab, (_ROWS, model.context), generator=torch.Generator().manual_seed(0))
         self._batch = {"tokens": ids, "targets": ids}
@@ -204,7 +205,7 @@ class ModelPasses:
         """Return the seconds of passes by the number of ranks that run them at once, and keep them."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         size = self._group.size
-        found: Repeats = {1.0: []} | ({float(size): []} if size > 1 else {})
+        found: Repeats = {1.0: [], float(size): []}
         for number in range(_PASSES * (size + 1)):
             turn = number % (size + 1)  # the last turn is that of all ranks
             self._group.barrier()
