@@ -6,10 +6,10 @@
     cluster    rate of the link between hosts
 
 The factors minimise the sum of squares of log(foreseen / measured), with a pull of each towards 1. If there are more
-steps than factors, the pull is weak, and only a factor which the measured steps do not depend on stays 1. Fewer steps do
-not determine the factors: then the pull is what follows if a step is foreseen within 3 % by the right table, and a figure
-of the table is within 30 % of the right one, so that no rate moves far to explain the last per cent of a step. The method is Gauss-Newton on the logarithms of the factors, with
-damping (Levenberg 1944, Marquardt 1963) and derivatives by differences.
+steps than factors, the pull is weak, and only a factor which the measured steps do not depend on stays 1. Fewer steps
+do not determine the factors. The pull is then that of a table whose figures are within 30 % of the right ones, by which
+a step is foreseen within 3 %: no rate moves far to explain the last per cent of a step. The method is Gauss-Newton on
+the logarithms of the factors, with damping (Levenberg 1944, Marquardt 1963) and derivatives by differences.
 
 Cost: (factors + 1) prices of every line for each of some ten rounds.
 """
