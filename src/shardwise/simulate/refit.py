@@ -125,7 +125,7 @@ def refit(lines: Sequence[StepLine], hardware: Hardware, price: Price) -> Refit:
         then = errors(tried)
         if _squares(then) < _squares(now):
             gained, logs, now, damping = _squares(now) - _squares(then), tried, then, damping / 10
-            if gained <= 1e-12 * _squares(now):
+            if gained <= 1e-9 * _squares(now):
                 break
         else:
             damping *= 10
