@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import Link, Product
+from shardwise.base.hardware import Link, Neighbours, Product
 from shardwise.base.hardware_files import (
     find_hardware,
     read_hardware,
@@ -118,16 +118,15 @@ def test_rates_of_a_calibration_are_written_and_read_again(tmp_path: Path) -> No
     given = replace(
         find_hardware("l4"),
         operations={"copy": ((1e6, 5e9), (1e8, 3e9)), "update": ((1e6, 2e10),)},
-        unevenness=((2e-3, 0.07), (0.128, 0.05)),
-        passes=((1.0, 0.95), (2.0, 1.125)),
+        neighbours=Neighbours(((2e-3, 0.07), (0.128, 0.05)), ((1.0, 0.95), (2.0, 1.125))),
         ending_action_s=2.5e-4,
         exchanges={"send": ((2048.0, 1e-4),), "gloo send": ((2048.0, 5e-4),)},
         efficiency={**find_hardware("l4").efficiency, "batched": ((1e6, 0.25),)},
     )
     write_hardware(tmp_path / "l4.json", given)
     found = read_hardware(tmp_path / "l4.json")
-    assert found.operations == given.operations and found.unevenness == given.unevenness
-    assert found.passes == given.passes and find_hardware("l4").passes == ()
+    assert found.operations == given.operations and found.neighbours == given.neighbours
+    assert find_hardware("l4").neighbours == ((), ())
     assert found.ending_action_s == 2.5e-4 and found.exchanges == given.exchanges
     assert found.efficiency["batched"] == ((1e6, 0.25),)
 

@@ -94,10 +94,10 @@ def test_figures_become_a_table_that_is_read_again(kept: Path) -> None:
     assert hardware.ending_action_s == 2e-4 and hardware.operations["update"] == ((1e5, 4e10),)
     assert hardware.share_of_peak(Product("batched", "fp32", 10**6)) == 0.25
     price_s = 1000 * 3e-6 + 8 * 1e9 / 4e10 + 1000 * 1e5 / 8e9
-    assert dict(hardware.passes) == pytest.approx({1: 0.3 / price_s, 2: 0.36 / price_s})
-    assert hardware.pass_factor(2) == hardware.pass_factor(64) == hardware.passes[1][1]
-    assert hardware.pass_factor(1) == hardware.least_pass_factor == hardware.passes[0][1]
-    assert hardware.unevenness == ((2e-3, 0.07), (0.1, 1e-4)), "a share is above zero"
+    assert dict(hardware.neighbours.passes) == pytest.approx({1: 0.3 / price_s, 2: 0.36 / price_s})
+    assert hardware.pass_factor(2) == hardware.pass_factor(64) == hardware.neighbours.passes[1][1]
+    assert hardware.pass_factor(1) == hardware.least_pass_factor == hardware.neighbours.passes[0][1]
+    assert hardware.neighbours.unevenness == ((2e-3, 0.07), (0.1, 1e-4)), "a share is above zero"
     by_path = find_hardware(str(calibration_file(kept)))
     assert by_path.peaks == hardware.peaks and by_path.exchanges == hardware.exchanges
     assert not [path for path in kept.iterdir() if path.name != "cpu.json"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.base.hardware import Hardware, Product, even_hardware
+from shardwise.base.hardware import Hardware, Neighbours, Product, even_hardware
 from shardwise.comm.world import World
 from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.models import Gpt, GptPolicy
@@ -132,7 +132,7 @@ def test_passes_take_longer_beside_other_ranks_of_their_host(
     alone = rates(flops_s=1e9, host_bytes_s=1e9)
     told = [
         step_seconds(plan, known.policies, known.passed, hardware, "cpu", per_host, data_s=0.0).spent
-        for hardware in (alone, replace(alone, passes=((1.0, 0.5), (2.0, 2.0))))
+        for hardware in (alone, replace(alone, neighbours=Neighbours(passes=((1.0, 0.5), (2.0, 2.0)))))
     ]
     passes_s = sum(
         share.work.seconds(alone, share.touched_bytes, "host") for share in known.passed[0].shares.values()

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import Hardware, Level, Link
+from shardwise.base.hardware import Hardware, Level, Link, Neighbours
 from shardwise.base.policy import nearest
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import read_object
@@ -161,8 +161,7 @@ class DeviceTable(NamedTuple):
             action_s=number("action", 0.0),
             ending_action_s=number("ending_action", 0.0),
             operations=of("operations"),
-            unevenness=cast(tuple[tuple[float, float], ...], figures.get("unevenness", ())),
-            passes=cast(tuple[tuple[float, float], ...], figures.get("passes", ())),
+            neighbours=Neighbours(*(cast(Any, figures.get(name, ())) for name in Neighbours._fields)),
             row_bytes_s=number("rows", 4e9),
             exchanges=of("exchanges"),
             spread=of("spread"),
@@ -459,10 +458,11 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
     }
     if hardware.ending_action_s:
         found["ending_action"] = _text(hardware.ending_action_s, "s")
-    if hardware.unevenness:
-        found["unevenness"] = [[_text(worked, "s"), share] for worked, share in hardware.unevenness]
-    if hardware.passes:
-        found["passes"] = [[int(ranks), factor] for ranks, factor in hardware.passes]
+    unevenness, passes = hardware.neighbours
+    if unevenness:
+        found["unevenness"] = [[_text(worked, "s"), share] for worked, share in unevenness]
+    if passes:
+        found["passes"] = [[int(ranks), factor] for ranks, factor in passes]
     places = dict(_figures(found, _SCHEMA, "", hardware.name))
     return {**found, "sources": {place: text for place, text in hardware.sources.items() if place in places}}
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.base.errors import ConfigError, RankError
-from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Product
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Neighbours, Product
 from shardwise.base.hardware_files import plain_hardware, read_table, shipped_tables, with_source
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import StrictModel, read_object, validated
@@ -265,14 +265,14 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         action_s=figures["action"],
         ending_action_s=figures["ending_action"],
         operations=_tables(operations),
-        unevenness=tuple((worked, min(max(share, 1e-4), 1.0)) for worked, share in figures["unevenness"]),
         row_bytes_s=figures["rows"],
         spread=spread | {use: spread[measured] for use, measured in _SPREAD_OF.items()},
         exchanges=_tables(exchanges),
         sources={"links.cluster": "assumed: a port of 10 Gbit/s"}
         | ({} if figures["disk"] else {"memory.disk.rate": "assumed"}),
     )
-    hardware = replace(hardware, passes=_pass_factors(figures, hardware))
+    unevenness = tuple((worked, min(max(share, 1e-4), 1.0)) for worked, share in figures["unevenness"])
+    hardware = replace(hardware, neighbours=Neighbours(unevenness, _pass_factors(figures, hardware)))
     said = f"measured on {machine.date} by {machine.ranks} ranks of {machine.threads} threads on {machine.processor}"
     return with_source(hardware, said)
 
