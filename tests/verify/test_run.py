@@ -82,6 +82,14 @@ def test_too_few_samples_and_too_few_steps_are_refused() -> None:
         verify(Net, CONFIG, example(), layout="dp=2", steps=1)
 
 
+def test_a_rank_that_has_not_joined_its_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UsageError, match="this process is a rank of a job"):
+        verified()
+
+
 @pytest.mark.soak
 def test_the_command_verifies_an_example_on_three_axes() -> None:
     result = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "pp=2,dp=2,tp=2", "--json"])

@@ -251,7 +251,9 @@ class _Passes:
         job = replace(job, records=False, save_after=1, checkpoint=str(checkpoint))
         found.failed_in = "own"
         layout, _, by_rank = _run(subject, job, self.folder / "own")
-        reason = no_plain_loop or why_no_own_pass(subject.config, bool(by_rank[0]["rows"][0]))
+        reason = no_plain_loop or why_no_own_pass(
+            subject.config, layout["dtypes"].values(), bool(layout["rows"][0])
+        )
         if reason:
             self.left_out["pass own"] = reason
         else:
