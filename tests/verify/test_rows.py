@@ -14,7 +14,7 @@ def test_the_plain_loop_trains_rows_as_an_engine_does() -> None:
     config = load(
         {
             "precision": "fp64",
-            "optimizer": {"type": "sgd", "lr": 0.1},  # Adam makes rounding of small gradients large
+            "optimizer": {"type": "sgd", "lr": 0.1},
             "max_grad_norm": 0.05,
             "schedule": {"type": "cosine", "warmup_steps": 2, "total_steps": 9},
             "batch": {"accumulation": 2},
