@@ -55,7 +55,7 @@ _NOT_KEYS = {"offload": ("disk_path",), "tables": ("defaults", "named")}
 
 
 class Proof(NamedTuple):
-    """What a proof depends on."""
+    """The facts on which a proof depends."""
 
     code: str
     keys: dict[str, Any]
