@@ -79,6 +79,7 @@ def _hugging(name: str, **sizes: Any) -> Callable[[], nn.Module]:
         import transformers
 
         config = getattr(transformers, f"{name.split('For')[0].removesuffix('LMHeadModel')}Config")(**sizes)
+        config._experts_implementation = "eager"  # products of grouped experts have no fp64 on a CPU
         return getattr(transformers, name)(config).train()  # type: ignore[no-any-return]
 
     return make

@@ -75,6 +75,21 @@ def test_a_model_that_counts_its_calls_is_no_reference() -> None:
     assert found.verdict == "fail"
 
 
+class Narrow(Net):
+    """A network whose kernel has no fp64."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float32, got Double")
+        return super().forward(x, y)
+
+
+def test_a_model_that_fails_in_fp64_cannot_be_verified() -> None:
+    found = verified(make=Narrow)
+    assert (found.verdict, found.exit_code) == ("unverifiable", 2)
+    assert found.left_out[-1].endswith("RuntimeError: expected Float32, got Double"), found.left_out
+
+
 def test_too_few_samples_and_too_few_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="fewer than the 18 microbatches"):
         verify(Net, {**CONFIG, "batch": {"accumulation": 9}}, example(), layout="dp=2")
