@@ -130,7 +130,8 @@ def compared(
         declared: Receives differences that are no faults, with the reason.
     """
     declared = {} if declared is None else declared
-    no_weights = {name: "statistics of each rank's own samples" for name in found.get("per_rank", ())}
+    per_rank = [name for name in found.get("per_rank", ()) if name in found["start"]]
+    no_weights = dict.fromkeys(per_rank, "each rank has its own numbers of its own samples")
     declared |= no_weights
     yield from _weights(found["start"], reference.start, 0, no_weights)
     yield from _rows(by_rank, reference, 0)
