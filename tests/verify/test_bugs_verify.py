@@ -13,11 +13,6 @@ from shardwise.verify.verdict import Verdict
 from tests.verify.bugs import BUGS, Bug
 from tests.verify.cases import Case
 
-UNSEEN = {
-    "clipped before unscaling": "only fp16 has a loss scale, and the pass in 16 bits is left out",
-    "masters lost": "fp64 has no rounded weights, and the pass in 16 bits is left out",
-}
-"""Bugs that verify does not find yet, and why."""
 QUICK = ("averaged over tp", "rows of the embedding lost", "second moments forgotten")
 
 
@@ -47,10 +42,19 @@ def test_a_planted_bug_is_found_and_named(bug: Bug) -> None:
 
 
 @pytest.mark.soak
+def test_masters_that_16_bits_have_rounded_are_found() -> None:
+    """In fp64 nothing is rounded; in bf16 two correct runs drift apart by more than a lost master changes."""
+    (bug,) = (bug for bug in BUGS if bug.name == "masters lost")
+    found = verdict_on(bug.case, dict(bug.keys), planted(bug))
+    assert (found.verdict, found.failed_in) == ("fail", "own"), found.lines()
+    assert found.first is not None and found.first.kind == "master", found.lines()
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_every_planted_bug_is_found(bug: Bug) -> None:
     found = verdict_on(bug.case, dict(bug.keys), planted(bug))
-    assert (found.verdict == "fail") is (bug.name not in UNSEEN), found.lines()
+    assert found.verdict == "fail", found.lines()
 
 
 @pytest.mark.soak
