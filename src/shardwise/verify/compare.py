@@ -1,7 +1,8 @@
 """Compare what a layout computed with the reference, tensor by tensor in causal order.
 
-    start weights; then in every step: outputs of modules as the forward pass uses them, the loss, and, from the last
-    module to the first, the gradient of its output and of its parameters; the norm, the moments, the weights
+    start weights; then in every step: inputs, weights and outputs of modules as the forward pass uses them, the loss,
+    and, from the last module to the first, the gradient of its output and of its parameters; the norm, the moments,
+    the weights. Copies of a weight on several ranks are compared with one another before the weight
 
 The first tensor in this order that is wrong has inputs that are right, so the mistake lies between them.
 
@@ -16,13 +17,15 @@ rate, to which Adam turns even such a gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.verify.causal import forward_tensors, gradient_tensors, unequal_copies
+from shardwise.verify.ranks import RankRecords
 from shardwise.verify.reference import Reference
+from shardwise.verify.tensors import ComparedTensor, module_of
 
 FP64_LIMIT = 1e-10
 ROUNDED_LIMIT = 1e-4
@@ -33,77 +36,10 @@ _TIMES_EPS = 8.0
 KINDS = ("weights", "activations", "loss", "gradients", "norm", "moments")
 
 
-class ComparedTensor(NamedTuple):
-    """One tensor of the layout beside the reference's, with its place in the causal order."""
-
-    kind: str
-    """The kind in counts: one of KINDS."""
-    what: str
-    """The kind in a verdict: weight, activation, gradient, norm, moment, loss."""
-    name: str
-    step: int
-    got: Tensor
-    wanted: Tensor
-    scale: float
-    module: str = ""
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def error(self) -> float:
-        """The relative L2 error; infinity if shapes differ or an element is not a number."""
-        if self.got.shape != self.wanted.shape:
-            return float("inf")
-        difference = float((self.got.double() - self.wanted.double()).norm())
-        found = difference / self.scale if self.scale else difference
-        return found if found == found else float("inf")
-
-
-@dataclass
-class RankActivations:
-    """Activations that the ranks of a layout saw, and where each rank stands."""
-
-    by_rank: Sequence[Mapping[str, Any]]
-    tp: int
-    units: Sequence[str]
-
-    def whole(self, of: str, key: str, shape: torch.Size) -> tuple[Tensor | None, str, tuple[int, ...]]:
-        """Return the whole tensor of ``key``, the reason why there is none, and the ranks that hold it.
-
-        A tensor lies whole on each rank along "tp", or cut along the one dim in which the ranks' sizes add up to that
-        of the whole tensor.
-        """
-        ranks = [rank for rank, each in enumerate(self.by_rank) if key in each[of]]
-        if not ranks:
-            return None, "no rank runs this module by its own call", ()
-        held = sorted(ranks, key=lambda rank: self.by_rank[rank]["place"]["tp"])
-        pieces = [self.by_rank[rank][of][key] for rank in held]
-        if all(piece.shape == shape for piece in pieces):
-            if of == "gradients" and self.tp > 1:
-                return (
-                    None,
-                    "whether ranks along tp hold the whole gradient or addends of it is not known",
-                    (),
-                )
-            farthest = max(
-                pieces, key=lambda piece: float((piece - pieces[0]).abs().nan_to_num(float("inf")).sum())
-            )
-            return (
-                farthest,
-                "",
-                tuple(held),
-            )  # a copy that is wrong on one rank must not hide behind right ones
-        if len(pieces) != self.tp or any(piece.dim() != len(shape) for piece in pieces):
-            return None, "the ranks hold parts of unknown placement", ()
-        dims = [d for d in range(len(shape)) if any(piece.shape[d] != shape[d] for piece in pieces)]
-        if len(dims) != 1 or sum(piece.shape[dims[0]] for piece in pieces) != shape[dims[0]]:
-            return None, "the ranks hold parts of unknown placement", ()
-        return torch.cat(pieces, dims[0]), "", tuple(held)
-
-
 def compared(
     found: Mapping[str, Any],
     reference: Reference,
-    activations: RankActivations | None,
+    activations: RankRecords | None,
     left_out: dict[str, str],
 ) -> Iterator[ComparedTensor]:
     """Yield each tensor beside the reference's, in causal order.
@@ -114,15 +50,18 @@ def compared(
         activations: What the ranks recorded of the outputs of modules.
         left_out: Receives each tensor that is not compared, with the reason.
     """
+    if activations is not None:
+        yield from unequal_copies(0, reference.start, activations)
     yield from _weights(found["start"], reference.start, 0, left_out)
     for step, (mine, truth) in enumerate(zip(found["steps"], reference.steps, strict=True)):
         if activations is not None:
-            for module in reference.order:
-                yield from _activations("outputs", module, step, reference.activations, activations, left_out)
+            yield from forward_tensors(reference, activations, step, left_out)
         yield _number("loss", "loss", step, mine["loss"], truth.loss)
         yield from _gradients(mine["gradients"], reference, step, activations, left_out)
         yield _number("norm", "norm", step, mine["norm"], truth.norm)
         yield from _moments(mine["moments"], reference.moments[step], step, left_out)
+        if activations is not None:
+            yield from unequal_copies(step + 1, truth.weights, activations)
         yield from _weights(mine["weights"], truth.weights, step, left_out, is_after=True)
 
 
@@ -152,46 +91,16 @@ _RATE = 1e-3
 """The size of an update by which a weight that starts at zero is measured."""
 
 
-def _activations(
-    of: str,
-    module: str,
-    step: int,
-    wanted: Mapping[str, Tensor],
-    held: RankActivations,
-    left_out: dict[str, str],
-) -> Iterator[ComparedTensor]:
-    said = module if of == "outputs" else f"gradient of the output of {module}"
-    if module not in held.units:
-        left_out[said] = "only outputs of whole Units are compared, whose placement the engine knows"
-        return
-    kind = "activations" if of == "outputs" else "activation gradients"
-    prefix = f"{module} step {step + 1} piece "
-    for key, truth in wanted.items():
-        if not key.startswith(prefix):
-            continue
-        got, reason, ranks = held.whole(of, key, truth.shape)
-        if got is None:
-            left_out[said] = reason
-            continue
-        name = f"{said}, microbatch {key.removeprefix(prefix)}"
-        scale = max(float(truth.double().norm()), 1e-300)
-        yield ComparedTensor(
-            "activations", kind.removesuffix("s"), name, step, got.cpu(), truth, scale, module, ranks
-        )
-
-
 def _gradients(
     got: Mapping[str, Tensor],
     reference: Reference,
     step: int,
-    activations: RankActivations | None,
+    activations: RankRecords | None,
     left_out: dict[str, str],
 ) -> Iterator[ComparedTensor]:
     truth = reference.steps[step]
     floor = _SHARE * max(truth.norm, 1e-290)
-    modules = list(reversed(reference.order))
     waiting = dict(truth.gradients)
-    deep = [name for name in modules if activations is None or name in activations.units]
 
     def of(names: Sequence[str]) -> Iterator[ComparedTensor]:
         for name in names:
@@ -207,13 +116,25 @@ def _gradients(
                 "gradients", "gradient", name, step, got[name].cpu(), wanted, scale, module_of(name)
             )
 
-    for module in deep:
+    for module in reversed(reference.order):
         if activations is not None:
-            yield from _activations(
-                "gradients", module, step, reference.activation_gradients, activations, left_out
-            )
-        yield from of([name for name in reversed(list(waiting)) if name.startswith(f"{module}.")])
+            yield from gradient_tensors(module, step, reference, activations, left_out)
+        yield from of([name for name in reversed(list(waiting)) if _owner(name, reference.order) == module])
     yield from of(list(reversed(list(waiting))))
+
+
+def _owner(parameter: str, modules: Sequence[str]) -> str:
+    """Return the module after whose gradient of the output a parameter's gradient is known.
+
+    A parameter of a module that was not recorded belongs to the first recorded module inside the nearest recorded
+    module around it, because gradients are computed from the last module to the first.
+    """
+    module = module_of(parameter)
+    if module in modules:
+        return module
+    while module and module not in modules:
+        module = module_of(module)
+    return next((each for each in modules if each.startswith(f"{module}.") or not module), module)
 
 
 def _moments(
@@ -232,11 +153,6 @@ def _moments(
         yield ComparedTensor(
             "moments", "moment", name, step, got[name].cpu(), truth, scale, module_of(parameter)
         )
-
-
-def module_of(parameter: str) -> str:
-    """Return the name of the module that holds ``parameter``."""
-    return parameter.rpartition(".")[0]
 
 
 class PassFigures(NamedTuple):

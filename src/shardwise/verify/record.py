@@ -2,11 +2,11 @@
 
     start weights, weights    engine.state_dict()
     loss, weight, norm        the result of the step
-    gradients                 state.gradients, after the sums over ranks and before clipping
+    gradients                 state.gradients, after the sums over ranks and before clipping, by a follower of the step
     moments                   engine.full_tensor(name, label)
-    activations               outputs of the modules of Units, by the hooks that also record the reference
+    activations               inputs, weights and outputs of all modules, by the hooks that also record the reference
 
-Rank 0 writes whole tensors; every rank writes the activations that it saw. A rank that fails writes its error, so that
+Rank 0 writes whole tensors; every rank writes the activations that it saw and what it held (held.py). A rank that fails writes its error, so that
 a refusal, a hang and unequal copies are told apart.
 """
 
@@ -25,8 +25,8 @@ from shardwise.base.errors import DivergedError, ShardwiseError
 from shardwise.config.run import RunConfig
 from shardwise.engine.construction.build import initialize
 from shardwise.engine.engine import Engine
-from shardwise.engine.state import state
 from shardwise.verify.activations import ActivationRecorder
+from shardwise.verify.held import HeldState
 from shardwise.verify.reference import LossOf
 
 FAILURE = "failure.json"
@@ -79,7 +79,8 @@ def run_rank(job: LayoutJob, folder: str) -> int:
 
 def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     parts = engine._parts
-    recorder = ActivationRecorder(parts.passes.replay, job.rows)
+    recorder = ActivationRecorder(parts.passes.replay, job.rows, weights=True)
+    held = HeldState(engine, job.records)
     first = 0
     if job.resumes:
         engine.load(job.checkpoint)
@@ -90,13 +91,14 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     for step in range(first, len(job.steps)):
         try:
             with recorder.recording(engine.module) if job.records else nullcontext():
-                facts, divisor = _one_step(engine, job, step)
+                facts = _one_step(engine, job, step, held)
         except DivergedError as alarm:
-            if not found["steps"] or not job.records:
+            if not job.records:
                 raise
             found["diverged"] = str(alarm)  # the steps before may show the cause
             break
         found["steps"].append(facts)
+        divisor = held.summed.divisor
         activation_gradients |= {key: gradient / divisor for key, gradient in recorder.gradients.items()}
         recorder.gradients = {}
         if job.save_after == step + 1:
@@ -104,30 +106,23 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     mesh = engine.plan.mesh
     found["activations"] = {
         "outputs": recorder.outputs,
+        "inputs": recorder.inputs,
+        "weights": recorder.weights,
+        "held": held.found,
         "gradients": activation_gradients,
-        "place": {axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "dp", "tp")},
+        "place": {axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "dp", "tp", "cp")},
     }
     found["units"] = [unit.name for own in engine.plan.classes.values() for unit in own.units]
     return found
 
 
-def _one_step(engine: Engine, job: LayoutJob, step: int) -> tuple[dict[str, Any], float]:
-    """Run one optimizer step, and return its numbers and the divisor of its summed gradients."""
-    training, gradients, divisors = engine._training, {}, []
-    summed = training._summed
-
-    def with_gradients(*args: Any) -> Any:
-        totals, divisor, norm = summed(*args)
-        gradients.update(_copied(state.gradients(engine._parts, divisor)))
-        divisors.append(divisor)
-        return totals, divisor, norm
-
-    training._summed = with_gradients  # type: ignore[method-assign,assignment]
-    try:
-        mine = list(job.steps[step])[engine.dp_index :: engine.dp_size]
+def _one_step(engine: Engine, job: LayoutJob, step: int, held: HeldState) -> dict[str, Any]:
+    """Run one optimizer step, and return its numbers."""
+    mine = list(job.steps[step])[engine.dp_index :: engine.dp_size]
+    with held.step():
         result = engine.train_step(mine, [float(job.rows)] * len(mine))
-    finally:
-        training._summed = summed  # type: ignore[method-assign]
+        weights = _copied(engine.state_dict())
+    gradients = held.summed.gradients
     moments = {}
     for name in gradients:
         for label in job.labels:
@@ -144,8 +139,8 @@ def _one_step(engine: Engine, job: LayoutJob, step: int) -> tuple[dict[str, Any]
         "skipped": result.skipped,
         "gradients": gradients,
         "moments": moments,
-        "weights": _copied(engine.state_dict()),
-    }, divisors[-1]
+        "weights": weights,
+    }
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

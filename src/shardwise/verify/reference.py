@@ -155,6 +155,9 @@ class Reference:
     activation_gradients: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     """Names of modules in the order in which the forward pass first used them."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    began: list[str] = field(default_factory=list)
+    """Calls and returns of modules in the order of their first time, as ``ActivationRecorder.began``."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return the run as a dictionary of tensors and plain containers, for a file."""
@@ -214,7 +217,7 @@ def run_reference(
                 if isinstance(value, Tensor) and value.shape == parameter.shape
             }
         )
-    return Reference(start, truths, moments, recorder.outputs, recorder.gradients, recorder.order)
+    return Reference(start, truths, moments, recorder.outputs, recorder.gradients, recorder.order, recorder.inputs, recorder.began)
 
 
 def unstable_module(
@@ -243,7 +246,7 @@ def unstable_module(
         runs.append((recorder, loss.detach()))
     (first, loss), (second, again) = runs
     for key, output in first.outputs.items():
-        name = key.split(" ")[0]
+        name = key.partition(" step ")[0] or "the model"
         if not output.isfinite().all():
             return name, True
         if key not in second.outputs or not torch.equal(output, second.outputs[key]):

@@ -35,9 +35,7 @@ from shardwise.launch.function import launch
 from shardwise.verify.compare import (
     FP64_LIMIT,
     ROUNDED_LIMIT,
-    ComparedTensor,
     PassFigures,
-    RankActivations,
     compared,
     hold_to_bits,
     hold_to_limit,
@@ -45,8 +43,10 @@ from shardwise.verify.compare import (
 )
 from shardwise.verify.explain import explain, wrong_slice
 from shardwise.verify.layout import VerifiedLayout, layout_of, parse_layout, with_layout
+from shardwise.verify.ranks import RankRecords
 from shardwise.verify.record import FAILURE, LayoutJob, run_rank
 from shardwise.verify.static import static_problems
+from shardwise.verify.tensors import ComparedTensor
 from shardwise.verify.verdict import FirstWrong, PassReport, Verdict
 
 _DEADLINE_S = 240
@@ -469,7 +469,7 @@ def _job(
     )
 
 
-def _run(subject: Verification, job: LayoutJob, folder: Path) -> tuple[dict[str, Any], RankActivations]:
+def _run(subject: Verification, job: LayoutJob, folder: Path) -> tuple[dict[str, Any], RankRecords]:
     """Run a layout on its ranks, and return what they recorded.
 
     Raises:
@@ -482,7 +482,8 @@ def _run(subject: Verification, job: LayoutJob, folder: Path) -> tuple[dict[str,
         raise _RunFailed(_failure(folder, str(error))) from None
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(subject.layout.ranks)]
     by_rank = [each["activations"] for each in ranks]
-    return ranks[0], RankActivations(by_rank, subject.layout.mesh.tp, ranks[0]["units"])
+    shapes = {name: tuple(each.shape) for name, each in ranks[0]["start"].items()}
+    return ranks[0], RankRecords(by_rank, subject.layout.mesh.tp, shapes)
 
 
 def _failure(folder: Path, said: str) -> FirstWrong:

@@ -1,0 +1,231 @@
+"""Tensors of the passes of one step beside those of the reference, in causal order.
+
+    forward     for each module: its inputs as it begins, then, as it returns, its weights and its output
+    backward    for each module, from the last that returned to the first: the gradient of its output, and then the
+                gradients of its own parameters, which the caller yields
+
+A module that no rank runs by its own call, such as a norm that a fused kernel computes, is left out. A module that the
+ranks run for some microbatches and not for others is wrong.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise.verify.activations import PassKey
+from shardwise.verify.ranks import RankRecords
+from shardwise.verify.reference import Reference
+from shardwise.verify.tensors import ComparedTensor, module_of
+
+_RATE = 1e-3
+"""The size of an update by which a weight that starts at zero is measured."""
+_SHARE = 1e-6
+"""Share of the largest gradient of an output to which small gradients are held."""
+
+
+def forward_tensors(
+    reference: Reference, records: RankRecords, step: int, left_out: dict[str, str]
+) -> Iterator[ComparedTensor]:
+    """Yield the inputs, weights and outputs of all modules in one step.
+
+    Args:
+        reference: The plain loop's run.
+        records: The records of the ranks.
+        step: Number of the step, from 0.
+        left_out: Receives each tensor that is not compared, with the reason.
+    """
+    outputs, inputs = _of_step(reference.activations, step), _of_step(reference.inputs, step)
+    for event in reference.began:
+        module = event.removesuffix(" >")
+        if not module and records.stages > 1:
+            continue  # a stage of a pipeline is called with other tensors than the model
+        if event.endswith(">"):
+            yield from _inputs(module, inputs.get(module, []), reference, records, left_out)
+        else:
+            yield from _weights_in_use(module, step, reference, records)
+            yield from _outputs(module, outputs.get(module, []), reference, records, left_out)
+
+
+def _of_step(tensors: Mapping[str, Tensor], step: int) -> dict[str, list[PassKey]]:
+    """Return the keys of a step by module."""
+    found: dict[str, list[PassKey]] = {}
+    for text in tensors:
+        key = PassKey.parse(text)
+        if key.step == step + 1:
+            found.setdefault(key.name.partition("#")[0], []).append(key)
+    return found
+
+
+def _said(module: str) -> str:
+    return module or "the model"
+
+
+def _inputs(
+    module: str, keys: list[PassKey], reference: Reference, records: RankRecords, left_out: dict[str, str]
+) -> Iterator[ComparedTensor]:
+    for key in keys:
+        wanted = reference.inputs[str(key)]
+        number = key.name.partition("#")[2]
+        more = str(key._replace(name=f"{module}#{len({k.name for k in keys})}"))
+        name = f"input {number} of {_said(module)}"
+        if not records.has("inputs", str(key)):
+            continue  # the module is named by its output
+        found = records.whole("inputs", str(key), wanted, module)
+        if found.tensor is None or records.has("inputs", more) or found.tensor.dtype != wanted.dtype:
+            left_out[name] = found.reason or "the module is called with other arguments than in one process"
+            continue
+        yield _tensor("activations", "activation", name, key, found.tensor, wanted, module, found)
+
+
+def _outputs(
+    module: str, keys: list[PassKey], reference: Reference, records: RankRecords, left_out: dict[str, str]
+) -> Iterator[ComparedTensor]:
+    is_loss = not module and all(reference.activations[str(key)].numel() == 1 for key in keys)
+    kind = "loss" if is_loss else "activation"
+    name = "loss" if is_loss else _said(module)
+    for key in keys:
+        wanted = reference.activations[str(key)]
+        found = records.whole("outputs", str(key), wanted, module)
+        if found.tensor is not None:
+            counted = "loss" if is_loss else "activations"
+            yield _tensor(counted, kind, name, key, found.tensor, wanted, module, found)
+        elif not records.has("outputs", str(key)) and records.ran(module, key.step):
+            nothing = torch.full_like(wanted, float("nan"))
+            missing = _tensor("activations", kind, name, key, nothing, wanted, module, found)
+            yield missing._replace(said="the module did not run for this microbatch")
+        else:
+            left_out[name] = found.reason
+
+
+def _tensor(
+    kind: str, what: str, name: str, key: PassKey, got: Tensor, wanted: Tensor, module: str, found: object
+) -> ComparedTensor:
+    scale = max(float(wanted.double().norm()), 1e-300)
+    ranks, pieces = getattr(found, "ranks", ()), getattr(found, "pieces", ())
+    said = f"{name}, microbatch {key.piece}"
+    return ComparedTensor(
+        kind, what, said, key.step - 1, got.cpu(), wanted, scale, module, ranks, str(key), pieces
+    )
+
+
+def gradient_tensors(
+    module: str, step: int, reference: Reference, records: RankRecords, left_out: dict[str, str]
+) -> Iterator[ComparedTensor]:
+    """Yield the gradients of the outputs of one module in one step."""
+    name = f"gradient of the output of {_said(module)}"
+    keys = _of_step(reference.activation_gradients, step).get(module, [])
+    if not keys or (not module and records.stages > 1):
+        return
+    largest = max(float(each.double().norm()) for each in reference.activation_gradients.values())
+    for key in keys:
+        wanted = reference.activation_gradients[str(key)]
+        found = records.whole("gradients", str(key), wanted, module)
+        if found.tensor is None:
+            left_out[name] = found.reason
+            continue
+        tensor = _tensor(
+            "activations", "activation gradient", name, key, found.tensor, wanted, module, found
+        )
+        yield tensor._replace(scale=max(tensor.scale, _SHARE * largest))
+
+
+def _weights_in_use(
+    module: str, step: int, reference: Reference, records: RankRecords
+) -> Iterator[ComparedTensor]:
+    """Yield the weights of a module as the ranks' passes used them."""
+    now = reference.start if step == 0 else reference.steps[step - 1].weights
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(records.by_rank):
+        place = each["place"]
+        groups.setdefault((place["pp"], place["dp"], place.get("cp", 0)), []).append(rank)
+    for ranks in groups.values():
+        yield from _weights_of_group(module, step, now, records, ranks)
+
+
+def _weights_of_group(
+    module: str, step: int, now: Mapping[str, Tensor], records: RankRecords, ranks: list[int]
+) -> Iterator[ComparedTensor]:
+    found: dict[tuple[str, int], dict[int, dict[str, Tensor]]] = {}
+    for rank in ranks:
+        canonical = records.by_rank[rank].get("held", {}).get("canonical", {})
+        for text, tensor in records.by_rank[rank].get("weights", {}).items():
+            key = PassKey.parse(text)
+            if key.step == step + 1 and module_of(key.name) == module:
+                name = canonical.get(key.name, key.name)
+                found.setdefault((name, key.piece), {})[rank] = {name: tensor}
+    for (name, piece), held in found.items():
+        if name not in now or set(held) != set(ranks):
+            continue
+        whole = records.parameter({rank: held[rank] for rank in ranks}, name, ranks)  # type: ignore[arg-type]
+        places = [records.by_rank[rank].get("held", {}).get("positions", {}).get(name) for rank in ranks]
+        if whole is None or any(p is None or p.shape != held[r][name].shape for p, r in zip(places, ranks, strict=True)):
+            continue
+        truth = now[name].double()
+        covered = torch.zeros(truth.numel(), dtype=torch.bool)
+        for each in places:
+            covered[each[each >= 0]] = True  # type: ignore[index]
+        if not covered.all():
+            continue  # the ranks of a group of experts hold other experts
+        scale = max(float((truth.abs() + _RATE).norm()), 1e-300)
+        said = f"{name} in the forward pass of microbatch {piece}"
+        yield ComparedTensor("weights", "weight", said, step, whole, truth, scale, module, tuple(ranks), name)
+
+
+def unequal_copies(
+    when: int, wanted: Mapping[str, Tensor], records: RankRecords
+) -> Iterator[ComparedTensor]:
+    """Yield the weights whose copies on several ranks do not have the same bits.
+
+    Args:
+        when: 0 for the start weights, n for those after step n.
+        wanted: The reference's weights.
+        records: The records of the ranks.
+    """
+    for name, truth in wanted.items():
+        first: dict[int, tuple[Tensor, Tensor]] = {}
+        for rank, each in enumerate(records.by_rank):
+            held = each.get("held", {})
+            if len(held.get("copies", ())) <= when or name not in held["copies"][when]:
+                continue
+            piece, places = held["copies"][when][name], held["positions"][name]
+            first[rank] = (piece.flatten(), places.flatten())
+        wrong = _odd_ones(first, truth)
+        if not wrong:
+            continue
+        others = [rank for rank in first if rank not in wrong]
+        of = {rank: {name: records.by_rank[rank]["held"]["copies"][when][name]} for rank in first}
+        whole = records.parameter(of, name, [*others, *wrong])  # type: ignore[arg-type]
+        if whole is None:
+            continue
+        scale = max(float((truth.double().abs() + _RATE).norm()), 1e-300)
+        said = name if when else f"{name} at the start"
+        step = max(when - 1, 0)
+        yield ComparedTensor(
+            "weights", "replica", said, step, whole, truth.double(), scale, module_of(name), tuple(wrong), name
+        )
+
+
+def _odd_ones(held: Mapping[int, tuple[Tensor, Tensor]], truth: Tensor) -> list[int]:
+    """Return the ranks whose copies differ from another rank's, those farther from the right tensor; [] if none do."""
+    flat = truth.flatten()
+    values = torch.full((flat.numel(), 2), float("nan"), dtype=torch.float64)
+    for piece, places in held.values():
+        own = places[places >= 0]
+        new = piece[places >= 0].double()
+        values[own, 0] = torch.fmin(values[own, 0], new)
+        values[own, 1] = torch.fmax(values[own, 1], new)
+    unequal = values[:, 0] != values[:, 1]
+    unequal &= ~values[:, 0].isnan()
+    if not unequal.any():
+        return []
+    errors = {}
+    for rank, (piece, places) in held.items():
+        own = places >= 0
+        at = places[own]
+        off = (piece[own].double() - flat[at].double())[unequal[at]]
+        if off.numel():
+            errors[rank] = float(off.norm())
+    least = min(errors.values())
+    wrong = [rank for rank, error in errors.items() if error > max(2 * least, 1e-12 * float(flat.double().norm()))]
+    return wrong or list(errors)

@@ -1,0 +1,151 @@
+"""What one rank holds besides whole tensors: the evidence from which a wrong tensor is explained.
+
+    positions     for each parameter, the place in the whole tensor of each element of this rank's piece
+    copies        this rank's own weights at the start and after each step
+    addends       this rank's own gradient of each parameter, by backward pass, before any sum over ranks
+    squares       Σ g² of the summed gradients that this rank's masters own
+
+Gradients before the sums are read by hooks on the parameters, and those after the sums by a follower of the step
+(engine/parts/followers.py), which is called after SUM and before the update.
+
+Cost: a copy of all gradients and weights of the rank in each step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.parts.followers import BucketSquares, StepFollower
+from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.parts.sums import Number
+from shardwise.engine.state import state
+
+
+class SummedGradients(StepFollower):
+    """The gradients of the running step after all sums over ranks and before the update.
+
+    Args:
+        parts: The parts of the engine.
+    """
+
+    name = "recorded"
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._sums: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        """Whole gradients by name, divided by ``divisor``."""
+        self.divisor = 1.0
+        self.owned_squares: list[float] = []
+        """Σ g² of the gradients that this rank's masters own, by bucket, before the division."""
+
+    def numbers(self, squares: BucketSquares) -> Sequence[Number]:
+        """Return nothing: the record takes no part in NORM's sums."""
+        return ()
+
+    def over_model(self, sums: Tensor) -> Sequence[Number]:
+        """Return nothing."""
+        return ()
+
+    def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
+        """Copy the summed gradients. Collective."""
+        self._sums = {
+            name: each.detach().clone() for name, each in state.gradients(self._parts, 1.0).items()
+        }
+        self.owned_squares = [
+            float(bucket.gradient.owned.double().square().sum()) for bucket, _ in self._parts.trained
+        ]
+
+    def results(self, weight: float, divisor: float) -> Mapping[str, Any]:
+        """Divide the sums by the divisor of the step."""
+        self.divisor = divisor
+        self.gradients = {name: each / divisor for name, each in self._sums.items()}
+        return {}
+
+
+class HeldState:
+    """The evidence of one rank.
+
+    Args:
+        engine: The engine.
+        records: Record copies and addends too; False: only the summed gradients.
+    """
+
+    def __init__(self, engine: Engine, records: bool = True) -> None:
+        self._parts = engine._parts
+        self._records = records
+        self.summed = SummedGradients(self._parts)
+        # Last, because the followers before it may refuse the step.
+        self._parts.followers = (*self._parts.followers, self.summed)
+        self._own = {
+            slot.name: parameter
+            for bucket in state.buckets(self._parts)
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+        }
+        self._addends: dict[str, list[Tensor]] = {}
+        self.found: dict[str, Any] = {
+            "positions": _positions(self._parts, self._own) if records else {},
+            "canonical": dict(self._parts.spec.canonical),
+            "buckets": [[slot.name for slot in bucket.layout.slots] for bucket, _ in self._parts.trained],
+            "copies": [self._weights()] if records else [],
+            "addends": [],
+            "squares": [],
+            "divisors": [],
+        }
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights that this rank has whole along the data-parallel axes."""
+        infos, slices = self._parts.registry, self._parts.slices
+        found = {}
+        for name, parameter in self._own.items():
+            shape = slices.local_shape(infos.get("parameter", name))
+            if tuple(parameter.shape) == shape:
+                found[name] = parameter.detach().clone()
+        return found
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Record the step that runs inside the context."""
+        self._addends = {}
+        handles = [] if not self._records else [self._watch(*each) for each in self._own.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.found["divisors"].append(self.summed.divisor)
+        self.found["squares"].append(self.summed.owned_squares)
+        if self._records:
+            self.found["addends"].append(self._addends)
+            self.found["copies"].append(self._weights())
+
+    def _watch(self, name: str, parameter: Tensor) -> Any:
+        def reached(gradient: Tensor) -> None:
+            if gradient.layout is torch.strided:
+                self._addends.setdefault(name, []).append(gradient.detach().clone())
+
+        return parameter.register_hook(reached) if parameter.requires_grad else _NoHandle()  # type: ignore[no-untyped-call]
+
+
+class _NoHandle:
+    """The handle of a hook that was not registered."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+def _positions(parts: EngineParts, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, by parameter, the place in the flattened whole tensor of each element of this rank's piece; -1: padding."""
+    found = {}
+    for name in names:
+        info = parts.registry.get("parameter", name)
+        shape = parts.slices.local_shape(info)
+        places = torch.full((torch.Size(shape).numel(),), -1, dtype=torch.long)
+        for run in parts.slices.runs(info):
+            places[run.local : run.local + run.elements] = torch.arange(run.full, run.full + run.elements)
+        found[name] = places.view(shape)
+    return found

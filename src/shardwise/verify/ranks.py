@@ -1,0 +1,200 @@
+"""Whole tensors, put together from what the ranks of a layout recorded in their passes.
+
+Ranks with the same place on all axes but "tp" run the same microbatches. Along "tp" a tensor of a pass is
+
+    whole      all ranks hold the tensor
+    cut        each rank holds a part of one dim: in order, or the rows of the module's own weight, block by block
+    addends    the sum over the ranks is the tensor
+
+Placements that the static part derived decide between whole and addends (placements). Without them the output of a
+module is taken as whole; the gradient of an output may be either, so that a gradient is wrong only if neither the
+copies nor their sum are right.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Assembled(NamedTuple):
+    """A tensor that was put together from the pieces of ranks."""
+
+    tensor: Tensor | None
+    reason: str = ""
+    """The reason why there is no tensor."""
+    ranks: tuple[int, ...] = ()
+    """Ranks whose pieces the tensor consists of; for a copy that is wrong, the ranks that hold wrong copies."""
+    pieces: tuple[Tensor, ...] = ()
+    """What each of the ranks along "tp" holds, if each holds a tensor of the whole shape."""
+
+
+@dataclass
+class RankRecords:
+    """The records of all ranks of a layout."""
+
+    by_rank: Sequence[Mapping[str, Any]]
+    tp: int
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Shapes of whole parameters."""
+    placements: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """``whole``, ``slice`` or ``addend`` by module and ``output`` or ``gradient``, as the static part derived them."""
+
+    def __post_init__(self) -> None:
+        places = [each["place"] for each in self.by_rank]
+        self._is_cut_elsewhere = any(place.get("cp", 0) for place in places)
+        self.stages = max((place.get("pp", 0) for place in places), default=0) + 1
+
+    def has(self, of: str, key: str) -> bool:
+        """Return True if any rank recorded the tensor."""
+        return any(key in each[of] for each in self.by_rank)
+
+    def ran(self, name: str, step: int) -> bool:
+        """Return True if any rank ran the module in a step."""
+        prefix = f"{name} step {step} piece "
+        return any(key.startswith(prefix) for each in self.by_rank for key in each["outputs"])
+
+    def whole(self, of: str, key: str, wanted: Tensor, module: str) -> Assembled:
+        """Return the whole tensor of ``key``.
+
+        Args:
+            of: ``outputs``, ``inputs`` or ``gradients``.
+            key: The key of the tensor.
+            wanted: The right tensor, which decides between possible placements.
+            module: Name of the module.
+        """
+        ranks = [rank for rank, each in enumerate(self.by_rank) if key in each[of]]
+        if not ranks:
+            return Assembled(None, "no rank runs this module by its own call")
+        if self._is_cut_elsewhere:
+            return Assembled(None, 'the ranks along "cp" hold parts of the sequence, whose order is not recorded')
+        held = sorted(ranks, key=lambda rank: self.by_rank[rank]["place"]["tp"])
+        pieces = [self.by_rank[rank][of][key] for rank in held]
+        found = list(self._candidates(of, pieces, held, wanted, module))
+        if not found:
+            return Assembled(None, "the ranks hold parts of unknown placement")
+        return min(found, key=lambda each: _distance(each.tensor, wanted))
+
+    def _candidates(
+        self, of: str, pieces: list[Tensor], held: list[int], wanted: Tensor, module: str
+    ) -> Iterator[Assembled]:
+        shape = wanted.shape
+        said = self.placements.get((module, "gradient" if of == "gradients" else "output"), "")
+        if all(piece.shape == shape for piece in pieces):
+            together = tuple(pieces) if len(pieces) > 1 else ()
+            is_addend = said == "addend" if of != "inputs" else False
+            if not is_addend:
+                yield _farthest(pieces, held, wanted)
+            may_be_addend = of == "gradients" and self.tp > 1 and not said
+            if is_addend or may_be_addend:
+                yield Assembled(torch.stack(pieces).sum(0), "", tuple(held), together)
+            return
+        if len(pieces) != self.tp or any(piece.dim() != len(shape) for piece in pieces):
+            return
+        dims = [d for d in range(len(shape)) if any(piece.shape[d] != shape[d] for piece in pieces)]
+        if len(dims) != 1:
+            return
+        for rows in self._rows(module, held, pieces, shape, dims[0]):
+            yield Assembled(_placed(pieces, rows, dims[0], wanted, of == "gradients"), "", tuple(held))
+
+    def _rows(
+        self, module: str, held: list[int], pieces: list[Tensor], shape: Sequence[int], dim: int
+    ) -> Iterator[list[Tensor]]:
+        """Yield the places along ``dim`` that each rank may hold: those of the module's weight, then those in order."""
+        sizes = [piece.shape[dim] for piece in pieces]
+        for label in ("weight", "bias"):
+            rows = [self._weight_rows(rank, f"{module}.{label}") for rank in held]
+            known = [each for each in rows if each is not None]
+            if len(known) == len(rows) and [len(each) for each in known] == sizes:
+                if max(int(each.max()) for each in known) + 1 == shape[dim]:
+                    yield known
+                    break
+        excess = sum(sizes) - shape[dim]
+        if 0 <= excess < self.tp and (not excess or len(set(sizes)) == 1):
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            places = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+            yield [torch.where(each < shape[dim], each, -1) for each in places]
+
+    def _weight_rows(self, rank: int, name: str) -> Tensor | None:
+        """Return the rows of a parameter that a rank holds, of the whole; None if the rank does not hold rows of it."""
+        held = self.by_rank[rank].get("held", {})
+        name = held.get("canonical", {}).get(name, name)
+        places = held.get("positions", {}).get(name)
+        if places is None or name not in self.shapes or not places.dim():
+            return None
+        width = torch.Size(self.shapes[name][1:]).numel()
+        if places[0].numel() != width:
+            return None
+        first = places.reshape(len(places), -1)[:, 0]
+        return torch.where(first < 0, -1, first // width)
+
+    def parameter(self, of: Sequence[Mapping[str, Tensor]], name: str, ranks: Sequence[int]) -> Tensor | None:
+        """Return a whole parameter or gradient, put together from the pieces of some ranks.
+
+        Args:
+            of: The pieces of each rank by name.
+            name: The parameter.
+            ranks: The ranks; an element that several of them hold is that of the last.
+        """
+        if name not in self.shapes:
+            return None
+        whole = torch.zeros(torch.Size(self.shapes[name]).numel(), dtype=torch.float64)
+        filled = torch.zeros(len(whole), dtype=torch.bool)
+        for rank in ranks:
+            piece = of[rank].get(name)
+            places = self.by_rank[rank].get("held", {}).get("positions", {}).get(name)
+            if piece is None or places is None or piece.shape != places.shape:
+                continue
+            own = places >= 0
+            whole[places[own]] = piece[own].double()
+            filled[places[own]] = True
+        return whole.view(torch.Size(self.shapes[name])) if filled.any() else None
+
+
+def _distance(got: Tensor | None, wanted: Tensor) -> float:
+    if got is None or got.shape != wanted.shape:
+        return float("inf")
+    found = float((got.double() - wanted.double()).norm())
+    return found if found == found else float("inf")
+
+
+def _farthest(pieces: Sequence[Tensor], held: Sequence[int], wanted: Tensor) -> Assembled:
+    """Return the copy that differs most from the right tensor, so that a wrong copy does not hide behind right ones."""
+    errors = [_distance(piece, wanted) for piece in pieces]
+    worst = max(errors)
+    scale = max(float(wanted.double().norm()), 1e-300)
+    wrong = [rank for rank, each in zip(held, errors, strict=True) if each > 1e-10 * scale]
+    is_some = 0 < len(wrong) < len(held)
+    together = tuple(pieces) if len(pieces) > 1 else ()
+    return Assembled(pieces[errors.index(worst)], "", tuple(wrong if is_some else held), together)
+
+
+def _placed(
+    pieces: Sequence[Tensor], rows: Sequence[Tensor], dim: int, wanted: Tensor, adds: bool
+) -> Tensor:
+    """Return the pieces at their places along ``dim``.
+
+    Args:
+        pieces: The pieces of the ranks.
+        rows: The places along ``dim`` of each piece; -1: padding.
+        dim: The dim that is cut.
+        wanted: The right tensor: of unequal copies, the one that differs more from it is returned.
+        adds: True to add what several ranks hold at one place.
+    """
+    truth = wanted.movedim(dim, 0)
+    whole = torch.zeros_like(truth)
+    filled = torch.zeros(len(truth), dtype=torch.bool)
+    for piece, places in zip(pieces, rows, strict=True):
+        own = piece.movedim(dim, 0)[places >= 0]
+        at = places[places >= 0]
+        if adds:
+            whole[at] += own
+        else:
+            before = whole[at]
+            farther = (own - truth[at]).abs() > (before - truth[at]).abs()
+            new = ~filled[at].view(-1, *[1] * (own.dim() - 1))
+            whole[at] = torch.where(new | farther | own.isnan(), own, before) if own.is_floating_point() else own
+        filled[at] = True
+    return whole.movedim(0, dim)
