@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from shardwise.comm import duals
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.tensor import layers
-from shardwise.plan.placement import Partial, Replicate, Shard
+from shardwise.plan.placement import Partial, PerRank, Replicate, Shard, ShardBlock
+from shardwise.plan.registry import TensorInfo
 from shardwise.verify import static
-from shardwise.verify.static import StaticPart, static_problems
+from shardwise.verify.static import StaticPart, put_together, static_problems
 
 SHAPE: dict[str, Any] = {"family": "gpt2", "layers": 1, "width": 64, "heads": 4, "context": 32, "vocab": 128}
 FAMILIES = ("gpt2", "llama")
@@ -282,3 +283,54 @@ def test_a_norm_of_transformers_llama_without_a_sum_is_named() -> None:
     problems = check(foreign("LlamaForCausalLM"), example=labelled(), table={norm: "replicate"}).problems
     assert [each.name for each in problems] == [f"{norm}.weight"]
     assert "transformers" in problems[0].line
+
+
+@pytest.mark.parametrize(
+    ("sequence", "name", "gradient", "shape", "placement"),
+    [
+        (True, "blocks.0.mlp_norm", False, (2, 32, 64), Shard(1)),
+        (True, "blocks.0.attention.qkv", False, (2, 32, 192), Shard(2, (ShardBlock(64, 64),) * 3)),
+        (True, "blocks.0.mlp.down", True, (2, 32, 64), Shard(1)),
+        (False, "blocks.0.mlp_norm", True, (2, 32, 64), Replicate()),
+        (False, "blocks.0.mlp.up", True, (2, 32, 256), Shard(2)),
+        (False, "nothing", False, None, None),
+    ],
+    ids=str,
+)
+def test_outputs_of_modules_are_registered(
+    sequence: bool, name: str, gradient: bool, shape: Any, placement: Any
+) -> None:
+    info = check(sequence=sequence).placement_of_output(name, gradient)
+    assert (info and info.shape) == shape
+    assert (info and info.on("tp")) == placement
+
+
+def test_a_missing_sum_is_seen_in_an_outputs_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers.RowLinear, "forward", _row_without_sum)
+    info = check(sequence=False).placement_of_output("blocks.0.mlp.down")
+    assert info is not None
+    assert info.on("tp") == Partial()
+
+
+@pytest.mark.parametrize(
+    "where", [Replicate(), Partial(), Shard(1), Shard(1, (ShardBlock(4, 4),) * 2)], ids=str
+)
+def test_pieces_are_put_together(where: Any) -> None:
+    whole = torch.arange(24.0).view(3, 8)
+    pieces = [whole, whole]
+    if where == Partial():
+        pieces = [whole * 0.25, whole * 0.75]
+    elif where == Shard(1):
+        pieces = list(whole.chunk(2, 1))
+    elif isinstance(where, Shard):
+        pieces = [whole[:, [0, 1, 4, 5]], whole[:, [2, 3, 6, 7]]]
+    info = TensorInfo("x", (3, 8), torch.float32, "activation", {"tp": where}, label="output")
+    found = put_together(info, pieces)
+    assert found is not None
+    assert found.equal(whole)
+    assert put_together(info, [pieces[0], pieces[1][:2]]) is None
+
+
+def test_values_of_each_ranks_own_are_not_put_together() -> None:
+    info = TensorInfo("x", (3, 8), torch.float32, "activation", {"tp": PerRank()}, label="output")
+    assert put_together(info, [torch.zeros(3, 8), torch.ones(3, 8)]) is None

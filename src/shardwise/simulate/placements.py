@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.comm.flights import PendingCollective
 from shardwise.comm.transports import Move, NoTransport
 from shardwise.passes.absent import AbsentTensor
-from shardwise.plan.placement import Partial, PerRank, Placement, Replicate, Shard
+from shardwise.plan.placement import Partial, PerRank, Placement, Replicate, Shard, ShardBlock
 from shardwise.simulate.placement_rules import (
     ADDEND,
     OWN,
@@ -77,6 +77,14 @@ class UnknownOperation(NamedTuple):
     operation: str
     module: str
     line: str
+
+
+class ActivationForm(NamedTuple):
+    """Shape, dtype and placement of an activation or of its gradient on a rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    lie: Lie
 
 
 class _Place(NamedTuple):
@@ -121,6 +129,10 @@ class PlacementMode(TorchDispatchMode):
         self._places: dict[int, _Place] = {}
         self._lines: dict[str, str] = {}
         self._handles: list[Any] = []
+        self.activations: dict[tuple[str, str], ActivationForm] = {}
+        """Inputs and outputs of modules in their first call, by name of the module and ``input`` or ``output``."""
+        self.activation_gradients: dict[tuple[str, str], ActivationForm] = {}
+        """Gradients that reach these inputs and outputs."""
 
     def __enter__(self) -> Any:
         register = torch.nn.modules.module
@@ -137,10 +149,31 @@ class PlacementMode(TorchDispatchMode):
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._inside.append(self._names.get(id(module), self._inside[-1] if self._inside else ""))
+        with torch._C.DisableTorchFunction():  # a caller may watch the torch functions of a module
+            self._note(module, "input", args)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._inside:
             self._inside.pop()
+        with torch._C.DisableTorchFunction():
+            self._note(module, "output", output)
+
+    def _note(self, module: nn.Module, label: str, value: Any) -> None:
+        """Note the first tensor of an input or an output, and its gradient as soon as there is one."""
+        tensor = value[0] if isinstance(value, tuple) and value else value
+        key = self._names.get(id(module), ""), label
+        if not key[0] or key in self.activations or not isinstance(tensor, Tensor):
+            return
+        if isinstance(tensor, AbsentTensor) or not tensor.is_floating_point():
+            return
+        self.activations[key] = ActivationForm(tuple(tensor.shape), tensor.dtype, self.get(tensor))
+
+        def reached(gradient: Tensor) -> None:
+            form = ActivationForm(tuple(gradient.shape), gradient.dtype, self.get(gradient))
+            self.activation_gradients.setdefault(key, form)
+
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def set(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor."""
@@ -313,6 +346,31 @@ def lie_of(placement: Placement, shape: Sequence[int]) -> Lie:
         return slice_of(placement.dim, max(shape[placement.dim] // blocks, 1))
     forms = {Replicate: WHOLE, Partial: ADDEND, PerRank: OWN}
     return forms.get(type(placement), UNKNOWN)
+
+
+def placement_of(form: ActivationForm, ranks: int) -> tuple[tuple[int, ...], Placement | None]:
+    """Return the shape of the whole tensor, and its placement; None if the placement is unknown.
+
+    A dim whose factor is cut is cut in blocks: tokens cut along T that are flattened to [B·T] have B blocks of T.
+
+    Args:
+        form: The tensor on one rank.
+        ranks: Ranks on the axis.
+    """
+    lie, shape = form.lie, list(form.shape)
+    if lie.kind == "slice":
+        size = lie.factor * lie.inner
+        blocks = max(shape[lie.dim] // max(size, 1), 1)
+        shape[lie.dim] *= ranks
+        cut = (ShardBlock(size * ranks, lie.factor * ranks),) * blocks if blocks > 1 else ()
+        return tuple(shape), Shard(lie.dim, cut)
+    found: dict[str, Placement] = {
+        "whole": Replicate(),
+        "zero": Replicate(),
+        "addend": Partial(),
+        "own": PerRank(),
+    }
+    return tuple(shape), found.get(lie.kind)
 
 
 def derive(

@@ -12,8 +12,8 @@ missing; if it is whole and the registry has it as an addend, the sum counts it 
 Cost: one pass of operations on shapes for each kind of stage, whatever the number of ranks.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,17 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.fit.foresee import StageOnShapes, read, visit_stages
 from shardwise.engine.parts.inputs import Loss
 from shardwise.parallel.expert.stacks import find_stacks
-from shardwise.plan.registry import TensorInfo
+from shardwise.plan.placement import AxisCut, Partial, Replicate, Shard, local_shape, runs
+from shardwise.plan.registry import Registry, TensorInfo, TensorKind
 from shardwise.simulate.placements import (
+    ActivationForm,
     PlacementMode,
     PlacementProblem,
     PlacementTransport,
     UnknownOperation,
     derive,
     lie_of,
+    placement_of,
 )
 
 
@@ -51,6 +54,28 @@ class StaticPart:
     unknown: tuple[UnknownOperation, ...] = ()
     """Operations that no rule covers, and gradients whose placement could not be derived."""
     problems: tuple[PlacementProblem, ...] = ()
+    activations: Registry | None = field(default=None, compare=False)
+    """Inputs and outputs of modules and their gradients, with their placements; None if nothing was checked.
+
+    Kinds ``activation`` and ``activation gradient``; the name is that of the module, the label is ``input`` or
+    ``output``. A tensor whose placement is unknown has no entry."""
+
+    def placement_of_output(self, module: str, gradient: bool = False) -> TensorInfo | None:
+        """Return the registered output of a module, or its gradient, as it lies on the ranks along "tp".
+
+        Args:
+            module: Name of a module of the user's model; its first call in a microbatch counts, and of several outputs
+                the first.
+            gradient: True for the gradient that reaches the output.
+
+        Returns:
+            The tensor of one microbatch: its whole shape, and with ``.on("tp")`` its placement: Replicate (equal on
+            all ranks), Shard (slices of a dim, perhaps in blocks), Partial (the sum over the ranks is the tensor) or
+            PerRank (values of each rank's own). None if the placement is unknown, or the module was not called.
+        """
+        if self.activations is None:
+            return None
+        return self.activations.find("activation gradient" if gradient else "activation", module, "output")
 
     def as_json(self) -> dict[str, Any]:
         """Return the part as JSON has it."""
@@ -91,9 +116,41 @@ def static_problems(
         {name: info for info in registry.of_kind("parameter") for name in (info.name, *info.aliases)},
         {name: info for info in registry.of_kind("gradient") for name in (info.name, *info.aliases)},
         tuple({name.rpartition(".")[0] or name for name in find_stacks(make()).stacks}),
+        Registry(known.mesh),
     )
     visit_stages(known, make, example, loss, check.transport_of, check)
     return check.result()
+
+
+def put_together(info: TensorInfo, pieces: Sequence[Tensor], axis: str = "tp") -> Tensor | None:
+    """Return the whole tensor from the pieces of the ranks on an axis; None for values of each rank's own.
+
+    Args:
+        info: The registered tensor.
+        pieces: What the ranks on the axis hold, in their order.
+        axis: The axis.
+
+    Returns:
+        The whole tensor: the first of equal copies, the sum of addends, or the slices in their places. None if the
+        ranks hold values of their own, or if a piece does not have the shape that its placement gives it.
+    """
+    where = info.on(axis)
+    if isinstance(where, Replicate):
+        return pieces[0] if all(each.shape == pieces[0].shape for each in pieces) else None
+    if isinstance(where, Partial):
+        return torch.stack(list(pieces)).sum(0) if len({each.shape for each in pieces}) == 1 else None
+    if not isinstance(where, Shard):
+        return None
+    whole = pieces[0].new_empty(info.shape)
+    flat = whole.view(-1)
+    for index, piece in enumerate(pieces):
+        cut = AxisCut(where, index, len(pieces))
+        if tuple(piece.shape) != local_shape(info.shape, [cut]):
+            return None
+        given = piece.reshape(-1)
+        for run in runs(info.shape, [cut]):
+            flat[run.full : run.full + run.elements] = given[run.local : run.local + run.elements]
+    return whole
 
 
 class _StageCheck:
@@ -103,6 +160,7 @@ class _StageCheck:
         parameters: Registered parameters by each of their names.
         gradients: Registered gradients by each of their names.
         uncovered: Names of modules that choose experts: each rank computes rows of its own there, which no rule covers.
+        activations: Registry that receives the inputs and outputs of modules.
     """
 
     def __init__(
@@ -110,7 +168,9 @@ class _StageCheck:
         parameters: Mapping[str, TensorInfo],
         gradients: Mapping[str, TensorInfo],
         uncovered: tuple[str, ...],
+        activations: Registry,
     ) -> None:
+        self._activations = activations
         self._uncovered = uncovered
         self._parameters = parameters
         self._gradients = gradients
@@ -154,10 +214,29 @@ class _StageCheck:
                 self._unknown.append(UnknownOperation(each.name, each.module, each.line))
             else:
                 self._problems.append(each)
+        self._register(mode, on_shapes.stage)
         leaving = [torch.empty_like(each, requires_grad=each.requires_grad) for each in tensors_in(ends)]
         for like, end in zip(leaving, ends, strict=True):
             mode.set(like, mode.get(end))
         return leaving
+
+    def _register(self, mode: PlacementMode, stage: int) -> None:
+        """Register the inputs and outputs of the stage's modules, and their gradients."""
+        ranks = self._activations.mesh.tp
+        kinds: tuple[tuple[TensorKind, Mapping[tuple[str, str], ActivationForm]], ...] = (
+            ("activation", mode.activations),
+            ("activation gradient", mode.activation_gradients),
+        )
+        for kind, forms in kinds:
+            for (module, label), form in forms.items():
+                shape, placement = placement_of(form, ranks)
+                if placement is None or self._activations.find(kind, module, label) is not None:
+                    continue
+                self._activations.add(
+                    TensorInfo(
+                        module, shape, form.dtype, kind, {"tp": placement}, label=label, stages=(stage,)
+                    )
+                )
 
     def _compare(self, name: str, found: str, mode: PlacementMode) -> None:
         """Compare the derived placement of a gradient with the registered one."""
@@ -182,4 +261,5 @@ class _StageCheck:
             self._compared,
             tuple(self._unknown),
             tuple(self._problems),
+            self._activations,
         )
