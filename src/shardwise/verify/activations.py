@@ -12,7 +12,7 @@ microbatch of a step, and again for a microbatch in which they have changed.
 Cost: a copy of every recorded tensor; a tensor that several modules hand on is copied once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,12 +52,21 @@ class ActivationRecorder:
         replay: The replay that knows the place of the running microbatch.
         rows: Samples of a microbatch.
         weights: Record the weights of modules as the passes use them.
+        mark: A function that is called with ``input``, ``output`` or ``gradient`` and the key of each tensor as it is
+            recorded.
     """
 
-    def __init__(self, replay: DrawReplay, rows: int, weights: bool = False) -> None:
+    def __init__(
+        self,
+        replay: DrawReplay,
+        rows: int,
+        weights: bool = False,
+        mark: Callable[[str], None] = lambda said: None,
+    ) -> None:
         self._replay = replay
         self._rows = rows
         self._has_weights = weights
+        self._mark = mark
         self._names: dict[int, str] = {}
         self._copies: Any = WeakIdKeyDictionary()
         self.outputs: dict[str, Tensor] = {}
@@ -109,6 +118,7 @@ class ActivationRecorder:
             key = str(self._key(f"{name}#{number}"))
             if key not in self.inputs:
                 self.inputs[key] = self._copy(tensor)
+                self._mark(f"input {key}")
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._names.get(id(module))
@@ -125,11 +135,13 @@ class ActivationRecorder:
             self.began.append(name)
         if key not in self.outputs:
             self.outputs[key] = self._copy(tensor)
+            self._mark(f"output {key}")
         if tensor.requires_grad and torch.is_grad_enabled():
 
             def reached(gradient: Tensor) -> None:
                 if key not in self.gradients:
                     self.gradients[key] = gradient.detach().clone()
+                    self._mark(f"gradient {key}")
 
             tensor.register_hook(reached)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.verify.activations import PassKey
-from shardwise.verify.ranks import RankRecords
+from shardwise.verify.ranks import Assembled, RankRecords
 from shardwise.verify.reference import Reference
 from shardwise.verify.tensors import ComparedTensor, module_of
 
@@ -99,13 +99,12 @@ def _outputs(
 
 
 def _tensor(
-    kind: str, what: str, name: str, key: PassKey, got: Tensor, wanted: Tensor, module: str, found: object
+    kind: str, what: str, name: str, key: PassKey, got: Tensor, wanted: Tensor, module: str, found: Assembled
 ) -> ComparedTensor:
     scale = max(float(wanted.double().norm()), 1e-300)
-    ranks, pieces = getattr(found, "ranks", ()), getattr(found, "pieces", ())
     said = f"{name}, microbatch {key.piece}"
     return ComparedTensor(
-        kind, what, said, key.step - 1, got.cpu(), wanted, scale, module, ranks, str(key), pieces
+        kind, what, said, key.step - 1, got.cpu(), wanted, scale, module, found.ranks, str(key), found.pieces
     )
 
 
@@ -113,8 +112,9 @@ def gradient_tensors(
     module: str, step: int, reference: Reference, records: RankRecords, left_out: dict[str, str]
 ) -> Iterator[ComparedTensor]:
     """Yield the gradients of the outputs of one module in one step."""
-    name = f"gradient of the output of {_said(module)}"
     keys = _of_step(reference.activation_gradients, step).get(module, [])
+    is_loss = not module and all(reference.activation_gradients[str(key)].numel() == 1 for key in keys)
+    name = "gradient of the loss" if is_loss else f"gradient of the output of {_said(module)}"
     if not keys or (not module and records.stages > 1):
         return
     largest = max(float(each.double().norm()) for each in reference.activation_gradients.values())
@@ -124,9 +124,7 @@ def gradient_tensors(
         if found.tensor is None:
             left_out[name] = found.reason
             continue
-        tensor = _tensor(
-            "activations", "activation gradient", name, key, found.tensor, wanted, module, found
-        )
+        tensor = _tensor("activations", "activation gradient", name, key, found.tensor, wanted, module, found)
         yield tensor._replace(scale=max(tensor.scale, _SHARE * largest))
 
 
@@ -159,7 +157,9 @@ def _weights_of_group(
             continue
         whole = records.parameter({rank: held[rank] for rank in ranks}, name, ranks)  # type: ignore[arg-type]
         places = [records.by_rank[rank].get("held", {}).get("positions", {}).get(name) for rank in ranks]
-        if whole is None or any(p is None or p.shape != held[r][name].shape for p, r in zip(places, ranks, strict=True)):
+        if whole is None or any(
+            p is None or p.shape != held[r][name].shape for p, r in zip(places, ranks, strict=True)
+        ):
             continue
         truth = now[name].double()
         covered = torch.zeros(truth.numel(), dtype=torch.bool)
@@ -172,9 +172,7 @@ def _weights_of_group(
         yield ComparedTensor("weights", "weight", said, step, whole, truth, scale, module, tuple(ranks), name)
 
 
-def unequal_copies(
-    when: int, wanted: Mapping[str, Tensor], records: RankRecords
-) -> Iterator[ComparedTensor]:
+def unequal_copies(when: int, wanted: Mapping[str, Tensor], records: RankRecords) -> Iterator[ComparedTensor]:
     """Yield the weights whose copies on several ranks do not have the same bits.
 
     Args:
@@ -202,7 +200,16 @@ def unequal_copies(
         said = name if when else f"{name} at the start"
         step = max(when - 1, 0)
         yield ComparedTensor(
-            "weights", "replica", said, step, whole, truth.double(), scale, module_of(name), tuple(wrong), name
+            "weights",
+            "replica",
+            said,
+            step,
+            whole,
+            truth.double(),
+            scale,
+            module_of(name),
+            tuple(wrong),
+            name,
         )
 
 
@@ -227,5 +234,7 @@ def _odd_ones(held: Mapping[int, tuple[Tensor, Tensor]], truth: Tensor) -> list[
         if off.numel():
             errors[rank] = float(off.norm())
     least = min(errors.values())
-    wrong = [rank for rank, error in errors.items() if error > max(2 * least, 1e-12 * float(flat.double().norm()))]
+    wrong = [
+        rank for rank, error in errors.items() if error > max(2 * least, 1e-12 * float(flat.double().norm()))
+    ]
     return wrong or list(errors)

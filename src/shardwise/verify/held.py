@@ -23,6 +23,7 @@ from shardwise.engine.parts.followers import BucketSquares, StepFollower
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.parts.sums import Number
 from shardwise.engine.state import state
+from shardwise.verify.trail import SUMMED, StepTrail
 
 
 class SummedGradients(StepFollower):
@@ -30,12 +31,14 @@ class SummedGradients(StepFollower):
 
     Args:
         parts: The parts of the engine.
+        trail: The trail of the running step.
     """
 
     name = "recorded"
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, trail: StepTrail) -> None:
         self._parts = parts
+        self._trail = trail
         self._sums: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         """Whole gradients by name, divided by ``divisor``."""
@@ -53,9 +56,8 @@ class SummedGradients(StepFollower):
 
     def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
         """Copy the summed gradients. Collective."""
-        self._sums = {
-            name: each.detach().clone() for name, each in state.gradients(self._parts, 1.0).items()
-        }
+        self._trail.mark(SUMMED)
+        self._sums = {name: each.detach().clone() for name, each in state.gradients(self._parts, 1.0).items()}
         self.owned_squares = [
             float(bucket.gradient.owned.double().square().sum()) for bucket, _ in self._parts.trained
         ]
@@ -78,14 +80,17 @@ class HeldState:
     def __init__(self, engine: Engine, records: bool = True) -> None:
         self._parts = engine._parts
         self._records = records
-        self.summed = SummedGradients(self._parts)
+        self.trail = StepTrail(self._parts)
+        self.summed = SummedGradients(self._parts, self.trail)
         # Last, because the followers before it may refuse the step.
         self._parts.followers = (*self._parts.followers, self.summed)
-        self._own = {
-            slot.name: parameter
-            for bucket in state.buckets(self._parts)
-            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
-        }
+        self._own: dict[str, Tensor] = {}
+        self._released: set[str] = set()
+        for bucket in state.buckets(self._parts):
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                self._own[slot.name] = parameter
+                if bucket.weight.has_window:
+                    self._released.add(slot.name)
         self._addends: dict[str, list[Tensor]] = {}
         self.found: dict[str, Any] = {
             "positions": _positions(self._parts, self._own) if records else {},
@@ -95,17 +100,14 @@ class HeldState:
             "addends": [],
             "squares": [],
             "divisors": [],
+            "trails": [],
         }
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return copies of the weights that this rank has whole along the data-parallel axes."""
-        infos, slices = self._parts.registry, self._parts.slices
-        found = {}
-        for name, parameter in self._own.items():
-            shape = slices.local_shape(infos.get("parameter", name))
-            if tuple(parameter.shape) == shape:
-                found[name] = parameter.detach().clone()
-        return found
+        """Return copies of the weights that stay in memory between passes (ZeRO stages 0 to 2)."""
+        kept = self._own.items() if self._records else ()
+        with torch.no_grad():
+            return {name: each.detach().clone() for name, each in kept if name not in self._released}
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -113,10 +115,12 @@ class HeldState:
         self._addends = {}
         handles = [] if not self._records else [self._watch(*each) for each in self._own.items()]
         try:
-            yield
+            with self.trail.recording():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+        self.found["trails"].append([tuple(each) for each in self.trail.entries])
         self.found["divisors"].append(self.summed.divisor)
         self.found["squares"].append(self.summed.owned_squares)
         if self._records:
@@ -127,6 +131,7 @@ class HeldState:
         def reached(gradient: Tensor) -> None:
             if gradient.layout is torch.strided:
                 self._addends.setdefault(name, []).append(gradient.detach().clone())
+                self.trail.mark(f"own gradient of {name}")
 
         return parameter.register_hook(reached) if parameter.requires_grad else _NoHandle()  # type: ignore[no-untyped-call]
 
@@ -139,7 +144,7 @@ class _NoHandle:
 
 
 def _positions(parts: EngineParts, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return, by parameter, the place in the flattened whole tensor of each element of this rank's piece; -1: padding."""
+    """Return the place in the flattened whole tensor of each element of this rank's piece, by parameter; -1: padding."""
     found = {}
     for name in names:
         info = parts.registry.get("parameter", name)

@@ -3,7 +3,7 @@
 Ranks with the same place on all axes but "tp" run the same microbatches. Along "tp" a tensor of a pass is
 
     whole      all ranks hold the tensor
-    cut        each rank holds a part of one dim: in order, or the rows of the module's own weight, block by block
+    cut        each rank holds a part of one dim: in order, or as the rows of the module's own weight are cut
     addends    the sum over the ranks is the tensor
 
 Placements that the static part derived decide between whole and addends (placements). Without them the output of a
@@ -40,7 +40,8 @@ class RankRecords:
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Shapes of whole parameters."""
     placements: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """``whole``, ``slice`` or ``addend`` by module and ``output`` or ``gradient``, as the static part derived them."""
+    """``whole``, ``slice``, ``addend`` or ``own``, as the static part derived it, by module and ``input``, ``output``
+    or ``gradient`` (of the output)."""
 
     def __post_init__(self) -> None:
         places = [each["place"] for each in self.by_rank]
@@ -69,22 +70,36 @@ class RankRecords:
         if not ranks:
             return Assembled(None, "no rank runs this module by its own call")
         if self._is_cut_elsewhere:
-            return Assembled(None, 'the ranks along "cp" hold parts of the sequence, whose order is not recorded')
-        held = sorted(ranks, key=lambda rank: self.by_rank[rank]["place"]["tp"])
-        pieces = [self.by_rank[rank][of][key] for rank in held]
-        found = list(self._candidates(of, pieces, held, wanted, module))
+            return Assembled(
+                None, 'the ranks along "cp" hold parts of the sequence, whose order is not recorded'
+            )
+        found = []
+        for stage in range(self.stages):
+            mine = [rank for rank in ranks if self.by_rank[rank]["place"]["pp"] == stage]
+            held = sorted(mine, key=lambda rank: self.by_rank[rank]["place"]["tp"])
+            pieces = [self.by_rank[rank][of][key] for rank in held]
+            found += list(self._candidates(of, pieces, held, wanted, module)) if pieces else []
         if not found:
             return Assembled(None, "the ranks hold parts of unknown placement")
+        # Modules without weights outside of blocks run on each stage of a pipeline, on absent values on all but one.
         return min(found, key=lambda each: _distance(each.tensor, wanted))
+
+    def _placement(self, of: str, module: str) -> str:
+        """Return the derived placement of the first input, the output or the gradient of the output of a module."""
+        return self.placements.get(
+            (module, {"inputs": "input", "gradients": "gradient"}.get(of, "output")), ""
+        )
 
     def _candidates(
         self, of: str, pieces: list[Tensor], held: list[int], wanted: Tensor, module: str
     ) -> Iterator[Assembled]:
         shape = wanted.shape
-        said = self.placements.get((module, "gradient" if of == "gradients" else "output"), "")
+        said = self._placement(of, module)
         if all(piece.shape == shape for piece in pieces):
             together = tuple(pieces) if len(pieces) > 1 else ()
-            is_addend = said == "addend" if of != "inputs" else False
+            if said == "own":
+                return  # such as the rows that each rank computes for experts
+            is_addend = said == "addend" and wanted.is_floating_point()
             if not is_addend:
                 yield _farthest(pieces, held, wanted)
             may_be_addend = of == "gradients" and self.tp > 1 and not said
@@ -96,26 +111,30 @@ class RankRecords:
         dims = [d for d in range(len(shape)) if any(piece.shape[d] != shape[d] for piece in pieces)]
         if len(dims) != 1:
             return
-        for rows in self._rows(module, held, pieces, shape, dims[0]):
+        rows = self._rows(of, module, held, pieces, shape, dims[0])
+        if rows is not None:
             yield Assembled(_placed(pieces, rows, dims[0], wanted, of == "gradients"), "", tuple(held))
 
     def _rows(
-        self, module: str, held: list[int], pieces: list[Tensor], shape: Sequence[int], dim: int
-    ) -> Iterator[list[Tensor]]:
-        """Yield the places along ``dim`` that each rank may hold: those of the module's weight, then those in order."""
+        self, of: str, module: str, held: list[int], pieces: list[Tensor], shape: Sequence[int], dim: int
+    ) -> list[Tensor] | None:
+        """Return the places along ``dim`` that each rank holds; None if they are not known.
+
+        The features of an output are cut as the rows of the module's weight, all other dims in order.
+        """
         sizes = [piece.shape[dim] for piece in pieces]
-        for label in ("weight", "bias"):
+        for label in ("weight", "bias") if of != "inputs" and dim == len(shape) - 1 else ():
             rows = [self._weight_rows(rank, f"{module}.{label}") for rank in held]
             known = [each for each in rows if each is not None]
-            if len(known) == len(rows) and [len(each) for each in known] == sizes:
-                if max(int(each.max()) for each in known) + 1 == shape[dim]:
-                    yield known
-                    break
+            is_cut_so = len(known) == len(rows) and [len(each) for each in known] == sizes
+            if is_cut_so and max(int(each.max()) for each in known) + 1 == shape[dim]:
+                return known
         excess = sum(sizes) - shape[dim]
-        if 0 <= excess < self.tp and (not excess or len(set(sizes)) == 1):
-            starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            places = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-            yield [torch.where(each < shape[dim], each, -1) for each in places]
+        if not 0 <= excess < self.tp or (excess and len(set(sizes)) > 1):
+            return None
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        places = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        return [torch.where(each < shape[dim], each, -1) for each in places]
 
     def _weight_rows(self, rank: int, name: str) -> Tensor | None:
         """Return the rows of a parameter that a rank holds, of the whole; None if the rank does not hold rows of it."""
@@ -171,9 +190,7 @@ def _farthest(pieces: Sequence[Tensor], held: Sequence[int], wanted: Tensor) -> 
     return Assembled(pieces[errors.index(worst)], "", tuple(wrong if is_some else held), together)
 
 
-def _placed(
-    pieces: Sequence[Tensor], rows: Sequence[Tensor], dim: int, wanted: Tensor, adds: bool
-) -> Tensor:
+def _placed(pieces: Sequence[Tensor], rows: Sequence[Tensor], dim: int, wanted: Tensor, adds: bool) -> Tensor:
     """Return the pieces at their places along ``dim``.
 
     Args:
@@ -195,6 +212,8 @@ def _placed(
             before = whole[at]
             farther = (own - truth[at]).abs() > (before - truth[at]).abs()
             new = ~filled[at].view(-1, *[1] * (own.dim() - 1))
-            whole[at] = torch.where(new | farther | own.isnan(), own, before) if own.is_floating_point() else own
+            whole[at] = (
+                torch.where(new | farther | own.isnan(), own, before) if own.is_floating_point() else own
+            )
         filled[at] = True
     return whole.movedim(0, dim)

@@ -6,8 +6,8 @@
     moments                   engine.full_tensor(name, label)
     activations               inputs, weights and outputs of all modules, by the hooks that also record the reference
 
-Rank 0 writes whole tensors; every rank writes the activations that it saw and what it held (held.py). A rank that fails writes its error, so that
-a refusal, a hang and unequal copies are told apart.
+Rank 0 writes whole tensors; every rank writes the activations that it saw and what it held (held.py). A rank that
+fails writes its error, so that a refusal, a hang and unequal copies are told apart.
 """
 
 import json
@@ -26,10 +26,9 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.construction.build import initialize
 from shardwise.engine.engine import Engine
 from shardwise.verify.activations import ActivationRecorder
+from shardwise.verify.failure import FAILURE
 from shardwise.verify.held import HeldState
 from shardwise.verify.reference import LossOf
-
-FAILURE = "failure.json"
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ def run_rank(job: LayoutJob, folder: str) -> int:
 
 def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     parts = engine._parts
-    recorder = ActivationRecorder(parts.passes.replay, job.rows, weights=True)
     held = HeldState(engine, job.records)
+    recorder = ActivationRecorder(parts.passes.replay, job.rows, weights=True, mark=held.trail.mark)
     first = 0
     if job.resumes:
         engine.load(job.checkpoint)

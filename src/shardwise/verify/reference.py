@@ -217,7 +217,16 @@ def run_reference(
                 if isinstance(value, Tensor) and value.shape == parameter.shape
             }
         )
-    return Reference(start, truths, moments, recorder.outputs, recorder.gradients, recorder.order, recorder.inputs, recorder.began)
+    return Reference(
+        start,
+        truths,
+        moments,
+        recorder.outputs,
+        recorder.gradients,
+        recorder.order,
+        recorder.inputs,
+        recorder.began,
+    )
 
 
 def unstable_module(

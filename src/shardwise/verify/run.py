@@ -12,12 +12,11 @@ Cost: six starts of the ranks' processes, and a few steps of a small model each.
 """
 
 import inspect
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,13 @@ from shardwise.verify.compare import (
     hold_to_limit,
     hold_to_noise,
 )
-from shardwise.verify.explain import explain, wrong_slice
+from shardwise.verify.diagnose import Diagnosis
+from shardwise.verify.explain import wrong_slice
+from shardwise.verify.failure import diverged_copies, failure_of
 from shardwise.verify.layout import VerifiedLayout, layout_of, parse_layout, with_layout
 from shardwise.verify.ranks import RankRecords
-from shardwise.verify.record import FAILURE, LayoutJob, run_rank
-from shardwise.verify.static import static_problems
-from shardwise.verify.tensors import ComparedTensor
+from shardwise.verify.record import LayoutJob, run_rank
+from shardwise.verify.static import activation_placements, static_problems
 from shardwise.verify.verdict import FirstWrong, PassReport, Verdict
 
 _DEADLINE_S = 240
@@ -65,6 +65,8 @@ class Verification:
     loss_of: plain.LossOf | None
     limit: float = FP64_LIMIT
     """Largest relative error of the pass in fp64."""
+    placements: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Placements of activations along "tp", as ``RankRecords`` takes them."""
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.mesh.size("dp") * (self.config.batch.accumulation or 1)
@@ -228,6 +230,7 @@ def _check_placements(subject: Verification, found: Verdict) -> None:
         found.left_out.append(f"static part: the model fails on shapes with {type(error).__name__}: {error}")
         return
     found.static = part.as_json()
+    subject.placements = activation_placements(part)
 
 
 def _verify(subject: Verification, found: Verdict, folder: Path) -> None:
@@ -289,9 +292,9 @@ def _fp64_pass(
     layout, activations = _run(subject, job, folder / "fp64")
     done = replace(truth, steps=truth.steps[: len(layout["steps"])])
     figures = hold_to_limit(compared(layout, done, activations, left_out), subject.limit)
-    _take(subject, found, "fp64", figures, f"{subject.limit:g}", truth, layout)
+    _take(subject, found, "fp64", figures, f"{subject.limit:g}", truth, activations)
     if found.verdict == "pass" and layout["diverged"]:
-        raise _RunFailed(FirstWrong("", "replica", explanation=layout["diverged"]))
+        raise _RunFailed(diverged_copies(layout["diverged"]))
 
 
 def _own_passes(
@@ -324,7 +327,7 @@ def _own_passes(
         }
         noise = list(compared(plain_run, rounded, None, {}))
         figures = hold_to_noise(list(compared(layout, rounded, None, left_out)), noise, compute)
-        _take(subject, found, "own", figures, "4 x plain loop + 8 eps", rounded, layout)
+        _take(subject, found, "own", figures, "4 x plain loop + 8 eps", rounded)
     if found.verdict != "pass":
         return
     found.failed_in = "bitwise"
@@ -333,9 +336,7 @@ def _own_passes(
     figures, more = hold_to_bits(layout, again), hold_to_bits(layout, resumed)
     counts = {kind: count + more.compared[kind] for kind, count in figures.compared.items()}
     both = figures._replace(compared=counts, wrong=[*figures.wrong, *more.wrong])
-    _take(
-        subject, found, "bitwise", both, "equal bits, run again and resumed from a checkpoint", labels, layout
-    )
+    _take(subject, found, "bitwise", both, "equal bits, run again and resumed from a checkpoint", labels)
     if both.wrong and found.first is not None:
         found.first.explanation = (
             "two runs of the layout differ"
@@ -353,7 +354,7 @@ def _take(
     figures: PassFigures,
     limit: str,
     truth: plain.Reference,
-    layout: Mapping[str, Any],
+    records: RankRecords | None = None,
 ) -> None:
     """Add the figures of a pass to the verdict, with the first wrong tensor."""
     found.passes.append(PassReport(name, figures.compared, figures.worst, figures.noise, limit))
@@ -362,6 +363,9 @@ def _take(
     found.verdict, found.failed_in = "fail", name
     found.wrong = [f"{each.what} {each.name}, step {each.step}" for each in figures.wrong]
     first = figures.wrong[0]
+    accumulation = subject.config.batch.accumulation or 1
+    policy, clip = subject.config.optimizer, subject.config.max_grad_norm
+    diagnosis = Diagnosis(truth, records, subject.layout.mesh, accumulation, policy, clip)
     found.first = FirstWrong(
         f"{first.name}, step {first.step}",
         first.what,
@@ -369,30 +373,8 @@ def _take(
         _line_of(subject, first.module),
         wrong_slice(first.got, first.wanted, subject.limit if name == "fp64" else 1e-3),
         list(first.ranks),
-        _explanation(subject, first, truth, layout),
+        diagnosis.explanation(first),
     )
-
-
-def _explanation(
-    subject: Verification, wrong: ComparedTensor, truth: plain.Reference, layout: Mapping[str, Any]
-) -> str:
-    mesh = subject.layout.mesh
-    factors = {axis: float(mesh.size(axis)) for axis in ("tp", "dp", "pp", "cp", "ep")}
-    factors |= {
-        "microbatches": float(subject.config.batch.accumulation or 1),
-        "microbatches of a step": subject.pieces,
-    }
-    addends: list[Tensor] = []
-    others: dict[str, Tensor] = {}
-    if wrong.what == "gradient" and wrong.name in truth.steps[wrong.step].gradients:
-        addends = [each[wrong.name] for each in truth.steps[wrong.step].pieces if wrong.name in each]
-        for step, each in enumerate(truth.steps):
-            if step != wrong.step:
-                others[f"the gradient of step {step}"] = each.gradients[wrong.name]
-        for name, other in truth.steps[wrong.step].gradients.items():
-            if name != wrong.name:
-                others[f"the gradient of {name}"] = other
-    return explain(wrong.got, wrong.wanted, factors, addends, others)
 
 
 # Processes ---------------------------------------------------------------------------------------------------------
@@ -479,25 +461,19 @@ def _run(subject: Verification, job: LayoutJob, folder: Path) -> tuple[dict[str,
     try:
         launch(run_rank, job, str(folder), ranks=subject.layout.ranks)
     except RankError as error:
-        raise _RunFailed(_failure(folder, str(error))) from None
+        raise _RunFailed(failure_of(folder, str(error), _names_in(subject))) from None
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(subject.layout.ranks)]
     by_rank = [each["activations"] for each in ranks]
     shapes = {name: tuple(each.shape) for name, each in ranks[0]["start"].items()}
-    return ranks[0], RankRecords(by_rank, subject.layout.mesh.tp, shapes)
+    return ranks[0], RankRecords(by_rank, subject.layout.mesh.tp, shapes, subject.placements)
 
 
-def _failure(folder: Path, said: str) -> FirstWrong:
-    """Return the verdict on ranks that ended with an error."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"*{FAILURE}"))]
-    types = {each["type"] for each in records}
-    ranks = sorted({each["rank"] for each in records if each["rank"] >= 0})
-    own = next((each["text"] for each in records if each["type"] not in ("CommError", "DeadlineError")), "")
-    if "DivergedError" in types:
-        return FirstWrong("", "replica", ranks=ranks, explanation=own)
-    if not own and (types & {"CommError", "DeadlineError"} or "SIGALRM" in said):
-        text = next((each["text"] for each in records), said)
-        return FirstWrong("", "hang", ranks=ranks, explanation=text)
-    return FirstWrong("", "refused", ranks=ranks, explanation=own or said)
+def _names_in(subject: Verification) -> set[str]:
+    """Return the names of the model's modules and parameters; nothing if the model cannot be made on meta."""
+    with suppress(Exception), torch.device("meta"):
+        model = subject.make()
+        return {name for name, _ in [*model.named_modules(), *model.named_parameters()] if name}
+    return set()
 
 
 def _line_of(subject: Verification, name: str) -> str:
