@@ -149,11 +149,12 @@ class Diagnosis:
             divisor = records.by_rank[ranks[0]]["held"]["divisors"][wrong.step]
             for call in range(min(map(len, each_has))):
                 pieces = {rank: has[call] for rank, has in zip(ranks, each_has, strict=True)}
-                for tp, tensor in _split_by_copy(records, wrong.name, pieces):
+                for kind, number, tensor in _split_by_copy(records, wrong.name, pieces):
                     place = {
                         "pp": pp,
                         "dp": dp,
-                        "tp": tp,
+                        "tp": number if kind == "tp" else 0,
+                        "copy": number + 1 if kind == "copy" else 0,
                         "call": call,
                         "microbatch": call * self.mesh.size("dp") + dp,
                         "replicate": self.mesh.index("dp_replicate", ranks[0]),
@@ -298,35 +299,47 @@ _GROUPINGS = {
     "shard": "the addends of the ranks at dp_shard={}",
     "microbatch": "the addends of microbatch {} of the global batch",
     "call": "the addends of microbatch {} of each rank",
+    "copy": "the addends of copy {} of the elements that neighbours along tp hold both",
 }
 _SINGLE = "the addend of microbatch {microbatch} of the global batch on the rank at pp={pp}, dp={dp}, tp={tp}"
 
 
 def _split_by_copy(
     records: RankRecords, name: str, pieces: Mapping[int, Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield whole addends from the pieces of the ranks along "tp".
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield whole addends from the pieces of the ranks along "tp", each with the kind and number of its holders.
 
-    Elements that several ranks hold are addends of their own on each rank, unless the ranks hold the same numbers.
+    Elements that one rank holds alone are one addend. Elements that several ranks hold are addends of their own on each
+    of these ranks (``tp`` if all ranks hold all elements, else ``copy``), unless the ranks hold the same numbers.
     """
     if name not in records.shapes:
         return
     elements = math.prod(records.shapes[name])
-    wholes: list[Tensor] = []
-    seen = torch.zeros(elements, dtype=torch.long)
-    is_alike = True
+    held = []
+    count = torch.zeros(elements, dtype=torch.long)
     for rank, piece in pieces.items():
         places = records.by_rank[rank]["held"]["positions"].get(name)
         if places is None or places.shape != piece.shape:
             return
         own = places >= 0
-        at, values = places[own], piece[own].double()
-        for copy in range(int(seen[at].max()) + 1 if len(at) else 0):
-            if copy == len(wholes):
-                wholes.append(torch.zeros(elements, dtype=torch.float64))
-            mine = seen[at] == copy
-            wholes[copy][at[mine]] = values[mine]
+        held.append((places[own], piece[own].double()))
+        count[places[own]] += 1
+    wholes = [torch.zeros(elements, dtype=torch.float64) for _ in range(int(count.max()))]
+    alone = torch.zeros(elements, dtype=torch.float64)
+    seen = torch.zeros(elements, dtype=torch.long)
+    is_alike = True
+    for at, values in held:
+        single = count[at] == 1
+        alone[at[single]] = values[single]
+        for copy, whole in enumerate(wholes):
+            mine = (seen[at] == copy) & ~single
+            whole[at[mine]] = values[mine]
             is_alike &= not copy or torch.equal(wholes[0][at[mine]], values[mine])
         seen[at] += 1
-    for copy, whole in enumerate(wholes[:1] if is_alike else wholes):
-        yield copy, whole.view(torch.Size(records.shapes[name]))
+    shape = torch.Size(records.shapes[name])
+    if (count == 1).any():
+        yield "alone", 0, alone.view(shape)
+    if len(wholes) > 1:
+        kind = "tp" if bool((count == len(pieces)).all()) else "copy"
+        for copy, whole in enumerate(wholes[:1] if is_alike else wholes):
+            yield kind, copy, whole.view(shape)

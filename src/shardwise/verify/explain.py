@@ -11,6 +11,7 @@ Explanations are tried in turn, and the first that fits is the answer:
     order              blocks along a dim stand in another order, or one is a copy of another; the tensor is shifted
     a copy             got equals the tensor of another step, microbatch, or name
     a mask             other elements are zero, and those that are zero in neither are equal
+    a constant         all elements are one number
 
 An explanation fits if what it leaves unexplained is at most 10^-6 of the tensor and 10^-3 of the difference. A single
 number equals any other times a factor, so a factor of it is named only if it is a number of the run.
@@ -113,6 +114,11 @@ def _tried(got: Tensor, wanted: Tensor, evidence: Evidence) -> Iterator[str]:
     yield _order(got, wanted)
     yield _shift(got, wanted)
     yield _mask(got, wanted, evidence.others)
+    yield (
+        f"all its elements are {float(got.flatten()[0]):.6g}"
+        if _is_constant(got) and not _is_constant(wanted)
+        else ""
+    )
 
 
 def wrong_slice(got: Tensor, wanted: Tensor, limit: float) -> str:
@@ -133,6 +139,12 @@ def _fits(got: Tensor, told: Tensor, wanted: Tensor | None = None) -> bool:
     left = float((got - told).norm())
     is_near = left <= _FITS * max(float(told.norm()), float(got.norm()), 1e-300)
     return is_near and (wanted is None or left <= _OF_DIFFERENCE * float((got - wanted).norm()))
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return tensor.numel() >= _LEAST_ELEMENTS and float(tensor.max() - tensor.min()) <= _FITS * float(
+        tensor.abs().max()
+    )
 
 
 # Factors -----------------------------------------------------------------------------------------------------------
@@ -286,11 +298,13 @@ def _part(got: Tensor, wanted: Tensor, factors: Mapping[str, float], whose: str 
         if mine.numel() == got.numel() or mine.numel() < _LEAST_ELEMENTS:
             continue
         if not mine.any() and right.any():
-            return f"{of}{said} is {'missing' if whose else 'zero'}, and the rest is right"
+            verb = "is" if whose or said.startswith("[") else "are"
+            return f"{of}{said} {verb} {'missing' if whose else 'zero'}, and the rest is right"
         ratio = _ratio(mine, right)
         if ratio is not None:
             named = named_factor(ratio, factors)
-            return f"{of}{said} is the right one times {named or f'{ratio:.6g}'}, and the rest is right"
+            right_one = "is the right one" if whose or said.startswith("[") else "are the right ones"
+            return f"{of}{said} {right_one} times {named or f'{ratio:.6g}'}, and the rest is right"
     return _zero_places(got, wanted, whose)
 
 
