@@ -1,14 +1,18 @@
 """Compare what a layout computed with the reference, tensor by tensor in causal order.
 
-    start weights; then in every step: inputs, weights and outputs of modules as the forward pass uses them, the loss,
-    and, from the last module to the first, the gradient of its output and of its parameters; the norm, the moments,
-    the weights. Copies of a weight on several ranks are compared with one another before the weight
+    start weights; then in every step: inputs, weights and outputs of modules as the forward pass uses them (causal.py),
+    the loss, and, from the last module to the first, the gradient of its output and of its parameters; the norm,
+    whether the step was skipped, the learning rate, step counts, moments, copies that differ between ranks, masters,
+    weights, rows of tables
 
 The first tensor in this order that is wrong has inputs that are right, so the mistake lies between them.
 
-    pass   limit on the relative L2 error of a tensor
-    fp64   1e-10
-    own    4 × error of the plain loop in these dtypes + 8 eps
+    pass      limit on the relative L2 error of a tensor
+    fp64      1e-10
+    own       own.py
+    bitwise   equal bits
+
+Names count too: a tensor that only one of the two runs has is wrong.
 
 Scale of an error: the tensor's norm, or that of its summed absolute addends if larger. A gradient or moment whose norm
 is below 10^-6 of that of all of its kind is held to that share, because it may be zero but for rounding (a bias of
@@ -16,7 +20,7 @@ keys, of which the softmax is independent). A weight's addends are its start and
 rate, to which Adam turns even such a gradient.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +29,16 @@ from torch import Tensor
 from shardwise.verify.causal import forward_tensors, gradient_tensors, unequal_copies
 from shardwise.verify.ranks import RankRecords
 from shardwise.verify.reference import Reference
+from shardwise.verify.rows import row_pairs
 from shardwise.verify.tensors import ComparedTensor, module_of
 
 FP64_LIMIT = 1e-10
 ROUNDED_LIMIT = 1e-4
 """Limit for a model that rounds to fp32 inside: its eps times the factor by which an update may blow rounding up."""
 _SHARE = 1e-6
-_TIMES_NOISE = 4.0
-_TIMES_EPS = 8.0
-KINDS = ("weights", "activations", "loss", "gradients", "norm", "moments")
+KINDS = ("weights", "activations", "loss", "gradients", "norm", "counts", "moments", "masters", "rows")
+_ROUNDING = 1e-14
+"""The rounding of an element's gradient in fp64, as a share of the largest gradient of the model."""
 
 
 def compared(
@@ -41,6 +46,8 @@ def compared(
     reference: Reference,
     activations: RankRecords | None,
     left_out: dict[str, str],
+    by_rank: Sequence[Mapping[str, Any]] = (),
+    declared: dict[str, str] | None = None,
 ) -> Iterator[ComparedTensor]:
     """Yield each tensor beside the reference's, in causal order.
 
@@ -49,42 +56,140 @@ def compared(
         reference: The plain loop's run.
         activations: What the ranks recorded of the outputs of modules.
         left_out: Receives each tensor that is not compared, with the reason.
+        by_rank: What each rank recorded of its own step counts and rows.
+        declared: Receives differences that are no faults, with the reason.
     """
+    declared = {} if declared is None else declared
+    no_weights = {name: "statistics of each rank's own samples" for name in found.get("per_rank", ())}
+    declared |= no_weights
     if activations is not None:
         yield from unequal_copies(0, reference.start, activations)
-    yield from _weights(found["start"], reference.start, 0, left_out)
+    yield from _weights(found["start"], reference.start, 0, no_weights)
+    yield from _rows(by_rank, reference, 0)
+    allowed: dict[str, Tensor] = {}
     for step, (mine, truth) in enumerate(zip(found["steps"], reference.steps, strict=True)):
         if activations is not None:
             yield from forward_tensors(reference, activations, step, left_out)
         yield _number("loss", "loss", step, mine["loss"], truth.loss)
         yield from _gradients(mine["gradients"], reference, step, activations, left_out)
         yield _number("norm", "norm", step, mine["norm"], truth.norm)
-        yield from _moments(mine["moments"], reference.moments[step], step, left_out)
+        yield from _counts(mine, by_rank, reference, step)
+        lr = max(reference.rates[step], default=0.0) if reference.rates else 0.0
+        allow_rounding(allowed, truth.gradients)
+        yield from _moments(mine["moments"], reference.moments[step], step, allowed)
+        masters = {name: truth.weights[name] for name in mine.get("masters", {}) if name in truth.weights}
+        for name in set(mine.get("masters", {})) ^ {name for name in truth.gradients if "masters" in mine}:
+            if name not in masters:
+                left_out[f"master of {name}"] = "the engine does not return it as a whole tensor"
         if activations is not None:
             yield from unequal_copies(step + 1, truth.weights, activations)
-        yield from _weights(mine["weights"], truth.weights, step, left_out, is_after=True)
+        yield from _masters(mine.get("masters", {}), masters, step, allowed, lr)
+        yield from _weights(mine["weights"], truth.weights, step, no_weights, allowed, lr)
+        yield from _rows(by_rank, reference, step + 1)
 
 
-def _number(kind: str, name: str, step: int, got: float, wanted: float) -> ComparedTensor:
+def allow_rounding(allowed: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Raise each element's allowance to that of a step with these gradients ([Note: undetermined updates])."""
+    largest = max((float(each.abs().max()) for each in gradients.values() if each.numel()), default=0.0)
+    for name, gradient in gradients.items():
+        size = gradient.double().abs()
+        own = torch.where(size > 0, (_ROUNDING * largest / size.clamp(min=1e-300)).clamp(max=1.0), 0.0)
+        allowed[name] = own if name not in allowed else torch.maximum(own, allowed[name])
+
+
+def _number(kind: str, name: str, step: int, got: float, wanted: float, what: str = "") -> ComparedTensor:
     pair = torch.tensor([got, wanted], dtype=torch.float64)
-    return ComparedTensor(kind, kind, name, step, pair[:1], pair[1:], max(abs(wanted), 1e-300))
+    return ComparedTensor(kind, what or kind, name, step, pair[:1], pair[1:], max(abs(wanted), 1e-300))
+
+
+def _counts(
+    mine: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]], reference: Reference, step: int
+) -> Iterator[ComparedTensor]:
+    """Yield whether the step was skipped, the learning rate, and the step counts that each rank holds."""
+    if "skipped" in mine:
+        yield _number("counts", "skipped", step, float(mine["skipped"]), 0.0, "norm")
+    if "lr" in mine and reference.rates:
+        yield _number("counts", "learning rate", step, mine["lr"], reference.rates[step][0], "rate")
+    if not reference.counts:
+        return
+    for rank, each in enumerate(by_rank):
+        for name, counts in each["counts"][step].items():
+            wanted = reference.counts[step].get(name, 0.0)
+            farthest = max(counts, key=lambda count: abs(count - wanted))
+            found = _number("counts", f"step count of {name}", step, farthest, wanted, "step count")
+            yield found._replace(module=module_of(name), ranks=(rank,))
+
+
+def _rows(by_rank: Sequence[Mapping[str, Any]], reference: Reference, place: int) -> Iterator[ComparedTensor]:
+    """Yield the rows that each rank holds beside the plain loop's rows of these keys."""
+    if len(reference.rows) <= place or not by_rank:
+        return
+    held = [each["rows"][place] if place < len(each["rows"]) else {} for each in by_rank]
+    for table, part, rank, got, wanted in row_pairs(held, reference.rows[place]):
+        scale = max(float(wanted.double().norm()), 1e-300)
+        if got.shape == wanted.shape:
+            scale = max(float((wanted.double().abs() + (_RATE if part == "weights" else 0.0)).norm()), 1e-300)
+        name = f"rows of {table}" if part == "weights" else f"rows of {table} {part}"
+        yield ComparedTensor(
+            "rows", "row", name, max(place - 1, 0), got, wanted, scale, table.rpartition(".")[0], (rank,)
+        )
+
+
+def _missing(kind: str, what: str, name: str, step: int, only: Tensor, is_ours: bool) -> ComparedTensor:
+    """Return the comparison of a tensor that one side lacks: with zeros, of which it is infinitely far."""
+    zeros = torch.zeros_like(only)
+    got, wanted = (only.cpu(), zeros.cpu()) if is_ours else (zeros, only)
+    said = f"{name}, which {'one process' if is_ours else 'the layout'} does not have"
+    return ComparedTensor(kind, what, said, step, got, wanted, 0.0, module_of(name))
 
 
 def _weights(
     got: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     step: int,
-    left_out: dict[str, str],
-    is_after: bool = False,
+    not_compared: Mapping[str, str],
+    allowed: Mapping[str, Tensor] | None = None,
+    lr: float = 0.0,
+) -> Iterator[ComparedTensor]:
+    for name in [*wanted, *(name for name in got if name not in wanted)]:
+        if name in not_compared:
+            continue
+        if name not in got or name not in wanted:
+            only = got[name] if name in got else wanted[name]
+            yield _missing("weights", "weight", name, step, only, name in got)
+            continue
+        said = name if allowed is not None else f"{name} at the start"
+        yield _updated("weights", "weight", said, name, step, got[name], wanted[name], allowed or {}, lr)
+
+
+def _masters(
+    got: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    step: int,
+    allowed: Mapping[str, Tensor],
+    lr: float,
 ) -> Iterator[ComparedTensor]:
     for name, truth in wanted.items():
-        if name not in got:
-            left_out[name] = "the engine's state has no weight of this name"
-            continue
-        addends = truth.double().abs() + (_RATE if is_after else 0.0)
-        said = name if is_after else f"{name} at the start"
-        scale = max(float(addends.norm()), 1e-300)
-        yield ComparedTensor("weights", "weight", said, step, got[name].cpu(), truth, scale, module_of(name))
+        yield _updated("masters", "master", name, name, step, got[name], truth, allowed, lr)
+
+
+def _updated(
+    kind: str,
+    what: str,
+    said: str,
+    name: str,
+    step: int,
+    got: Tensor,
+    truth: Tensor,
+    allowed: Mapping[str, Tensor],
+    lr: float,
+) -> ComparedTensor:
+    """Return the comparison of a tensor that updates of the size of ``lr`` have changed."""
+    addends = truth.double().abs() + _RATE
+    if name in allowed:
+        addends = addends + allowed[name] * lr / FP64_LIMIT
+    scale = max(float(addends.norm()), 1e-300)
+    return ComparedTensor(kind, what, said, step, got.cpu(), truth, scale, module_of(name))
 
 
 _RATE = 1e-3
@@ -106,10 +211,7 @@ def _gradients(
         for name in names:
             wanted, addends = waiting.pop(name), truth.addends[name]
             if name not in got:
-                wrong = torch.zeros_like(wanted)
-                yield ComparedTensor(
-                    "gradients", "gradient", name, step, wrong, wanted, max(float(addends.norm()), floor), ""
-                )
+                yield _missing("gradients", "gradient", name, step, wanted, False)
                 continue
             scale = max(float(wanted.double().norm()), float(addends.double().norm()), floor)
             yield ComparedTensor(
@@ -121,6 +223,9 @@ def _gradients(
             yield from gradient_tensors(module, step, reference, activations, left_out)
         yield from of([name for name in reversed(list(waiting)) if _owner(name, reference.order) == module])
     yield from of(list(reversed(list(waiting))))
+    for name in got:
+        if name not in truth.gradients:
+            yield _missing("gradients", "gradient", name, step, got[name], True)
 
 
 def _owner(parameter: str, modules: Sequence[str]) -> str:
@@ -138,7 +243,10 @@ def _owner(parameter: str, modules: Sequence[str]) -> str:
 
 
 def _moments(
-    got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], step: int, left_out: dict[str, str]
+    got: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    step: int,
+    allowed: Mapping[str, Tensor],
 ) -> Iterator[ComparedTensor]:
     whole: dict[str, float] = {}
     for name, truth in wanted.items():
@@ -146,13 +254,20 @@ def _moments(
         whole[label] = whole.get(label, 0.0) + float(truth.double().norm()) ** 2
     for name, truth in wanted.items():
         if name not in got:
-            left_out[name] = "the engine does not return this moment as a whole tensor"
+            yield _missing("moments", "moment", name, step, truth, False)
             continue
         parameter, label = name.rsplit(" ", 1)
-        scale = max(float(truth.double().norm()), _SHARE * whole[label] ** 0.5, 1e-300)
+        addends = truth.double().abs()
+        if parameter in allowed:
+            addends = addends * (1 + allowed[parameter] / FP64_LIMIT)
+        scale = max(float(addends.norm()), _SHARE * whole[label] ** 0.5, 1e-300)
         yield ComparedTensor(
             "moments", "moment", name, step, got[name].cpu(), truth, scale, module_of(parameter)
         )
+    # A parameter that no pass has used has moments of zeros here, and none in torch's optimizer.
+    for name in got:
+        if name not in wanted and bool(got[name].ne(0).any()):
+            yield _missing("moments", "moment", name, step, got[name], True)
 
 
 class PassFigures(NamedTuple):
@@ -176,56 +291,100 @@ def hold_to_limit(tensors: Iterator[ComparedTensor], limit: float = FP64_LIMIT) 
     return PassFigures(counts, worst, {}, wrong)
 
 
-def hold_to_noise(
-    tensors: Sequence[ComparedTensor], plain: Sequence[ComparedTensor], compute: torch.dtype
+def hold_to_bits(first: Mapping[str, Any], second: Mapping[str, Any]) -> PassFigures:
+    """Compare the steps of the second run with the same steps of the first to the bit.
+
+    Steps that the second run should have done and lacks are wrong, and so are names that only one of the two has.
+    """
+    figures = PassFigures(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), {}, [])
+    mine = {first["first"] + i: each for i, each in enumerate(first["steps"])}
+    theirs = {second["first"] + i: each for i, each in enumerate(second["steps"])}
+    begins = max(first["first"], second["first"])
+    for step in [step for step in mine if step >= begins] or [*mine]:
+        if step not in theirs:
+            _add_bits(
+                figures, _number("loss", "loss, which the other run does not have", step, 0.0, float("nan"))
+            )
+            continue
+        for each in _bits_of(mine[step], theirs[step], step):
+            _add_bits(figures, each)
+    return figures
+
+
+def state_bits(
+    first: Mapping[str, Any], second: Mapping[str, Any], step: int, per_rank: Collection[str] = ()
 ) -> PassFigures:
-    """Hold each tensor to the error of the plain loop in the same dtypes.
+    """Compare the weights, masters and moments of two runs after the same step to the bit.
 
     Args:
-        tensors: The layout's tensors beside the truth in fp64.
-        plain: The plain loop's tensors in the layout's dtypes beside the same truth.
-        compute: The dtype of the computation, in which activations, loss and gradients are rounded.
+        first: Weights, masters and moments of the first run.
+        second: Those of the second run.
+        step: The step.
+        per_rank: Names of buffers of which each rank has its own numbers.
     """
-    noise = {(each.kind, each.name, each.step): each.error for each in plain}
-    by_kind: dict[tuple[str, int], list[float]] = {}
-    for (kind, _, step), error in noise.items():
-        by_kind.setdefault((kind, step), []).append(error)
-    usual = {key: sorted(errors)[len(errors) // 2] for key, errors in by_kind.items()}
-    counts, worst, wrong = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), []
-    for tensor in tensors:
-        own = noise.get((tensor.kind, tensor.name, tensor.step), 0.0)
-        eps = torch.finfo(compute if tensor.kind in ("loss", "gradients", "norm") else tensor.got.dtype).eps
-        limit = _TIMES_NOISE * max(own, usual.get((tensor.kind, tensor.step), 0.0)) + _TIMES_EPS * eps
-        counts[tensor.kind] += 1
-        worst[tensor.kind] = max(worst[tensor.kind], tensor.error)
-        if not tensor.error <= limit:
-            wrong.append(tensor)
-    largest = {kind: max((e for (k, _, _), e in noise.items() if k == kind), default=0.0) for kind in KINDS}
-    return PassFigures(counts, worst, largest, wrong)
+    figures = PassFigures(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), {}, [])
+    for each in _state_pairs(first, second, step, ("moments", "masters", "weights")):
+        if each.name not in per_rank:
+            _add_bits(figures, each)
+    return figures
 
 
-def hold_to_bits(first: Mapping[str, Any], second: Mapping[str, Any]) -> PassFigures:
-    """Compare the steps that two runs have in common to the bit."""
-    counts, worst, wrong = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), []
-    steps = {second["first"] + i: each for i, each in enumerate(second["steps"])}
-    for place, mine in enumerate(first["steps"]):
-        step = first["first"] + place
-        if step not in steps:
-            continue
-        other = steps[step]
-        numbers = [_number(kind, kind, step, other[kind], mine[kind]) for kind in ("loss", "norm")]
-        tensors = [
-            ComparedTensor(
-                kind, kind.removesuffix("s"), name, step, other[kind][name], wanted, 0.0, module_of(name)
-            )
-            for kind in ("gradients", "moments", "weights")
-            for name, wanted in mine[kind].items()
-        ]
-        for each in [numbers[0], *tensors, numbers[1]]:
-            counts[each.kind] += 1
-            if not torch.equal(each.got, each.wanted):
-                scale = max(float(each.wanted.double().norm()), 1e-300)
-                each = each._replace(scale=scale)
-                worst[each.kind] = max(worst[each.kind], each.error)
-                wrong.append(each)
-    return PassFigures(counts, worst, {}, wrong)
+def row_bits(
+    first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], first_step: int, second_step: int
+) -> PassFigures:
+    """Compare the rows that each rank holds in two runs of one layout to the bit.
+
+    Args:
+        first: What each rank recorded in the first run.
+        second: What each rank recorded in the second run.
+        first_step: The number of steps before the first run.
+        second_step: The number of steps before the second run.
+    """
+    figures = PassFigures(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), {}, [])
+    for rank, (one, other) in enumerate(zip(first, second, strict=True)):
+        for place, theirs in enumerate(other["rows"]):
+            mine = one["rows"][second_step - first_step + place]
+            for table, part, _, got, wanted in row_pairs([theirs], mine):
+                name, step = f"rows of {table} {part}".removesuffix(" weights"), second_step + place - 1
+                each = ComparedTensor("rows", "row", name, step, got, wanted, 0.0, "", (rank,))
+                if part != "keys that no rank has" or got.shape != wanted.shape:
+                    _add_bits(figures, each)
+    return figures
+
+
+def both(figures: PassFigures, more: PassFigures) -> PassFigures:
+    """Return the figures of two comparisons as those of one."""
+    return PassFigures(
+        {kind: count + more.compared[kind] for kind, count in figures.compared.items()},
+        {kind: max(worst, more.worst[kind]) for kind, worst in figures.worst.items()},
+        {**figures.noise, **more.noise},
+        [*figures.wrong, *more.wrong],
+    )
+
+
+def _add_bits(figures: PassFigures, each: ComparedTensor) -> None:
+    figures.compared[each.kind] += 1
+    if not torch.equal(each.got, each.wanted):
+        each = each._replace(scale=max(float(each.wanted.double().norm()), 1e-300))
+        figures.worst[each.kind] = max(figures.worst[each.kind], each.error)
+        figures.wrong.append(each)
+
+
+def _bits_of(mine: Mapping[str, Any], theirs: Mapping[str, Any], step: int) -> Iterator[ComparedTensor]:
+    yield _number("loss", "loss", step, theirs["loss"], mine["loss"])
+    yield from _state_pairs(mine, theirs, step, ("gradients", "moments", "masters", "weights"))
+    yield _number("norm", "norm", step, theirs["norm"], mine["norm"])
+
+
+def _state_pairs(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], step: int, kinds: Sequence[str]
+) -> Iterator[ComparedTensor]:
+    for kind in kinds:
+        own, other = mine.get(kind, {}), theirs.get(kind, {})
+        what = kind.removesuffix("s")
+        for name in [*own, *(name for name in other if name not in own)]:
+            if name not in own or name not in other:
+                only = own.get(name, other.get(name))
+                yield _missing(kind, what, name, step, only, name in other)
+            else:
+                yield ComparedTensor(kind, what, name, step, other[name], own[name], 0.0, module_of(name))

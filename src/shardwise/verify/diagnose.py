@@ -61,6 +61,8 @@ class Diagnosis:
 
     def evidence(self, wrong: ComparedTensor) -> Evidence:
         """Return the tensors and numbers from which a tensor may have been made."""
+        if wrong.step >= len(self.truth.steps):
+            return Evidence(self._counts(), pieces=wrong.pieces)  # the reference is not the plain loop
         if wrong.what == "gradient":
             return Evidence(self._counts(), dict(self._addends(wrong)), others=dict(self._gradients(wrong)))
         if wrong.what in ("weight", "replica", "master"):
@@ -108,7 +110,7 @@ class Diagnosis:
                 yield f"the gradient of {name}", other
 
     def _addends(self, wrong: ComparedTensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield sums of addends of a gradient, by description: those of each rank, stage and microbatch, and the rest."""
+        """Yield sums of addends of a gradient, by description: of each rank, stage and microbatch, and the rest."""
         found = self._own_addends(wrong)
         total = sum(tensor for _, tensor in found) if found else None
         wanted = wrong.wanted.double()
@@ -212,13 +214,13 @@ class Diagnosis:
     def _adam_update(self, name: str, step: int) -> AdamUpdate | None:
         moments = self.truth.moments[step]
         first, second = moments.get(f"{name} exp_avg"), moments.get(f"{name} exp_avg_sq")
-        groups = self.optimizer.groups
-        rule = next((i + 1 for i, each in enumerate(groups) if each.matches(name)), 0)
+        rule = self.optimizer.rule_of(name, None)
         kind, options = self.optimizer.rules()[rule]
+        rates = self.truth.rates[step] if self.truth.rates else []
         if first is None or second is None or kind != "adamw" or options.get("amsgrad"):
             return None
         return AdamUpdate(
-            options["lr"],
+            rates[rule] if rates else options["lr"],
             options["weight_decay"],
             tuple(options["betas"]),
             options["eps"],

@@ -144,7 +144,7 @@ class _NoHandle:
 
 
 def _positions(parts: EngineParts, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the place in the flattened whole tensor of each element of this rank's piece, by parameter; -1: padding."""
+    """Return the place in the flattened whole tensor of each element of this rank's pieces, by name; -1: padding."""
     found = {}
     for name in names:
         info = parts.registry.get("parameter", name)
