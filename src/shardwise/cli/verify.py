@@ -31,6 +31,18 @@ _Steps = Annotated[int, typer.Option(min=2, help="Optimizer steps.")]
 _Static = Annotated[
     bool, typer.Option("--static", help="Derive the placements of tensors along tp alone, without a process.")
 ]
+_Isolate = Annotated[
+    bool,
+    typer.Option(
+        "--isolate", help="On a failure, feed each module the reference's tensors, and list all wrong ones."
+    ),
+]
+_Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain", help="On a failure, list what ran between the last right tensor and the first wrong one."
+    ),
+]
 _Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in precision=bf16.")
 ]
@@ -43,6 +55,8 @@ def command(
     layout: _Layout = None,
     steps: _Steps = 3,
     only_static: _Static = False,
+    isolate: _Isolate = False,
+    explains: _Explain = False,
     overrides: _Overrides = None,
     as_json: _AsJson = False,
 ) -> None:
@@ -50,7 +64,7 @@ def command(
 
     The exit code is 0 if the layout is equal to one process, 1 if it is not, and 2 if this cannot be verified.
     """
-    options = {"steps": steps, "only_static": only_static}
+    options = {"steps": steps, "only_static": only_static, "isolate": isolate, "explains": explains}
     found = _verified(subject, example, layout, options, tuple(overrides or ()))
     typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
     raise typer.Exit(found.exit_code)

@@ -69,6 +69,8 @@ class ActivationRecorder:
         self._mark = mark
         self._names: dict[int, str] = {}
         self._copies: Any = WeakIdKeyDictionary()
+        self._entered: set[str] = set()
+        self._returned: set[str] = set()
         self.outputs: dict[str, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}
         """Tensors among the positional arguments of a module, under its name and ``#`` and their number."""
@@ -107,11 +109,12 @@ class ActivationRecorder:
             self._copies[tensor] = (tensor._version, copy)
         return copy  # type: ignore[no-any-return]
 
-    def _begins(self, module: nn.Module, args: Any) -> None:
+    def _begins(self, module: nn.Module, args: Any) -> Any:
         name = self._names.get(id(module))
         if name is None or not self._replay.is_running:
             return
-        if f"{name} >" not in self.began:
+        if name not in self._entered:
+            self._entered.add(name)
             self.began.append(f"{name} >")
         found = [each for each in tensors_in(args) if type(each) is Tensor]
         for number, tensor in enumerate(found):
@@ -120,30 +123,39 @@ class ActivationRecorder:
                 self.inputs[key] = self._copy(tensor)
                 self._mark(f"input {key}")
 
-    def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _ran(self, module: nn.Module, args: Any, output: Any) -> Any:
         name = self._names.get(id(module))
         if name is None or not self._replay.is_running:
             return
         if self._has_weights:
             self._keep_weights(name, module)
         tensor = next((each for each in tensors_in(output) if type(each) is Tensor), None)
-        if tensor is None or not tensor.is_floating_point():
-            return
+        if tensor is not None and tensor.is_floating_point():
+            self._keep_output(name, tensor)
+            self._watch_gradient(name, tensor)
+
+    def _keep_output(self, name: str, tensor: Tensor) -> None:
         key = str(self._key(name))
-        if name not in self.order:
+        if name not in self._returned:
+            self._returned.add(name)
             self.order.append(name)
             self.began.append(name)
         if key not in self.outputs:
             self.outputs[key] = self._copy(tensor)
             self._mark(f"output {key}")
-        if tensor.requires_grad and torch.is_grad_enabled():
 
-            def reached(gradient: Tensor) -> None:
-                if key not in self.gradients:
-                    self.gradients[key] = gradient.detach().clone()
-                    self._mark(f"gradient {key}")
+    def _watch_gradient(self, name: str, tensor: Tensor) -> None:
+        """Record the gradient that reaches an output."""
+        key = str(self._key(name))
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return
 
-            tensor.register_hook(reached)
+        def reached(gradient: Tensor) -> None:
+            if key not in self.gradients:
+                self.gradients[key] = gradient.detach().clone()
+                self._mark(f"gradient {key}")
+
+        tensor.register_hook(reached)
 
     def _keep_weights(self, name: str, module: nn.Module) -> None:
         """Copy the module's own weights if they have changed since the microbatch before."""

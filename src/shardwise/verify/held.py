@@ -109,6 +109,16 @@ class HeldState:
         with torch.no_grad():
             return {name: each.detach().clone() for name, each in kept if name not in self._released}
 
+    def weight_rows(self) -> dict[str, Tensor]:
+        """Return the rows of each weight that this rank holds, by name of the module."""
+        found = {}
+        for name, places in self.found["positions"].items():
+            shape = self._parts.registry.get("parameter", name).shape
+            if name.endswith(".weight") and places.dim() and bool((places >= 0).all()):
+                rows = places.reshape(len(places), -1)[:, 0] // max(torch.Size(shape[1:]).numel(), 1)
+                found[name.removesuffix(".weight")] = rows
+        return found
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Record the step that runs inside the context."""

@@ -2,16 +2,17 @@
 
 In an ordinary run one wrong module makes everything behind it wrong. In an isolated run, which has one step,
 
-    the inputs of a module           are replaced by the reference's, cut as the rank's own inputs are
-    the gradient of its output       is replaced by the reference's before the backward pass goes on into the module
+    the inputs and the output of a module   are recorded, and then replaced by the reference's, cut as the rank's are
+    the gradient of its output              is recorded, and then replaced by the reference's
 
-so that an output is wrong only if its module is, and a gradient of a parameter only if the module's backward pass or
-the sums over the ranks are. The gradient that reaches an output is recorded before it is replaced: it is wrong only if
-the code between this module and the next one is.
+so that an output is wrong only if its module is, an input only if the code between two modules is, and a gradient of a
+parameter only if the backward pass of its module or a sum over ranks is.
+
+A tensor whose part on the rank is not known is not replaced.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,9 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor | None, gradient: Tensor | None) -> Tensor:
-        """Return ``value``, or a view of ``tensor`` if there is none."""
+        """Return a copy of ``value``, or of ``tensor`` if there is none."""
         ctx.gradient = gradient
-        return tensor.view_as(tensor) if value is None else value.clone()
+        return (tensor if value is None else value).to(tensor.dtype).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -35,32 +36,35 @@ class _Replaced(torch.autograd.Function):
         return (gradients[0] if ctx.gradient is None else ctx.gradient), None, None
 
 
+class FedTensors(NamedTuple):
+    """The tensors of the reference, and how this rank holds its part of them."""
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    """Gradients of outputs, for the mean over the step."""
+    divisor: float
+    """The divisor of the layout's sums of gradients."""
+    tp: tuple[int, int]
+    """The place of the rank along "tp", and the number of ranks there."""
+    placements: Mapping[tuple[str, str], str]
+    """Placements of the modules' tensors along "tp", as ``RankRecords`` takes them."""
+    rows: Mapping[str, Tensor]
+    """The rows of each weight that this rank holds, by name of the module."""
+
+
 class IsolatingRecorder(ActivationRecorder):
-    """Records the outputs of modules that are fed by the reference.
+    """Records the tensors of modules that are fed by the reference.
 
     Args:
         *given: Arguments of ``ActivationRecorder``.
-        fed: ``inputs`` and ``gradients`` of the reference, by key.
-        scale: Factor of the reference's gradients: the divisor of the layout's sums.
-        tp: Place of the rank along "tp", and the number of ranks there.
-        placements: Placements of the modules' tensors along "tp", as ``RankRecords`` takes them.
+        fed: The tensors of the reference.
         **more: Keyword arguments of ``ActivationRecorder``.
     """
 
-    def __init__(
-        self,
-        *given: Any,
-        fed: Mapping[str, Mapping[str, Tensor]],
-        scale: float,
-        tp: tuple[int, int],
-        placements: Mapping[tuple[str, str], str],
-        **more: Any,
-    ) -> None:
+    def __init__(self, *given: Any, fed: FedTensors, **more: Any) -> None:
         super().__init__(*given, **more)
         self._fed = fed
-        self._scale = scale
-        self._tp = tp
-        self._placements = placements
 
     def _begins(self, module: nn.Module, args: Any) -> Any:
         super()._begins(module, args)
@@ -76,32 +80,45 @@ class IsolatingRecorder(ActivationRecorder):
             if type(value) is not Tensor:
                 return value
             number += 1
-            if not value.is_floating_point():
+            wanted = self._fed.inputs.get(str(self._key(f"{name}#{number}")))
+            if wanted is None or not value.is_floating_point():
                 return value
-            wanted = self._fed["inputs"].get(str(self._key(f"{name}#{number}")))
-            piece = None if wanted is None else self._piece(wanted, value, "")
+            piece = self._piece(wanted, value, self._fed.placements.get((name, "input"), ""), None)
             return value if piece is None else _Replaced.apply(value, piece, None)
 
         return tuple(fed(each) for each in args)
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> Any:
         name = self._names.get(id(module))
-        if not name or not self._replay.is_running or type(output) is not Tensor or not output.requires_grad:
-            super()._ran(module, args, output)
+        if not name or not self._replay.is_running or type(output) is not Tensor:
+            return super()._ran(module, args, output)
+        if not output.is_floating_point():
             return None
-        wanted = self._fed["gradients"].get(str(self._key(name)))
-        placement = self._placements.get((name, "gradient"), "")
-        piece = None if wanted is None else self._piece(wanted * self._scale, output, placement)
-        replaced = _Replaced.apply(output, None, piece)
-        super()._ran(module, args, replaced)
+        if self._has_weights:
+            self._keep_weights(name, module)
+        self._keep_output(name, output)
+        key, fed = str(self._key(name)), self._fed
+        value, gradient = fed.outputs.get(key), fed.gradients.get(key)
+        rows = fed.rows.get(name)
+        if value is not None:
+            value = self._piece(value, output, fed.placements.get((name, "output"), ""), rows)
+        if gradient is not None:
+            placement = fed.placements.get((name, "gradient"), "")
+            gradient = self._piece(gradient * fed.divisor, output, placement, rows)
+        replaced = _Replaced.apply(output, value, gradient)
+        self._watch_gradient(name, replaced)
         return replaced
 
-    def _piece(self, whole: Tensor, like: Tensor, placement: str) -> Tensor | None:
+    def _piece(self, whole: Tensor, like: Tensor, placement: str, rows: Tensor | None) -> Tensor | None:
         """Return what this rank holds of a whole tensor; None if that is not known."""
-        index, ranks = self._tp
+        index, ranks = self._fed.tp
+        if placement == "own" or whole.dim() != like.dim():
+            return None
         if whole.shape == like.shape:
             return whole / ranks if placement == "addend" else whole
-        dims = [d for d in range(whole.dim()) if d < like.dim() and whole.shape[d] != like.shape[d]]
-        if whole.dim() != like.dim() or len(dims) != 1 or like.shape[dims[0]] * ranks != whole.shape[dims[0]]:
+        dims = [d for d in range(whole.dim()) if whole.shape[d] != like.shape[d]]
+        if len(dims) != 1 or like.shape[dims[0]] * ranks != whole.shape[dims[0]]:
             return None
+        if rows is not None and dims[0] == whole.dim() - 1 and len(rows) == like.shape[dims[0]]:
+            return whole.index_select(dims[0], rows)
         return whole.chunk(ranks, dims[0])[index]

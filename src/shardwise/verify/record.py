@@ -15,7 +15,7 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwise.plan.placement import PerRank
 from shardwise.verify.activations import ActivationRecorder
 from shardwise.verify.failure import FAILURE
 from shardwise.verify.held import HeldState
+from shardwise.verify.isolate import FedTensors, IsolatingRecorder
 from shardwise.verify.reference import LossOf
 from shardwise.verify.rows import rows_here
 
@@ -58,6 +59,10 @@ class LayoutJob:
     """Load the checkpoint, and run the steps that follow it."""
     saves_at: str = ""
     """Folder of a checkpoint that is written before the first step."""
+    fed: str = ""
+    """File with tensors of the reference that are fed to each module (isolate.py); "": none."""
+    placements: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """Placements of the modules' tensors along "tp", by which they are fed."""
 
 
 def run_rank(job: LayoutJob, folder: str) -> int:
@@ -85,7 +90,7 @@ def run_rank(job: LayoutJob, folder: str) -> int:
 def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     parts = engine._parts
     held = HeldState(engine, job.records)
-    recorder = ActivationRecorder(parts.passes.replay, job.rows, weights=True, mark=held.trail.mark)
+    recorder = _recorder(engine, job, held)
     first = 0
     if job.resumes:
         engine.load(job.checkpoint)
@@ -138,6 +143,17 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     }
     found["units"] = [unit.name for own in engine.plan.classes.values() for unit in own.units]
     return found
+
+
+def _recorder(engine: Engine, job: LayoutJob, held: HeldState) -> ActivationRecorder:
+    """Return the recorder of a run, which feeds modules if the job says so."""
+    replay, mark = engine._parts.passes.replay, held.trail.mark
+    if not job.fed:
+        return ActivationRecorder(replay, job.rows, weights=True, mark=mark)
+    given = torch.load(job.fed, weights_only=True)
+    tp = engine.plan.mesh.index("tp", engine.world.rank), engine.plan.mesh.size("tp")
+    fed = FedTensors(**given, tp=tp, placements=job.placements, rows=held.weight_rows())
+    return IsolatingRecorder(replay, job.rows, weights=True, mark=mark, fed=fed)
 
 
 def _one_step(engine: Engine, job: LayoutJob, step: int, held: HeldState) -> dict[str, Any]:

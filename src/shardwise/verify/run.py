@@ -54,6 +54,7 @@ from shardwise.verify.record import LayoutJob, run_rank
 from shardwise.verify.static import activation_placements, static_problems
 from shardwise.verify.subject import Verification
 from shardwise.verify.tensors import ComparedTensor
+from shardwise.verify.trail import cause_lines
 from shardwise.verify.verdict import FirstWrong, PassReport, Verdict
 
 _DEADLINE_S = 240
@@ -72,6 +73,8 @@ def verify(
     shrunk: Mapping[str, Any] | None = None,
     only_static: bool = False,
     against: str | None = None,
+    isolate: bool = False,
+    explains: bool = False,
 ) -> Verdict:
     """Compare a model on a layout with one process, and return the verdict.
 
@@ -89,6 +92,9 @@ def verify(
         shrunk: Old and new values of what was made smaller before the call, for the verdict.
         only_static: True to derive placements, and to start no process.
         against: A second layout, whose run is the reference in place of the plain loop.
+        isolate: True to run the first step once more if the pass fp64 fails, with each module fed by the reference, and
+            to list all tensors that are wrong then.
+        explains: True to list what a rank did between the last right tensor and the first wrong one.
 
     Raises:
         UsageError: if called inside a rank, or if the example cannot be cut into the microbatches of a step.
@@ -112,7 +118,7 @@ def verify(
             found.verdict, found.failed_in = "fail", "static"
     else:
         with tempfile.TemporaryDirectory(prefix="shardwise_verify_") as folder:
-            _Passes(subject, found, Path(folder), other).run()
+            _Passes(subject, found, Path(folder), other, isolate, explains).run()
     found.seconds = round(time.monotonic() - begun, 2)
     return found
 
@@ -194,6 +200,8 @@ class _Passes:
     folder: Path
     against: Verification | None
     """The layout whose run is the reference; None: the plain loop."""
+    isolates: bool = False
+    explains: bool = False
     is_silent: bool = False
     """True if dropout is off, because the model is a function of its batch only without it."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -242,8 +250,43 @@ class _Passes:
         tensors = compared(layout, done, seen, self.left_out, by_rank, self.declared)
         figures = hold_to_limit(tensors, subject.limit)
         self._take("fp64", figures, f"{subject.limit:g}", truth, seen)
+        if figures.wrong and seen is not None:
+            if self.explains:
+                found.between = cause_lines(figures.wrong, seen.by_rank)
+            if self.isolates:
+                self._isolate(truth, seen)
         if found.verdict == "pass" and layout["diverged"]:
             raise _RunFailed(diverged_copies(layout["diverged"]))
+
+    def _isolate(self, truth: plain.Reference, records: RankRecords) -> None:
+        """Run the first step with each module fed by the reference, and list what is wrong then."""
+        subject, found = self.subject, self.found
+        first = replace(truth, steps=truth.steps[:1])
+        divisors = [each["held"]["divisors"] for each in records.by_rank]
+        if not divisors[0]:
+            self.left_out["isolated run"] = (
+                "the layout finished no step, so that the divisor of its sums is unknown"
+            )
+            return
+        path = self.folder / "fed.pt"
+        fed = {"inputs": truth.inputs, "outputs": truth.activations, "gradients": truth.activation_gradients}
+        torch.save({**fed, "divisor": divisors[0][0]}, path)
+        job = _job_in_fp64(subject, self.is_silent)
+        job = replace(job, steps=job.steps[:1], fed=str(path), placements=subject.placements)
+        try:
+            layout, activations, by_rank = _run(subject, job, self.folder / "isolated")
+        except _RunFailed as failed:
+            self.left_out["isolated run"] = failed.first.explanation
+            return
+        tensors = compared(
+            layout, replace(first, steps=first.steps[: len(layout["steps"])]), activations, {}, by_rank
+        )
+        wrong = hold_to_limit(tensors, subject.limit).wrong
+        found.isolated, found.wrong = True, []
+        for each in wrong:
+            if each.kind in ("activations", "loss", "gradients") or "in the forward pass" in each.name:
+                said = self._explanation(each, first, activations)
+                found.wrong.append(f"{each.what} {each.name}" + (f": {said}" if said else ""))
 
     def _own_and_bitwise(self, no_plain_loop: str) -> None:
         """Hold each step in the configuration's dtypes to its noise, and further runs to the same bits."""

@@ -7,12 +7,16 @@
 What stands between the last right tensor and the first wrong one is all that the layout did in between.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.engine.parts.parts import EngineParts
+from shardwise.verify.activations import PassKey
+from shardwise.verify.tensors import ComparedTensor
 
+_MOST = 60
+"""Lines that are shown."""
 SUMMED = "summed gradients"
 END = "end of the step"
 
@@ -69,6 +73,24 @@ class StepTrail:
         self._rows = max(self._rows, len(rows))
 
 
+def marks_of(wrong: ComparedTensor) -> tuple[str, str]:
+    """Return the mark of a tensor in the trail, and the mark at which the search for its cause begins; "": any.
+
+    Args:
+        wrong: The tensor.
+    """
+    place = wrong.name.rpartition("microbatch ")[2]
+    if wrong.what == "activation gradient":
+        return f"gradient {wrong.key}", ""
+    if " step " in wrong.key:
+        return f"{'input' if '#' in wrong.key else 'output'} {wrong.key}", ""
+    if "in the forward pass" in wrong.name:
+        return f"output {PassKey(wrong.module, wrong.step + 1, int(place))}", ""
+    if wrong.what == "gradient":
+        return SUMMED, f"own gradient of {wrong.name}"
+    return (SUMMED, "") if wrong.what in ("norm", "loss") else (END, SUMMED)
+
+
 def entries_between(
     trail: Sequence[Sequence[str]], wrong: str, all_wrong: Collection[str], first: str = ""
 ) -> list[TrailEntry]:
@@ -84,7 +106,7 @@ def entries_between(
     stop = next((i for i, each in enumerate(entries) if each == ("tensor", wrong)), None)
     if stop is None:
         return []
-    start = 0
+    start = -1
     for place in range(stop - 1, -1, -1):
         entry = entries[place]
         is_wanted = entry.text == first if first else entry.text not in all_wrong
@@ -92,5 +114,28 @@ def entries_between(
             start = place
             break
     inner = [each for each in entries[start + 1 : stop] if each.kind != "tensor"]
-    ends = entries[start : start + 1] if entries[start].kind == "tensor" else []
+    ends = entries[start : start + 1] if start >= 0 else []
     return [*ends, *inner, entries[stop]]
+
+
+def cause_lines(wrong: Sequence[ComparedTensor], by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what a rank did between the last right tensor and the first wrong one, as lines.
+
+    Args:
+        wrong: All wrong tensors in causal order.
+        by_rank: The records of the ranks.
+    """
+    first, marks = wrong[0], {marks_of(each)[0] for each in wrong}
+    mark, begin = marks_of(first)
+    for rank in dict.fromkeys([*reversed(first.ranks), *range(len(by_rank))]):
+        trails = by_rank[rank].get("held", {}).get("trails", ())
+        found = entries_between(trails[first.step], mark, marks, begin) if len(trails) > first.step else []
+        if found:
+            shown = found if len(found) <= _MOST else [*found[: _MOST - 1], found[-1]]
+            said = [f"rank {rank}, step {first.step}:", *(f"  {each.kind}: {each.text}" for each in shown)]
+            left = len(found) - len(shown)
+            said += [f"  and {left} more before the last"] if left else []
+            if all(each.kind == "tensor" for each in found):
+                said.append("  no Action and no collective ran in between")
+            return said
+    return []
