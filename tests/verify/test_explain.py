@@ -29,6 +29,11 @@ def test_factors_are_named_by_all_numbers_that_fit() -> None:
     assert said(1.7 * WANTED) == "it is the right tensor times 1.7"
 
 
+def test_rounding_is_found() -> None:
+    assert said(WANTED.bfloat16().double()) == "it is the right tensor rounded to bfloat16"
+    assert said(WANTED.float().double()) == "it is the right tensor rounded to float32"
+
+
 def test_addends_are_found() -> None:
     assert said(ADDENDS["microbatch 0"]) == "microbatch 1: missing in the sum"
     assert said(WANTED + ADDENDS["microbatch 1"]) == "microbatch 1: counted twice in the sum"

@@ -54,8 +54,12 @@ class Diagnosis:
     def explanation(self, wrong: ComparedTensor) -> str:
         """Return the sentence that explains a wrong tensor; "" if none fits."""
         found = wrong.said or explain(wrong.got, wrong.wanted, self.evidence(wrong))
-        if not found and wrong.what == "activation gradient" and wrong.got.numel() == 1:
-            got, wanted = float(wrong.got), float(wrong.wanted)
+        if wrong.got.numel() != 1:
+            return found
+        got, wanted = float(wrong.got), float(wrong.wanted)
+        if wrong.what == "step count":
+            return f"it counts {got:g} updates in place of {wanted:g}"
+        if not found and wrong.what == "activation gradient":
             return f"the microbatch counts {got:.6g} in place of {wanted:.6g} in the mean of the step"
         return found
 
@@ -70,7 +74,7 @@ class Diagnosis:
         if wrong.what == "moment":
             return Evidence(self._moment_factors(wrong.step), others=dict(self._moments(wrong)))
         if wrong.what == "norm":
-            return Evidence(self._norm_factors(), sums=dict(self._norms(wrong.step)))
+            return Evidence(self._norm_factors(wrong.step), sums=dict(self._norms(wrong.step)))
         others = dict(self._passed(wrong)) if wrong.key else {}
         return Evidence(self._counts(), pieces=wrong.pieces, others=others)
 
@@ -95,8 +99,11 @@ class Diagnosis:
             found["(1 - beta2) / (1 - beta1)"] = (1 - two) / (1 - one)
         return found
 
-    def _norm_factors(self) -> dict[str, float]:
-        found = {f"√{name}": value**0.5 for name, value in self._counts().items()}
+    def _norm_factors(self, step: int) -> dict[str, float]:
+        held = self.records.by_rank[0].get("held", {}) if self.records else {}
+        divisors = held.get("divisors", ())
+        found = {"the divisor of the step's sums": divisors[step]} if len(divisors) > step else {}
+        found |= {f"√{name}": value**0.5 for name, value in self._counts().items()}
         return found | {"√replicas": float(self.mesh.size("dp_replicate")) ** 0.5} | self._counts()
 
     # Gradients -----------------------------------------------------------------------------------------------------

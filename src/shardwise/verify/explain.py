@@ -3,6 +3,7 @@
 Explanations are tried in turn, and the first that fits is the answer:
 
     zero               the whole tensor is zero
+    rounding           each element is the right one, rounded to 16 or 32 bits
     a factor           got = c · wanted; the numbers of the run that equal c are named
     an addend          got = wanted + (c - 1) · addends of some ranks or microbatches
     a missing sum      each rank along "tp" holds an addend, and the addends add up to wanted
@@ -106,6 +107,7 @@ def _tried(got: Tensor, wanted: Tensor, evidence: Evidence) -> Iterator[str]:
         return
     if evidence.before is not None:
         yield _update(got, wanted, evidence.before.double(), evidence)
+    yield _rounded(got, wanted)
     yield _factor(got, wanted, evidence.factors)
     yield _addend(got, wanted, evidence)
     yield _missing_sum(got, wanted, evidence.pieces)
@@ -139,6 +141,16 @@ def _fits(got: Tensor, told: Tensor, wanted: Tensor | None = None) -> bool:
     left = float((got - told).norm())
     is_near = left <= _FITS * max(float(told.norm()), float(got.norm()), 1e-300)
     return is_near and (wanted is None or left <= _OF_DIFFERENCE * float((got - wanted).norm()))
+
+
+def _rounded(got: Tensor, wanted: Tensor) -> str:
+    """Return an explanation if each element is that of the right tensor, rounded to a smaller dtype."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        is_held, eps = torch.equal(got.to(dtype).double(), got), torch.finfo(dtype).eps
+        is_told = is_held and not torch.equal(wanted.to(dtype).double(), wanted)
+        if is_told and got.any() and bool(((got - wanted).abs() <= eps * wanted.abs()).all()):
+            return f"it is the right tensor rounded to {str(dtype).removeprefix('torch.')}"
+    return ""
 
 
 def _is_constant(tensor: Tensor) -> bool:
