@@ -67,6 +67,15 @@ def test_a_planted_bug_is_found_named_and_explained(bug: Bug) -> None:
 
 
 @pytest.mark.soak
+def test_masters_that_16_bits_have_rounded_are_found() -> None:
+    """In fp64 nothing is rounded; in bf16 two correct runs drift apart by more than a lost master changes."""
+    (bug,) = (bug for bug in BUGS if bug.name == "masters lost")
+    found = verdict_on(bug.case, dict(bug.keys), planted(bug))
+    assert (found.verdict, found.failed_in) == ("fail", "own"), found.lines()
+    assert found.first is not None and found.first.kind == "master", found.lines()
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_every_planted_bug_is_found_named_and_explained(bug: Bug) -> None:
     found = verdict_on(bug.case, dict(bug.keys), planted(bug))

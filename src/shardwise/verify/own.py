@@ -23,7 +23,7 @@ another order, so that its error is another draw.
 Cost: (1 + 4) plain forward and backward passes of each microbatch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,13 +84,21 @@ class GradientTruth(NamedTuple):
     addends: dict[str, Tensor]
 
 
-def why_not(config: RunConfig, has_tables: bool) -> str:
-    """Return the reason why the pass has no plain loop; "" if it has one."""
+def why_not(config: RunConfig, dtypes: Collection[torch.dtype], has_tables: bool) -> str:
+    """Return the reason why the pass is left out; "" if it is not.
+
+    Args:
+        config: The configuration.
+        dtypes: The dtypes of weights and buffers on the ranks.
+        has_tables: True if the model has embedding tables.
+    """
     policy = config.precision
     if policy.operations is not None or policy.linear is not None:
         return "precision.operations and precision.linear have no plain loop"
     if config.offload.state != "fp32":
         return f"offload.state: {config.offload.state} codes moments, and torch has no such optimizer"
+    if not any(dtype.is_floating_point and dtype is not torch.float64 for dtype in dtypes):
+        return "the configuration computes in fp64, as the pass fp64 does"
     if has_tables:
         return "rows of tables are updated in fp32 at least, and compared in the pass fp64"
     return ""

@@ -138,7 +138,7 @@ def _clip(model: nn.Module, largest: float, tables: PlainTables | None, lr_facto
         return float(nn.utils.clip_grad_norm_(model.parameters(), largest))
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     norm = (float(nn.utils.get_total_norm(gradients)) ** 2 + tables.end_passes()) ** 0.5
-    nn.utils.clip_grads_with_norm_(model.parameters(), largest, torch.tensor(norm))
+    nn.utils.clip_grads_with_norm_(model.parameters(), largest, torch.tensor(norm, dtype=torch.float64))
     tables.step(lr_factor, min(1.0, largest / (norm + 1e-6)))
     return norm
 

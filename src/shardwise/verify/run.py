@@ -118,6 +118,7 @@ def verify(
             found.verdict, found.failed_in = "fail", "static"
     else:
         with tempfile.TemporaryDirectory(prefix="shardwise_verify_") as folder:
+            _import_before_forks()
             _Passes(subject, found, Path(folder), other, isolate, explains).run()
     found.seconds = round(time.monotonic() - begun, 2)
     return found
@@ -242,11 +243,13 @@ class _Passes:
             truth = plain.Reference.of_layout(other)
             if ranks[0]["rows"][0]:
                 self.left_out["rows of tables"] = "--against compares what is computed from them"
+        if subject.together > 1:
+            self.left_out["activations"] = "synchronized statistics make one microbatch of those of all ranks"
         layout, activations, by_rank = _run(
             subject, _job_in_fp64(subject, self.is_silent), self.folder / "fp64"
         )
         done = replace(truth, steps=truth.steps[: len(layout["steps"])])
-        seen = activations if self.against is None else None
+        seen = activations if self.against is None and subject.together == 1 else None
         tensors = compared(layout, done, seen, self.left_out, by_rank, self.declared)
         figures = hold_to_limit(tensors, subject.limit)
         self._take("fp64", figures, f"{subject.limit:g}", truth, seen)
@@ -296,7 +299,9 @@ class _Passes:
         job = replace(job, records=False, save_after=1, checkpoint=str(checkpoint))
         found.failed_in = "own"
         layout, _, by_rank = _run(subject, job, self.folder / "own")
-        reason = no_plain_loop or why_no_own_pass(subject.config, bool(by_rank[0]["rows"][0]))
+        reason = no_plain_loop or why_no_own_pass(
+            subject.config, layout["dtypes"].values(), bool(layout["rows"][0])
+        )
         if reason:
             self.left_out["pass own"] = reason
         else:
@@ -436,6 +441,13 @@ class _RunFailed(Exception):
         self.first = first
 
 
+def _import_before_forks() -> None:
+    """Make one step of an optimizer of torch, which imports what each forked process would import for a second."""
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.AdamW([weight]).step()
+
+
 def _plain_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in one process of its own, without a process group."""
     return launch(function, *arguments, ranks=1)
@@ -463,13 +475,14 @@ def _write_reference(subject: Verification, is_silent: bool, path: str) -> None:
     found = plain.run_reference(
         subject.made(torch.float64, is_silent)(),
         config.optimizer,
-        [list(zip(step, subject.weights, strict=True)) for step in subject.batches(torch.float64)],
+        [list(zip(step, subject.round_weights, strict=True)) for step in subject.rounds(torch.float64)],
         subject.loss,
         clip=config.max_grad_norm,
         seed=config.train.seed,
-        rows=subject.rows,
+        rows=subject.rows * subject.together,
         schedule=config.schedule,
         table_policy=config.tables,
+        records=subject.together == 1,
     )
     torch.save(found.to_plain(), path)
 
@@ -488,9 +501,9 @@ def _write_measured(subject: Verification, is_silent: bool, layout: Mapping[str,
     job = OwnJob(
         subject.made(None, is_silent),
         subject.config,
-        subject.batches(None),
-        subject.weights,
-        subject.rows,
+        subject.rounds(None),
+        subject.round_weights,
+        subject.rows * subject.together,
         subject.loss,
         subject.loss_of is not None,
     )

@@ -3,6 +3,8 @@
 samples        dim 0 of every tensor of the example, and each sample of a Ragged
 microbatch i   samples [i · rows, (i + 1) · rows) of the global batch; each step begins at another sample
 weights        unequal on purpose, because a mean of means is right where microbatches weigh alike
+round          what the plain loop computes at once: a microbatch; with ``batch_norm: synchronized`` the microbatches of
+               all data-parallel ranks, which share their statistics, and which weigh alike
 """
 
 from collections.abc import Callable
@@ -67,16 +69,36 @@ class Verification:
     @property
     def weights(self) -> list[float]:
         """The weight of each microbatch of a step."""
+        if self.together > 1:
+            return [float(self.rows)] * self.pieces
         return [self.rows * _WEIGHTS[place % len(_WEIGHTS)] for place in range(self.pieces)]
+
+    @property
+    def together(self) -> int:
+        """Microbatches whose samples share the statistics of batch norms."""
+        return self.layout.mesh.size("dp") if self.config.batch_norm == "synchronized" else 1
+
+    @property
+    def round_weights(self) -> list[float]:
+        """The weight of each round of a step."""
+        starts = range(0, self.pieces, self.together)
+        return [sum(self.weights[start : start + self.together]) for start in starts]
+
+    def rounds(self, dtype: torch.dtype | None) -> list[list[Any]]:
+        """Return what the plain loop computes at once, for each step."""
+        return self._cut(self.rows * self.together, dtype)
 
     def batches(self, dtype: torch.dtype | None) -> list[list[Any]]:
         """Return the microbatches of each step; each step has the samples in another order."""
+        return self._cut(self.rows, dtype)
 
+    def _cut(self, rows: int, dtype: torch.dtype | None) -> list[list[Any]]:
         def piece(step: int, place: int) -> Any:
-            first = place * self.rows + step
-            return cut(self.example, [(first + i) % self.samples for i in range(self.rows)], dtype)
+            first = place * rows + step
+            return cut(self.example, [(first + i) % self.samples for i in range(rows)], dtype)
 
-        return [[piece(step, place) for place in range(self.pieces)] for step in range(self.steps)]
+        places = range(self.rows * self.pieces // rows)
+        return [[piece(step, place) for place in places] for step in range(self.steps)]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of the plain model, found as the engine finds it."""
