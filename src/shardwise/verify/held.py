@@ -47,11 +47,11 @@ class SummedGradients(StepFollower):
         """Σ g² of the gradients that this rank's masters own, by bucket, before the division."""
 
     def numbers(self, squares: BucketSquares) -> Sequence[Number]:
-        """Return nothing: the record takes no part in NORM's sums."""
+        """Return an empty list: the record takes no part in the sums of NORM."""
         return ()
 
     def over_model(self, sums: Tensor) -> Sequence[Number]:
-        """Return nothing."""
+        """Return an empty list: the ranks that share a model sum nothing either."""
         return ()
 
     def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
@@ -123,7 +123,8 @@ class HeldState:
     def step(self) -> Iterator[None]:
         """Record the step that runs inside the context."""
         self._addends = {}
-        handles = [] if not self._records else [self._watch(*each) for each in self._own.items()]
+        watched = self._own.items() if self._records else ()
+        handles = [self._watch(name, each) for name, each in watched if each.requires_grad]
         try:
             with self.trail.recording():
                 yield
@@ -143,14 +144,7 @@ class HeldState:
                 self._addends.setdefault(name, []).append(gradient.detach().clone())
                 self.trail.mark(f"own gradient of {name}")
 
-        return parameter.register_hook(reached) if parameter.requires_grad else _NoHandle()  # type: ignore[no-untyped-call]
-
-
-class _NoHandle:
-    """The handle of a hook that was not registered."""
-
-    def remove(self) -> None:
-        """Do nothing."""
+        return parameter.register_hook(reached)  # type: ignore[no-untyped-call]
 
 
 def _positions(parts: EngineParts, names: Mapping[str, Tensor]) -> dict[str, Tensor]:

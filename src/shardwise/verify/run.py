@@ -92,8 +92,7 @@ def verify(
         shrunk: Old and new values of what was made smaller before the call, for the verdict.
         only_static: True to derive placements, and to start no process.
         against: A second layout, whose run is the reference in place of the plain loop.
-        isolate: True to run the first step once more if the pass fp64 fails, with each module fed by the reference, and
-            to list all tensors that are wrong then.
+        isolate: True to list what is wrong in a first step whose modules the reference feeds, if the pass fp64 fails.
         explains: True to list what a rank did between the last right tensor and the first wrong one.
 
     Raises:
