@@ -8,7 +8,7 @@ A module that no rank runs by its own call, such as a norm that a fused kernel c
 ranks run for some microbatches and not for others is wrong.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -108,24 +108,41 @@ def _tensor(
     )
 
 
-def gradient_tensors(
-    module: str, step: int, reference: Reference, records: RankRecords, left_out: dict[str, str]
-) -> Iterator[ComparedTensor]:
-    """Yield the gradients of the outputs of one module in one step."""
-    keys = _of_step(reference.activation_gradients, step).get(module, [])
-    is_loss = not module and all(reference.activation_gradients[str(key)].numel() == 1 for key in keys)
-    name = "gradient of the loss" if is_loss else f"gradient of the output of {_said(module)}"
-    if not keys or (not module and records.stages > 1):
-        return
-    largest = max(float(each.double().norm()) for each in reference.activation_gradients.values())
-    for key in keys:
-        wanted = reference.activation_gradients[str(key)]
-        found = records.whole("gradients", str(key), wanted, module)
-        if found.tensor is None:
-            left_out[name] = found.reason
-            continue
-        tensor = _tensor("activations", "activation gradient", name, key, found.tensor, wanted, module, found)
-        yield tensor._replace(scale=max(tensor.scale, _SHARE * largest))
+class OutputGradients:
+    """The gradients of the outputs of all modules in one step.
+
+    Args:
+        step: Number of the step, from 0.
+        reference: The plain loop's run.
+        records: The records of the ranks.
+        left_out: Receives each tensor that is not compared, with the reason.
+    """
+
+    def __init__(
+        self, step: int, reference: Reference, records: RankRecords, left_out: dict[str, str]
+    ) -> None:
+        self._reference = reference
+        self._records = records
+        self._left_out = left_out
+        self._keys = _of_step(reference.activation_gradients, step)
+        norms = [float(each.double().norm()) for each in reference.activation_gradients.values()]
+        self._floor = _SHARE * max(norms, default=0.0)
+
+    def of(self, module: str) -> Iterator[ComparedTensor]:
+        """Yield the gradients of the outputs of one module."""
+        wanted = {key: self._reference.activation_gradients[str(key)] for key in self._keys.get(module, [])}
+        if not module and self._records.stages > 1:
+            return
+        is_loss = not module and all(each.numel() == 1 for each in wanted.values())
+        name = "gradient of the loss" if is_loss else f"gradient of the output of {_said(module)}"
+        for key, truth in wanted.items():
+            found = self._records.whole("gradients", str(key), truth, module)
+            if found.tensor is None:
+                self._left_out[name] = found.reason
+                continue
+            kind = "activation gradient"
+            tensor = _tensor("activations", kind, name, key, found.tensor, truth, module, found)
+            yield tensor._replace(scale=max(tensor.scale, self._floor))
 
 
 def _weights_in_use(
@@ -133,43 +150,36 @@ def _weights_in_use(
 ) -> Iterator[ComparedTensor]:
     """Yield the weights of a module as the ranks' passes used them."""
     now = reference.start if step == 0 else reference.steps[step - 1].weights
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, each in enumerate(records.by_rank):
-        place = each["place"]
-        groups.setdefault((place["pp"], place["dp"], place.get("cp", 0)), []).append(rank)
-    for ranks in groups.values():
-        yield from _weights_of_group(module, step, now, records, ranks)
+    for ranks in records.groups:
+        used: dict[tuple[str, int], dict[int, dict[str, Tensor]]] = {}
+        for rank in ranks:
+            for key, tensor in records.weights_of(rank, module, step + 1):
+                used.setdefault((key.name, key.piece), {})[rank] = {key.name: tensor}
+        for (name, piece), held in used.items():
+            places = [records.positions(rank, name) for rank in ranks]
+            if name not in now or set(held) != set(ranks) or not _covers(places, now[name]):
+                continue
+            whole = records.parameter(held, name, ranks)
+            if whole is None or any(
+                held[r][name].shape != p.shape for r, p in zip(ranks, places, strict=True)
+            ):  # type: ignore[union-attr]
+                continue
+            truth = now[name].double()
+            scale = max(float((truth.abs() + _RATE).norm()), 1e-300)
+            said = f"{name} in the forward pass of microbatch {piece}"
+            yield ComparedTensor(
+                "weights", "weight", said, step, whole, truth, scale, module, tuple(ranks), name
+            )
 
 
-def _weights_of_group(
-    module: str, step: int, now: Mapping[str, Tensor], records: RankRecords, ranks: list[int]
-) -> Iterator[ComparedTensor]:
-    found: dict[tuple[str, int], dict[int, dict[str, Tensor]]] = {}
-    for rank in ranks:
-        canonical = records.by_rank[rank].get("held", {}).get("canonical", {})
-        for text, tensor in records.by_rank[rank].get("weights", {}).items():
-            key = PassKey.parse(text)
-            if key.step == step + 1 and module_of(key.name) == module:
-                name = canonical.get(key.name, key.name)
-                found.setdefault((name, key.piece), {})[rank] = {name: tensor}
-    for (name, piece), held in found.items():
-        if name not in now or set(held) != set(ranks):
-            continue
-        whole = records.parameter({rank: held[rank] for rank in ranks}, name, ranks)  # type: ignore[arg-type]
-        places = [records.by_rank[rank].get("held", {}).get("positions", {}).get(name) for rank in ranks]
-        if whole is None or any(
-            p is None or p.shape != held[r][name].shape for p, r in zip(places, ranks, strict=True)
-        ):
-            continue
-        truth = now[name].double()
-        covered = torch.zeros(truth.numel(), dtype=torch.bool)
-        for each in places:
-            covered[each[each >= 0]] = True  # type: ignore[index]
-        if not covered.all():
-            continue  # the ranks of a group of experts hold other experts
-        scale = max(float((truth.abs() + _RATE).norm()), 1e-300)
-        said = f"{name} in the forward pass of microbatch {piece}"
-        yield ComparedTensor("weights", "weight", said, step, whole, truth, scale, module, tuple(ranks), name)
+def _covers(places: Sequence[Tensor | None], whole: Tensor) -> bool:
+    """Return True if pieces fill a tensor; the ranks of a group may hold some of the experts alone."""
+    filled = torch.zeros(whole.numel(), dtype=torch.bool)
+    for each in places:
+        if each is None:
+            return False
+        filled[each[each >= 0]] = True
+    return bool(filled.all())
 
 
 def unequal_copies(when: int, wanted: Mapping[str, Tensor], records: RankRecords) -> Iterator[ComparedTensor]:
@@ -193,7 +203,7 @@ def unequal_copies(when: int, wanted: Mapping[str, Tensor], records: RankRecords
             continue
         others = [rank for rank in first if rank not in wrong]
         of = {rank: {name: records.by_rank[rank]["held"]["copies"][when][name]} for rank in first}
-        whole = records.parameter(of, name, [*others, *wrong])  # type: ignore[arg-type]
+        whole = records.parameter(of, name, [*others, *wrong])
         if whole is None:
             continue
         scale = max(float((truth.double().abs() + _RATE).norm()), 1e-300)

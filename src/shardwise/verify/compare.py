@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.verify.causal import forward_tensors, gradient_tensors, unequal_copies
+from shardwise.verify.causal import OutputGradients, forward_tensors, unequal_copies
 from shardwise.verify.ranks import RankRecords
 from shardwise.verify.reference import Reference
 from shardwise.verify.rows import row_pairs
@@ -229,10 +229,14 @@ def _gradients(
                 "gradients", "gradient", name, step, got[name].cpu(), wanted, scale, module_of(name)
             )
 
+    outputs = None if activations is None else OutputGradients(step, reference, activations, left_out)
+    owned: dict[str, list[str]] = {}
+    for name in reversed(list(waiting)):
+        owned.setdefault(_owner(name, reference.order), []).append(name)
     for module in reversed(reference.order):
-        if activations is not None:
-            yield from gradient_tensors(module, step, reference, activations, left_out)
-        yield from of([name for name in reversed(list(waiting)) if _owner(name, reference.order) == module])
+        if outputs is not None:
+            yield from outputs.of(module)
+        yield from of(owned.get(module, []))
     yield from of(list(reversed(list(waiting))))
     for name in got:
         if name not in truth.gradients:

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.verify.activations import PassKey
+from shardwise.verify.tensors import module_of
+
 
 class Assembled(NamedTuple):
     """A tensor that was put together from the pieces of ranks."""
@@ -46,7 +49,29 @@ class RankRecords:
     def __post_init__(self) -> None:
         places = [each["place"] for each in self.by_rank]
         self._is_cut_elsewhere = any(place.get("cp", 0) for place in places)
+        self._weights: dict[int, dict[tuple[str, int], list[tuple[PassKey, Tensor]]]] = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for rank, place in enumerate(places):
+            groups.setdefault((place.get("pp", 0), place.get("dp", 0), place.get("cp", 0)), []).append(rank)
+        self.groups = list(groups.values())
+        """Ranks that have the same place on all axes but "tp"."""
         self.stages = max((place.get("pp", 0) for place in places), default=0) + 1
+
+    def positions(self, rank: int, name: str) -> Tensor | None:
+        """Return the places of a rank's piece of a parameter in the whole; None if the rank has no such piece."""
+        return self.by_rank[rank].get("held", {}).get("positions", {}).get(name)  # type: ignore[no-any-return]
+
+    def weights_of(self, rank: int, module: str, step: int) -> list[tuple[PassKey, Tensor]]:
+        """Return the weights of a module as a rank's passes used them in a step, under their first names."""
+        if rank not in self._weights:
+            index: dict[tuple[str, int], list[tuple[PassKey, Tensor]]] = {}
+            canonical = self.by_rank[rank].get("held", {}).get("canonical", {})
+            for text, tensor in self.by_rank[rank].get("weights", {}).items():
+                key = PassKey.parse(text)
+                own = key._replace(name=canonical.get(key.name, key.name))
+                index.setdefault((module_of(key.name), key.step), []).append((own, tensor))
+            self._weights[rank] = index
+        return self._weights[rank].get((module, step), [])
 
     def has(self, of: str, key: str) -> bool:
         """Return True if any rank recorded the tensor."""
@@ -149,7 +174,9 @@ class RankRecords:
         first = places.reshape(len(places), -1)[:, 0]
         return torch.where(first < 0, -1, first // width)
 
-    def parameter(self, of: Sequence[Mapping[str, Tensor]], name: str, ranks: Sequence[int]) -> Tensor | None:
+    def parameter(
+        self, of: Mapping[int, Mapping[str, Tensor]], name: str, ranks: Sequence[int]
+    ) -> Tensor | None:
         """Return a whole parameter or gradient, put together from the pieces of some ranks.
 
         Args:
@@ -162,8 +189,7 @@ class RankRecords:
         whole = torch.zeros(torch.Size(self.shapes[name]).numel(), dtype=torch.float64)
         filled = torch.zeros(len(whole), dtype=torch.bool)
         for rank in ranks:
-            piece = of[rank].get(name)
-            places = self.by_rank[rank].get("held", {}).get("positions", {}).get(name)
+            piece, places = of[rank].get(name), self.positions(rank, name)
             if piece is None or places is None or piece.shape != places.shape:
                 continue
             own = places >= 0

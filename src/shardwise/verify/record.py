@@ -141,7 +141,6 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
         "gradients": activation_gradients,
         "place": {axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "dp", "tp", "cp")},
     }
-    found["units"] = [unit.name for own in engine.plan.classes.values() for unit in own.units]
     return found
 
 
