@@ -381,7 +381,7 @@ class _Passes:
         first = figures.wrong[0]
         found.first = FirstWrong(
             f"{first.name}, step {first.step}",
-            first.what,
+            first.what.removeprefix("activation ") if "gradient" in first.what else first.what,
             first.module,
             _line_of(subject, first.module),
             wrong_slice(first.got, first.wanted, subject.limit if name == "fp64" else 1e-3),
