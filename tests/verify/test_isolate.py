@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.passes.replay import BatchPosition, DrawReplay
+from shardwise.plan.placement import Partial, PerRank
 from shardwise.verify import run
 from shardwise.verify.activations import ActivationRecorder
 from shardwise.verify.isolate import FedTensors, IsolatingRecorder
 from tests.verify.bugs import BY_NAME
 from tests.verify.test_bugs_verify import planted
+from tests.verify.test_ranks import placed
 
 PLACE = BatchPosition(1, 0, 4)
 
@@ -71,13 +73,13 @@ def test_a_rank_is_fed_its_own_part() -> None:
     recorder = IsolatingRecorder(replay, 4, fed=fed(truth, tp=(1, 2), rows=rows))
     whole = torch.arange(12.0).view(2, 6)
     part = whole[:, 3:]
-    in_order = recorder._piece(whole, part, "slice", None)
-    by_rows = recorder._piece(whole, part, "slice", rows["qkv"])
+    in_order = recorder._piece(whole, part, None, None)
+    by_rows = recorder._piece(whole, part, None, rows["qkv"])
     assert in_order is not None and torch.equal(in_order, part)
     assert by_rows is not None and torch.equal(by_rows, whole[:, [1, 3, 5]])
-    addend = recorder._piece(whole, whole, "addend", None)
+    addend = recorder._piece(whole, whole, placed(Partial()), None)
     assert addend is not None and torch.equal(addend, whole / 2)
-    assert recorder._piece(whole, whole, "own", None) is None
+    assert recorder._piece(whole, whole, placed(PerRank()), None) is None
 
 
 @pytest.mark.soak

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.plan.placement import Partial, PerRank, Placement, Replicate, Shard, ShardBlock
+from shardwise.plan.registry import TensorInfo
 from shardwise.verify.ranks import RankRecords
 
 WHOLE = torch.arange(12.0, dtype=torch.float64).view(2, 6)
@@ -24,6 +26,20 @@ def records(
     for rank, held in zip(ranks, more.pop("held", [{}] * len(ranks)), strict=True):
         rank["held"] = held
     return RankRecords(ranks, 1 if stages else len(pieces), shapes, **more)
+
+
+def placed(where: Placement, *shape: int) -> TensorInfo:
+    """An activation that lies so on the ranks along "tp"."""
+    return TensorInfo("m", shape or (2, 6), torch.float64, "activation", {"tp": where}, label="output")
+
+
+def test_tokens_of_which_each_rank_holds_a_part_of_each_sequence() -> None:
+    """Tokens [B, T] that are cut along T are [B · T] afterwards, cut in B blocks."""
+    whole = WHOLE.view(12, 1)
+    pieces = [WHOLE[:, :3].reshape(6, 1), WHOLE[:, 3:].reshape(6, 1)]
+    where = placed(Shard(0, (ShardBlock(6, 6),) * 2), 12, 1)
+    found = records(pieces, "inputs", placements={("m", "input"): where}).whole("inputs", KEY, whole, "m")
+    assert found.tensor is not None and torch.equal(found.tensor, whole)
 
 
 def test_parts_in_order_and_padded_parts() -> None:
@@ -51,10 +67,12 @@ def test_addends_are_summed_if_the_placement_says_so() -> None:
     addends = [WHOLE * 0.25, WHOLE * 0.75]
     unknown = records(addends, "gradients").whole("gradients", KEY, WHOLE, "m")
     assert unknown.tensor is not None and torch.equal(unknown.tensor, WHOLE)
-    as_whole = records(addends, "gradients", placements={("m", "gradient"): "whole"})
+    as_whole = records(addends, "gradients", placements={("m", "gradient"): placed(Replicate())})
     found = as_whole.whole("gradients", KEY, WHOLE, "m")
     assert found.tensor is not None and torch.equal(found.tensor, WHOLE * 0.25)
-    of_output = records(addends, placements={("m", "output"): "addend"}).whole("outputs", KEY, WHOLE, "m")
+    of_output = records(addends, placements={("m", "output"): placed(Partial())}).whole(
+        "outputs", KEY, WHOLE, "m"
+    )
     assert of_output.tensor is not None and torch.equal(of_output.tensor, WHOLE)
 
 
@@ -63,7 +81,7 @@ def test_what_is_unknown_has_a_reason() -> None:
         "unknown placement" in records([WHOLE[:1], WHOLE[:1]]).whole("outputs", KEY, WHOLE[:, :5], "m").reason
     )
     assert "own call" in records([WHOLE]).whole("inputs", KEY, WHOLE, "m").reason
-    own = records([WHOLE, WHOLE], placements={("m", "output"): "own"})
+    own = records([WHOLE, WHOLE], placements={("m", "output"): placed(PerRank())})
     assert own.whole("outputs", KEY, WHOLE, "m").tensor is None
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.pytree import rebuilt
+from shardwise.plan.placement import Partial, PerRank, Shard
+from shardwise.plan.registry import TensorInfo
 from shardwise.verify.activations import ActivationRecorder
 
 
@@ -47,7 +49,7 @@ class FedTensors(NamedTuple):
     """The divisor of the layout's sums of gradients."""
     tp: tuple[int, int]
     """The place of the rank along "tp", and the number of ranks there."""
-    placements: Mapping[tuple[str, str], str]
+    placements: Mapping[tuple[str, str], TensorInfo]
     """Placements of the modules' tensors along "tp", as ``RankRecords`` takes them."""
     rows: Mapping[str, Tensor]
     """The rows of each weight that this rank holds, by name of the module."""
@@ -83,7 +85,7 @@ class IsolatingRecorder(ActivationRecorder):
             wanted = self._fed.inputs.get(str(self._key(f"{name}#{number}")))
             if wanted is None or not value.is_floating_point():
                 return value
-            piece = self._piece(wanted, value, self._fed.placements.get((name, "input"), ""), None)
+            piece = self._piece(wanted, value, self._fed.placements.get((name, "input")), None)
             return value if piece is None else _Replaced.apply(value, piece, None)
 
         return tuple(fed(each) for each in args)
@@ -101,24 +103,30 @@ class IsolatingRecorder(ActivationRecorder):
         value, gradient = fed.outputs.get(key), fed.gradients.get(key)
         rows = fed.rows.get(name)
         if value is not None:
-            value = self._piece(value, output, fed.placements.get((name, "output"), ""), rows)
+            value = self._piece(value, output, fed.placements.get((name, "output")), rows)
         if gradient is not None:
-            placement = fed.placements.get((name, "gradient"), "")
+            placement = fed.placements.get((name, "gradient"))
             gradient = self._piece(gradient * fed.divisor, output, placement, rows)
         replaced = _Replaced.apply(output, value, gradient)
         self._watch_gradient(name, replaced)
         return replaced
 
-    def _piece(self, whole: Tensor, like: Tensor, placement: str, rows: Tensor | None) -> Tensor | None:
+    def _piece(
+        self, whole: Tensor, like: Tensor, info: TensorInfo | None, rows: Tensor | None
+    ) -> Tensor | None:
         """Return what this rank holds of a whole tensor; None if that is not known."""
         index, ranks = self._fed.tp
-        if placement == "own" or whole.dim() != like.dim():
+        placement = None if info is None else info.on("tp")
+        if isinstance(placement, PerRank) or whole.dim() != like.dim():
             return None
         if whole.shape == like.shape:
-            return whole / ranks if placement == "addend" else whole
+            return whole / ranks if isinstance(placement, Partial) else whole
         dims = [d for d in range(whole.dim()) if whole.shape[d] != like.shape[d]]
         if len(dims) != 1 or like.shape[dims[0]] * ranks != whole.shape[dims[0]]:
             return None
-        if rows is not None and dims[0] == whole.dim() - 1 and len(rows) == like.shape[dims[0]]:
+        is_last = dims[0] == whole.dim() - 1
+        if rows is not None and is_last and len(rows) == like.shape[dims[0]]:
             return whole.index_select(dims[0], rows)
+        if isinstance(placement, Shard) and placement.blocks:
+            return None  # such as tokens [B · T] of which each rank holds a part of each sequence
         return whole.chunk(ranks, dims[0])[index]

@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.plan.placement import Partial, PerRank, Shard
+from shardwise.plan.registry import TensorInfo
 from shardwise.verify.activations import PassKey
+from shardwise.verify.static import put_together
 from shardwise.verify.tensors import module_of
 
 
@@ -42,9 +45,9 @@ class RankRecords:
     tp: int
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Shapes of whole parameters."""
-    placements: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """``whole``, ``slice``, ``addend`` or ``own``, as the static part derived it, by module and ``input``, ``output``
-    or ``gradient`` (of the output)."""
+    placements: Mapping[tuple[str, str], TensorInfo] = field(default_factory=dict)
+    """Inputs, outputs and gradients of outputs as the static part placed them, by module and ``input``, ``output`` or
+    ``gradient``."""
 
     def __post_init__(self) -> None:
         places = [each["place"] for each in self.by_rank]
@@ -109,25 +112,24 @@ class RankRecords:
         # Modules without weights outside of blocks run on each stage of a pipeline, on absent values on all but one.
         return min(found, key=lambda each: _distance(each.tensor, wanted))
 
-    def _placement(self, of: str, module: str) -> str:
+    def _placed_as(self, of: str, module: str) -> TensorInfo | None:
         """Return the derived placement of the first input, the output or the gradient of the output of a module."""
-        return self.placements.get(
-            (module, {"inputs": "input", "gradients": "gradient"}.get(of, "output")), ""
-        )
+        return self.placements.get((module, {"inputs": "input", "gradients": "gradient"}.get(of, "output")))
 
     def _candidates(
         self, of: str, pieces: list[Tensor], held: list[int], wanted: Tensor, module: str
     ) -> Iterator[Assembled]:
         shape = wanted.shape
-        said = self._placement(of, module)
+        info = self._placed_as(of, module)
+        said = None if info is None else info.on("tp")
         if all(piece.shape == shape for piece in pieces):
             together = tuple(pieces) if len(pieces) > 1 else ()
-            if said == "own":
+            if isinstance(said, PerRank):
                 return  # such as the rows that each rank computes for experts
-            is_addend = said == "addend" and wanted.is_floating_point()
+            is_addend = isinstance(said, Partial) and wanted.is_floating_point()
             if not is_addend:
                 yield _farthest(pieces, held, wanted)
-            may_be_addend = of == "gradients" and self.tp > 1 and not said
+            may_be_addend = of == "gradients" and self.tp > 1 and said is None
             if is_addend or may_be_addend:
                 yield Assembled(torch.stack(pieces).sum(0), "", tuple(held), together)
             return
@@ -136,30 +138,38 @@ class RankRecords:
         dims = [d for d in range(len(shape)) if any(piece.shape[d] != shape[d] for piece in pieces)]
         if len(dims) != 1:
             return
-        rows = self._rows(of, module, held, pieces, shape, dims[0])
+        sizes = [piece.shape[dims[0]] for piece in pieces]
+        is_features = of != "inputs" and dims[0] == len(shape) - 1
+        rows = self._rows_of_weight(module, held, sizes, shape[-1]) if is_features else None
+        if rows is None and info is not None and isinstance(said, Shard) and said.blocks:
+            blocks = put_together(info, pieces)
+            if blocks is not None and blocks.shape == shape:
+                yield Assembled(blocks, "", tuple(held))
+            return
+        rows = rows or self._rows_in_order(sizes, shape[dims[0]])
         if rows is not None:
             yield Assembled(_placed(pieces, rows, dims[0], wanted, of == "gradients"), "", tuple(held))
 
-    def _rows(
-        self, of: str, module: str, held: list[int], pieces: list[Tensor], shape: Sequence[int], dim: int
+    def _rows_of_weight(
+        self, module: str, held: list[int], sizes: list[int], size: int
     ) -> list[Tensor] | None:
-        """Return the places along ``dim`` that each rank holds; None if they are not known.
-
-        The features of an output are cut as the rows of the module's weight, all other dims in order.
-        """
-        sizes = [piece.shape[dim] for piece in pieces]
-        for label in ("weight", "bias") if of != "inputs" and dim == len(shape) - 1 else ():
+        """Return the rows of the module's weight that each rank holds, if an output's features are cut as they are."""
+        for label in ("weight", "bias"):
             rows = [self._weight_rows(rank, f"{module}.{label}") for rank in held]
             known = [each for each in rows if each is not None]
             is_cut_so = len(known) == len(rows) and [len(each) for each in known] == sizes
-            if is_cut_so and max(int(each.max()) for each in known) + 1 == shape[dim]:
+            if is_cut_so and max(int(each.max()) for each in known) + 1 == size:
                 return known
-        excess = sum(sizes) - shape[dim]
+        return None
+
+    def _rows_in_order(self, sizes: list[int], size: int) -> list[Tensor] | None:
+        """Return the places of parts that lie in order, the last of which may be padded; None if sizes do not fit."""
+        excess = sum(sizes) - size
         if not 0 <= excess < self.tp or (excess and len(set(sizes)) > 1):
             return None
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        places = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        return [torch.where(each < shape[dim], each, -1) for each in places]
+        places = [torch.arange(start, start + each) for start, each in zip(starts, sizes, strict=True)]
+        return [torch.where(each < size, each, -1) for each in places]
 
     def _weight_rows(self, rank: int, name: str) -> Tensor | None:
         """Return the rows of a parameter that a rank holds, of the whole; None if the rank does not hold rows of it."""

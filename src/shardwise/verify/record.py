@@ -27,6 +27,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.construction.build import initialize
 from shardwise.engine.engine import Engine
 from shardwise.plan.placement import PerRank
+from shardwise.plan.registry import TensorInfo
 from shardwise.verify.activations import ActivationRecorder
 from shardwise.verify.failure import FAILURE
 from shardwise.verify.held import HeldState
@@ -61,7 +62,7 @@ class LayoutJob:
     """Folder of a checkpoint that is written before the first step."""
     fed: str = ""
     """File with tensors of the reference that are fed to each module (isolate.py); "": none."""
-    placements: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    placements: Mapping[tuple[str, str], TensorInfo] = field(default_factory=dict)
     """Placements of the modules' tensors along "tp", by which they are fed."""
 
 

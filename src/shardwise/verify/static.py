@@ -27,7 +27,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.fit.foresee import StageOnShapes, read, visit_stages
 from shardwise.engine.parts.inputs import Loss
 from shardwise.parallel.expert.stacks import find_stacks
-from shardwise.plan.placement import AxisCut, Partial, PerRank, Replicate, Shard, local_shape, runs
+from shardwise.plan.placement import AxisCut, Partial, Replicate, Shard, local_shape, runs
 from shardwise.plan.registry import Registry, TensorInfo, TensorKind
 from shardwise.simulate.placements import (
     ActivationForm,
@@ -122,22 +122,19 @@ def static_problems(
     return check.result()
 
 
-def activation_placements(part: StaticPart) -> dict[tuple[str, str], str]:
-    """Return how activations lie along "tp": ``whole``, ``slice``, ``addend`` or ``own``.
+def activation_placements(part: StaticPart) -> dict[tuple[str, str], TensorInfo]:
+    """Return the inputs, outputs and output gradients whose placement is known, by name of the module and label.
 
     Args:
         part: The derived placements.
 
     Returns:
-        The placement by name of the module and ``input``, ``output`` or ``gradient``, which is that of the output's
-        gradient.
+        The tensors under ``input``, ``output`` and ``gradient``, which is that of the output's gradient.
     """
-    words = {Replicate: "whole", Shard: "slice", Partial: "addend", PerRank: "own"}
     found = {}
     for info in part.activations or ():
         if info.kind == "activation" or info.label == "output":
-            label = info.label if info.kind == "activation" else "gradient"
-            found[info.name, label] = words.get(type(info.on("tp")), "")
+            found[info.name, info.label if info.kind == "activation" else "gradient"] = info
     return found
 
 
