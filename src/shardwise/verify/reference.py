@@ -301,12 +301,11 @@ def run_reference(
     """
     replay = DrawReplay()
     replace_dropout(model, seed, replay)
-    dtype = next((each.dtype for each in model.parameters()), None)
-    tables = PlainTables(model, dtype, table_policy)
+    tables = PlainTables(model, next((each.dtype for each in model.parameters()), None), table_policy)
     found = Reference(whole_state(model), [], [], rows=[tables.rows()])
-    names = dict(model.named_parameters())
-    optimizer = PlainOptimizer(model, policy)
+    names, optimizer = dict(model.named_parameters()), PlainOptimizer(model, policy)
     recorder = ActivationRecorder(replay, rows)
+    with_tables = tables if tables.collections else None
     for step, batches in enumerate(steps):
         lrs, lr_factor = optimizer.set_rates(schedule or SchedulePolicy(), step)
 
@@ -315,15 +314,7 @@ def run_reference(
 
         with recorder.recording(model) if records else nullcontext():
             (truth,) = train(
-                model,
-                optimizer,
-                [batches],
-                loss_of,
-                clip,
-                around,
-                step == 0,
-                tables=tables if tables.collections else None,
-                lr_factor=lr_factor,
+                model, optimizer, [batches], loss_of, clip, around, step == 0, with_tables, lr_factor
             )
         found.steps.append(truth._replace(weights=whole_state(model)))
         moments, counts = optimizer_state(optimizer, names)
