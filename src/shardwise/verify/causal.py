@@ -8,7 +8,7 @@ A module that no rank runs by its own call, such as a norm that a fused kernel c
 ranks run for some microbatches and not for others is wrong.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -156,13 +156,10 @@ def _weights_in_use(
             for key, tensor in records.weights_of(rank, module, step + 1):
                 used.setdefault((key.name, key.piece), {})[rank] = {key.name: tensor}
         for (name, piece), held in used.items():
-            places = [records.positions(rank, name) for rank in ranks]
-            if name not in now or set(held) != set(ranks) or not _covers(places, now[name]):
+            if name not in now or set(held) != set(ranks) or not _covers(records, held, name, now[name]):
                 continue
             whole = records.parameter(held, name, ranks)
-            if whole is None or any(
-                held[r][name].shape != p.shape for r, p in zip(ranks, places, strict=True)
-            ):  # type: ignore[union-attr]
+            if whole is None:
                 continue
             truth = now[name].double()
             scale = max(float((truth.abs() + _RATE).norm()), 1e-300)
@@ -172,13 +169,14 @@ def _weights_in_use(
             )
 
 
-def _covers(places: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Return True if pieces fill a tensor; the ranks of a group may hold some of the experts alone."""
+def _covers(records: RankRecords, held: Mapping[int, Mapping[str, Tensor]], name: str, whole: Tensor) -> bool:
+    """Return True if the pieces of ranks fill a parameter; they may be a part of the experts alone."""
     filled = torch.zeros(whole.numel(), dtype=torch.bool)
-    for each in places:
-        if each is None:
+    for rank, own in held.items():
+        places = records.positions(rank, name)
+        if places is None or places.shape != own[name].shape:
             return False
-        filled[each[each >= 0]] = True
+        filled[places[places >= 0]] = True
     return bool(filled.all())
 
 

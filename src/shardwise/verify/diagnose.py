@@ -119,17 +119,17 @@ class Diagnosis:
     def _addends(self, wrong: ComparedTensor) -> Iterator[tuple[str, Tensor]]:
         """Yield sums of addends of a gradient, by description: of each rank, stage and microbatch, and the rest."""
         found = self._own_addends(wrong)
-        total = sum(tensor for _, tensor in found) if found else None
+        total = torch.stack([tensor for _, tensor in found]).sum(0) if found else None
         wanted = wrong.wanted.double()
         if total is None or not bool((total - wanted).norm() <= 1e-6 * wanted.norm()):
             pieces = self.truth.steps[wrong.step].pieces
-            for place, each in enumerate(pieces):
+            for number, each in enumerate(pieces):
                 if wrong.name in each:
-                    yield f"the addend of microbatch {place} of the global batch", each[wrong.name].double()
+                    yield f"the addend of microbatch {number} of the global batch", each[wrong.name].double()
             return
         for words in _GROUPINGS:
-            values = {place[words] for place, _ in found}
-            for value in sorted(values) if len(values) > 1 else ():
+            values = sorted({place[words] for place, _ in found})
+            for value in values if len(values) > 1 else ():
                 mine = [tensor for place, tensor in found if place[words] == value]
                 yield _GROUPINGS[words].format(value), torch.stack(mine).sum(0)
         for place, tensor in found:
@@ -261,9 +261,9 @@ class Diagnosis:
             units |= {tuple(names): None for names in own.get("buckets", ())}
         for stage, names in stages.items() if len(stages) > 1 else ():
             yield f"it is the norm of stage {stage} alone", sum(squares.get(n, 0.0) for n in names) ** 0.5
-        for names in units:
-            rest = total - sum(squares.get(name, 0.0) for name in names)
-            said = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        for unit in units:
+            rest = total - sum(squares.get(name, 0.0) for name in unit)
+            said = f"{unit[0]} and {len(unit) - 1} more" if len(unit) > 1 else unit[0]
             yield f"it leaves out the squares of one Unit: {said}", max(rest, 0.0) ** 0.5
         yield from self._norms_of_ranks(step)
         counted = sum(self._counted_by_holders(name, each) for name, each in gradients.items())

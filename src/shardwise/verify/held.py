@@ -23,6 +23,7 @@ from shardwise.engine.parts.followers import BucketSquares, StepFollower
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.parts.sums import Number
 from shardwise.engine.state import state
+from shardwise.precision.policy import SIXTEEN_BITS
 from shardwise.verify.trail import SUMMED, StepTrail
 
 
@@ -63,9 +64,12 @@ class SummedGradients(StepFollower):
         ]
 
     def results(self, weight: float, divisor: float) -> Mapping[str, Any]:
-        """Divide the sums by the divisor of the step."""
+        """Divide the sums by the divisor of the step, in fp32 at least: 16 bits would round a second time."""
         self.divisor = divisor
-        self.gradients = {name: each / divisor for name, each in self._sums.items()}
+        self.gradients = {
+            name: (each.float() if each.dtype in SIXTEEN_BITS else each) / divisor
+            for name, each in self._sums.items()
+        }
         return {}
 
 

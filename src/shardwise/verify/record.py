@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import DivergedError, ShardwiseError
+from shardwise.comm.world import own_seat
 from shardwise.config.run import RunConfig
 from shardwise.engine.construction.build import initialize
 from shardwise.engine.engine import Engine
@@ -78,7 +79,7 @@ def run_rank(job: LayoutJob, folder: str) -> int:
         own = {key: found[key] for key in ("activations", "rows", "counts")}
         torch.save(found if rank == 0 else own, Path(folder, f"{rank}.pt"))
     except (ShardwiseError, MemoryError) as caught:
-        rank = -1 if engine is None else engine.world.rank
+        rank = own_seat().rank if engine is None else engine.world.rank
         said = {"type": type(caught).__name__, "text": str(caught), "rank": rank}
         Path(folder, f"{rank}.{FAILURE}").write_text(json.dumps(said), encoding="utf-8")
         raise
