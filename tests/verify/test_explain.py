@@ -30,8 +30,8 @@ def test_factors_are_named_by_all_numbers_that_fit() -> None:
 
 
 def test_rounding_is_found() -> None:
-    assert said(WANTED.bfloat16().double()) == "it is the right tensor rounded to bfloat16"
-    assert said(WANTED.float().double()) == "it is the right tensor rounded to float32"
+    assert said(WANTED.bfloat16().double()) == "it is rounded to bfloat16"
+    assert said(WANTED.float().double()) == "it is rounded to float32"
 
 
 def test_addends_are_found() -> None:

@@ -3,7 +3,7 @@
 Explanations are tried in turn, and the first that fits is the answer:
 
     zero               the whole tensor is zero
-    rounding           each element is the right one, rounded to 16 or 32 bits
+    rounding           all elements are numbers of 16 or 32 bits, and differ by no more than rounding to them
     a factor           got = c · wanted; the numbers of the run that equal c are named
     an addend          got = wanted + (c - 1) · addends of some ranks or microbatches
     a missing sum      each rank along "tp" holds an addend, and the addends add up to wanted
@@ -144,12 +144,12 @@ def _fits(got: Tensor, told: Tensor, wanted: Tensor | None = None) -> bool:
 
 
 def _rounded(got: Tensor, wanted: Tensor) -> str:
-    """Return an explanation if each element is that of the right tensor, rounded to a smaller dtype."""
+    """Return an explanation if all elements are numbers of a smaller dtype, near the right ones, which are not."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         is_held, eps = torch.equal(got.to(dtype).double(), got), torch.finfo(dtype).eps
-        is_told = is_held and not torch.equal(wanted.to(dtype).double(), wanted)
-        if is_told and got.any() and bool(((got - wanted).abs() <= eps * wanted.abs()).all()):
-            return f"it is the right tensor rounded to {str(dtype).removeprefix('torch.')}"
+        is_told = is_held and got.any() and not torch.equal(wanted.to(dtype).double(), wanted)
+        if is_told and float((got - wanted).norm()) <= eps * float(wanted.norm()):
+            return f"it is rounded to {str(dtype).removeprefix('torch.')}"
     return ""
 
 
