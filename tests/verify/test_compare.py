@@ -129,6 +129,8 @@ def test_rows_are_compared_by_key_and_column() -> None:
     assert wrong(extra)[0] == "rows of t keys that one process does not have"
     pairs = [[{"rows": [table([0, 1])]}], [{"rows": [table([0, 1], value=1.1)]}]]
     assert row_bits(pairs[0], pairs[1], 0, 0).wrong and not row_bits(pairs[0], pairs[0], 0, 0).wrong
+    cut = [[{"rows": [halves[1]]}], [{"rows": [table([3])]}]]  # the second column of all rows; another key
+    assert not row_bits(cut[0], cut[0], 0, 0).wrong and row_bits(cut[0], cut[1], 0, 0).wrong
 
 
 def test_one_bit_is_seen() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import UsageError
 from shardwise.config.run import load
 from shardwise.optim.policy import READS, OptimizerPolicy
-from shardwise.verify.reference import PlainOptimizer, run_reference, why_not
+from shardwise.verify.reference import TorchOptimizers, run_reference, why_not
 
 NOT_TORCHS = ("lion", "lamb", "lars")
 
@@ -61,12 +61,12 @@ def test_an_optimizer_that_torch_lacks_is_named(kind: str) -> None:
     policy = OptimizerPolicy(type=kind)  # type: ignore[arg-type]
     assert repr(kind) in why_not(policy, load({}).schedule)
     with pytest.raises(UsageError, match=f"no optimizer '{kind}'.*--against"):
-        PlainOptimizer(Blocks(), policy)
+        TorchOptimizers(Blocks(), policy)
 
 
 def test_muon_updates_the_matrices_of_blocks_alone() -> None:
     model = Blocks()
-    optimizer = PlainOptimizer(model, OptimizerPolicy(type="muon"))
+    optimizer = TorchOptimizers(model, OptimizerPolicy(type="muon"))
     muon = next(each for each in optimizer.each if isinstance(each, torch.optim.Muon))
     assert [*map(id, muon.param_groups[0]["params"])] == [id(block[0].weight) for block in model.blocks]
 

@@ -1,5 +1,6 @@
 """A clean layout passes; a seeded bug, a refusal and a model that is no function of its batch are told apart."""
 
+import os
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import shardwise
 from shardwise.base.errors import UsageError
 from shardwise.cli.main import app
 from shardwise.engine.state import state
+from shardwise.optim.flat_state import FlatState
 from shardwise.verify.run import verify
 from shardwise.verify.verdict import Verdict
 
@@ -75,6 +77,21 @@ def test_a_model_that_counts_its_calls_is_no_reference() -> None:
     assert found.verdict == "fail"
 
 
+class Narrow(Net):
+    """A network whose kernel has no fp64."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float32, got Double")
+        return super().forward(x, y)
+
+
+def test_a_model_that_fails_in_fp64_cannot_be_verified() -> None:
+    found = verified(make=Narrow)
+    assert (found.verdict, found.exit_code) == ("unverifiable", 2)
+    assert found.left_out[-1].endswith("RuntimeError: expected Float32, got Double"), found.left_out
+
+
 def test_too_few_samples_and_too_few_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="fewer than the 18 microbatches"):
         verify(Net, {**CONFIG, "batch": {"accumulation": 9}}, example(), layout="dp=2")
@@ -128,13 +145,11 @@ def test_another_layout_is_the_reference_where_torch_has_no_optimizer() -> None:
 @pytest.mark.soak
 def test_a_checkpoint_that_another_layout_changes_is_found() -> None:
     """Moments that a layout of one rank loads into the wrong places come back changed."""
-    from shardwise.optim.flat_state import FlatState
-
     right = FlatState.restore
 
     def wrong(self: FlatState, moments: Any, ends: Any) -> None:
         right(self, moments, ends)
-        if self.master.numel() > 60:  # all parameters in one bucket of one rank
+        if os.environ["WORLD_SIZE"] == "1":
             for _, _, _, held in self.moments():
                 held.copy_(held.roll(1))
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from shardwise.verify.causal import OutputGradients, forward_tensors, unequal_copies
 from shardwise.verify.ranks import RankRecords
 from shardwise.verify.reference import Reference
-from shardwise.verify.rows import row_pairs
+from shardwise.verify.rows import row_pairs, same_rows
 from shardwise.verify.tensors import ComparedTensor, module_of
 
 FP64_LIMIT = 1e-10
@@ -356,12 +356,10 @@ def row_bits(
     figures = PassFigures(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), {}, [])
     for rank, (one, other) in enumerate(zip(first, second, strict=True)):
         for place, theirs in enumerate(other["rows"]):
-            mine = one["rows"][second_step - first_step + place]
-            for table, part, _, got, wanted in row_pairs([theirs], mine):
-                name, step = f"rows of {table} {part}".removesuffix(" weights"), second_step + place - 1
-                each = ComparedTensor("rows", "row", name, step, got, wanted, 0.0, "", (rank,))
-                if part != "keys that no rank has" or got.shape != wanted.shape:
-                    _add_bits(figures, each)
+            mine, step = one["rows"][second_step - first_step + place], max(second_step + place - 1, 0)
+            for table, part, got, wanted in same_rows(theirs, mine):
+                name = f"rows of {table} {part}".removesuffix(" weights")
+                _add_bits(figures, ComparedTensor("rows", "row", name, step, got, wanted, 0.0, "", (rank,)))
     return figures
 
 

@@ -38,7 +38,7 @@ from shardwise.optim.clip import clip_factor
 from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.precision.policy import SIXTEEN_BITS
 from shardwise.verify.compare import KINDS, PassFigures
-from shardwise.verify.reference import LossOf, PlainOptimizer, optimizer_state, with_dtype
+from shardwise.verify.reference import LossOf, TorchOptimizers, optimizer_state, with_dtype
 from shardwise.verify.tensors import ComparedTensor, module_of
 
 _TIMES_NOISE = 4.0
@@ -298,7 +298,7 @@ class _FedOptimizers:
                 dtype = parameter.dtype if master is None else master.dtype
                 parameter.data = parameter.data.to(dtype)
                 parameter.data = parameter.data.to(torch.float64 if is_truth else dtype)
-            optimizer = PlainOptimizer(model, job.config.optimizer, is_wide=is_truth)
+            optimizer = TorchOptimizers(model, job.config.optimizer, is_wide=is_truth)
             self._runs.append((dict(model.named_parameters()), optimizer))
 
     def step(self, mine: Mapping[str, Any], step: int) -> Iterator[Measured]:

@@ -163,7 +163,7 @@ def why_not(policy: OptimizerPolicy, schedule: Policy) -> str:
     return ""
 
 
-class PlainOptimizer:
+class TorchOptimizers:
     """Torch's own optimizers on the parameters of a model, one for each kind of rule, with the rates of each step.
 
     Args:
@@ -303,7 +303,7 @@ def run_reference(
     replace_dropout(model, seed, replay)
     tables = PlainTables(model, next((each.dtype for each in model.parameters()), None), table_policy)
     found = Reference(whole_state(model), [], [], rows=[tables.rows()])
-    names, optimizer = dict(model.named_parameters()), PlainOptimizer(model, policy)
+    names, optimizer = dict(model.named_parameters()), TorchOptimizers(model, policy)
     recorder = ActivationRecorder(replay, rows)
     with_tables = tables if tables.collections else None
     for step, batches in enumerate(steps):
@@ -337,7 +337,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(
-    optimizer: PlainOptimizer, names: Mapping[str, nn.Parameter]
+    optimizer: TorchOptimizers, names: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return copies of the moments by ``parameter label``, and the step count of each parameter."""
     moments: dict[str, Tensor] = {}

@@ -128,6 +128,18 @@ def row_pairs(by_rank: Sequence[Rows], wanted: Rows) -> Iterator[tuple[str, str,
             yield table, "keys that no rank has", 0, missing[:0], missing
 
 
+def same_rows(got: Rows, wanted: Rows) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield (table, part of a row, rows, the other rows) of one rank in two runs of one layout."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    for table in [*wanted, *(each for each in got if each not in wanted)]:
+        keys = [side[table]["keys"] if table in side else nothing for side in (got, wanted)]
+        if not torch.equal(*keys):
+            yield table, "keys", keys[0], keys[1]
+            continue
+        for part, rows in wanted[table]["columns"].items():
+            yield table, part, got[table]["columns"][part], rows
+
+
 def keys_without(keys: Tensor, covered: Tensor) -> Tensor:
     """Return the keys of which a column lies on no rank."""
     return keys[(covered == 0).any(1)].double()

@@ -217,7 +217,12 @@ class _Passes:
             found.verdict = "unverifiable"
             found.left_out.append(f"all: {reason}")
             return
-        self.is_silent = _check_function(subject, found)
+        try:
+            self.is_silent = _check_function(subject, found)
+        except RankError as error:
+            found.verdict = "unverifiable"
+            found.left_out.append(f"all: the plain model fails in fp64: {_last_line(error)}")
+            return
         if found.verdict != "pass":
             return
         try:
@@ -335,7 +340,7 @@ class _Passes:
         try:
             measured = _measured(self.subject, self.is_silent, layout, self.folder)
         except RankError as error:
-            return f"the plain loop fails in these dtypes: {str(error).strip().splitlines()[-1]}"
+            return f"the plain loop fails in these dtypes: {_last_line(error)}"
         self._take("own", hold_to_noise(measured), "4 x plain loop + 8 eps")
         return ""
 
@@ -555,6 +560,11 @@ def _run(
     shapes = {name: tuple(each.shape) for name, each in ranks[0]["start"].items()}
     records = RankRecords(by_rank, subject.layout.mesh.tp, shapes, subject.placements)
     return ranks[0], records, ranks
+
+
+def _last_line(error: RankError) -> str:
+    """Return the last line of an error's traceback, which names it."""
+    return str(error).strip().splitlines()[-1]
 
 
 def _names_in(subject: Verification) -> set[str]:
