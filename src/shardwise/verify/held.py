@@ -8,7 +8,8 @@
 Gradients before the sums are read by hooks on the parameters, and those after the sums by a follower of the step
 (engine/parts/followers.py), which is called after SUM and before the update.
 
-Cost: a copy of all gradients and weights of the rank in each step.
+Cost: a copy of all gradients and weights of the rank in each step. A rank on which this takes more than a quarter of
+the free memory keeps positions and squares alone, and then fewer mistakes are explained.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.base.words import bytes_text
 from shardwise.engine.engine import Engine
 from shardwise.engine.parts.followers import BucketSquares, StepFollower
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.parts.sums import Number
 from shardwise.engine.state import state
+from shardwise.observe.memory import available_bytes
 from shardwise.precision.policy import SIXTEEN_BITS
 from shardwise.verify.trail import SUMMED, StepTrail
 
@@ -73,17 +76,38 @@ class SummedGradients(StepFollower):
         return {}
 
 
+_SHARE_OF_FREE = 0.25
+
+
+def lacks_room(parts: EngineParts, steps: int) -> str:
+    """Return the reason why a rank cannot keep its weights and gradients of all steps; "" if it can.
+
+    Args:
+        parts: The parts of the engine.
+        steps: Steps of the run.
+    """
+    own = sum(bucket.layout.elements * bucket.dtypes.compute.itemsize for bucket in state.buckets(parts))
+    wanted = own * (1 + steps * (2 + parts.accumulation.microbatches))
+    free = _SHARE_OF_FREE * (available_bytes(torch.device("cpu")) or 0) / parts.world.local_size
+    if wanted <= free or not free:
+        return ""
+    return f"weights and gradients of {steps} steps take {bytes_text(wanted)} and {bytes_text(int(free))} may be used"
+
+
 class HeldState:
     """The evidence of one rank.
 
     Args:
         engine: The engine.
-        records: Record copies and addends too; False: only the summed gradients.
+        records: Record positions, and copies and addends if there is room; False: only the summed gradients.
+        steps: Steps of the run.
     """
 
-    def __init__(self, engine: Engine, records: bool = True) -> None:
+    def __init__(self, engine: Engine, records: bool = True, steps: int = 1) -> None:
         self._parts = engine._parts
-        self._records = records
+        self.lacks = lacks_room(self._parts, steps) if records else ""
+        """The reason why copies and addends are not recorded."""
+        self._records = records and not self.lacks
         self.trail = StepTrail(self._parts)
         self.summed = SummedGradients(self._parts, self.trail)
         # Last, because the followers before it may refuse the step.
@@ -100,7 +124,7 @@ class HeldState:
             "positions": _positions(self._parts, self._own) if records else {},
             "canonical": dict(self._parts.spec.canonical),
             "buckets": [[slot.name for slot in bucket.layout.slots] for bucket, _ in self._parts.trained],
-            "copies": [self._weights()] if records else [],
+            "copies": [self._weights()] if self._records else [],
             "addends": [],
             "squares": [],
             "divisors": [],

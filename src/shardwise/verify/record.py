@@ -91,7 +91,7 @@ def run_rank(job: LayoutJob, folder: str) -> int:
 
 def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     parts = engine._parts
-    held = HeldState(engine, job.records)
+    held = HeldState(engine, job.records, len(job.steps))
     recorder = _recorder(engine, job, held)
     first = 0
     if job.resumes:
@@ -116,7 +116,7 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     if job.saves_at:
         engine.save(job.saves_at, asynchronous=False)
     activation_gradients: dict[str, Tensor] = {}
-    found["diverged"] = ""
+    found["diverged"], found["lacks"] = "", held.lacks
     for step in range(first, len(job.steps)):
         try:
             with recorder.recording(engine.module) if job.records else nullcontext():
@@ -150,7 +150,7 @@ def _recorder(engine: Engine, job: LayoutJob, held: HeldState) -> ActivationReco
     """Return the recorder of a run, which feeds modules if the job says so."""
     replay, mark = engine._parts.passes.replay, held.trail.mark
     if not job.fed:
-        return ActivationRecorder(replay, job.rows, weights=True, mark=mark)
+        return ActivationRecorder(replay, job.rows, weights=not held.lacks, mark=mark)
     given = torch.load(job.fed, weights_only=True)
     tp = engine.plan.mesh.index("tp", engine.world.rank), engine.plan.mesh.size("tp")
     fed = FedTensors(**given, tp=tp, placements=job.placements, rows=held.weight_rows())

@@ -253,6 +253,8 @@ class _Passes:
             subject, _job_in_fp64(subject, self.is_silent), self.folder / "fp64"
         )
         done = replace(truth, steps=truth.steps[: len(layout["steps"])])
+        if layout["lacks"]:
+            self.left_out["copies of weights, and gradients before the sums"] = layout["lacks"]
         seen = activations if self.against is None and subject.together == 1 else None
         tensors = compared(layout, done, seen, self.left_out, by_rank, self.declared)
         figures = hold_to_limit(tensors, subject.limit)
