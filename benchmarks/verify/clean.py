@@ -226,8 +226,6 @@ def _layouts() -> Iterator[Clean]:
             "pp=3",
         ]:
             yield Clean(model, layout, {})
-    for layout in ("cp=2", "cp=2,tp=2", "cp=2,dp=2,zero=2", "cp=4", "pp=2,cp=2"):
-        yield Clean("gpt llama", layout, {})
     for layout in (
         "ep=2,dp=2,zero=1",
         "ep=2,dp=2,zero=3",
@@ -291,7 +289,6 @@ def _techniques() -> Iterator[Clean]:
     for precision in _PRECISIONS[:3]:
         yield Clean("gpt gpt2", "pp=2,tp=2", precision)
         yield Clean("gpt llama dropout", "dp=2x2,zero=2", precision)
-        yield Clean("gpt llama dropout", "cp=2", precision)
     for layout, optimizer in itertools.product(("dp=2,zero=2", "dp=2,tp=2,zero=1"), _OPTIMIZERS):
         yield Clean("gpt llama", layout, {"optimizer": optimizer})
     for schedule in _SCHEDULES:

@@ -21,7 +21,7 @@ keys, of which the softmax is independent). A weight's addends are its start and
 gradient is zero but for rounding δ gets an update of up to the learning rate whose size, or sign, is that of the
 rounding: its relative error is δ/|g|. With δ = 10^-14 of the largest gradient, an element of a weight or master may be
 wrong by this share of two learning rates per step, and one of a moment by this share of itself. A gradient that is zero
-to the bit allows nothing.
+to the bit allows nothing, and neither does one above 10^-3 of the largest.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,6 +43,8 @@ _SHARE = 1e-6
 KINDS = ("weights", "activations", "loss", "gradients", "norm", "counts", "moments", "masters", "rows")
 _ROUNDING = 1e-14
 """The rounding of an element's gradient in fp64, as a share of the largest gradient of the model."""
+_LEAST_SHARE = 1e-11
+"""Smallest relative error of an update that is allowed for; below, the limit of the pass suffices."""
 
 
 def compared(
@@ -98,7 +100,8 @@ def allow_rounding(allowed: dict[str, Tensor], gradients: Mapping[str, Tensor]) 
     largest = max((float(each.abs().max()) for each in gradients.values() if each.numel()), default=0.0)
     for name, gradient in gradients.items():
         size = gradient.double().abs()
-        own = torch.where(size > 0, (_ROUNDING * largest / size.clamp(min=1e-300)).clamp(max=1.0), 0.0)
+        share = (_ROUNDING * largest / size.clamp(min=1e-300)).clamp(max=1.0)
+        own = torch.where((size > 0) & (share > _LEAST_SHARE), share, 0.0)
         allowed[name] = own if name not in allowed else torch.maximum(own, allowed[name])
 
 
