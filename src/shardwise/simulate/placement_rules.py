@@ -61,12 +61,29 @@ WHOLE, ADDEND, OWN, ZERO, UNKNOWN = (
     Lie("zero"),
     Lie("unknown"),
 )
+BLANK = Lie("zero", factor=0)
+"""Placement of memory to which nothing was written: neutral in sums as zeros are, but its product is not zero."""
 Get = Callable[[Tensor], Lie]
 
 
 def slice_of(dim: int, factor: int, inner: int = 1) -> Lie:
     """Return the form of a slice of ``dim``."""
     return Lie("slice", dim, factor, inner)
+
+
+def beside_unit(lie: Lie, shape: Sequence[int]) -> Lie:
+    """Return the placement of a rank's only head, which is the dim of size 1 in that place of an attention's tensor.
+
+    Args:
+        lie: A slice of one place.
+        shape: Shape of the tensor on the rank.
+    """
+    dim = lie.dim
+    if len(shape) < 4 or shape[dim] == 1:
+        return lie
+    if lie.inner == shape[dim] and dim > 0 and shape[dim - 1] == 1:
+        return slice_of(dim - 1, 1)
+    return slice_of(dim + 1, 1) if lie.inner == 1 and list(shape[dim + 1 : dim + 2]) == [1] else lie
 
 
 class Mismatch(Exception):  # noqa: N818 - caught by the mode, never by a user
@@ -99,7 +116,7 @@ def placements_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, get: G
     """
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if name in _FACTORIES:
-        return ZERO if name in _EMPTY else WHOLE
+        return WHOLE if name not in _EMPTY else BLANK if "empty" in name else ZERO
     if name in ("zero_", "fill_"):
         return _filled(name, args, get)
     if "out" in kwargs and isinstance(kwargs["out"], Tensor):
@@ -112,8 +129,8 @@ def placements_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, get: G
     if "unknown" in kinds:
         return UNKNOWN
     if kinds == {"zero"} and (name in _LINEAR or name in _VIEWS or name in ("mul", "mul_", "add", "add_")):
-        return ZERO
-    if "zero" in kinds and name in _BILINEAR:
+        return BLANK if BLANK in lies else ZERO
+    if ZERO in lies and (name in _BILINEAR or name in ("sum", "mean") or name in _VIEWS):
         return ZERO
     if kinds <= {"whole", "zero"}:
         return WHOLE
@@ -192,9 +209,8 @@ def _reshaped(
 ) -> Lie:
     """Return the placement after a reshape: the dim that contains the largest stride of the factor that is cut.
 
-    A rank that holds one head has a dim of size 1 there, which such a stride does not show. A dim of size 1 in that
-    place counts as the one that is cut if the call left its size open, or if the call splits the dim. In the backward
-    pass, the tensor of the forward pass tells whether that dim was cut.
+    A rank that holds one head has a dim of size 1 there, which such a stride does not show: then a dim of size 1 in
+    that place is the one that is cut. In the backward pass, the tensor of the forward pass tells whether it was cut.
 
     Args:
         lie: The placement before.
@@ -212,8 +228,7 @@ def _reshaped(
     if origin is not None:
         units = [dim for dim in units if origin.kind == "slice" and origin.dim == dim]
     is_open = [dim for dim in units if dim < len(given) and given[dim] == -1]
-    splits = len(after) > len(before) and -1 not in given
-    if units and (is_open or splits or lie.factor == 1 or origin is not None):
+    if units and (lie.factor == 1 or origin is not None):
         return slice_of((is_open or units)[-1], 1)
     grown = [dim for dim, size in enumerate(given) if size == -1 and strides[dim] == stop]
     if before[lie.dim] == 1 and grown:
@@ -250,6 +265,9 @@ def in_memory(lie: Lie, form: tuple[Sequence[int], Sequence[int]], tensor: Tenso
     """
     inner = form[1][lie.dim] * lie.inner
     stop = inner * lie.factor
+    units = [dim for dim, size in enumerate(tensor.shape) if size == 1 and tensor.stride(dim) == stop]
+    if lie.factor == 1 and units:
+        return slice_of(units[-1], 1)
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride < stop <= stride * size:
             start = max(inner, stride)

@@ -46,6 +46,7 @@ from shardwise.simulate.placement_rules import (
     ZERO,
     Lie,
     Mismatch,
+    beside_unit,
     in_memory,
     slice_of,
     viewed_back,
@@ -187,6 +188,8 @@ class PlacementMode(TorchDispatchMode):
         self._count += 1
         if lie.kind == "slice" and lie.factor * lie.inner > tensor.shape[lie.dim]:
             lie = slice_of(lie.dim, tensor.shape[lie.dim])
+        if lie.kind == "slice" and lie.factor == 1:
+            lie = beside_unit(lie, tensor.shape)
         self._lies[tensor] = (self._count, lie)
 
     def get(self, tensor: Tensor) -> Lie:
@@ -425,9 +428,9 @@ def gradient_suits(found: Lie, wanted: Placement, ranks: int) -> bool | None:
         wanted: Registered placement of the gradient.
         ranks: Ranks on the axis.
     """
-    if found.kind == "zero":
+    if found == ZERO:
         return True
-    if found.kind == "unknown" or (found.kind == "own" and not isinstance(wanted, Replicate | PerRank)):
+    if found.kind == "zero" or found.kind == "unknown" or (found.kind == "own" and not isinstance(wanted, Replicate | PerRank)):
         return None
     if found.kind != "mixed":
         kinds = {"whole": Replicate, "slice": Shard, "addend": Partial, "own": PerRank}
@@ -503,4 +506,4 @@ def derive(
 
 def gradient_of(lie: Lie) -> Lie:
     """Return the placement of the gradient that arrives for a result: zeros have a whole gradient."""
-    return WHOLE if lie is ZERO else lie
+    return WHOLE if lie.kind == "zero" else lie
