@@ -78,8 +78,7 @@ def verify(
 ) -> Verdict:
     """Compare a model on a layout with one process, and return the verdict.
 
-    The static part comes first, and its problems are listed. Numbers decide: a problem that it finds makes the verdict
-    "fail" only with ``only_static``, because its rules do not know every operation of every model.
+    The static part comes first; a problem in it makes the verdict "fail", also if all numbers agree.
 
     Args:
         make: Function that makes the model.
@@ -110,15 +109,14 @@ def verify(
     found = Verdict("pass", str(wanted), wanted.ranks, dict(shrunk or {}))
     other = None if against is None else _against(subject, own, against)
     _check_placements(subject, found)
-    if only_static:
-        if found.static is None:
-            found.verdict = "unverifiable"
-        elif found.static["problems"]:
-            found.verdict, found.failed_in = "fail", "static"
-    else:
+    if not only_static:
         with tempfile.TemporaryDirectory(prefix="shardwise_verify_") as folder:
             _import_before_forks()
             _Passes(subject, found, Path(folder), other, isolate, explains).run()
+    elif found.static is None:
+        found.verdict = "unverifiable"
+    if found.verdict == "pass" and found.static is not None and found.static["problems"]:
+        found.verdict, found.failed_in = "fail", "static"
     found.seconds = round(time.monotonic() - begun, 2)
     return found
 
@@ -168,12 +166,7 @@ def _against(subject: Verification, own: RunConfig, text: str) -> Verification:
 
 
 def _check_placements(subject: Verification, found: Verdict) -> None:
-    """Derive the placements of tensors and gradients along "tp", without a process."""
-    if subject.layout.mesh.tp == 1:
-        found.left_out.append(
-            'static part: it follows placements along "tp", which this layout does not have'
-        )
-        return
+    """Derive placements along "tp" and run the sums of gradients on numbered elements, without a process."""
     make = subject.made(None, False)
     batch = subject.batches(None)[0][0]
     try:
@@ -184,8 +177,11 @@ def _check_placements(subject: Verification, found: Verdict) -> None:
     except Exception as error:  # a user's model may fail on tensors without numbers in any way
         found.left_out.append(f"static part: the model fails on shapes with {type(error).__name__}: {error}")
         return
-    found.static = part.as_json()
-    subject.placements = activation_placements(part)
+    if part.operations or part.reduced:
+        found.static = part.as_json()
+        subject.placements = activation_placements(part)
+    else:
+        found.left_out.append("static part: the layout has one rank, so nothing is cut and nothing is summed")
 
 
 # Passes ------------------------------------------------------------------------------------------------------------
