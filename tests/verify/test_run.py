@@ -68,7 +68,7 @@ def test_gradients_that_are_summed_twice_are_found_and_explained() -> None:
     assert (found.verdict, found.failed_in, found.exit_code) == ("fail", "fp64", 1)
     first = found.first
     assert first is not None and (first.kind, first.module) == ("gradient", "second"), found.lines()
-    assert first.explanation == "it is the right tensor times dp = 2"
+    assert first.explanation == "it is the right tensor times dp = microbatches = 2"
 
 
 def test_a_model_that_counts_its_calls_is_no_reference() -> None:
