@@ -66,7 +66,8 @@ def compared(
         declared: Receives differences that are no faults, with the reason.
     """
     declared = {} if declared is None else declared
-    no_weights = {name: "statistics of each rank's own samples" for name in found.get("per_rank", ())}
+    per_rank = [name for name in found.get("per_rank", ()) if name in found["start"]]
+    no_weights = dict.fromkeys(per_rank, "each rank has its own numbers of its own samples")
     declared |= no_weights
     if activations is not None:
         yield from unequal_copies(0, reference.start, activations)

@@ -228,7 +228,10 @@ class _Passes:
         except _RunFailed as failed:
             found.verdict, found.first = "fail", failed.first
         found.left_out += [f"{name}: {why}" for name, why in self.left_out.items()]
-        found.declared += [f"{name}: {why}" for name, why in self.declared.items()]
+        for why in dict.fromkeys(self.declared.values()):
+            names = [name for name, said in self.declared.items() if said == why]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found.declared.append(f"{names[0]}{more}: {why}")
 
     def _fp64(self) -> None:
         """Hold whole runs in fp64 to one limit."""
