@@ -37,6 +37,7 @@ from shardwise.comm.flights import PendingCollective
 from shardwise.comm.transports import Move, NoTransport
 from shardwise.passes.absent import AbsentTensor
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate, Shard, ShardBlock
+from shardwise.simulate.placement_blocks import as_one, mixed, placements_of
 from shardwise.simulate.placement_rules import (
     ADDEND,
     OWN,
@@ -45,11 +46,14 @@ from shardwise.simulate.placement_rules import (
     ZERO,
     Lie,
     Mismatch,
+    beside_unit,
     in_memory,
-    placements_of,
     slice_of,
+    viewed_back,
 )
 from shardwise.simulate.storages import line_of_model
+
+_VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 
 
 class PlacementProblem(NamedTuple):
@@ -128,7 +132,11 @@ class PlacementMode(TorchDispatchMode):
         self._inside: list[str] = []
         self._places: dict[int, _Place] = {}
         self._lines: dict[str, str] = {}
+        self._viewed: dict[int, Lie] = {}
+        """Placements of the tensors that views of the forward pass were given, by number of the view's node."""
         self._handles: list[Any] = []
+        self._lost_view = False
+        """True if a tensor was read whose memory was written through another view, and no rule covers that."""
         self.activations: dict[tuple[str, str], ActivationForm] = {}
         """Inputs and outputs of modules in their first call, by name of the module and ``input`` or ``output``."""
         self.activation_gradients: dict[tuple[str, str], ActivationForm] = {}
@@ -180,6 +188,8 @@ class PlacementMode(TorchDispatchMode):
         self._count += 1
         if lie.kind == "slice" and lie.factor * lie.inner > tensor.shape[lie.dim]:
             lie = slice_of(lie.dim, tensor.shape[lie.dim])
+        if lie.kind == "slice" and lie.factor == 1:
+            lie = beside_unit(lie, tensor.shape)
         self._lies[tensor] = (self._count, lie)
 
     def get(self, tensor: Tensor) -> Lie:
@@ -190,15 +200,19 @@ class PlacementMode(TorchDispatchMode):
         written = self._written.get(tensor.untyped_storage()) if self._written else None
         if written is None or written.order <= count:
             return lie
-        if written.lie.kind != "slice" or written.form == (tensor.shape, tensor.stride()):
+        if written.form == (tensor.shape, tensor.stride()) or written.lie.kind not in ("slice", "mixed"):
             return written.lie
-        return in_memory(written.lie, written.form, tensor)
+        found = UNKNOWN if written.lie.kind == "mixed" else in_memory(written.lie, written.form, tensor)
+        self._lost_view |= found is UNKNOWN
+        return found
 
     def write(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor and of all others in its storage."""
         if isinstance(tensor, AbsentTensor):
             return
         self.set(tensor, lie)
+        if not tensor.numel():
+            return
         self._written[tensor.untyped_storage()] = _Written(self._count, lie, (tensor.shape, tensor.stride()))
 
     def line_of(self, module: str) -> str:
@@ -230,6 +244,7 @@ class PlacementMode(TorchDispatchMode):
             return args[0]
         if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
             return True
+        self._lost_view = False
         given = [self.get(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         out = func(*args, **kwargs)
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
@@ -239,13 +254,13 @@ class PlacementMode(TorchDispatchMode):
         self.operations += 1
         name = str(func._overloadpacket).removeprefix("aten.")
         try:
-            lies = placements_of(func, name, args, kwargs, out, self.get)
+            lies = self._of_results(func, name, args, kwargs, out)
         except Mismatch as error:
             self.refuse(name, error.wanted, error.found, place)
             lies = error.instead
         found = list(lies) if isinstance(lies, list) else [lies] * len(made)
         self.unknown_results += UNKNOWN in found
-        if any(lie is UNKNOWN for lie in found) and UNKNOWN not in given:
+        if any(lie is UNKNOWN for lie in found) and (self._lost_view or UNKNOWN not in given):
             self.unknown.append(UnknownOperation(name, *place))
         if name == "embedding" and (self.get(args[0]).kind, self.get(args[0]).dim) == ("slice", 0):
             self.write(args[1], OWN)  # places among the rank's own rows
@@ -253,6 +268,17 @@ class PlacementMode(TorchDispatchMode):
         for tensor, lie in zip(made, found, strict=False):
             (self.write if id(tensor) in inputs else self.set)(tensor, lie)
         return out
+
+    def _of_results(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> "Lie | list[Lie]":
+        """Return the placements of an operation's results."""
+        if name in _VIEWS:
+            node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+            lie = self.get(args[0])
+            if node is None:
+                self._viewed[torch._C._autograd._get_sequence_nr() - 1] = lie  # type: ignore[attr-defined]
+            elif lie.kind == "slice" and node._sequence_nr() in self._viewed:
+                return viewed_back(args, out, self.get, self._viewed[node._sequence_nr()])
+        return placements_of(func, name, args, kwargs, out, self.get)
 
 
 class PlacementTransport(NoTransport):
@@ -327,23 +353,36 @@ class PlacementTransport(NoTransport):
             mode.set(after, {"whole": ADDEND, "addend": WHOLE}.get(lie.kind, lie))
         elif move == "own rows":
             mode.set(after, ADDEND)
+        elif move == "own places":
+            mode.set(after, OWN)
+        elif move == "same rows":
+            if lie.kind == mode.get(after).kind == "slice":
+                mode.set(after, lie)
         else:
             if move == "piece" and lie.kind not in ("whole", "zero"):
                 mode.refuse(what, "a whole tensor", str(lie))
             mode.set(after, slice_of(dim, after.shape[dim]))
 
 
-def lie_of(placement: Placement, shape: Sequence[int]) -> Lie:
+def lie_of(placement: Placement, shape: Sequence[int], ranks: int) -> Lie:
     """Return the form of a registered placement on a rank.
 
     Args:
         placement: The placement on the axis.
         shape: Shape of the rank's piece.
+        ranks: Ranks on the axis.
     """
     if isinstance(placement, Shard) and placement.dim >= 0:
-        sizes = {block.size for block in placement.blocks}
-        blocks = len(placement.blocks) if len(sizes) == 1 else 1
-        return slice_of(placement.dim, max(shape[placement.dim] // blocks, 1))
+        dim = placement.dim
+        blocks = []
+        for block in placement.blocks:
+            copies = block.replicas(ranks)
+            size = block.size // (ranks // copies)
+            part = min(block.size // block.parts, size)
+            blocks.append((size, WHOLE if copies == ranks else slice_of(dim, size // part, part)))
+        if sum(size for size, _ in blocks) == shape[dim]:
+            return mixed(dim, blocks)
+        return slice_of(dim, max(shape[dim] // max(len(blocks), 1), 1))
     forms = {Replicate: WHOLE, Partial: ADDEND, PerRank: OWN}
     return forms.get(type(placement), UNKNOWN)
 
@@ -358,6 +397,11 @@ def placement_of(form: ActivationForm, ranks: int) -> tuple[tuple[int, ...], Pla
         ranks: Ranks on the axis.
     """
     lie, shape = form.lie, list(form.shape)
+    if lie.kind == "mixed" and {each.kind for _, each in lie.blocks} <= {"whole", "slice"}:
+        cuts = [_block_of(size, each, ranks) for size, each in lie.blocks]
+        shape[lie.dim] = sum(each.size for each in cuts)
+        return tuple(shape), Shard(lie.dim, tuple(cuts))
+    lie = as_one(lie, shape[lie.dim]) if shape else lie
     if lie.kind == "slice":
         size = lie.factor * lie.inner
         blocks = max(shape[lie.dim] // max(size, 1), 1)
@@ -371,6 +415,53 @@ def placement_of(form: ActivationForm, ranks: int) -> tuple[tuple[int, ...], Pla
         "own": PerRank(),
     }
     return tuple(shape), found.get(lie.kind)
+
+
+def gradient_suits(found: Lie, wanted: Placement, ranks: int) -> bool | None:
+    """Return True if a derived gradient lies as registered, False if it does not, and None if that is unknown.
+
+    A gradient of zeros suits every placement. Copies of a block that several ranks hold have addends: the engine sums
+    them among the ranks that hold the same copy.
+
+    Args:
+        found: Derived placement of the gradient.
+        wanted: Registered placement of the gradient.
+        ranks: Ranks on the axis.
+    """
+    if found == ZERO:
+        return True
+    if found.kind == "zero" or found.kind == "unknown" or (found.kind == "own" and not isinstance(wanted, Replicate | PerRank)):
+        return None
+    if found.kind != "mixed":
+        kinds = {"whole": Replicate, "slice": Shard, "addend": Partial, "own": PerRank}
+        return isinstance(wanted, kinds[found.kind])
+    if not isinstance(wanted, Shard) or wanted.dim != found.dim:
+        return False
+    kinds_found = []
+    place = 0
+    for block in wanted.blocks:
+        copies = block.replicas(ranks)
+        size = block.size // (ranks // copies)
+        kinds_found.append((found_kinds(found, place, size), "addend" if copies == ranks else "slice"))
+        place += size
+    if not kinds_found:
+        kinds_found = [({lie.kind for _, lie in found.blocks}, "slice")]
+    return all(kinds <= {kind, "zero"} for kinds, kind in kinds_found)
+
+
+def found_kinds(lie: Lie, start: int, size: int) -> set[str]:
+    """Return the kinds of the blocks of a mixed dim that lie in [start, start + size)."""
+    kinds, first = set(), 0
+    for length, each in lie.blocks:
+        if first < start + size and start < first + length:
+            kinds.add(each.kind)
+        first += length
+    return kinds
+
+
+def _block_of(size: int, lie: Lie, ranks: int) -> ShardBlock:
+    """Return the block of a whole dim that has ``size`` places on a rank."""
+    return ShardBlock(size, 1) if lie.kind == "whole" else ShardBlock(size * ranks, size * ranks)
 
 
 def derive(
@@ -415,4 +506,4 @@ def derive(
 
 def gradient_of(lie: Lie) -> Lie:
     """Return the placement of the gradient that arrives for a result: zeros have a whole gradient."""
-    return WHOLE if lie is ZERO else lie
+    return WHOLE if lie.kind == "zero" else lie

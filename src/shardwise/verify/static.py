@@ -26,9 +26,9 @@ from shardwise.compose.plan import make_plan
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit.foresee import StageOnShapes, read, visit_stages
 from shardwise.engine.parts.inputs import Loss
-from shardwise.parallel.expert.stacks import find_stacks
-from shardwise.plan.placement import AxisCut, Partial, Replicate, Shard, local_shape, runs
+from shardwise.plan.placement import AxisCut, Partial, Placement, Replicate, Shard, local_shape, runs
 from shardwise.plan.registry import Registry, TensorInfo, TensorKind
+from shardwise.simulate.placement_rules import Lie
 from shardwise.simulate.placements import (
     ActivationForm,
     PlacementMode,
@@ -36,6 +36,7 @@ from shardwise.simulate.placements import (
     PlacementTransport,
     UnknownOperation,
     derive,
+    gradient_suits,
     lie_of,
     placement_of,
 )
@@ -115,7 +116,6 @@ def static_problems(
     check = _StageCheck(
         {name: info for info in registry.of_kind("parameter") for name in (info.name, *info.aliases)},
         {name: info for info in registry.of_kind("gradient") for name in (info.name, *info.aliases)},
-        tuple({name.rpartition(".")[0] or name for name in find_stacks(make()).stacks}),
         Registry(known.mesh),
     )
     visit_stages(known, make, example, loss, check.transport_of, check)
@@ -159,7 +159,6 @@ class _StageCheck:
     Args:
         parameters: Registered parameters by each of their names.
         gradients: Registered gradients by each of their names.
-        uncovered: Names of modules that choose experts: each rank computes rows of its own there, which no rule covers.
         activations: Registry that receives the inputs and outputs of modules.
     """
 
@@ -167,11 +166,10 @@ class _StageCheck:
         self,
         parameters: Mapping[str, TensorInfo],
         gradients: Mapping[str, TensorInfo],
-        uncovered: tuple[str, ...],
         activations: Registry,
     ) -> None:
         self._activations = activations
-        self._uncovered = uncovered
+        self._ranks = activations.mesh.tp
         self._parameters = parameters
         self._gradients = gradients
         self._mode: PlacementMode | None = None
@@ -194,7 +192,7 @@ class _StageCheck:
         for name, parameter in module.named_parameters():
             info = self._parameters.get(name)
             if info is not None:
-                mode.set(parameter, lie_of(info.on("tp"), parameter.shape))
+                mode.set(parameter, lie_of(info.on("tp"), parameter.shape, self._ranks))
                 if parameter.requires_grad and name in self._gradients:
                     trained[name] = parameter
         ends: list[Tensor] = []
@@ -205,15 +203,11 @@ class _StageCheck:
 
         found = derive(mode, trained, forward, on_shapes.returns_addends)
         for name, lie in found.items():
-            self._compare(name, str(lie), mode)
+            self._compare(name, lie, mode)
         self._operations += mode.operations
         self._unknown += mode.unknown
         self._unknown_results += mode.unknown_results
-        for each in mode.problems:
-            if self._is_uncovered(each.module):
-                self._unknown.append(UnknownOperation(each.name, each.module, each.line))
-            else:
-                self._problems.append(each)
+        self._problems += mode.problems
         self._register(mode, on_shapes.stage)
         leaving = [torch.empty_like(each, requires_grad=each.requires_grad) for each in tensors_in(ends)]
         for like, end in zip(leaving, ends, strict=True):
@@ -222,14 +216,13 @@ class _StageCheck:
 
     def _register(self, mode: PlacementMode, stage: int) -> None:
         """Register the inputs and outputs of the stage's modules, and their gradients."""
-        ranks = self._activations.mesh.tp
         kinds: tuple[tuple[TensorKind, Mapping[tuple[str, str], ActivationForm]], ...] = (
             ("activation", mode.activations),
             ("activation gradient", mode.activation_gradients),
         )
         for kind, forms in kinds:
             for (module, label), form in forms.items():
-                shape, placement = placement_of(form, ranks)
+                shape, placement = placement_of(form, self._ranks)
                 if placement is None or self._activations.find(kind, module, label) is not None:
                     continue
                 self._activations.add(
@@ -238,20 +231,29 @@ class _StageCheck:
                     )
                 )
 
-    def _compare(self, name: str, found: str, mode: PlacementMode) -> None:
+    def _compare(self, name: str, found: Lie, mode: PlacementMode) -> None:
         """Compare the derived placement of a gradient with the registered one."""
-        wanted = self._gradients[name].gradient_on("tp")
+        wanted = self._wanted(name)
         module = name.rpartition(".")[0]
         line = mode.line_of(module)
         self._compared += 1
-        if found == "unknown" or self._is_uncovered(module):
+        suits = None if wanted is None else gradient_suits(found, wanted, self._ranks)
+        if suits is None:
             self._unknown.append(UnknownOperation(f"gradient of {name}", module, line))
-        elif found.partition("(")[0] != type(wanted).__name__:
+        elif not suits:
             said = f"gradient {type(wanted).__name__}"
             mode.problems.append(PlacementProblem(name, module, line, said, f"gradient {found}"))
 
-    def _is_uncovered(self, module: str) -> bool:
-        return any(module == name or module.startswith(f"{name}.") for name in self._uncovered)
+    def _wanted(self, name: str) -> Placement | None:
+        """Return the registered placement of a gradient on the ranks along "tp"; None if their experts differ.
+
+        Experts are spread over axes of their own. Ranks along "tp" that hold the same experts route different tokens,
+        so that their gradients are what the axis "edp" sums.
+        """
+        info, mesh = self._gradients[name], self._activations.mesh
+        if "tp" in mesh.model_axes(info.axes):
+            return info.gradient_on("tp")
+        return info.gradient_on("edp") if {*mesh.ranks("tp", 0)} <= {*mesh.ranks("edp", 0)} else None
 
     def result(self) -> StaticPart:
         """Return what was found in all stages."""
