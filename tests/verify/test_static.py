@@ -84,8 +84,8 @@ def test_experts_of_own_rows_have_no_problem(sequence: bool) -> None:
     assert is_clean(found), [*map(str, found.problems), *found.unknown]
 
 
-def test_one_rank_on_tp_checks_nothing() -> None:
-    assert check(mesh={}) == StaticPart()
+def test_one_rank_checks_nothing() -> None:
+    assert check(mesh={}, ranks=1) == StaticPart()
 
 
 def test_blooms_bug_is_a_sentence() -> None:

@@ -143,7 +143,9 @@ def placements_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, get: G
         if has_gradients:
             raise
         found = UNKNOWN
-    return OWN if found is UNKNOWN and not has_gradients else found  # places and counts of what the rank holds
+    return (
+        OWN if found is UNKNOWN and not has_gradients else found
+    )  # places and counts of what the rank holds
 
 
 def _by_class(
@@ -775,9 +777,9 @@ def _chosen(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | lis
 def _put(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
     """Return the placement of ``index_put``: values in places of a tensor, or added to them."""
     target, values, replaced = get(args[0]), get(args[2]), _indices(args[1], get)
-    if values.kind == "slice" and target.kind in ("zero", "slice") and args[2].dim() == args[0].dim():
-        if _own_places(args[1], values.dim, get):
-            return slice_of(values.dim, args[0].shape[values.dim])
+    are_rows = values.kind == "slice" and target.kind in ("zero", "slice") and args[2].dim() == args[0].dim()
+    if are_rows and _own_places(args[1], values.dim, get):
+        return slice_of(values.dim, args[0].shape[values.dim])
     if replaced is None:
         return UNKNOWN
     first, gone, come = replaced

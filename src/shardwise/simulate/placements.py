@@ -430,7 +430,7 @@ def gradient_suits(found: Lie, wanted: Placement, ranks: int) -> bool | None:
     """
     if found == ZERO:
         return True
-    if found.kind == "zero" or found.kind == "unknown" or (found.kind == "own" and not isinstance(wanted, Replicate | PerRank)):
+    if found.kind in ("zero", "unknown") or (found.kind == "own" and not isinstance(wanted, PerRank)):
         return None
     if found.kind != "mixed":
         kinds = {"whole": Replicate, "slice": Shard, "addend": Partial, "own": PerRank}

@@ -13,7 +13,7 @@ Cost: one pass of operations on shapes for each kind of stage, whatever the numb
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.pytree import tensors_in
+from shardwise.comm.duals import SEQUENCE
 from shardwise.comm.transports import NoTransport, Transport
+from shardwise.compose import module_steps
+from shardwise.compose.describe import describe_cut
 from shardwise.compose.plan import make_plan
 from shardwise.config.run import RunConfig
-from shardwise.engine.fit.foresee import StageOnShapes, read, visit_stages
+from shardwise.engine.fit.foresee import JobFacts, StageOnShapes, read, visit_stages
 from shardwise.engine.parts.inputs import Loss
+from shardwise.kernels.dropout import EqualPart
 from shardwise.plan.placement import AxisCut, Partial, Placement, Replicate, Shard, local_shape, runs
 from shardwise.plan.registry import Registry, TensorInfo, TensorKind
 from shardwise.simulate.placement_rules import Lie
@@ -40,6 +44,7 @@ from shardwise.simulate.placements import (
     lie_of,
     placement_of,
 )
+from shardwise.verify.reductions import reduction_problems
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class StaticPart:
     """Number of operations whose result is unknown, those that follow an unknown operation included."""
     gradients: int = 0
     """Number of gradients that were compared with the registry."""
+    reduced: int = 0
+    """Number of gradients whose sums over ranks were run on numbered elements (verify/reductions.py)."""
     unknown: tuple[UnknownOperation, ...] = ()
     """Operations that no rule covers, and gradients whose placement could not be derived."""
     problems: tuple[PlacementProblem, ...] = ()
@@ -81,7 +88,11 @@ class StaticPart:
     def as_json(self) -> dict[str, Any]:
         """Return the part as JSON has it."""
         return {
-            "checked": {"operations": self.operations, "gradients": self.gradients},
+            "checked": {
+                "operations": self.operations,
+                "gradients": self.gradients,
+                "sums": self.reduced,
+            },
             "unknown": [each._asdict() for each in self.unknown],
             "problems": [each._asdict() for each in self.problems],
         }
@@ -94,7 +105,7 @@ def static_problems(
     example: Any,
     loss: Loss | None = None,
 ) -> StaticPart:
-    """Return what is wrong with the placements of tensors and gradients on the axis "tp", without a process.
+    """Return what is wrong with placements on the axis "tp" and with sums of gradients, without a process.
 
     Args:
         make: Function that builds the model anew each time, on meta or not.
@@ -104,22 +115,31 @@ def static_problems(
         loss: The loss function, as ``initialize`` takes it.
 
     Returns:
-        What was checked, what is unknown and what is wrong. With one rank on "tp" nothing is checked.
+        What was checked, what is unknown and what is wrong. With one rank nothing is checked, and with one rank on "tp"
+        only the sums of gradients are.
 
     Raises:
         ShardwiseError: as ``initialize``, for everything that does not depend on weights or messages.
     """
     known = read(make, config, ranks, torch.device("cpu"), None, loss)
-    if known.mesh.tp == 1:
+    if known.mesh.world_size == 1:
         return StaticPart()
-    registry = make_plan(known.spec, known.mesh, known.policies).registry
+    plan = make_plan(known.spec, known.mesh, known.policies)
+    registry = plan.registry
+    reduced, wrong, left_out = reduction_problems(plan)
     check = _StageCheck(
         {name: info for info in registry.of_kind("parameter") for name in (info.name, *info.aliases)},
         {name: info for info in registry.of_kind("gradient") for name in (info.name, *info.aliases)},
         Registry(known.mesh),
     )
-    visit_stages(known, make, example, loss, check.transport_of, check)
-    return check.result()
+    if known.mesh.tp > 1:
+        visit_stages(known, make, example, loss, check.transport_of, check)
+        check.check_dropouts(known, make)
+    found = check.result()
+    unknown = [UnknownOperation(f"sum of the gradient of {name}", "", "") for name in left_out]
+    return replace(
+        found, reduced=reduced, problems=(*found.problems, *wrong), unknown=(*found.unknown, *unknown)
+    )
 
 
 def put_together(info: TensorInfo, pieces: Sequence[Tensor], axis: str = "tp") -> Tensor | None:
@@ -255,13 +275,58 @@ class _StageCheck:
             return info.gradient_on("tp")
         return info.gradient_on("edp") if {*mesh.ranks("tp", 0)} <= {*mesh.ranks("edp", 0)} else None
 
+    def check_dropouts(self, known: JobFacts, make: Callable[[], nn.Module]) -> None:
+        """Compare the part of the mask that each dropout takes with the placement of its input, on every rank."""
+        model = make()
+        described = describe_cut(
+            model, known.mesh, known.settings.zero, known.settings.tensor, known.settings.pipeline
+        )
+        if described.table is None:
+            return
+        cuts = [
+            module_steps.dropout_cuts(model, described.table, index, self._ranks, described.cuts_sequence)
+            for index in range(self._ranks)
+        ]
+        for name, module in model.named_modules():
+            info = self._activations.find("activation", name, "input")
+            if isinstance(module, nn.Dropout) and module.p and info is not None:
+                self._compare_masks(info, [each.get(name) for each in cuts])
+
+    def _compare_masks(self, info: TensorInfo, parts: Sequence[EqualPart | None]) -> None:
+        """Compare the parts of a dropout's mask, by rank, with the placement of its input."""
+        where = info.on("tp")
+        for index, part in enumerate(parts):
+            if isinstance(where, Shard):
+                wanted: EqualPart | None = EqualPart(where.dim, self._ranks, index)
+            elif isinstance(where, Replicate):
+                wanted = None
+            else:
+                return
+            given = part and part._replace(dim=part.dim % len(info.shape))
+            if wanted is None and given is not None and given.dim == SEQUENCE and not self._cuts_sequence:
+                wanted = EqualPart(SEQUENCE, self._ranks, index)  # this pass is whole, others are not
+            if given != wanted:
+                said, found = (
+                    "the mask of the whole"
+                    if each is None
+                    else f"part {each.part} of {each.parts} of dim {each.dim}"
+                    for each in (wanted, given)
+                )
+                self._problems.append(
+                    PlacementProblem(f"the mask of {info.name} on rank {index}", info.name, "", said, found)
+                )
+
+    @property
+    def _cuts_sequence(self) -> bool:
+        return any(each.on("tp") == Shard(SEQUENCE) for each in self._activations)
+
     def result(self) -> StaticPart:
         """Return what was found in all stages."""
         return StaticPart(
             self._operations,
             self._unknown_results,
             self._compared,
-            tuple(self._unknown),
-            tuple(self._problems),
-            self._activations,
+            unknown=tuple(self._unknown),
+            problems=tuple(self._problems),
+            activations=self._activations,
         )
