@@ -10,6 +10,7 @@ purpose: it is parsed, and its flags of ours are known.
 """
 
 import inspect
+import json
 import os
 import re
 import runpy
@@ -70,7 +71,12 @@ SMALL_CLICKS += " schedule.total_steps=100"
 
 
 def small(words: list[str]) -> list[str]:
-    """``shardwise train ...`` for a few steps of a small model, which takes what the page sets last."""
+    """``shardwise train ...`` for a few steps of a small model, which takes what the page sets last.
+
+    ``shardwise verify`` gets a layout of two ranks; the soak runs the layout that README shows.
+    """
+    if words[1] == "verify":
+        return ["tp=2" if word.count("=2") == 3 else word for word in words]
     if words[1] != "train":
         return words
     text = Path(words[2]).read_text() if words[2].endswith(".yaml") else words[2]
@@ -246,6 +252,22 @@ def test_the_readme_runs_and_its_first_program_prints_the_same_digits_on_any_num
     ]
     run_blocks(README, tmp_path, monkeypatch)
     assert capfd.readouterr().out.splitlines().count(line) == len(commands)
+
+
+@pytest.mark.soak
+def test_the_layout_that_readme_verifies_is_equal_to_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = next(
+        line for line in README.read_text(encoding="utf-8").splitlines() if "shardwise verify" in line
+    )
+    words = shlex.split(line, comments=True)
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", *words[1:], "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 8
 
 
 def run_blocks(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

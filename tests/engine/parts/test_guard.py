@@ -94,6 +94,21 @@ FAULTS = {
     "shards at rest": Fault(2, {"zero": {"stage": 3}}, "weight", "state of rank 1 changed"),
     "masters at rest": Fault(2, {"zero": {"stage": 2}, **BF16}, "master", "state of rank 1 changed"),
     "moments at rest": Fault(2, {"zero": {"stage": 3}}, "exp_avg", "state of rank 1 changed"),
+    "masters in host memory at rest": Fault(
+        2, {"zero": {"stage": 2}, **BF16, "offload": {"optimizer": "host"}}, "master", "rank 1 changed"
+    ),
+    "moments in host memory at rest": Fault(
+        2,
+        {"zero": {"stage": 3}, "offload": {"optimizer": "host", "parameters": "host"}},
+        "exp_avg_sq",
+        "rank 1",
+    ),
+    "weights in host memory at rest": Fault(
+        2, {"zero": {"stage": 3}, "offload": {"optimizer": "host", "parameters": "host"}}, "weight", "rank 1"
+    ),
+    "moments in host memory under HSDP": Fault(
+        4, {**HSDP, "offload": {"optimizer": "host", "state": "int8"}}, "exp_avg", "exp_avg of", victim=3
+    ),
     "moments on tp at rest": Fault(2, {"mesh": {"tp": 2}}, "exp_avg", "rank 1 changed"),
     "experts": Fault(
         2, {"mesh": {"ep": 2}, "zero": {"stage": 0}}, "exp_avg", "rank 1 changed", {"experts": 2}
@@ -204,6 +219,8 @@ CLEAN: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (4, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}, "zero": {"stage": 2}}, {"tied": True}),
     (4, {"mesh": {"ep": 2}, "zero": {"stage": 1}}, {"experts": 4}),
     (4, {"mesh": {"tp": 2}, "zero": {"stage": 0}, "offload": {"state": "int8"}}, {"tied": True}),
+    (2, {"zero": {"stage": 3}, "offload": {"optimizer": "host", "parameters": "host"}}, {}),
+    (2, {"zero": {"stage": 2}, **BF16, "offload": {"optimizer": "host", "step": "delayed"}}, {}),
 ]
 
 
@@ -215,9 +232,11 @@ def test_a_clean_run_has_the_same_bits_and_no_alarm(
         assert without == guarded
 
 
-def test_changes_by_calls_are_no_alarm() -> None:
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "host"}], ids=["device", "host"])
+def test_changes_by_calls_are_no_alarm(offload: dict[str, Any]) -> None:
     """Edits of weights, loads of weights, averages and state that moves are what a program may do between steps."""
-    engine = begin(World(0, 1), {"zero": {"stage": 0}, "ema": {"decay": 0.9}}, {"every": 1})
+    config = {"zero": {"stage": 0}, "ema": {"decay": 0.9}, "offload": offload}
+    engine = begin(World(0, 1), config, {"every": 1})
     step(engine)
     with torch.no_grad():
         for parameter in engine.module.parameters():
@@ -284,6 +303,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"mesh": {"pp": 2}, "batch": {"accumulation": 2}, "zero": {"stage": 1}}, {"tied": True}),
     ({"mesh": {"ep": 2}, "zero": {"stage": 1}}, {"experts": 4}),
     ({"mesh": {"tp": 2}, "zero": {"stage": 0}, "offload": {"state": "int8"}}, {}),
+    ({**HSDP, "offload": {"optimizer": "host", "state": "bf16"}}, {}),
 ]
 
 

@@ -14,11 +14,11 @@ then the ranks exchange the digests of single tensors, through the store, and na
 State that one rank alone holds is compared with itself: its digest after the update of a compared step must be that
 before the next update. State with another version, in torch's count, was changed by a call, which is allowed.
 
-State off the device is not read: a disk's blocks have checksums, and weights are rounded from masters in host memory.
-Weights that a user's program can reach are compared between ranks, never with themselves.
+State in host memory is read too, after the updates that run beside the next step; state on a disk is not, because its
+blocks have checksums. Weights that a user's program can reach are compared between ranks, never with themselves.
 
-Cost: five numbers in an all-reduce that runs anyway; in a compared step one read of the state on the device, twice if
-``at_rest``.
+Cost: five numbers in an all-reduce that runs anyway; in a compared step one read of the state, twice if ``at_rest``,
+and a wait for the updates in host memory.
 """
 
 import json
@@ -39,6 +39,7 @@ from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.norm_numbers import GUARD_NUMBERS
 from shardwise.plan.slices import TensorSlices
+from shardwise.tiers.tier import TierState
 
 _PIECES = (0, 16, 32, 48)
 _FACTORS = 4093
@@ -46,7 +47,7 @@ _FACTORS = 4093
 
 
 class StateTensor(NamedTuple):
-    """One flat tensor of state on the device, with the elements of a bucket from ``first`` on."""
+    """One flat tensor of state in memory, with the elements of a bucket from ``first`` on."""
 
     kind: str
     bucket: BucketState
@@ -77,7 +78,7 @@ class SharedRange(NamedTuple):
 
 
 class GuardedState:
-    """All state of one rank that lies on the device, and the ranks that hold the same.
+    """All state of one rank that lies on the device or in host memory, and the ranks that hold the same.
 
     Args:
         buckets: All buckets of the rank, frozen ones included.
@@ -113,6 +114,8 @@ class GuardedState:
                 yield StateTensor(
                     "weight", bucket, weight.first, shard.detach(), is_cut, not weight.has_window
                 )
+            if bucket.state is not None and bucket.state.tier == "host":
+                yield from self._in_host_memory(bucket, bucket.state)
             master = weight.master
             if master is not None and not weight.shares_master and not bucket.holds("master"):
                 yield StateTensor("master", bucket, own, master.detach(), cuts, False)
@@ -130,6 +133,23 @@ class GuardedState:
                         yield StateTensor(
                             label, bucket, own + segment.start, value.detach().view(-1), cuts, False
                         )
+
+    def _in_host_memory(self, bucket: BucketState, state: TierState) -> Iterator[StateTensor]:
+        """Yield the tensors of a bucket that lie in host memory, after the last update has ended."""
+        bucket.weight.finish_update()
+        state.finish_update()
+        (index, count), optimizer = bucket.owned_range, self._optimizers.get(bucket)
+        coded = None if optimizer is None else optimizer.state.coded
+        for kind, flat in state.tensors.items():
+            if kind == "grad":
+                continue
+            if kind == "weight":
+                is_cut = flat.numel() < bucket.layout.elements
+                yield StateTensor(kind, bucket, bucket.weight.first, flat.detach(), is_cut, False)
+                continue
+            block = coded.block if coded is not None and kind in coded.tensors else 0
+            own = index * bucket.owned_elements
+            yield StateTensor(kind, bucket, own, flat.detach(), count > 1, False, block)
 
     def shared(self) -> Iterator[SharedRange]:
         """Yield the ranges that other ranks hold too."""
