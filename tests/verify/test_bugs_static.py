@@ -51,7 +51,7 @@ QUICK = (
     "norm declared replicate",
     "copies not summed",
     "tied gradient doubled",
-    "copies in the norm, tp",
+    "ties in the norm, pp",
     "part of the first",
 )
 

@@ -19,7 +19,7 @@ Shapes: of one rank, so that a dim that is cut has its size on the rank.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -149,7 +149,7 @@ def placements_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, get: G
 
 
 def _by_class(
-    func: Any, base: str, args: Any, kwargs: Any, out: Any, get: Get, kinds: Collection[str]
+    func: Any, base: str, args: Any, kwargs: Any, out: Any, get: Get, kinds: set[Kind]
 ) -> "Lie | list[Lie]":
     rule = _RULES.get(base)
     if rule is not None:

@@ -451,7 +451,8 @@ def gradient_suits(found: Lie, wanted: Placement, ranks: int) -> bool | None:
 
 def found_kinds(lie: Lie, start: int, size: int) -> set[str]:
     """Return the kinds of the blocks of a mixed dim that lie in [start, start + size)."""
-    kinds, first = set(), 0
+    kinds: set[str] = set()
+    first = 0
     for length, each in lie.blocks:
         if first < start + size and start < first + length:
             kinds.add(each.kind)

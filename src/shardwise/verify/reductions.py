@@ -161,8 +161,10 @@ def _bucket(mesh: Mesh, rank: int, layout: Bucket, strategy: Strategy) -> Bucket
         name = mesh.name_of(axes)
         return _group(name, mesh.ranks(name, rank), rank, factor)
 
-    pools = (*(SlotPool(device) for _ in range(3)), GradientMemory(device))
-    around = BucketContext.of(here, group_over, *pools, Ledger(), device)
+    weights, shards, gradients = SlotPool(device), SlotPool(device), SlotPool(device)
+    around = BucketContext.of(
+        here, group_over, weights, shards, gradients, GradientMemory(device), Ledger(), device
+    )
     parameters = [nn.Parameter(torch.zeros(slot.shape, dtype=torch.float64)) for slot in layout.slots]
     dtypes = BucketDtypes(*[torch.float64] * len(BucketDtypes._fields))
     return BucketState(layout, dtypes, parameters, "the bucket", around)
