@@ -108,6 +108,71 @@ class _Written(NamedTuple):
     """Shape and strides of the tensor through which it was written."""
 
 
+class ModuleActivations:
+    """Inputs and outputs of the modules of one model, with their placements, noted while the modules run.
+
+    Args:
+        module: The model.
+        lie_of_tensor: Function that returns the placement of a tensor.
+    """
+
+    def __init__(self, module: nn.Module, lie_of_tensor: Callable[[Tensor], Lie]) -> None:
+        self.outputs: dict[tuple[str, str], ActivationForm] = {}
+        """Inputs and outputs in a module's first call, by name of the module and ``input`` or ``output``."""
+        self.gradients: dict[tuple[str, str], ActivationForm] = {}
+        """Gradients that reach these inputs and outputs."""
+        self._names = {id(each): name for name, each in module.named_modules()}
+        self._inside: list[str] = []
+        self._handles: list[Any] = []
+        self._lie_of = lie_of_tensor
+
+    @property
+    def running(self) -> str:
+        """Name of the innermost module that runs; empty outside of modules."""
+        return self._inside[-1] if self._inside else ""
+
+    def watch(self) -> None:
+        """Start noting the modules that run."""
+        register = torch.nn.modules.module
+        self._handles = [
+            register.register_module_forward_pre_hook(self._begin),
+            register.register_module_forward_hook(self._end, always_call=True),
+        ]
+
+    def end(self) -> None:
+        """Stop noting."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self._names.get(id(module), self.running))
+        with torch._C.DisableTorchFunction():  # a caller may watch the torch functions of a module
+            self._note(module, "input", args)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+        with torch._C.DisableTorchFunction():
+            self._note(module, "output", output)
+
+    def _note(self, module: nn.Module, label: str, value: Any) -> None:
+        """Note the first tensor of an input or an output, and its gradient as soon as there is one."""
+        tensor = value[0] if isinstance(value, tuple) and value else value
+        key = self._names.get(id(module), ""), label
+        if not key[0] or key in self.outputs or not isinstance(tensor, Tensor):
+            return
+        if isinstance(tensor, AbsentTensor) or not tensor.is_floating_point():
+            return
+        self.outputs[key] = ActivationForm(tuple(tensor.shape), tensor.dtype, self._lie_of(tensor))
+
+        def reached(gradient: Tensor) -> None:
+            form = ActivationForm(tuple(gradient.shape), gradient.dtype, self._lie_of(gradient))
+            self.gradients.setdefault(key, form)
+
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+
 class PlacementMode(TorchDispatchMode):
     """Derives the placements on one axis of all tensors that operations make inside the ``with`` block.
 
@@ -125,63 +190,25 @@ class PlacementMode(TorchDispatchMode):
         """Number of operations whose result is unknown, those that follow an unknown operation included."""
         self.problems: list[PlacementProblem] = []
         self.unknown: list[UnknownOperation] = []
-        self._names = {id(each): name for name, each in module.named_modules()}
+        self.modules = ModuleActivations(module, self.get)
+        """Inputs and outputs of the modules that run."""
         self._lies: Any = WeakIdKeyDictionary()
         self._written: Any = WeakIdKeyDictionary()
         self._count = 0
-        self._inside: list[str] = []
         self._places: dict[int, _Place] = {}
         self._lines: dict[str, str] = {}
         self._viewed: dict[int, Lie] = {}
         """Placements of the tensors that views of the forward pass were given, by number of the view's node."""
-        self._handles: list[Any] = []
         self._lost_view = False
         """True if a tensor was read whose memory was written through another view, and no rule covers that."""
-        self.activations: dict[tuple[str, str], ActivationForm] = {}
-        """Inputs and outputs of modules in their first call, by name of the module and ``input`` or ``output``."""
-        self.activation_gradients: dict[tuple[str, str], ActivationForm] = {}
-        """Gradients that reach these inputs and outputs."""
 
     def __enter__(self) -> Any:
-        register = torch.nn.modules.module
-        self._handles = [
-            register.register_module_forward_pre_hook(self._begin),
-            register.register_module_forward_hook(self._end, always_call=True),
-        ]
+        self.modules.watch()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.modules.end()
         super().__exit__(*error)
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._inside.append(self._names.get(id(module), self._inside[-1] if self._inside else ""))
-        with torch._C.DisableTorchFunction():  # a caller may watch the torch functions of a module
-            self._note(module, "input", args)
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside:
-            self._inside.pop()
-        with torch._C.DisableTorchFunction():
-            self._note(module, "output", output)
-
-    def _note(self, module: nn.Module, label: str, value: Any) -> None:
-        """Note the first tensor of an input or an output, and its gradient as soon as there is one."""
-        tensor = value[0] if isinstance(value, tuple) and value else value
-        key = self._names.get(id(module), ""), label
-        if not key[0] or key in self.activations or not isinstance(tensor, Tensor):
-            return
-        if isinstance(tensor, AbsentTensor) or not tensor.is_floating_point():
-            return
-        self.activations[key] = ActivationForm(tuple(tensor.shape), tensor.dtype, self.get(tensor))
-
-        def reached(gradient: Tensor) -> None:
-            form = ActivationForm(tuple(gradient.shape), gradient.dtype, self.get(gradient))
-            self.activation_gradients.setdefault(key, form)
-
-        if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def set(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor."""
@@ -231,7 +258,7 @@ class PlacementMode(TorchDispatchMode):
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is not None:
             return self._places.get(node._sequence_nr(), _Place("", ""))
-        module = self._inside[-1] if self._inside else ""
+        module = self.modules.running
         place = _Place(module, line_of_model(sys._getframe(2)))
         self._places[torch._C._autograd._get_sequence_nr() - 1] = place  # type: ignore[attr-defined]
         if place.line:

@@ -150,8 +150,7 @@ def verify(
 ) -> Verdict:
     """Compare a model on a layout with one process, and return the verdict.
 
-    The static part comes first. A problem that it finds makes the verdict "fail", also if the numbers agree; what it
-    does not know is listed and decides nothing.
+    The static part comes first; a problem in it makes the verdict "fail", also if all numbers agree.
 
     Args:
         make: Function that makes the model.

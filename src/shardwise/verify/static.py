@@ -237,8 +237,8 @@ class _StageCheck:
     def _register(self, mode: PlacementMode, stage: int) -> None:
         """Register the inputs and outputs of the stage's modules, and their gradients."""
         kinds: tuple[tuple[TensorKind, Mapping[tuple[str, str], ActivationForm]], ...] = (
-            ("activation", mode.activations),
-            ("activation gradient", mode.activation_gradients),
+            ("activation", mode.modules.outputs),
+            ("activation gradient", mode.modules.gradients),
         )
         for kind, forms in kinds:
             for (module, label), form in forms.items():
