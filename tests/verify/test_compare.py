@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from shardwise.verify.compare import (
-    RankActivations,
     compared,
     hold_to_bits,
     hold_to_limit,
@@ -145,15 +144,3 @@ def test_runs_without_a_common_step_are_not_equal() -> None:
     """A resumed run that goes on from another step, or runs none, must not pass with nothing compared."""
     assert hold_to_bits(layout(), layout(first=1)).wrong
     assert hold_to_bits(layout(), layout() | {"steps": []}).wrong
-
-
-def test_cut_activations_are_put_together_and_a_wrong_copy_is_not_hidden() -> None:
-    whole = torch.arange(12.0).view(2, 6)
-    ranks = [
-        {"outputs": {"k": piece}, "place": {"tp": i}} for i, piece in enumerate((whole[:, :4], whole[:, 4:]))
-    ]
-    found, reason, held = RankActivations(ranks, 2, ()).whole("outputs", "k", whole.shape)
-    assert found is not None and torch.equal(found, whole) and not reason and held == (0, 1)
-    ranks = [{"outputs": {"k": whole + i}, "place": {"tp": i}} for i in range(2)]
-    found, _, _ = RankActivations(ranks, 2, ()).whole("outputs", "k", whole.shape)
-    assert found is not None and torch.equal(found, whole + 1)

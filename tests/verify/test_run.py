@@ -68,7 +68,7 @@ def test_gradients_that_are_summed_twice_are_found_and_explained() -> None:
     assert (found.verdict, found.failed_in, found.exit_code) == ("fail", "fp64", 1)
     first = found.first
     assert first is not None and (first.kind, first.module) == ("gradient", "second"), found.lines()
-    assert first.explanation == "it is the right tensor times dp = 2"
+    assert first.explanation == "it is the right tensor times dp = microbatches = 2"
 
 
 def test_a_model_that_counts_its_calls_is_no_reference() -> None:
@@ -186,7 +186,9 @@ def test_the_static_part_needs_no_rank_and_names_blooms_bug() -> None:
     keys = ["--set", "tensor.sequence_parallel=true", "--set", "tensor.table={blocks.*.mlp_norm: replicate}"]
     bug = CliRunner().invoke(app, [*given, *keys])
     assert bug.exit_code == 1 and "blocks.0.mlp_norm.weight" in bug.output, bug.output
-    nothing = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "dp=2", "--static"])
+    sums = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "dp=2", "--static"])
+    assert sums.exit_code == 0 and "0 problems" in sums.output, sums.output
+    nothing = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "dp=1", "--static"])
     assert nothing.exit_code == 2 and "cannot be verified" in nothing.output
     stages = CliRunner().invoke(app, ["verify", "gpt_stdlib", "--layout", "pp=2,tp=2", "--static"])
     assert stages.exit_code == 0 and "0 unknown, 0 problems" in stages.output, stages.output

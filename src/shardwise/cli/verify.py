@@ -38,6 +38,18 @@ _Steps = Annotated[int, typer.Option(min=2, help="Optimizer steps.")]
 _Static = Annotated[
     bool, typer.Option("--static", help="Derive the placements of tensors along tp alone, without a process.")
 ]
+_Isolate = Annotated[
+    bool,
+    typer.Option(
+        "--isolate", help="On a failure, feed each module the reference's tensors, and list all wrong ones."
+    ),
+]
+_Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain", help="On a failure, list what ran between the last right tensor and the first wrong one."
+    ),
+]
 _Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in precision=bf16.")
 ]
@@ -52,6 +64,8 @@ def command(
     layout: _Layout = None,
     steps: _Steps = 3,
     only_static: _Static = False,
+    isolate: _Isolate = False,
+    explains: _Explain = False,
     against: _Against = None,
     overrides: _Overrides = None,
     as_json: _AsJson = False,
@@ -60,7 +74,13 @@ def command(
 
     The exit code is 0 if the layout is equal to one process, 1 if it is not, and 2 if this cannot be verified.
     """
-    options = {"steps": steps, "only_static": only_static, "against": against}
+    options = {
+        "steps": steps,
+        "only_static": only_static,
+        "against": against,
+        "isolate": isolate,
+        "explains": explains,
+    }
     found = _verified(subject, example, layout, options, tuple(overrides or ()))
     typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
     raise typer.Exit(found.exit_code)

@@ -1,8 +1,9 @@
 """Compare what a layout computed with the reference, tensor by tensor in causal order.
 
-    start weights; then in every step: outputs of modules as the forward pass uses them, the loss, and, from the last
-    module to the first, the gradient of its output and of its parameters; the norm, whether the step was skipped, the
-    learning rate, step counts, moments, masters, weights, rows of tables
+    start weights; then in every step: inputs, weights and outputs of modules as the forward pass uses them (causal.py),
+    the loss, and, from the last module to the first, the gradient of its output and of its parameters; the norm,
+    whether the step was skipped, the learning rate, step counts, moments, copies that differ between ranks, masters,
+    weights, rows of tables
 
 The first tensor in this order that is wrong has inputs that are right, so the mistake lies between them. A tensor that
 only one of the two runs has is wrong.
@@ -24,14 +25,16 @@ to the bit allows nothing, and neither does one above 10^-3 of the largest.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.verify.causal import OutputGradients, forward_tensors, unequal_copies
+from shardwise.verify.ranks import RankRecords
 from shardwise.verify.reference import Reference
 from shardwise.verify.rows import row_pairs, same_rows
+from shardwise.verify.tensors import ComparedTensor, module_of
 
 FP64_LIMIT = 1e-10
 ROUNDED_LIMIT = 1e-4
@@ -44,77 +47,10 @@ _LEAST_SHARE = 1e-11
 """Smallest relative error of an update that is allowed for; below, the limit of the pass suffices."""
 
 
-class ComparedTensor(NamedTuple):
-    """One tensor of the layout beside the reference's, with its place in the causal order."""
-
-    kind: str
-    """The kind in counts: one of KINDS."""
-    what: str
-    """The kind in a verdict: weight, activation, gradient, norm, moment, master, loss, row, step count, rate."""
-    name: str
-    step: int
-    got: Tensor
-    wanted: Tensor
-    scale: float
-    module: str = ""
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def error(self) -> float:
-        """The relative L2 error; infinity if shapes differ or an element is not a number."""
-        if self.got.shape != self.wanted.shape:
-            return float("inf")
-        difference = float((self.got.double() - self.wanted.double()).norm())
-        found = difference / self.scale if self.scale else difference
-        return found if found == found else float("inf")
-
-
-@dataclass
-class RankActivations:
-    """Activations that the ranks of a layout saw, and where each rank stands."""
-
-    by_rank: Sequence[Mapping[str, Any]]
-    tp: int
-    units: Sequence[str]
-
-    def whole(self, of: str, key: str, shape: torch.Size) -> tuple[Tensor | None, str, tuple[int, ...]]:
-        """Return the whole tensor of ``key``, the reason why there is none, and the ranks that hold it.
-
-        A tensor lies whole on each rank along "tp", or cut along the one dim in which the ranks' sizes add up to that
-        of the whole tensor.
-        """
-        ranks = [rank for rank, each in enumerate(self.by_rank) if key in each[of]]
-        if not ranks:
-            return None, "no rank runs this module by its own call", ()
-        held = sorted(ranks, key=lambda rank: self.by_rank[rank]["place"]["tp"])
-        pieces = [self.by_rank[rank][of][key] for rank in held]
-        if all(piece.shape == shape for piece in pieces):
-            if of == "gradients" and self.tp > 1:
-                return (
-                    None,
-                    "whether ranks along tp hold the whole gradient or addends of it is not known",
-                    (),
-                )
-            farthest = max(
-                pieces, key=lambda piece: float((piece - pieces[0]).abs().nan_to_num(float("inf")).sum())
-            )
-            return (
-                farthest,
-                "",
-                tuple(held),
-            )  # a copy that is wrong on one rank must not hide behind right ones
-        if len(pieces) != self.tp or any(piece.dim() != len(shape) for piece in pieces):
-            return None, "the ranks hold parts of unknown placement", ()
-        dims = [d for d in range(len(shape)) if any(piece.shape[d] != shape[d] for piece in pieces)]
-        if len(dims) != 1 or sum(piece.shape[dims[0]] for piece in pieces) != shape[dims[0]]:
-            return None, "the ranks hold parts of unknown placement", ()
-        return torch.cat(pieces, dims[0]), "", tuple(held)
-
-
 def compared(
     found: Mapping[str, Any],
     reference: Reference,
-    activations: RankActivations | None,
+    activations: RankRecords | None,
     left_out: dict[str, str],
     by_rank: Sequence[Mapping[str, Any]] = (),
     declared: dict[str, str] | None = None,
@@ -133,14 +69,15 @@ def compared(
     per_rank = [name for name in found.get("per_rank", ()) if name in found["start"]]
     no_weights = dict.fromkeys(per_rank, "each rank has its own numbers of its own samples")
     declared |= no_weights
+    if activations is not None:
+        yield from unequal_copies(0, reference.start, activations)
     yield from _weights(found["start"], reference.start, 0, no_weights)
     yield from _rows(by_rank, reference, 0)
     allowed: dict[str, Tensor] = {}
     moved = 0.0
     for step, (mine, truth) in enumerate(zip(found["steps"], reference.steps, strict=True)):
         if activations is not None:
-            for module in reference.order:
-                yield from _activations("outputs", module, step, reference.activations, activations, left_out)
+            yield from forward_tensors(reference, activations, step, left_out)
         yield _number("loss", "loss", step, mine["loss"], truth.loss)
         yield from _gradients(mine["gradients"], reference, step, activations, left_out)
         yield _number("norm", "norm", step, mine["norm"], truth.norm)
@@ -152,6 +89,8 @@ def compared(
         for name in set(mine.get("masters", {})) ^ {name for name in truth.gradients if "masters" in mine}:
             if name not in masters:
                 left_out[f"master of {name}"] = "the engine does not return it as a whole tensor"
+        if activations is not None:
+            yield from unequal_copies(step + 1, truth.weights, activations)
         yield from _masters(mine.get("masters", {}), masters, step, allowed, moved)
         yield from _weights(mine["weights"], truth.weights, step, no_weights, allowed, moved)
         yield from _rows(by_rank, reference, step + 1)
@@ -272,46 +211,16 @@ _RATE = 1e-3
 """The size of an update by which a weight that starts at zero is measured."""
 
 
-def _activations(
-    of: str,
-    module: str,
-    step: int,
-    wanted: Mapping[str, Tensor],
-    held: RankActivations,
-    left_out: dict[str, str],
-) -> Iterator[ComparedTensor]:
-    said = module if of == "outputs" else f"gradient of the output of {module}"
-    if module not in held.units:
-        left_out[said] = "only outputs of whole Units are compared, whose placement the engine knows"
-        return
-    kind = "activations" if of == "outputs" else "activation gradients"
-    prefix = f"{module} step {step + 1} piece "
-    for key, truth in wanted.items():
-        if not key.startswith(prefix):
-            continue
-        got, reason, ranks = held.whole(of, key, truth.shape)
-        if got is None:
-            left_out[said] = reason
-            continue
-        name = f"{said}, microbatch {key.removeprefix(prefix)}"
-        scale = max(float(truth.double().norm()), 1e-300)
-        yield ComparedTensor(
-            "activations", kind.removesuffix("s"), name, step, got.cpu(), truth, scale, module, ranks
-        )
-
-
 def _gradients(
     got: Mapping[str, Tensor],
     reference: Reference,
     step: int,
-    activations: RankActivations | None,
+    activations: RankRecords | None,
     left_out: dict[str, str],
 ) -> Iterator[ComparedTensor]:
     truth = reference.steps[step]
     floor = _SHARE * max(truth.norm, 1e-290)
-    modules = list(reversed(reference.order))
     waiting = dict(truth.gradients)
-    deep = [name for name in modules if activations is None or name in activations.units]
 
     def of(names: Sequence[str]) -> Iterator[ComparedTensor]:
         for name in names:
@@ -324,16 +233,32 @@ def _gradients(
                 "gradients", "gradient", name, step, got[name].cpu(), wanted, scale, module_of(name)
             )
 
-    for module in deep:
-        if activations is not None:
-            yield from _activations(
-                "gradients", module, step, reference.activation_gradients, activations, left_out
-            )
-        yield from of([name for name in reversed(list(waiting)) if name.startswith(f"{module}.")])
+    outputs = None if activations is None else OutputGradients(step, reference, activations, left_out)
+    owned: dict[str, list[str]] = {}
+    for name in reversed(list(waiting)):
+        owned.setdefault(_owner(name, reference.order), []).append(name)
+    for module in reversed(reference.order):
+        if outputs is not None:
+            yield from outputs.of(module)
+        yield from of(owned.get(module, []))
     yield from of(list(reversed(list(waiting))))
     for name in got:
         if name not in truth.gradients:
             yield _missing("gradients", "gradient", name, step, got[name], True)
+
+
+def _owner(parameter: str, modules: Sequence[str]) -> str:
+    """Return the module after whose gradient of the output a parameter's gradient is known.
+
+    A parameter of a module that was not recorded belongs to the first recorded module inside the nearest recorded
+    module around it, because gradients are computed from the last module to the first.
+    """
+    module = module_of(parameter)
+    if module in modules:
+        return module
+    while module and module not in modules:
+        module = module_of(module)
+    return next((each for each in modules if each.startswith(f"{module}.") or not module), module)
 
 
 def _moments(
@@ -360,11 +285,6 @@ def _moments(
     for name in got:
         if name not in wanted and bool(got[name].ne(0).any()):
             yield _missing("moments", "moment", name, step, got[name], True)
-
-
-def module_of(parameter: str) -> str:
-    """Return the name of the module that holds ``parameter``."""
-    return parameter.rpartition(".")[0]
 
 
 class PassFigures(NamedTuple):

@@ -37,8 +37,9 @@ from shardwise.models.dropout import replace_dropout
 from shardwise.optim.clip import clip_factor
 from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.precision.policy import SIXTEEN_BITS
-from shardwise.verify.compare import KINDS, ComparedTensor, PassFigures, module_of
+from shardwise.verify.compare import KINDS, PassFigures
 from shardwise.verify.reference import LossOf, TorchOptimizers, optimizer_state, with_dtype
+from shardwise.verify.tensors import ComparedTensor, module_of
 
 _TIMES_NOISE = 4.0
 _TIMES_EPS = 8.0

@@ -15,7 +15,7 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import DivergedError, ShardwiseError
+from shardwise.comm.world import own_seat
 from shardwise.config.run import RunConfig
 from shardwise.engine.construction.build import initialize
 from shardwise.engine.engine import Engine
-from shardwise.engine.state import state
 from shardwise.plan.placement import PerRank
+from shardwise.plan.registry import TensorInfo
 from shardwise.verify.activations import ActivationRecorder
+from shardwise.verify.failure import FAILURE
+from shardwise.verify.held import HeldState
+from shardwise.verify.isolate import FedTensors, IsolatingRecorder
 from shardwise.verify.reference import LossOf
 from shardwise.verify.rows import rows_here
-
-FAILURE = "failure.json"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class LayoutJob:
     """Load the checkpoint, and run the steps that follow it."""
     saves_at: str = ""
     """Folder of a checkpoint that is written before the first step."""
+    fed: str = ""
+    """File with tensors of the reference that are fed to each module (isolate.py); "": none."""
+    placements: Mapping[tuple[str, str], TensorInfo] = field(default_factory=dict)
+    """Placements of the modules' tensors along "tp", by which they are fed."""
 
 
 def run_rank(job: LayoutJob, folder: str) -> int:
@@ -73,7 +79,7 @@ def run_rank(job: LayoutJob, folder: str) -> int:
         own = {key: found[key] for key in ("activations", "rows", "counts")}
         torch.save(found if rank == 0 else own, Path(folder, f"{rank}.pt"))
     except (ShardwiseError, MemoryError) as caught:
-        rank = -1 if engine is None else engine.world.rank
+        rank = own_seat().rank if engine is None else engine.world.rank
         said = {"type": type(caught).__name__, "text": str(caught), "rank": rank}
         Path(folder, f"{rank}.{FAILURE}").write_text(json.dumps(said), encoding="utf-8")
         raise
@@ -85,7 +91,8 @@ def run_rank(job: LayoutJob, folder: str) -> int:
 
 def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     parts = engine._parts
-    recorder = ActivationRecorder(parts.passes.replay, job.rows)
+    held = HeldState(engine, job.records, len(job.steps))
+    recorder = _recorder(engine, job, held)
     first = 0
     if job.resumes:
         engine.load(job.checkpoint)
@@ -109,19 +116,20 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     if job.saves_at:
         engine.save(job.saves_at, asynchronous=False)
     activation_gradients: dict[str, Tensor] = {}
-    found["diverged"] = ""
+    found["diverged"], found["lacks"] = "", held.lacks
     for step in range(first, len(job.steps)):
         try:
             with recorder.recording(engine.module) if job.records else nullcontext():
-                facts, divisor = _one_step(engine, job, step)
+                facts = _one_step(engine, job, step, held)
         except DivergedError as alarm:
-            if not found["steps"] or not job.records:
+            if not job.records:
                 raise
             found["diverged"] = str(alarm)  # the steps before may show the cause
             break
         found["steps"].append(facts)
         found["rows"].append(rows_here(engine.tables))
         found["counts"].append(step_counts(engine))
+        divisor = held.summed.divisor
         activation_gradients |= {key: gradient / divisor for key, gradient in recorder.gradients.items()}
         recorder.gradients = {}
         if job.save_after == step + 1:
@@ -129,40 +137,42 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     mesh = engine.plan.mesh
     found["activations"] = {
         "outputs": recorder.outputs,
+        "inputs": recorder.inputs,
+        "weights": recorder.weights,
+        "held": held.found,
         "gradients": activation_gradients,
-        "place": {axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "dp", "tp")},
+        "place": {axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "dp", "tp", "cp")},
     }
-    found["units"] = [unit.name for own in engine.plan.classes.values() for unit in own.units]
     return found
 
 
-def _one_step(engine: Engine, job: LayoutJob, step: int) -> tuple[dict[str, Any], float]:
-    """Run one optimizer step, and return its numbers and the divisor of its summed gradients."""
-    training, gradients, divisors = engine._training, {}, []
-    summed = training._summed
+def _recorder(engine: Engine, job: LayoutJob, held: HeldState) -> ActivationRecorder:
+    """Return the recorder of a run, which feeds modules if the job says so."""
+    replay, mark = engine._parts.passes.replay, held.trail.mark
+    if not job.fed:
+        return ActivationRecorder(replay, job.rows, weights=not held.lacks, mark=mark)
+    given = torch.load(job.fed, weights_only=True)
+    tp = engine.plan.mesh.index("tp", engine.world.rank), engine.plan.mesh.size("tp")
+    fed = FedTensors(**given, tp=tp, placements=job.placements, rows=held.weight_rows())
+    return IsolatingRecorder(replay, job.rows, weights=True, mark=mark, fed=fed)
 
-    def with_gradients(*args: Any) -> Any:
-        totals, divisor, norm = summed(*args)
-        gradients.update(_copied(state.gradients(engine._parts, divisor)))
-        divisors.append(divisor)
-        return totals, divisor, norm
 
-    training._summed = with_gradients  # type: ignore[method-assign,assignment]
-    try:
-        mine = list(job.steps[step])[engine.dp_index :: engine.dp_size]
+def _one_step(engine: Engine, job: LayoutJob, step: int, held: HeldState) -> dict[str, Any]:
+    """Run one optimizer step, and return its numbers."""
+    mine = list(job.steps[step])[engine.dp_index :: engine.dp_size]
+    with held.step():
         result = engine.train_step(mine, list(job.weights)[engine.dp_index :: engine.dp_size])
-    finally:
-        training._summed = summed  # type: ignore[method-assign]
+        weights = _whole(engine)
     return {
         "loss": result.loss,
         "norm": result.grad_norm,
         "weight": result.weight,
         "skipped": result.skipped,
         "lr": result.lr,
-        "gradients": gradients,
+        "gradients": held.summed.gradients,
         **training_state(engine),
-        "weights": _whole(engine),
-    }, divisors[-1]
+        "weights": weights,
+    }
 
 
 def training_state(engine: Engine) -> dict[str, dict[str, Tensor]]:

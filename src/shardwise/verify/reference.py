@@ -241,6 +241,9 @@ class Reference:
     activation_gradients: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     """Names of modules in the order in which the forward pass first used them."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    began: list[str] = field(default_factory=list)
+    """Calls and returns of modules in the order of their first time, as ``ActivationRecorder.began``."""
 
     @classmethod
     def of_layout(cls, found: Mapping[str, Any]) -> "Reference":
@@ -320,7 +323,7 @@ def run_reference(
         found.rates.append(lrs)
         found.rows.append(tables.rows())
     found.activations, found.activation_gradients = recorder.outputs, recorder.gradients
-    found.order = recorder.order
+    found.order, found.inputs, found.began = recorder.order, recorder.inputs, recorder.began
     return found
 
 
@@ -374,7 +377,7 @@ def unstable_module(
         runs.append((recorder, loss.detach()))
     (first, loss), (second, again) = runs
     for key, output in first.outputs.items():
-        name = key.split(" ")[0]
+        name = key.partition(" step ")[0] or "the model"
         if not output.isfinite().all():
             return name, True
         if key not in second.outputs or not torch.equal(output, second.outputs[key]):

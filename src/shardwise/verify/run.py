@@ -13,7 +13,6 @@ Cost: eight starts of processes, and a few steps of a small model each.
 """
 
 import inspect
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise.verify.reference as plain
 from shardwise.base.errors import ConfigError, MeshError, PlanError, RankError, ShardwiseError, UsageError
@@ -36,9 +35,7 @@ from shardwise.optim.schedule_policy import ends_at, lacks_end
 from shardwise.verify.compare import (
     FP64_LIMIT,
     ROUNDED_LIMIT,
-    ComparedTensor,
     PassFigures,
-    RankActivations,
     both,
     compared,
     hold_to_bits,
@@ -46,13 +43,18 @@ from shardwise.verify.compare import (
     row_bits,
     state_bits,
 )
-from shardwise.verify.explain import explain, wrong_slice
+from shardwise.verify.diagnose import Diagnosis
+from shardwise.verify.explain import wrong_slice
+from shardwise.verify.failure import diverged_copies, failure_of
 from shardwise.verify.layout import VerifiedLayout, layout_of, parse_layout, with_layout
 from shardwise.verify.own import Measured, OwnJob, hold_to_noise, measure
 from shardwise.verify.own import why_not as why_no_own_pass
-from shardwise.verify.record import FAILURE, LayoutJob, run_rank
-from shardwise.verify.static import static_problems
+from shardwise.verify.ranks import RankRecords
+from shardwise.verify.record import LayoutJob, run_rank
+from shardwise.verify.static import activation_placements, static_problems
 from shardwise.verify.subject import Verification
+from shardwise.verify.tensors import ComparedTensor
+from shardwise.verify.trail import cause_lines
 from shardwise.verify.verdict import FirstWrong, PassReport, Verdict
 
 _DEADLINE_S = 240
@@ -71,11 +73,12 @@ def verify(
     shrunk: Mapping[str, Any] | None = None,
     only_static: bool = False,
     against: str | None = None,
+    isolate: bool = False,
+    explains: bool = False,
 ) -> Verdict:
     """Compare a model on a layout with one process, and return the verdict.
 
-    The static part comes first, and its problems are listed. Numbers decide: a problem that it finds makes the verdict
-    "fail" only with ``only_static``, because its rules do not know every operation of every model.
+    The static part comes first; a problem in it makes the verdict "fail", also if all numbers agree.
 
     Args:
         make: Function that makes the model.
@@ -88,6 +91,8 @@ def verify(
         shrunk: Old and new values of what was made smaller before the call, for the verdict.
         only_static: True to derive placements, and to start no process.
         against: A second layout, whose run is the reference in place of the plain loop.
+        isolate: True to list what is wrong in a first step whose modules the reference feeds, if the pass fp64 fails.
+        explains: True to list what a rank did between the last right tensor and the first wrong one.
 
     Raises:
         UsageError: if called inside a rank, or if the example cannot be cut into the microbatches of a step.
@@ -104,15 +109,14 @@ def verify(
     found = Verdict("pass", str(wanted), wanted.ranks, dict(shrunk or {}))
     other = None if against is None else _against(subject, own, against)
     _check_placements(subject, found)
-    if only_static:
-        if found.static is None:
-            found.verdict = "unverifiable"
-        elif found.static["problems"]:
-            found.verdict, found.failed_in = "fail", "static"
-    else:
+    if not only_static:
         with tempfile.TemporaryDirectory(prefix="shardwise_verify_") as folder:
             _import_before_forks()
-            _Passes(subject, found, Path(folder), other).run()
+            _Passes(subject, found, Path(folder), other, isolate, explains).run()
+    elif found.static is None:
+        found.verdict = "unverifiable"
+    if found.verdict == "pass" and found.static is not None and found.static["problems"]:
+        found.verdict, found.failed_in = "fail", "static"
     found.seconds = round(time.monotonic() - begun, 2)
     return found
 
@@ -162,12 +166,7 @@ def _against(subject: Verification, own: RunConfig, text: str) -> Verification:
 
 
 def _check_placements(subject: Verification, found: Verdict) -> None:
-    """Derive the placements of tensors and gradients along "tp", without a process."""
-    if subject.layout.mesh.tp == 1:
-        found.left_out.append(
-            'static part: it follows placements along "tp", which this layout does not have'
-        )
-        return
+    """Derive placements along "tp" and run the sums of gradients on numbered elements, without a process."""
     make = subject.made(None, False)
     batch = subject.batches(None)[0][0]
     try:
@@ -178,7 +177,11 @@ def _check_placements(subject: Verification, found: Verdict) -> None:
     except Exception as error:  # a user's model may fail on tensors without numbers in any way
         found.left_out.append(f"static part: the model fails on shapes with {type(error).__name__}: {error}")
         return
-    found.static = part.as_json()
+    if part.operations or part.reduced:
+        found.static = part.as_json()
+        subject.placements = activation_placements(part)
+    else:
+        found.left_out.append("static part: the layout has one rank, so nothing is cut and nothing is summed")
 
 
 # Passes ------------------------------------------------------------------------------------------------------------
@@ -193,6 +196,8 @@ class _Passes:
     folder: Path
     against: Verification | None
     """The layout whose run is the reference; None: the plain loop."""
+    isolates: bool = False
+    explains: bool = False
     is_silent: bool = False
     """True if dropout is off, because the model is a function of its batch only without it."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -247,12 +252,49 @@ class _Passes:
             subject, _job_in_fp64(subject, self.is_silent), self.folder / "fp64"
         )
         done = replace(truth, steps=truth.steps[: len(layout["steps"])])
+        if layout["lacks"]:
+            self.left_out["copies of weights, and gradients before the sums"] = layout["lacks"]
         seen = activations if self.against is None and subject.together == 1 else None
         tensors = compared(layout, done, seen, self.left_out, by_rank, self.declared)
         figures = hold_to_limit(tensors, subject.limit)
-        self._take("fp64", figures, f"{subject.limit:g}", truth, layout)
+        self._take("fp64", figures, f"{subject.limit:g}", truth, seen)
+        if figures.wrong and seen is not None:
+            if self.explains:
+                found.between = cause_lines(figures.wrong, seen.by_rank)
+            if self.isolates:
+                self._isolate(truth, seen)
         if found.verdict == "pass" and layout["diverged"]:
-            raise _RunFailed(FirstWrong("", "replica", explanation=layout["diverged"]))
+            raise _RunFailed(diverged_copies(layout["diverged"]))
+
+    def _isolate(self, truth: plain.Reference, records: RankRecords) -> None:
+        """Run the first step with each module fed by the reference, and list what is wrong then."""
+        subject, found = self.subject, self.found
+        first = replace(truth, steps=truth.steps[:1])
+        divisors = [each["held"]["divisors"] for each in records.by_rank]
+        if not divisors[0]:
+            self.left_out["isolated run"] = (
+                "the layout finished no step, so that the divisor of its sums is unknown"
+            )
+            return
+        path = self.folder / "fed.pt"
+        fed = {"inputs": truth.inputs, "outputs": truth.activations, "gradients": truth.activation_gradients}
+        torch.save({**fed, "divisor": divisors[0][0]}, path)
+        job = _job_in_fp64(subject, self.is_silent)
+        job = replace(job, steps=job.steps[:1], fed=str(path), placements=subject.placements)
+        try:
+            layout, activations, by_rank = _run(subject, job, self.folder / "isolated")
+        except _RunFailed as failed:
+            self.left_out["isolated run"] = failed.first.explanation
+            return
+        tensors = compared(
+            layout, replace(first, steps=first.steps[: len(layout["steps"])]), activations, {}, by_rank
+        )
+        wrong = hold_to_limit(tensors, subject.limit).wrong
+        found.isolated, found.wrong = True, []
+        for each in wrong:
+            if each.kind in ("activations", "loss", "gradients") or "in the forward pass" in each.name:
+                said = self._explanation(each, first, activations)
+                found.wrong.append(f"{each.what} {each.name}" + (f": {said}" if said else ""))
 
     def _own_and_bitwise(self, no_plain_loop: str) -> None:
         """Hold each step in the configuration's dtypes to its noise, and further runs to the same bits."""
@@ -288,13 +330,7 @@ class _Passes:
                 both(figures, moved),
                 "a checkpoint that another layout loaded and saved is not the same",
             )
-        self._take(
-            "bitwise",
-            figures,
-            "equal bits: again, resumed, and moved to another layout and back",
-            None,
-            layout,
-        )
+        self._take("bitwise", figures, "equal bits: again, resumed, and moved to another layout and back")
         if figures.wrong and found.first is not None:
             found.first.explanation = why
         if found.verdict == "pass":
@@ -306,7 +342,7 @@ class _Passes:
             measured = _measured(self.subject, self.is_silent, layout, self.folder)
         except RankError as error:
             return f"the plain loop fails in these dtypes: {_last_line(error)}"
-        self._take("own", hold_to_noise(measured), "4 x plain loop + 8 eps", None, layout)
+        self._take("own", hold_to_noise(measured), "4 x plain loop + 8 eps")
         return ""
 
     def _moved(
@@ -346,8 +382,8 @@ class _Passes:
         name: str,
         figures: PassFigures,
         limit: str,
-        truth: plain.Reference | None,
-        layout: Mapping[str, Any],
+        truth: plain.Reference | None = None,
+        records: RankRecords | None = None,
     ) -> None:
         """Add the figures of a pass to the verdict, with the first wrong tensor."""
         subject, found = self.subject, self.found
@@ -359,13 +395,24 @@ class _Passes:
         first = figures.wrong[0]
         found.first = FirstWrong(
             f"{first.name}, step {first.step}",
-            first.what,
+            first.what.removeprefix("activation ") if "gradient" in first.what else first.what,
             first.module,
             _line_of(subject, first.module),
             wrong_slice(first.got, first.wanted, subject.limit if name == "fp64" else 1e-3),
             list(first.ranks),
-            _explanation(subject, first, truth, layout),
+            self._explanation(first, truth, records),
         )
+
+    def _explanation(
+        self, wrong: ComparedTensor, truth: plain.Reference | None, records: RankRecords | None
+    ) -> str:
+        """Return the sentence that explains a wrong tensor; "" if none fits."""
+        config = self.subject.config
+        known = plain.Reference({}, [], []) if truth is None else truth
+        accumulation = config.batch.accumulation or 1
+        return Diagnosis(
+            known, records, self.subject.layout.mesh, accumulation, config.optimizer, config.max_grad_norm
+        ).explanation(wrong)
 
 
 def _check_function(subject: Verification, found: Verdict) -> bool:
@@ -394,28 +441,6 @@ def _check_function(subject: Verification, found: Verdict) -> bool:
             found.first = FirstWrong(name, "reference", name, _line_of(subject, name), explanation=why)
             return is_silent
     return True
-
-
-def _explanation(
-    subject: Verification, wrong: ComparedTensor, truth: plain.Reference | None, layout: Mapping[str, Any]
-) -> str:
-    mesh = subject.layout.mesh
-    factors = {axis: float(mesh.size(axis)) for axis in ("tp", "dp", "pp", "cp", "ep")}
-    factors |= {
-        "microbatches": float(subject.config.batch.accumulation or 1),
-        "microbatches of a step": subject.pieces,
-    }
-    addends: list[Tensor] = []
-    others: dict[str, Tensor] = {}
-    if truth is not None and wrong.what == "gradient" and wrong.name in truth.steps[wrong.step].gradients:
-        addends = [each[wrong.name] for each in truth.steps[wrong.step].pieces if wrong.name in each]
-        for step, each in enumerate(truth.steps):
-            if step != wrong.step:
-                others[f"the gradient of step {step}"] = each.gradients[wrong.name]
-        for name, other in truth.steps[wrong.step].gradients.items():
-            if name != wrong.name:
-                others[f"the gradient of {name}"] = other
-    return explain(wrong.got, wrong.wanted, factors, addends, others)
 
 
 # Processes ---------------------------------------------------------------------------------------------------------
@@ -520,7 +545,7 @@ def _job(subject: Verification, is_silent: bool, config: RunConfig, dtype: torch
 
 def _run(
     subject: Verification, job: LayoutJob, folder: Path
-) -> tuple[dict[str, Any], RankActivations, list[dict[str, Any]]]:
+) -> tuple[dict[str, Any], RankRecords, list[dict[str, Any]]]:
     """Run a layout on its ranks, and return what rank 0 recorded, the activations, and what each rank recorded.
 
     Raises:
@@ -530,10 +555,12 @@ def _run(
     try:
         launch(run_rank, job, str(folder), ranks=subject.layout.ranks)
     except RankError as error:
-        raise _RunFailed(_failure(folder, str(error))) from None
+        raise _RunFailed(failure_of(folder, str(error), _names_in(subject))) from None
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(subject.layout.ranks)]
     by_rank = [each["activations"] for each in ranks]
-    return ranks[0], RankActivations(by_rank, subject.layout.mesh.tp, ranks[0]["units"]), ranks
+    shapes = {name: tuple(each.shape) for name, each in ranks[0]["start"].items()}
+    records = RankRecords(by_rank, subject.layout.mesh.tp, shapes, subject.placements)
+    return ranks[0], records, ranks
 
 
 def _last_line(error: RankError) -> str:
@@ -541,18 +568,12 @@ def _last_line(error: RankError) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _failure(folder: Path, said: str) -> FirstWrong:
-    """Return the verdict on ranks that ended with an error."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"*{FAILURE}"))]
-    types = {each["type"] for each in records}
-    ranks = sorted({each["rank"] for each in records if each["rank"] >= 0})
-    own = next((each["text"] for each in records if each["type"] not in ("CommError", "DeadlineError")), "")
-    if "DivergedError" in types:
-        return FirstWrong("", "replica", ranks=ranks, explanation=own)
-    if not own and (types & {"CommError", "DeadlineError"} or "SIGALRM" in said):
-        text = next((each["text"] for each in records), said)
-        return FirstWrong("", "hang", ranks=ranks, explanation=text)
-    return FirstWrong("", "refused", ranks=ranks, explanation=own or said)
+def _names_in(subject: Verification) -> set[str]:
+    """Return the names of the model's modules and parameters; nothing if the model cannot be made on meta."""
+    with suppress(Exception), torch.device("meta"):
+        model = subject.make()
+        return {name for name, _ in [*model.named_modules(), *model.named_parameters()] if name}
+    return set()
 
 
 def _line_of(subject: Verification, name: str) -> str:

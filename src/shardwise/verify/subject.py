@@ -8,7 +8,7 @@ round          what the plain loop computes at once: a microbatch; with ``batch_
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from shardwise.base.pytree import rebuilt
 from shardwise.base.ragged import Ragged, offsets_of
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.inputs import call_model, find_loss
+from shardwise.plan.registry import TensorInfo
 from shardwise.verify.compare import FP64_LIMIT
 from shardwise.verify.layout import VerifiedLayout
 
@@ -39,6 +40,8 @@ class Verification:
     loss_of: plain.LossOf | None
     limit: float = FP64_LIMIT
     """Largest relative error of the pass in fp64."""
+    placements: dict[tuple[str, str], TensorInfo] = field(default_factory=dict)
+    """Placements of activations along "tp", as ``RankRecords`` takes them."""
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.mesh.size("dp") * (self.config.batch.accumulation or 1)
