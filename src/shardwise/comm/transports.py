@@ -99,7 +99,7 @@ class Transport(Protocol):
         ...
 
 
-Move = Literal["gather", "scatter", "piece", "own rows", "scale"]
+Move = Literal["gather", "scatter", "piece", "own rows", "own places", "same rows", "scale"]
 """A move between placements of which the flat tensors of a collective show no dim."""
 
 

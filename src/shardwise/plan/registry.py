@@ -1,5 +1,8 @@
 """The tensor registry: every persistent tensor, once, with its placement on every axis.
 
+The registry of a pass on shapes also has the inputs and outputs of modules and their gradients (verify/static.py): the
+name is that of the module, the label is ``input`` or ``output``, and the shape is that of one microbatch of all ranks.
+
 All parts of the package read the placement of a tensor in the registry: bytes per rank (plan), how to assemble a global
 tensor (verify), which slices to write and read (checkpoint), which gradients still need a reduction. No attribute is
 set on a tensor and no module-level table exists.
@@ -19,7 +22,10 @@ from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import FLAT, AxisCut, Placement, Replicate, Shard, shape_on
 from shardwise.plan.unit import Unit
 
-TensorKind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
+TensorKind = Literal[
+    "parameter", "gradient", "master", "moment", "buffer", "table", "activation", "activation gradient"
+]
+"""Kinds of tensors. An activation is an input or an output of a module, in any one microbatch."""
 Needs = Literal["elements", "norm", "matrix", "loads"]
 """Inputs of a tensor's update: each element by itself, also the norm of the whole tensor, or the whole matrix."""
 
@@ -57,7 +63,8 @@ class TensorInfo:
     They determine which axes may cut the tensor into slices (``Mesh.model_axes``).
     """
     label: str = ""
-    """Name of a moment (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ...) or of a state of a table's rows."""
+    """Name of a moment (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ...) or of a state of a table's rows; of an
+    activation, ``input`` or ``output``."""
     aliases: tuple[str, ...] = ()
     """Further names of the same tensor (tied parameters)."""
     stages: tuple[int, ...] = (0,)
@@ -149,6 +156,10 @@ class Registry:
             return self._tensors[kind, label, name]
         except KeyError:
             raise PlanError(f"registry: there is no {kind} {label} {name!r}") from None
+
+    def find(self, kind: TensorKind, name: str, label: str = "") -> TensorInfo | None:
+        """Return the tensor of that kind and name; None if there is none."""
+        return self._tensors.get((kind, label, name))
 
     def __iter__(self) -> Iterator[TensorInfo]:
         return iter(self._tensors.values())

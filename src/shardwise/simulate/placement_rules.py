@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-Kind = Literal["whole", "slice", "addend", "own", "zero", "unknown"]
+Kind = Literal["whole", "slice", "addend", "own", "zero", "mixed", "unknown"]
 
 
 class Lie(NamedTuple):
@@ -39,6 +39,8 @@ class Lie(NamedTuple):
     """Size on a rank of the factor of that dim that is cut."""
     inner: int = 1
     """Elements of the dim inside one place of the factor."""
+    blocks: "tuple[tuple[int, Lie], ...]" = ()
+    """Sizes on a rank and placements of the blocks of ``dim``, if they differ (placement_blocks.py)."""
 
     def __str__(self) -> str:
         return {
@@ -47,6 +49,7 @@ class Lie(NamedTuple):
             "addend": "Partial",
             "own": "PerRank",
             "zero": "Replicate",
+            "mixed": f"blocks of dim {self.dim}: " + " | ".join(str(lie) for _, lie in self.blocks),
             "unknown": "unknown",
         }[self.kind]
 
@@ -58,12 +61,29 @@ WHOLE, ADDEND, OWN, ZERO, UNKNOWN = (
     Lie("zero"),
     Lie("unknown"),
 )
+BLANK = Lie("zero", factor=0)
+"""Placement of memory to which nothing was written: neutral in sums as zeros are, but its product is not zero."""
 Get = Callable[[Tensor], Lie]
 
 
 def slice_of(dim: int, factor: int, inner: int = 1) -> Lie:
     """Return the form of a slice of ``dim``."""
     return Lie("slice", dim, factor, inner)
+
+
+def beside_unit(lie: Lie, shape: Sequence[int]) -> Lie:
+    """Return the placement of a rank's only head, which is the dim of size 1 in that place of an attention's tensor.
+
+    Args:
+        lie: A slice of one place.
+        shape: Shape of the tensor on the rank.
+    """
+    dim = lie.dim
+    if len(shape) < 4 or shape[dim] == 1:
+        return lie
+    if lie.inner == shape[dim] and dim > 0 and shape[dim - 1] == 1:
+        return slice_of(dim - 1, 1)
+    return slice_of(dim + 1, 1) if lie.inner == 1 and list(shape[dim + 1 : dim + 2]) == [1] else lie
 
 
 class Mismatch(Exception):  # noqa: N818 - caught by the mode, never by a user
@@ -96,9 +116,9 @@ def placements_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, get: G
     """
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if name in _FACTORIES:
-        return ZERO if name in _EMPTY else WHOLE
-    if name == "zero_" or (name in ("fill_",) and _is_number(args[1], 0)):
-        return ZERO
+        return WHOLE if name not in _EMPTY else BLANK if "empty" in name else ZERO
+    if name in ("zero_", "fill_"):
+        return _filled(name, args, get)
     if "out" in kwargs and isinstance(kwargs["out"], Tensor):
         kwargs = {key: each for key, each in kwargs.items() if key != "out"}
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -109,10 +129,28 @@ def placements_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, get: G
     if "unknown" in kinds:
         return UNKNOWN
     if kinds == {"zero"} and (name in _LINEAR or name in _VIEWS or name in ("mul", "mul_", "add", "add_")):
+        return BLANK if BLANK in lies else ZERO
+    if ZERO in lies and (name in _BILINEAR or name in ("sum", "mean") or name in _VIEWS):
         return ZERO
     if kinds <= {"whole", "zero"}:
         return WHOLE
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+    has_gradients = any(each.is_floating_point() or each.is_complex() for each in results)
+    try:
+        found = _by_class(func, base, args, kwargs, out, get, kinds)
+    except Mismatch:
+        if has_gradients:
+            raise
+        found = UNKNOWN
+    return (
+        OWN if found is UNKNOWN and not has_gradients else found
+    )  # places and counts of what the rank holds
+
+
+def _by_class(
+    func: Any, base: str, args: Any, kwargs: Any, out: Any, get: Get, kinds: set[Kind]
+) -> "Lie | list[Lie]":
     rule = _RULES.get(base)
     if rule is not None:
         return rule(base, args, kwargs, out, get)
@@ -134,33 +172,54 @@ def _first(out: Any) -> Tensor:
     return found
 
 
+def _covers(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+
+
+def _filled(name: str, args: Any, get: Get) -> Lie:
+    """Return the placement of memory after one value was written to all of a tensor, perhaps a part of the memory."""
+    before = get(args[0])
+    value = args[1] if len(args) > 1 else 0
+    lie = get(value) if isinstance(value, Tensor) else ZERO if value == 0 else WHOLE
+    if _covers(args[0]):
+        return lie
+    if lie.kind == "zero" or (lie.kind == "whole" and before.kind in ("slice", "own")):
+        return before
+    return lie if before.kind in ("zero", lie.kind) else UNKNOWN
+
+
 def _copied(args: Any, get: Get) -> Lie:
     target, source = args[0], args[1]
     lie = get(source)
     if lie.kind == "slice" and source.dim() != target.dim():
         lie = lie._replace(dim=lie.dim + target.dim() - source.dim())
-    if target.numel() * target.itemsize == target.untyped_storage().nbytes():
+    if _covers(target):
         return lie
     before = get(target)
     if {before.kind, lie.kind} == {"own", "addend"}:
         return OWN
+    if lie.kind == "zero":
+        return before
     return lie if before.kind in ("zero", lie.kind) else UNKNOWN
 
 
 # Views and other linear operations of one tensor -------------------------------------------------------------------
 
 
-def _reshaped(lie: Lie, before: Sequence[int], after: Sequence[int], given: Sequence[int]) -> Lie:
+def _reshaped(
+    lie: Lie, before: Sequence[int], after: Sequence[int], given: Sequence[int], origin: Lie | None = None
+) -> Lie:
     """Return the placement after a reshape: the dim that contains the largest stride of the factor that is cut.
 
-    A rank that holds one head has a dim of size 1 there, which such a stride does not show. A dim of size 1 in that
-    place counts as the one that is cut if the call left its size open, or if the call splits the dim.
+    A rank that holds one head has a dim of size 1 there, which such a stride does not show: then a dim of size 1 in
+    that place is the one that is cut. In the backward pass, the tensor of the forward pass tells whether it was cut.
 
     Args:
         lie: The placement before.
         before: The shape before.
         after: The shape after.
         given: The sizes as the call gave them, -1 for one that it left open.
+        origin: Placement of the tensor whose gradient this is; None in the forward pass.
     """
     if lie.kind != "slice":
         return lie
@@ -168,15 +227,34 @@ def _reshaped(lie: Lie, before: Sequence[int], after: Sequence[int], given: Sequ
     stop = inner * lie.factor
     strides = [math.prod(after[dim + 1 :]) for dim in range(len(after))]
     units = [dim for dim, size in enumerate(after) if size == 1 and strides[dim] == stop]
+    if origin is not None:
+        units = [dim for dim in units if origin.kind == "slice" and origin.dim == dim]
     is_open = [dim for dim in units if dim < len(given) and given[dim] == -1]
-    splits = len(after) > len(before) and -1 not in given
-    if units and (is_open or splits or lie.factor == 1):
+    if units and (lie.factor == 1 or origin is not None):
         return slice_of((is_open or units)[-1], 1)
+    grown = [dim for dim, size in enumerate(given) if size == -1 and strides[dim] == stop]
+    if before[lie.dim] == 1 and grown:
+        return slice_of(grown[0], 1)  # the dim of size 1 becomes part of the dim in front of it
+    kept = [dim for dim, size in enumerate(after) if size > 1 and strides[dim] == stop]
+    if lie.factor == lie.inner == 1 < before[lie.dim] and kept:
+        return slice_of(kept[0], 1)  # the cut stays between the same elements
     for dim, (size, stride) in enumerate(zip(after, strides, strict=True)):
         if size > 1 and stride < stop <= stride * size:
             start = max(inner, stride)
             return slice_of(dim, stop // start, start // stride)
     return UNKNOWN if lie.factor > 1 else OWN
+
+
+def viewed_back(args: Any, out: Tensor, get: Get, origin: Lie) -> Lie:
+    """Return the placement of a gradient that goes back through a view.
+
+    Args:
+        args: Arguments of the view of the gradient.
+        out: Its result.
+        get: Function that returns the placement of a tensor.
+        origin: Placement of the tensor that was viewed in the forward pass.
+    """
+    return _reshaped(get(args[0]), args[0].shape, out.shape, args[1], origin)
 
 
 def in_memory(lie: Lie, form: tuple[Sequence[int], Sequence[int]], tensor: Tensor) -> Lie:
@@ -189,6 +267,9 @@ def in_memory(lie: Lie, form: tuple[Sequence[int], Sequence[int]], tensor: Tenso
     """
     inner = form[1][lie.dim] * lie.inner
     stop = inner * lie.factor
+    units = [dim for dim, size in enumerate(tensor.shape) if size == 1 and tensor.stride(dim) == stop]
+    if lie.factor == 1 and units:
+        return slice_of(units[-1], 1)
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride < stop <= stride * size:
             start = max(inner, stride)
@@ -218,6 +299,57 @@ def _permuted(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | l
     else:
         order = [dim % dims for dim in args[1]]
     return lie._replace(dim=order.index(lie.dim))
+
+
+def _complex(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
+    """Return the placement of pairs of the last dim as complex numbers, and back."""
+    lie = get(args[0])
+    if name == "view_as_complex" and lie.kind == "slice" and lie.dim == args[0].dim() - 1:
+        return OWN
+    return lie
+
+
+def _convolved(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
+    """Return the placement of a convolution [B, C, ..] with a weight [O, C/groups, ..]."""
+    x, weight = get(args[0]), get(args[1])
+    groups = args[8]
+    bias = get(args[2]) if isinstance(args[2], Tensor) else ZERO
+    kinds = {x.kind, weight.kind, bias.kind}
+    if kinds & {"own", "mixed"}:
+        return OWN if "mixed" not in kinds else UNKNOWN
+    if "addend" in kinds:
+        product = _product([x, weight], [args[0], args[1]], out)
+        return product if bias.kind == "zero" else _sum([product, bias], [out, out], out)
+    if x.kind == "slice" and x.dim == 0 and weight.kind == "whole":
+        return x
+    if x.kind == "slice" and x.dim == 1 and weight.kind == "slice":
+        if groups == args[0].shape[1] == args[1].shape[0] and weight.dim == 0:
+            return x
+        if weight.dim == 1 and groups == 1:
+            return ADDEND if bias.kind in ("zero", "addend") else UNKNOWN
+    if x.kind == "whole" and weight.kind == "slice" and weight.dim == 0 and groups == 1:
+        return slice_of(1, weight.factor, weight.inner)
+    return UNKNOWN
+
+
+def _convolution_gradients(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
+    """Return the placements of the gradients of a convolution's input, weight and bias."""
+    grad, x, weight = (get(each) for each in args[:3])
+    groups, wanted = args[9], args[10]
+    each: list[Lie] = [UNKNOWN] * 3
+    if grad.kind == "addend" and x.kind == weight.kind == "whole":
+        each = [ADDEND] * 3
+    elif grad.kind == "slice" and grad.dim == 0 and x == grad and weight.kind == "whole":
+        each = [x, ADDEND, ADDEND]
+    elif grad.kind == "slice" and grad.dim == 1 and weight.kind == "slice" and weight.dim == 0:
+        of_weight = slice_of(0, grad.factor, grad.inner)
+        if groups == args[1].shape[1] == args[2].shape[0] and x.kind == "slice" and x.dim == 1:
+            each = [x, of_weight, of_weight]
+        elif groups == 1 and x.kind == "whole":
+            each = [ADDEND, of_weight, of_weight]
+    elif grad.kind == "whole" and weight.kind == "slice" and weight.dim == 1 == x.dim and groups == 1:
+        each = [x, weight, WHOLE]
+    return [lie for lie, is_wanted in zip(each, wanted, strict=True) if is_wanted]
 
 
 def _unsqueezed(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
@@ -252,13 +384,24 @@ def _selected(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | l
     return lie._replace(dim=lie.dim - (dim < lie.dim))
 
 
+def part_of(lie: Lie, size: int) -> Lie:
+    """Return the placement of ``size`` places of the dim that is cut: whole blocks, heads, or features of one head."""
+    if size % max(lie.factor * lie.inner, 1) == 0:
+        return lie
+    if lie.factor == 1:
+        return slice_of(lie.dim, 1, size)
+    return (
+        slice_of(lie.dim, size // lie.inner, lie.inner) if size % lie.inner == 0 else slice_of(lie.dim, size)
+    )
+
+
 def _sliced(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
     """Return the placement of a range of a dim; a range of a rank's slice is cut as the slice is."""
     lie = get(args[0])
     if lie.kind != "slice":
         return lie
     whole, parts = args[0].shape[lie.dim], [each.shape[lie.dim] for each in tree_leaves(out)]
-    return [lie if part == whole else slice_of(lie.dim, part) for part in parts]
+    return [lie if part == whole else part_of(lie, part) for part in parts]
 
 
 def _unsliced(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
@@ -268,7 +411,8 @@ def _unsliced(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | l
         dim = args[2] % len(sizes)
         return lie._replace(dim=lie.dim + (dim <= lie.dim)) if lie.kind == "slice" else lie
     if lie.kind == "slice" and sizes[lie.dim] != args[0].shape[lie.dim]:
-        return slice_of(lie.dim, sizes[lie.dim])
+        size = sizes[lie.dim]
+        return slice_of(lie.dim, 1, size) if lie.factor == 1 else slice_of(lie.dim, size)
     return lie
 
 
@@ -347,6 +491,9 @@ def _united(lies: Sequence[Lie], tensors: Sequence[Tensor], out: Tensor) -> Lie:
     dims = {lie.dim for lie in found}
     if len(dims) == 1:
         return min(found, key=lambda lie: lie.factor * lie.inner)
+    places = {math.prod(out.shape[lie.dim + 1 :]) * lie.inner for lie in found}
+    if len(places) == 1 and all(lie.factor == 1 for lie in found):
+        return found[0]  # one head on a rank, whose dim of size 1 a view has hidden
     return OWN
 
 
@@ -444,8 +591,8 @@ def _contracted(one: Lie, other: Lie, row: int, column: int, batch: int) -> Lie:
     if "own" in (one.kind, other.kind):
         return OWN
     slices = [each for each in (one, other) if each.kind == "slice"]
-    if len(slices) == 2 and 1 in (one.factor, other.factor) and batch and min(one.dim, other.dim) >= batch:
-        return UNKNOWN  # the rank's only head, whose dim of size 1 a reshape has hidden
+    if len(slices) == 2 and batch and all(each.dim < batch or each.factor == 1 for each in slices):
+        return slice_of(0, 1) if max(one.dim, other.dim) >= batch else slices[0]  # a rank's only head
     if (one.kind == "slice" and one.dim == column) or (other.kind == "slice" and other.dim == row):
         both = one.kind == other.kind == "slice"
         if both and not (one.dim == column and other.dim == row):
@@ -566,23 +713,106 @@ def _picked(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | lis
             else UNKNOWN
         )
     found = _united(lies, [out] * len(lies), out)
-    if found.kind == "slice" and found.dim == dim and name == "gather":
+    if found.kind == "own" and {lie.kind for lie in lies} == {"zero", "own", "slice"}:
+        found = lies[-1]
+    if found.kind != "slice" or found.dim != dim:
+        return found
+    if name == "gather":
         return OWN
-    return found
+    if lies[0].kind == "slice":
+        return lies[0]  # values in places of a rank's own slice
+    if lies[0].kind == "zero" and name == "scatter_add" and lies[1].kind == "slice":
+        return ADDEND
+    return found if lies[0].kind == "zero" and name == "scatter" and lies[1].kind == "own" else UNKNOWN
+
+
+def _indices(given: Sequence[Any], get: Get) -> tuple[int, int, int] | None:
+    """Return the first dim that indices replace, how many they replace, and how many dims come in their place.
+
+    None if the indices differ by rank, or do not replace neighbouring dims.
+    """
+    places = [(i, each) for i, each in enumerate(given) if each is not None]
+    first = places[0][0]
+    if any(get(each).kind not in ("whole", "zero") for _, each in places):
+        return None
+    if [i for i, _ in places] != list(range(first, first + len(places))):
+        return None
+    masks = [each for _, each in places if each.dtype == torch.bool]
+    if masks:
+        return (first, masks[0].dim(), 1) if len(places) == 1 else None
+    return first, len(places), max(each.dim() for _, each in places)
+
+
+def _own_places(given: Sequence[Any], dim: int, get: Get) -> bool:
+    """Return True if the only index has places among the rank's own slice of ``dim``."""
+    places = [(i, each) for i, each in enumerate(given) if each is not None]
+    return (
+        len(places) == 1
+        and places[0][0] == dim
+        and places[0][1].dim() == 1
+        and get(places[0][1]).kind in ("own", "slice")
+    )
 
 
 def _chosen(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
-    """Return the placement of ``index``: one index, of the dim that it replaces."""
-    lie = get(args[0])
-    places = [(i, each) for i, each in enumerate(args[1]) if each is not None]
-    if any(get(each).kind != "whole" for _, each in places):
+    """Return the placement of ``index``, whose indices replace some dims.
+
+    Places among a rank's own slice choose a slice again: rows of the rank's own, in another order.
+    """
+    lie, replaced = get(args[0]), _indices(args[1], get)
+    if lie.kind == "slice" and _own_places(args[1], lie.dim, get):
+        return slice_of(lie.dim, max(out.shape[lie.dim], 1))
+    if lie.kind in ("whole", "own") and any(each is not None and get(each).kind == "own" for each in args[1]):
+        return OWN
+    if replaced is None:
         return UNKNOWN
-    if lie.kind == "addend":
+    if lie.kind in ("addend", "own"):
         return lie
-    if lie.kind == "slice" and len(places) == 1 and places[0][0] != lie.dim:
-        i, index = places[0]
-        return lie._replace(dim=lie.dim + (index.dim() - 1 if i < lie.dim else 0))
-    return OWN if lie.kind == "own" else UNKNOWN
+    first, gone, come = replaced
+    if lie.kind == "slice" and not first <= lie.dim < first + gone:
+        return lie._replace(dim=lie.dim + (come - gone if lie.dim >= first + gone else 0))
+    return UNKNOWN
+
+
+def _put(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
+    """Return the placement of ``index_put``: values in places of a tensor, or added to them."""
+    target, values, replaced = get(args[0]), get(args[2]), _indices(args[1], get)
+    are_rows = values.kind == "slice" and target.kind in ("zero", "slice") and args[2].dim() == args[0].dim()
+    if are_rows and _own_places(args[1], values.dim, get):
+        return slice_of(values.dim, args[0].shape[values.dim])
+    if replaced is None:
+        return UNKNOWN
+    first, gone, come = replaced
+    if values.kind == "slice" and args[2].dim() == args[0].dim() - gone + come:
+        if first <= values.dim < first + come:
+            return UNKNOWN
+        values = values._replace(dim=values.dim - (come - gone if values.dim >= first + come else 0))
+    elif values.kind == "slice":
+        return UNKNOWN
+    if values.kind == "addend" or target.kind == "addend":
+        return _sum([target, values], [args[0], args[0]], out)
+    if target.kind == "slice" and first <= target.dim < first + gone:
+        return UNKNOWN
+    if target.kind == "whole" and values.kind == "slice":
+        return UNKNOWN
+    return _united([target, values], [args[0], args[0]], out)
+
+
+def _rows(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
+    """Return the placement of ``index_select``, and of ``index_add`` into rows, along one dim."""
+    indices = [None] * (args[1] % args[0].dim()) + [args[2]]
+    if name == "index_select":
+        return _chosen(name, [args[0], indices], kwargs, out, get)
+    return _put(name, [args[0], indices, args[3]], kwargs, out, get)
+
+
+def _bags(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | list[Lie]":
+    """Return the placements of sums of rows: of a rank's own rows, a slice again."""
+    rows, places = get(args[0]), get(args[1])
+    results = [each for each in out if isinstance(each, Tensor)]
+    if rows.kind == "slice" and rows.dim == 0 and places.kind in ("own", "slice"):
+        return [slice_of(0, max(results[0].shape[0], 1)), *[OWN] * (len(results) - 1)]
+    return UNKNOWN
 
 
 _EMPTY = frozenset(
@@ -616,6 +846,7 @@ _VIEWS = frozenset(
         "select",
     }
 )
+_BILINEAR = frozenset(["mm", "bmm", "mv", "mul", "mul_"])
 _LINEAR = frozenset(
     {
         "neg",
@@ -648,7 +879,7 @@ _LINEAR_IN_FIRST = frozenset(
         "mish_backward",
     }
 )
-_POINTWISE = frozenset(["native_dropout", "masked_fill", "where"])
+_POINTWISE = frozenset(["native_dropout", "masked_fill", "where"]) | _LINEAR_IN_FIRST
 
 Rule = Callable[[str, Any, Any, Any, Get], "Lie | list[Lie]"]
 _CLASSES: dict[str, Rule] = {
@@ -657,6 +888,9 @@ _CLASSES: dict[str, Rule] = {
     "t transpose permute": _permuted,
     "unsqueeze": _unsqueezed,
     "squeeze": _squeezed,
+    "view_as_complex view_as_real": _complex,
+    "convolution": _convolved,
+    "convolution_backward": _convolution_gradients,
     "expand": _expanded,
     "select unbind": _selected,
     "slice split split_with_sizes unsafe_split": _sliced,
@@ -674,5 +908,8 @@ _CLASSES: dict[str, Rule] = {
     "nll_loss_backward": _row_loss_gradient,
     "gather scatter scatter_add": _picked,
     "index": _chosen,
+    "index_put _unsafe_index_put": _put,
+    "index_select index_add": _rows,
+    "_embedding_bag _embedding_bag_forward_only": _bags,
 }
 _RULES: dict[str, Rule] = {name: rule for names, rule in _CLASSES.items() for name in names.split()}

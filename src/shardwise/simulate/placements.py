@@ -36,7 +36,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.comm.flights import PendingCollective
 from shardwise.comm.transports import Move, NoTransport
 from shardwise.passes.absent import AbsentTensor
-from shardwise.plan.placement import Partial, PerRank, Placement, Replicate, Shard
+from shardwise.plan.placement import Partial, PerRank, Placement, Replicate, Shard, ShardBlock
+from shardwise.simulate.placement_blocks import as_one, mixed, placements_of
 from shardwise.simulate.placement_rules import (
     ADDEND,
     OWN,
@@ -45,11 +46,14 @@ from shardwise.simulate.placement_rules import (
     ZERO,
     Lie,
     Mismatch,
+    beside_unit,
     in_memory,
-    placements_of,
     slice_of,
+    viewed_back,
 )
 from shardwise.simulate.storages import line_of_model
+
+_VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 
 
 class PlacementProblem(NamedTuple):
@@ -79,6 +83,14 @@ class UnknownOperation(NamedTuple):
     line: str
 
 
+class ActivationForm(NamedTuple):
+    """Shape, dtype and placement of an activation or of its gradient on a rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    lie: Lie
+
+
 class _Place(NamedTuple):
     """The module and the line of an operation."""
 
@@ -94,6 +106,71 @@ class _Written(NamedTuple):
     lie: Lie
     form: tuple[Sequence[int], Sequence[int]]
     """Shape and strides of the tensor through which it was written."""
+
+
+class ModuleActivations:
+    """Inputs and outputs of the modules of one model, with their placements, noted while the modules run.
+
+    Args:
+        module: The model.
+        lie_of_tensor: Function that returns the placement of a tensor.
+    """
+
+    def __init__(self, module: nn.Module, lie_of_tensor: Callable[[Tensor], Lie]) -> None:
+        self.outputs: dict[tuple[str, str], ActivationForm] = {}
+        """Inputs and outputs in a module's first call, by name of the module and ``input`` or ``output``."""
+        self.gradients: dict[tuple[str, str], ActivationForm] = {}
+        """Gradients that reach these inputs and outputs."""
+        self._names = {id(each): name for name, each in module.named_modules()}
+        self._inside: list[str] = []
+        self._handles: list[Any] = []
+        self._lie_of = lie_of_tensor
+
+    @property
+    def running(self) -> str:
+        """Name of the innermost module that runs; empty outside of modules."""
+        return self._inside[-1] if self._inside else ""
+
+    def watch(self) -> None:
+        """Start noting the modules that run."""
+        register = torch.nn.modules.module
+        self._handles = [
+            register.register_module_forward_pre_hook(self._begin),
+            register.register_module_forward_hook(self._end, always_call=True),
+        ]
+
+    def end(self) -> None:
+        """Stop noting."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self._names.get(id(module), self.running))
+        with torch._C.DisableTorchFunction():  # a caller may watch the torch functions of a module
+            self._note(module, "input", args)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+        with torch._C.DisableTorchFunction():
+            self._note(module, "output", output)
+
+    def _note(self, module: nn.Module, label: str, value: Any) -> None:
+        """Note the first tensor of an input or an output, and its gradient as soon as there is one."""
+        tensor = value[0] if isinstance(value, tuple) and value else value
+        key = self._names.get(id(module), ""), label
+        if not key[0] or key in self.outputs or not isinstance(tensor, Tensor):
+            return
+        if isinstance(tensor, AbsentTensor) or not tensor.is_floating_point():
+            return
+        self.outputs[key] = ActivationForm(tuple(tensor.shape), tensor.dtype, self._lie_of(tensor))
+
+        def reached(gradient: Tensor) -> None:
+            form = ActivationForm(tuple(gradient.shape), gradient.dtype, self._lie_of(gradient))
+            self.gradients.setdefault(key, form)
+
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
 
 class PlacementMode(TorchDispatchMode):
@@ -113,40 +190,33 @@ class PlacementMode(TorchDispatchMode):
         """Number of operations whose result is unknown, those that follow an unknown operation included."""
         self.problems: list[PlacementProblem] = []
         self.unknown: list[UnknownOperation] = []
-        self._names = {id(each): name for name, each in module.named_modules()}
+        self.modules = ModuleActivations(module, self.get)
+        """Inputs and outputs of the modules that run."""
         self._lies: Any = WeakIdKeyDictionary()
         self._written: Any = WeakIdKeyDictionary()
         self._count = 0
-        self._inside: list[str] = []
         self._places: dict[int, _Place] = {}
         self._lines: dict[str, str] = {}
-        self._handles: list[Any] = []
+        self._viewed: dict[int, Lie] = {}
+        """Placements of the tensors that views of the forward pass were given, by number of the view's node."""
+        self._lost_view = False
+        """True if a tensor was read whose memory was written through another view, and no rule covers that."""
 
     def __enter__(self) -> Any:
-        register = torch.nn.modules.module
-        self._handles = [
-            register.register_module_forward_pre_hook(self._begin),
-            register.register_module_forward_hook(self._end, always_call=True),
-        ]
+        self.modules.watch()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.modules.end()
         super().__exit__(*error)
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._inside.append(self._names.get(id(module), self._inside[-1] if self._inside else ""))
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside:
-            self._inside.pop()
 
     def set(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor."""
         self._count += 1
         if lie.kind == "slice" and lie.factor * lie.inner > tensor.shape[lie.dim]:
             lie = slice_of(lie.dim, tensor.shape[lie.dim])
+        if lie.kind == "slice" and lie.factor == 1:
+            lie = beside_unit(lie, tensor.shape)
         self._lies[tensor] = (self._count, lie)
 
     def get(self, tensor: Tensor) -> Lie:
@@ -157,15 +227,19 @@ class PlacementMode(TorchDispatchMode):
         written = self._written.get(tensor.untyped_storage()) if self._written else None
         if written is None or written.order <= count:
             return lie
-        if written.lie.kind != "slice" or written.form == (tensor.shape, tensor.stride()):
+        if written.form == (tensor.shape, tensor.stride()) or written.lie.kind not in ("slice", "mixed"):
             return written.lie
-        return in_memory(written.lie, written.form, tensor)
+        found = UNKNOWN if written.lie.kind == "mixed" else in_memory(written.lie, written.form, tensor)
+        self._lost_view |= found is UNKNOWN
+        return found
 
     def write(self, tensor: Tensor, lie: Lie) -> None:
         """Set the placement of a tensor and of all others in its storage."""
         if isinstance(tensor, AbsentTensor):
             return
         self.set(tensor, lie)
+        if not tensor.numel():
+            return
         self._written[tensor.untyped_storage()] = _Written(self._count, lie, (tensor.shape, tensor.stride()))
 
     def line_of(self, module: str) -> str:
@@ -184,7 +258,7 @@ class PlacementMode(TorchDispatchMode):
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is not None:
             return self._places.get(node._sequence_nr(), _Place("", ""))
-        module = self._inside[-1] if self._inside else ""
+        module = self.modules.running
         place = _Place(module, line_of_model(sys._getframe(2)))
         self._places[torch._C._autograd._get_sequence_nr() - 1] = place  # type: ignore[attr-defined]
         if place.line:
@@ -197,6 +271,7 @@ class PlacementMode(TorchDispatchMode):
             return args[0]
         if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
             return True
+        self._lost_view = False
         given = [self.get(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         out = func(*args, **kwargs)
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
@@ -206,13 +281,13 @@ class PlacementMode(TorchDispatchMode):
         self.operations += 1
         name = str(func._overloadpacket).removeprefix("aten.")
         try:
-            lies = placements_of(func, name, args, kwargs, out, self.get)
+            lies = self._of_results(func, name, args, kwargs, out)
         except Mismatch as error:
             self.refuse(name, error.wanted, error.found, place)
             lies = error.instead
         found = list(lies) if isinstance(lies, list) else [lies] * len(made)
         self.unknown_results += UNKNOWN in found
-        if any(lie is UNKNOWN for lie in found) and UNKNOWN not in given:
+        if any(lie is UNKNOWN for lie in found) and (self._lost_view or UNKNOWN not in given):
             self.unknown.append(UnknownOperation(name, *place))
         if name == "embedding" and (self.get(args[0]).kind, self.get(args[0]).dim) == ("slice", 0):
             self.write(args[1], OWN)  # places among the rank's own rows
@@ -220,6 +295,17 @@ class PlacementMode(TorchDispatchMode):
         for tensor, lie in zip(made, found, strict=False):
             (self.write if id(tensor) in inputs else self.set)(tensor, lie)
         return out
+
+    def _of_results(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> "Lie | list[Lie]":
+        """Return the placements of an operation's results."""
+        if name in _VIEWS:
+            node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+            lie = self.get(args[0])
+            if node is None:
+                self._viewed[torch._C._autograd._get_sequence_nr() - 1] = lie  # type: ignore[attr-defined]
+            elif lie.kind == "slice" and node._sequence_nr() in self._viewed:
+                return viewed_back(args, out, self.get, self._viewed[node._sequence_nr()])
+        return placements_of(func, name, args, kwargs, out, self.get)
 
 
 class PlacementTransport(NoTransport):
@@ -294,25 +380,116 @@ class PlacementTransport(NoTransport):
             mode.set(after, {"whole": ADDEND, "addend": WHOLE}.get(lie.kind, lie))
         elif move == "own rows":
             mode.set(after, ADDEND)
+        elif move == "own places":
+            mode.set(after, OWN)
+        elif move == "same rows":
+            if lie.kind == mode.get(after).kind == "slice":
+                mode.set(after, lie)
         else:
             if move == "piece" and lie.kind not in ("whole", "zero"):
                 mode.refuse(what, "a whole tensor", str(lie))
             mode.set(after, slice_of(dim, after.shape[dim]))
 
 
-def lie_of(placement: Placement, shape: Sequence[int]) -> Lie:
+def lie_of(placement: Placement, shape: Sequence[int], ranks: int) -> Lie:
     """Return the form of a registered placement on a rank.
 
     Args:
         placement: The placement on the axis.
         shape: Shape of the rank's piece.
+        ranks: Ranks on the axis.
     """
     if isinstance(placement, Shard) and placement.dim >= 0:
-        sizes = {block.size for block in placement.blocks}
-        blocks = len(placement.blocks) if len(sizes) == 1 else 1
-        return slice_of(placement.dim, max(shape[placement.dim] // blocks, 1))
+        dim = placement.dim
+        blocks = []
+        for block in placement.blocks:
+            copies = block.replicas(ranks)
+            size = block.size // (ranks // copies)
+            part = min(block.size // block.parts, size)
+            blocks.append((size, WHOLE if copies == ranks else slice_of(dim, size // part, part)))
+        if sum(size for size, _ in blocks) == shape[dim]:
+            return mixed(dim, blocks)
+        return slice_of(dim, max(shape[dim] // max(len(blocks), 1), 1))
     forms = {Replicate: WHOLE, Partial: ADDEND, PerRank: OWN}
     return forms.get(type(placement), UNKNOWN)
+
+
+def placement_of(form: ActivationForm, ranks: int) -> tuple[tuple[int, ...], Placement | None]:
+    """Return the shape of the whole tensor, and its placement; None if the placement is unknown.
+
+    A dim whose factor is cut is cut in blocks: tokens cut along T that are flattened to [B·T] have B blocks of T.
+
+    Args:
+        form: The tensor on one rank.
+        ranks: Ranks on the axis.
+    """
+    lie, shape = form.lie, list(form.shape)
+    if lie.kind == "mixed" and {each.kind for _, each in lie.blocks} <= {"whole", "slice"}:
+        cuts = [_block_of(size, each, ranks) for size, each in lie.blocks]
+        shape[lie.dim] = sum(each.size for each in cuts)
+        return tuple(shape), Shard(lie.dim, tuple(cuts))
+    lie = as_one(lie, shape[lie.dim]) if shape else lie
+    if lie.kind == "slice":
+        size = lie.factor * lie.inner
+        blocks = max(shape[lie.dim] // max(size, 1), 1)
+        shape[lie.dim] *= ranks
+        cut = (ShardBlock(size * ranks, lie.factor * ranks),) * blocks if blocks > 1 else ()
+        return tuple(shape), Shard(lie.dim, cut)
+    found: dict[str, Placement] = {
+        "whole": Replicate(),
+        "zero": Replicate(),
+        "addend": Partial(),
+        "own": PerRank(),
+    }
+    return tuple(shape), found.get(lie.kind)
+
+
+def gradient_suits(found: Lie, wanted: Placement, ranks: int) -> bool | None:
+    """Return True if a derived gradient lies as registered, False if it does not, and None if that is unknown.
+
+    A gradient of zeros suits every placement. Copies of a block that several ranks hold have addends: the engine sums
+    them among the ranks that hold the same copy.
+
+    Args:
+        found: Derived placement of the gradient.
+        wanted: Registered placement of the gradient.
+        ranks: Ranks on the axis.
+    """
+    if found == ZERO:
+        return True
+    if found.kind in ("zero", "unknown") or (found.kind == "own" and not isinstance(wanted, PerRank)):
+        return None
+    if found.kind != "mixed":
+        kinds = {"whole": Replicate, "slice": Shard, "addend": Partial, "own": PerRank}
+        return isinstance(wanted, kinds[found.kind])
+    if not isinstance(wanted, Shard) or wanted.dim != found.dim:
+        return False
+    kinds_found = []
+    place = 0
+    for block in wanted.blocks:
+        copies = block.replicas(ranks)
+        size = block.size // (ranks // copies)
+        kinds_found.append((found_kinds(found, place, size), "addend" if copies == ranks else "slice"))
+        place += size
+    if not kinds_found:
+        kinds_found = [({lie.kind for _, lie in found.blocks}, "slice")]
+    return all(kinds <= {kind, "zero"} for kinds, kind in kinds_found)
+
+
+def found_kinds(lie: Lie, start: int, size: int) -> set[str]:
+    """Return the kinds of the blocks of a mixed dim that lie in [start, start + size)."""
+    kinds: set[str] = set()
+    first = 0
+    for length, each in lie.blocks:
+        if first < start + size and start < first + length:
+            kinds.add(each.kind)
+        first += length
+    return kinds
+
+
+def _block_of(size: int, lie: Lie, ranks: int) -> ShardBlock:
+    """Return the block of a whole dim that has ``size`` places on a rank."""
+    return ShardBlock(size, 1) if lie.kind == "whole" else ShardBlock(size * ranks, size * ranks)
 
 
 def derive(
@@ -357,4 +534,4 @@ def derive(
 
 def gradient_of(lie: Lie) -> Lie:
     """Return the placement of the gradient that arrives for a result: zeros have a whole gradient."""
-    return WHOLE if lie is ZERO else lie
+    return WHOLE if lie.kind == "zero" else lie

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.base.errors import UsageError
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
-from shardwise.comm.duals import uncompiled
+from shardwise.comm.duals import note_move, uncompiled
 from shardwise.passes.replay import DrawReplay
 
 Layout = Literal["cut", "alike", "addends"]
@@ -138,17 +138,23 @@ class ExpertContext:
         if self.layout() == "cut":
             at = torch.arange(here, device=x.device) + index * here
             place = (torch.arange(batch, device=x.device)[:, None] * (here * ranks) + at).view(-1)
+            note_move(self.group, "own places", place, place, 0)
             return RoutedTokens(rows, place, batch, here * ranks, (batch * here,) * ranks)
         parts = _parts(batch * here, ranks)
         start = sum(parts[:index])
         place = torch.arange(start, start + parts[index], device=x.device)
+        note_move(self.group, "own places", place, place, 0)
         mine = _own_rows(rows, parts, self.group, self.layout() == "addends")
         return RoutedTokens(mine, place, batch, here, parts)
 
     def give(self, rows: Tensor, x: Tensor) -> Tensor:
         """Return results ``rows`` [n, D] in the layout of ``x``: [B, T or T/N, D]."""
-        if self.group is None or self.group.size == 1 or self.layout() == "cut":
+        if self.group is None or self.group.size == 1:
             return rows.view(x.shape)
+        if self.layout() == "cut":
+            y = rows.view(x.shape)
+            note_move(self.group, "same rows", x, y, 0)
+            return y
         parts = _parts(x.shape[0] * x.shape[1], self.group.size)
         return _joined(rows, parts, self.group, self.layout() == "addends").view(x.shape)
 
@@ -181,16 +187,21 @@ class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, parts: Sequence[int], group: Group, addends: bool) -> Tensor:
         ctx.place = parts, group, addends
-        return _piece(rows, parts, group).clone()
+        piece = _piece(rows, parts, group).clone()
+        note_move(group, "piece", rows, piece, 0)
+        return piece
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         parts, group, addends = ctx.place
         if not addends:
-            return exchange.gather(grad, parts, group, "gradients of tokens to experts"), None, None, None
+            whole = exchange.gather(grad, parts, group, "gradients of tokens to experts")
+            note_move(group, "gather", grad, whole, 0)
+            return whole, None, None, None
         full = grad.new_zeros(sum(parts), *grad.shape[1:])
         _piece(full, parts, group).copy_(grad)
+        note_move(group, "own rows", grad, full, 0)
         return full, None, None, None
 
 
@@ -198,7 +209,9 @@ class _JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, parts: Sequence[int], group: Group, addends: bool) -> Tensor:
         ctx.place = parts, group, addends
-        return exchange.gather(rows, parts, group, "results of experts")
+        whole = exchange.gather(rows, parts, group, "results of experts")
+        note_move(group, "gather", rows, whole, 0)
+        return whole
 
     @staticmethod
     @once_differentiable
@@ -207,4 +220,6 @@ class _JoinRows(torch.autograd.Function):
         if addends:
             grad = grad.clone(memory_format=torch.contiguous_format)
             group.all_reduce(grad.view(-1), "gradients of results of experts", "activations").wait()
-        return _piece(grad, parts, group).clone(), None, None, None
+        piece = _piece(grad, parts, group).clone()
+        note_move(group, "piece", grad, piece, 0)
+        return piece, None, None, None

@@ -68,11 +68,20 @@ def _llama(model: nn.Module) -> StyleTable | None:
         rows |= found
     _enter(rows, f"{prefix}layers.0")
     head = is_linear(model, "lm_head")
-    if head:
-        rows["lm_head"] = "head"
-    else:
+    if not head or _has_more(model, root):
         rows[f"{prefix}norm"] += " leave"
+    if head:
+        rows["lm_head"] = "head whole" if _has_more(model, root) else "head"
     return StyleTable(_with_rest(model, rows), causal_loss=head and has_causal_loss(model))
+
+
+def _has_more(model: nn.Module, root: nn.Module) -> bool:
+    """Return True if modules with parameters may work between the last norm and the head, on tokens."""
+    inside = {id(parameter) for parameter in root.parameters()}
+    return any(
+        id(parameter) not in inside and not name.startswith("lm_head.")
+        for name, parameter in model.named_parameters()
+    )
 
 
 def _llama_layer(name: str, layer: nn.Module) -> dict[str, str] | None:
