@@ -60,7 +60,6 @@ def test_a_mesh_that_does_not_multiply() -> None:
     ("given", "message"),
     [
         ({"zero": {"stage": 1, "reduce": "microbatch"}}, "which is stage 2; stage is 1"),
-        ({"mesh": {"cp": 2}}, "this version cuts along pp, dp, tp, ep and etp"),
         ({"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}, "mesh.pp is 1"),
         ({"zero": {"stage": 3, "reshard_after_forward": False}}, "use zero.stage: 2"),
         ({"mesh": {"pp": 2}, "batch_norm": "synchronized"}, "set batch_norm: per_rank"),

@@ -65,8 +65,9 @@ def test_impossible_layouts_meet_the_existing_rules() -> None:
         parse_layout("dp=2,ep=3")
     with pytest.raises(ConfigError, match="virtual_stages 2 deals several stages .* mesh.pp is 1"):
         with_layout({}, parse_layout("virtual=2"))
-    with pytest.raises(ConfigError, match="set cp to 1"):
-        with_layout({}, parse_layout("cp=2"))
+    assert parse_layout("dp=2,cp=2").mesh == Mesh(dp_shard=4, cp=2)
+    assert str(parse_layout("dp=2,cp=2")) == "dp=2,cp=2"
+    assert with_layout({}, parse_layout("dp=2,cp=2")).mesh.mesh(4) == Mesh(dp_shard=4, cp=2)
     with pytest.raises(ConfigError, match="batch_norm"):
         with_layout({"batch_norm": "synchronized"}, parse_layout("pp=2"))
 

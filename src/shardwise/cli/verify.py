@@ -144,7 +144,7 @@ def _of_target(
     small = shrink_model(make, chosen, before)
     shrunk = {key: list(value) for key, value in {**changed, **small.shrunk}.items()}
     if "vocab_size" in small.shrunk:
-        samples = 2 * (config.batch.accumulation or 1) * chosen.mesh.size("dp")
+        samples = 2 * (config.batch.accumulation or 1) * chosen.mesh.size("data")
         batch = shrink_batch(batch, samples, _TOKENS, small.shrunk["vocab_size"].new)
     found = verify(
         small.make, config, batch, layout=str(chosen), shrunk=shrunk, overrides=overrides, **options
@@ -173,7 +173,7 @@ def _of_gpt(config: Any, layout: str | None, options: "dict[str, Any]") -> "Verd
     chosen, changed = shrink_layout(before, layout is not None, uneven_axes(config, before))
     small, sizes = shrink_config(config, chosen, before)
     text: Any = small.model
-    samples = 2 * (small.batch.derived(chosen.mesh.size("dp")).accumulation or 1) * chosen.mesh.size("dp")
+    samples = 2 * (small.batch.derived(chosen.mesh.size("data")).accumulation or 1) * chosen.mesh.size("data")
     generator = torch.Generator().manual_seed(0)
     shape = (2, samples, text.context)
     tokens, targets = torch.randint(0, text.vocab, shape, generator=generator)

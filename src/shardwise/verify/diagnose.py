@@ -83,7 +83,7 @@ class Diagnosis:
     def _counts(self) -> dict[str, float]:
         found = {axis: float(self.mesh.size(axis)) for axis in _AXES}
         found["microbatches"] = float(self.accumulation)
-        found["microbatches of a step"] = float(self.accumulation * self.mesh.size("dp"))
+        found["microbatches of a step"] = float(self.accumulation * self.mesh.size("data"))
         return found
 
     def _clip_factor(self, step: int) -> float:
@@ -148,12 +148,13 @@ class Diagnosis:
             len(each.get("held", {}).get("addends", ())) <= wrong.step for each in records.by_rank
         ):
             return []
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for rank, each in enumerate(records.by_rank):
             if each["held"]["addends"][wrong.step].get(wrong.name):
-                groups.setdefault((each["place"]["pp"], each["place"]["dp"]), []).append(rank)
+                at = each["place"]
+                groups.setdefault((at["pp"], at["dp"], at.get("cp", 0)), []).append(rank)
         found = []
-        for (pp, dp), ranks in groups.items():
+        for (pp, dp, _), ranks in groups.items():
             each_has = [records.by_rank[rank]["held"]["addends"][wrong.step][wrong.name] for rank in ranks]
             divisor = records.by_rank[ranks[0]]["held"]["divisors"][wrong.step]
             for call in range(min(map(len, each_has))):
@@ -165,7 +166,7 @@ class Diagnosis:
                         "tp": number if kind == "tp" else 0,
                         "copy": number + 1 if kind == "copy" else 0,
                         "call": call,
-                        "microbatch": call * self.mesh.size("dp") + dp,
+                        "microbatch": call * self.mesh.size("data") + dp,
                         "replicate": self.mesh.index("dp_replicate", ranks[0]),
                         "shard": self.mesh.index("dp_shard", ranks[0]),
                     }

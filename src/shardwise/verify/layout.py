@@ -61,9 +61,9 @@ class VerifiedLayout:
     def overrides(self, config: RunConfig) -> list[str]:
         """Return the values that the layout sets in ``config``, in the form of ``--set``."""
         mesh = self.mesh
-        dp = str(mesh.dp_shard)
+        dp = str(mesh.data_shard)
         if mesh.dp_replicate > 1:
-            dp = f"{{replicate: {mesh.dp_replicate}, shard: {mesh.dp_shard}}}"
+            dp = f"{{replicate: {mesh.dp_replicate}, shard: {mesh.data_shard}}}"
         axes = ", ".join(f"{axis}: {mesh.size(axis)}" for axis in _AXES)
         found = [f"mesh={{{axes}, dp: {dp}}}"]
         if self.virtual_stages > 1:
@@ -78,9 +78,9 @@ class VerifiedLayout:
 
     def __str__(self) -> str:
         mesh = self.mesh
-        dp = f"{mesh.dp_replicate}x{mesh.dp_shard}" if mesh.dp_replicate > 1 else f"{mesh.dp_shard}"
+        dp = f"{mesh.dp_replicate}x{mesh.data_shard}" if mesh.dp_replicate > 1 else f"{mesh.data_shard}"
         found = [f"pp={mesh.pp}"] if mesh.pp > 1 else []
-        found += [f"dp={dp}"] if mesh.size("dp") > 1 or self.ranks == 1 else []
+        found += [f"dp={dp}"] if mesh.size("data") > 1 or self.ranks == 1 else []
         found += [f"{axis}={mesh.size(axis)}" for axis in _AXES[1:] if mesh.size(axis) > 1]
         found += [f"virtual={self.virtual_stages}"] if self.virtual_stages > 1 else []
         found += [] if self.zero_stage is None else [f"zero={self.zero_stage}"]
@@ -120,7 +120,8 @@ def parse_layout(text: str) -> VerifiedLayout:
     return VerifiedLayout(
         Mesh(
             dp_replicate=_count(text, "dp", replicate or "1"),
-            dp_shard=_count(text, "dp", shard, "a whole number, or replicate x shard as 2x2"),
+            dp_shard=_count(text, "dp", shard, "a whole number, or replicate x shard as 2x2")
+            * sizes.get("cp", 1),
             **sizes,
         ),
         _count(text, "virtual", given.get("virtual", "1")),

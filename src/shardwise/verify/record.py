@@ -141,7 +141,10 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
         "weights": recorder.weights,
         "held": held.found,
         "gradients": activation_gradients,
-        "place": {axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "dp", "tp", "cp")},
+        "place": {
+            "dp": mesh.index("data", engine.world.rank),
+            **{axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "tp", "cp")},
+        },
     }
     return found
 

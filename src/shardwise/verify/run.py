@@ -138,7 +138,7 @@ def _as_it_runs(config: RunConfig, layout: VerifiedLayout, steps: int) -> RunCon
     if "schedule" in given and lacks_end(config.schedule):
         ends = ends_at(config.schedule, config.train.steps or steps)
         given["schedule"] = ends.model_dump(mode="json", exclude_unset=True)
-    batch = config.batch.derived(layout.mesh.size("dp"))
+    batch = config.batch.derived(layout.mesh.size("data"))
     given["batch"] = {"accumulation": batch.accumulation or 1}
     given["train"] = {"seed": config.train.seed}
     given |= {"check_first_step": "off", "guard": {"every": 1}}
@@ -154,7 +154,7 @@ def _against(subject: Verification, own: RunConfig, text: str) -> Verification:
         UsageError: if the microbatches of a step cannot be dealt to its data-parallel ranks.
     """
     wanted = parse_layout(text)
-    dp = wanted.mesh.size("dp")
+    dp = wanted.mesh.size("data")
     if subject.pieces % dp:
         raise UsageError(
             f"verify: the step has {subject.pieces} microbatches, which cannot be dealt to dp={dp} of --against "

@@ -96,13 +96,13 @@ def shrink_layout(
         return layout, {}
     mesh = layout.mesh
     sizes = {axis: _divisor(mesh.size(axis)) for axis in ("pp", "cp", "tp", "ep", "etp")}
-    sizes |= {axis: min(mesh.size(axis), 2) for axis in ("dp_replicate", "dp_shard")}
+    sizes |= {axis: min(mesh.size(axis), 2) for axis in ("dp_replicate", "data_shard")}
     rings = {"cp"} if mesh.cp > 2 else set()
     for axis in sorted({*uneven, *rings}):
         larger = sizes | {axis: min(mesh.size(axis), _UNEVEN)}
-        if math.prod(larger[each] for each in mesh.axes) <= MOST_RANKS:
+        if math.prod(larger[each] for each in ("pp", "dp_replicate", "data_shard", "cp", "tp")) <= MOST_RANKS:
             sizes = larger
-    smaller = _with_room_for_experts(sizes, mesh.dp_shard)
+    smaller = _with_room_for_experts(sizes, mesh.data_shard)
     virtual = min(layout.virtual_stages, 2)
     found = replace(layout, mesh=replace(mesh, **smaller), virtual_stages=virtual)
     return found, {} if found == layout else {"layout": SizeChange(str(layout), str(found))}
@@ -114,12 +114,13 @@ def _divisor(size: int) -> int:
 
 
 def _with_room_for_experts(sizes: Mapping[str, int], most: int) -> dict[str, int]:
-    """Return ``sizes`` with "dp_shard" raised until experts can be dealt to the ranks of one copy of a stage."""
+    """Return sizes of axes, with "data_shard" raised until experts can be dealt to the ranks of one copy of a stage."""
     experts = sizes["ep"] * sizes["etp"]
     beside = sizes["cp"] * sizes["tp"]
-    for shard in range(sizes["dp_shard"], most + 1):
+    others = {axis: size for axis, size in sizes.items() if axis != "data_shard"}
+    for shard in range(sizes["data_shard"], most + 1):
         if not shard * beside % experts:
-            return {**sizes, "dp_shard": shard}
+            return {**others, "dp_shard": shard * sizes["cp"]}
     raise MeshError(
         f"mesh: ep × etp = {experts} does not divide dp_shard × cp × tp for any dp_shard up to {most}; choose a "
         "layout of at most 8 ranks with --layout"
@@ -174,7 +175,7 @@ def _batch_sizes(config: RunConfig, layout: VerifiedLayout) -> dict[str, Any]:
     if batch.micro_size is not None or batch.global_size is not None:
         changes["batch.micro_size"] = micro
     if batch.global_size is not None:
-        changes["batch.global_size"] = micro * accumulation * layout.mesh.size("dp")
+        changes["batch.global_size"] = micro * accumulation * layout.mesh.size("data")
     return changes
 
 
@@ -208,7 +209,7 @@ def _model_sizes(model: Any, layout: VerifiedLayout, before: VerifiedLayout) -> 
 
 def _text_sizes(model: Any, layout: VerifiedLayout, before: VerifiedLayout, kinds: int = 1) -> dict[str, Any]:
     axes = [
-        size for size in (layout.mesh.tp, layout.mesh.cp, layout.mesh.size("dp"), layout.stages) if size > 1
+        size for size in (layout.mesh.tp, layout.mesh.cp, layout.mesh.size("data"), layout.stages) if size > 1
     ]
     context = indivisible(9, axes)
     vocab = indivisible(35, axes)

@@ -44,7 +44,7 @@ class Verification:
     """Placements of activations along "tp", as ``RankRecords`` takes them."""
 
     def __post_init__(self) -> None:
-        self.pieces = self.layout.mesh.size("dp") * (self.config.batch.accumulation or 1)
+        self.pieces = self.layout.mesh.size("data") * (self.config.batch.accumulation or 1)
         counts = {path: size for path, size in _samples_by_path(self.example)}
         if not counts:
             raise UsageError(
@@ -77,7 +77,7 @@ class Verification:
     @property
     def together(self) -> int:
         """Microbatches whose samples share the statistics of batch norms."""
-        return self.layout.mesh.size("dp") if self.config.batch_norm == "synchronized" else 1
+        return self.layout.mesh.size("data") if self.config.batch_norm == "synchronized" else 1
 
     @property
     def round_weights(self) -> list[float]:
