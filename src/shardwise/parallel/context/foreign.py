@@ -116,7 +116,8 @@ def _attend(
         return whole(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, s_aux=s_aux, **more
         )
-    unknown = [name for name, given in more.items() if given is not None and name not in _KNOWN]
+    asked = {name for name, given in more.items() if given is not None and given is not False}
+    unknown = sorted(asked - _KNOWN)
     if dropout:
         unknown.append("dropout")
     if unknown or more.get("is_causal") is False:
