@@ -42,6 +42,7 @@ from shardwise.simulate.placement_rules import (
     ADDEND,
     OWN,
     UNKNOWN,
+    UNMASKED,
     WHOLE,
     ZERO,
     Lie,
@@ -379,6 +380,9 @@ class PlacementTransport(NoTransport):
         elif move == "scale":
             mode.set(after, {"whole": ADDEND, "addend": WHOLE}.get(lie.kind, lie))
         elif move == "own rows":
+            if mode.get(after) == UNMASKED:
+                said = "rows that each rank looked up in its own part"
+                mode.refuse(what, "zeros for the rows that other ranks hold", said)
             mode.set(after, ADDEND)
         elif move == "own places":
             mode.set(after, OWN)
