@@ -133,7 +133,7 @@ class ModuleActivations:
         return self._inside[-1] if self._inside else ""
 
     def watch(self) -> None:
-        """Start noting the modules that run."""
+        """Register hooks that note the tensors of all modules that run."""
         register = torch.nn.modules.module
         self._handles = [
             register.register_module_forward_pre_hook(self._begin),
@@ -141,7 +141,7 @@ class ModuleActivations:
         ]
 
     def end(self) -> None:
-        """Stop noting."""
+        """Remove the hooks that note tensors."""
         for handle in self._handles:
             handle.remove()
 
