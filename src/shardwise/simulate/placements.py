@@ -306,7 +306,18 @@ class PlacementMode(TorchDispatchMode):
                 self._viewed[torch._C._autograd._get_sequence_nr() - 1] = lie  # type: ignore[attr-defined]
             elif lie.kind == "slice" and node._sequence_nr() in self._viewed:
                 return viewed_back(args, out, self.get, self._viewed[node._sequence_nr()])
-        return placements_of(func, name, args, kwargs, out, self.get)
+        found = placements_of(func, name, args, kwargs, out, self.get)
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if name in ("index", "index_select") and node is None:
+            self._viewed[torch._C._autograd._get_sequence_nr() - 1] = self.get(args[0])  # type: ignore[attr-defined]
+        elif name.rstrip("_") in ("index_put", "index_add") and node is not None:
+            indices = [each for each in tree_leaves(args[1:3]) if isinstance(each, Tensor)]
+            differ = any(
+                self.get(each).kind in ("own", "slice") for each in indices if not each.is_floating_point()
+            )
+            if differ and self._viewed.get(node._sequence_nr()) == WHOLE:
+                return ADDEND  # places of each rank's own in a whole tensor
+        return found
 
 
 class PlacementTransport(NoTransport):
