@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Product, even_hardware
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Neighbours, Product, even_hardware
 
 TABLE = ((1e6, 0.1), (1e8, 0.5), (1e10, 0.8))
 
@@ -83,7 +83,7 @@ def test_operations_have_rates_by_class_and_size() -> None:
 
 
 def test_ranks_wait_for_the_last_of_them() -> None:
-    given = replace(ASSUMED_HARDWARE, unevenness=((1e-3, 0.1), (1e-1, 0.025)))
+    given = replace(ASSUMED_HARDWARE, neighbours=Neighbours(((1e-3, 0.1), (1e-1, 0.025))))
     assert given.late_s(1e-3, 2) == pytest.approx(1e-4) and given.late_s(1e-2, 2) == pytest.approx(
         1e-2 * 0.05
     )

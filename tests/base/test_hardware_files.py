@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import Link, Product
+from shardwise.base.hardware import Link, Neighbours, Product
 from shardwise.base.hardware_files import (
     find_hardware,
     read_hardware,
@@ -118,14 +118,15 @@ def test_rates_of_a_calibration_are_written_and_read_again(tmp_path: Path) -> No
     given = replace(
         find_hardware("l4"),
         operations={"copy": ((1e6, 5e9), (1e8, 3e9)), "update": ((1e6, 2e10),)},
-        unevenness=((2e-3, 0.07), (0.128, 0.05)),
+        neighbours=Neighbours(((2e-3, 0.07), (0.128, 0.05)), ((1.0, 0.95), (2.0, 1.125))),
         ending_action_s=2.5e-4,
         exchanges={"send": ((2048.0, 1e-4),), "gloo send": ((2048.0, 5e-4),)},
         efficiency={**find_hardware("l4").efficiency, "batched": ((1e6, 0.25),)},
     )
     write_hardware(tmp_path / "l4.json", given)
     found = read_hardware(tmp_path / "l4.json")
-    assert found.operations == given.operations and found.unevenness == given.unevenness
+    assert found.operations == given.operations and found.neighbours == given.neighbours
+    assert find_hardware("l4").neighbours == ((), ())
     assert found.ending_action_s == 2.5e-4 and found.exchanges == given.exchanges
     assert found.efficiency["batched"] == ((1e6, 0.25),)
 
@@ -146,6 +147,13 @@ FAULTS: list[tuple[str, Any, str]] = [
     ),
     ("links.host.groups", [[4, 0.5], [2, 0.2]], r"is no table of groups"),
     ("links.host.groups", [[2, 1.5]], r"links.host.groups: 1.5 is no share"),
+    (
+        "passes",
+        [[1, 1.1], [1, 1.2]],
+        r"passes: .* is no table of factors; expected pairs of ranks, ascending",
+    ),
+    ("passes", [[1, 0]], r"passes: \[\[1, 0\]\] is no table of factors"),
+    ("passes", [], r"passes: \[\] is no table of factors"),
     ("unevenness", [["10 ms", 2]], r"unevenness: 2 is no share"),
     ("operations", {"copy": [["1 MB", "5 GB"]]}, r"operations.copy: '5 GB' is not in B/s"),
     (

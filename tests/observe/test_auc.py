@@ -1,6 +1,7 @@
 """AUC against the definition, on any number of ranks, with ties, infinities and bounded exchange."""
 
 import math
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -128,6 +129,22 @@ def test_counts_beyond_64_bits() -> None:
     count = 3_000_000_000
     table = np.array([[5, 1 << 20], [0, count], [count, 0]], np.int64)
     assert module._doubled_wins(table, module._SingleMetricRank()) == 2 * count * count
+
+
+def test_the_memory_of_a_score_is_foreseen() -> None:
+    """numpy counts its arrays itself; torch's two, of padded and of gathered scores, have 24 bytes a score each."""
+    count = 300_000
+    scores, labels = samples(count)
+    metrics = ClickMetrics()
+    metrics.add(scores, labels)
+    tracemalloc.start()
+    try:
+        metrics.result()
+        taken = tracemalloc.get_traced_memory()[1] + 2 * 24 * count
+    finally:
+        tracemalloc.stop()
+    distinct = int(scores.unique().numel())
+    assert module.most_bytes(distinct, 1) == pytest.approx(taken, rel=0.1)
 
 
 def on_rank(world: World, n: int, levels: int | None, narrow: bool) -> tuple[ClickScore, int]:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,29 @@ def test_gradients_are_added_up_over_the_axes_that_hold_addends(
     assert sorted(found - {()}) == wanted
     assert counted == Counter({element: 1 for element in range(4)})
     assert sorted(ranks[0].groups_of_addends()) == wanted
+    assert {group for here in ranks for group in shared(here)} == set(wanted)
+
+
+def shared(here: TensorSlices) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+    """The shared ranges of a bucket that has the tensor alone and is owned as a whole."""
+    elements = math.prod(here.local_shape(here.registry.get("parameter", "w")))
+    bucket: Any = SimpleNamespace(overlaps=lambda index, count: [(SimpleNamespace(name="w"), 0, elements, 0)])
+    return here.shared_ranges(bucket, 0, 1)
+
+
+def test_shared_ranges_of_a_fused_tensor_are_those_of_its_copied_heads() -> None:
+    """With eight ranks every rank has one key and value head of two, which it shares with three others."""
+    for here in slices((3, 16), Mesh(tp=8), {"tp": Shard(1, (ShardBlock(8, 4), ShardBlock(8, 2)))}):
+        kin = tuple(range(4)) if here.rank < 4 else tuple(range(4, 8))
+        pair = (here.rank // 2 * 2, here.rank // 2 * 2 + 1)
+        assert shared(here) == {
+            pair: [(row * 6, row * 6 + 2) for row in range(3)],
+            kin: [(row * 6 + 2, row * 6 + 6) for row in range(3)],
+        }
+
+
+def test_a_tensor_without_copies_has_no_shared_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runs, as many as rows, are not looked at."""
+    monkeypatch.setattr(TensorSlices, "runs", lambda *_: pytest.fail("runs were looked at"))
+    for here in slices((1 << 40, 8), Mesh(tp=4), {"tp": Shard(1)}):
+        assert shared(here) == {}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.base.hardware import OperationClass, Product
+from shardwise.base.hardware import Neighbours, OperationClass, Product
 from shardwise.plan.action import Kind
 from shardwise.plan.exchange_calls import ExchangeCall
 from shardwise.plan.mesh import Mesh
@@ -59,7 +59,10 @@ def drawn_step(draw: random.Random, made: dict[tuple[int, int], Plan]) -> tuple[
         operation_s=draw.choice([0.0, 1e-5]),
         action_s=draw.choice([0.0, 1e-4]),
         ending_action_s=draw.choice([0.0, 1e-3]),
-        unevenness=draw.choice([(), ((1e-3, 0.1), (1.0, 0.02))]),
+        neighbours=Neighbours(
+            draw.choice([(), ((1e-3, 0.1), (1.0, 0.02))]),
+            draw.choice([(), ((1.0, 0.5),), ((1.0, 1.5), (2.0, 0.25)), ((2.0, 3.0), (4.0, 4.0))]),
+        ),
         operations=draw.choice([{}, {name: ((1e2, 10 ** draw.uniform(3, 8)),) for name in CLASSES}]),
     )
     device = draw.choice(["cpu", "cuda"])

@@ -16,7 +16,8 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.engine.fit.calibration_rank import Channels, PythonSeconds, python_s
+from shardwise.engine.fit.calibration_rank import Channels, ModelPasses, PythonSeconds, python_s
+from shardwise.models.gpt import GptPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.timeline import USES
 from shardwise.simulate import calibration, measurements
@@ -44,6 +45,12 @@ FIGURES: dict[str, Any] = {
     "unevenness": [[2e-3, 0.07], [0.1, 0.0]],
     "spread": {"compute": [0.9, 1.2], "update": [0.8, 1.1], "exchange": [0.7, 1.5]},
     "rows": 1e10,
+    "passes": [[1, 0.3], [2, 0.36]],
+    "work": {
+        "calls": 1000,
+        "products": [["product", "fp32", 10**9, 8, 10**6]],
+        "others": [["function", 10**5, 1000]],
+    },
     "operation": 3e-6,
     "action": 1e-4,
     "ending_action": 2e-4,
@@ -86,7 +93,11 @@ def test_figures_become_a_table_that_is_read_again(kept: Path) -> None:
     assert set(hardware.spread) == set(USES)
     assert hardware.ending_action_s == 2e-4 and hardware.operations["update"] == ((1e5, 4e10),)
     assert hardware.share_of_peak(Product("batched", "fp32", 10**6)) == 0.25
-    assert hardware.unevenness == ((2e-3, 0.07), (0.1, 1e-4)), "a share is above zero"
+    price_s = 1000 * 3e-6 + 8 * 1e9 / 4e10 + 1000 * 1e5 / 8e9
+    assert dict(hardware.neighbours.passes) == pytest.approx({1: 0.3 / price_s, 2: 0.36 / price_s})
+    assert hardware.pass_factor(2) == hardware.pass_factor(64) == hardware.neighbours.passes[1][1]
+    assert hardware.pass_factor(1) == hardware.least_pass_factor == hardware.neighbours.passes[0][1]
+    assert hardware.neighbours.unevenness == ((2e-3, 0.07), (0.1, 1e-4)), "a share is above zero"
     by_path = find_hardware(str(calibration_file(kept)))
     assert by_path.peaks == hardware.peaks and by_path.exchanges == hardware.exchanges
     assert not [path for path in kept.iterdir() if path.name != "cpu.json"]
@@ -156,6 +167,26 @@ def measure_briefly(world: World) -> tuple[dict[str, Any], dict[float, list[floa
     return {name: measurements.times(each) for name, each in found.items()}, late, python_s(world)
 
 
+def measure_passes(world: World) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """Seconds of passes of a small model, their operations, and those that a pass on the same module counts."""
+    passes = ModelPasses(
+        Channels.of(world).group, GptPolicy(layers=1, width=16, heads=1, context=8, vocab=32)
+    )
+    found, counted = passes.repeats(), passes.counted()
+    with LiveBytes() as live:
+        passes._run()
+    return found, counted, live.work.take().flops, live.touched
+
+
+def test_passes_of_a_model_are_measured_alone_and_together(ranks: Any) -> None:
+    for found, counted, flops, touched in ranks(2).run(measure_passes):
+        assert {ranks: len(each) for ranks, each in found["passes"].items()} == {1.0: 4, 2.0: 4}
+        assert all(seconds > 0 for each in found["passes"].values() for seconds in each)
+        assert sum(row[2] * row[3] for row in counted["products"]) == flops > 0
+        assert sum(nbytes * calls for _, nbytes, calls in counted["others"]) == touched > 0
+        json.dumps(counted)
+
+
 def test_ranks_measure_together(ranks: Any) -> None:
     (first, late, python), (second, late_there, _) = ranks(2).run(measure_briefly)
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
@@ -190,7 +221,9 @@ def test_figures_of_repeats() -> None:
     united = measurements.united(sweeps)
     assert united == {1.0: [1.0, 2.0, 9.0], 4.0: [3.0, 5.0]}
     assert measurements.rates(united) == ((1.0, 0.5), (4.0, 1.0))
-    assert measurements.times({1.0: [5.0], 4.0: [3.0]}) == ((1.0, 5.0), (4.0, 5.0)), "more takes no less"
+    fallen = measurements.times({1.0: [8.0], 4.0: [2.0], 8.0: [5.0]})
+    assert [seconds for _, seconds in fallen] == pytest.approx([4.0, 4.0, 5.0]), "more takes no less"
+    assert measurements.times({1.0: [9.0], 4.0: [3.0], 8.0: [1.0]})[2] == (8.0, pytest.approx(3.0))
     assert sorted(measurements.differences(united)) == [0.5, 0.75, 1.0, 1.25, 4.5]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardwise.base.hardware import Neighbours
 from shardwise.compose.spec import BufferSpec
 from shardwise.plan.action import Kind
 from shardwise.plan.exchange_calls import ExchangeCall
@@ -175,7 +176,10 @@ def test_ranks_that_exchange_wait_for_the_last_one() -> None:
     """The wait follows from the work since the ranks last met, is exposed on their axis, and exists on CPUs alone."""
     whole = plan(Mesh(dp_shard=2), 3)
     passed = passes(whole, one_pass(100), one_pass(200))
-    even, uneven = hardware(flops_s=100.0), replace(hardware(flops_s=100.0), unevenness=((1.0, 0.25),))
+    even, uneven = (
+        hardware(flops_s=100.0),
+        replace(hardware(flops_s=100.0), neighbours=Neighbours(((1.0, 0.25),))),
+    )
     before, after = (StepSeconds.of(timeline(whole, passed, each)) for each in (even, uneven))
     assert before.total == pytest.approx(before.spent["compute"]) and not any(before.exposed.values())
     assert after.spent["compute"] == pytest.approx(before.total)

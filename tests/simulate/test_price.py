@@ -1,6 +1,7 @@
 """Seconds of a step are counted bytes and operations over rates, less what runs beside computation."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.base.hardware import Hardware, Product, even_hardware
+from shardwise.base.hardware import Hardware, Neighbours, Product, even_hardware
 from shardwise.comm.world import World
 from shardwise.engine.fit.foresee import JobFacts, read
 from shardwise.models import Gpt, GptPolicy
@@ -118,6 +119,26 @@ def test_a_measured_step_is_read_as_a_foreseen_one(ranks: Any, given: dict[str, 
             assert [span.action for span in predicted.passes(rank)] == [
                 span.action for span in seen.passes(rank)
             ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "factor"), [(1, None, 0.5), (2, None, 2.0), (2, 1, 0.5), (4, 2, 2.0)]
+)
+def test_passes_take_longer_beside_other_ranks_of_their_host(
+    ranks: int, per_host: int | None, factor: float
+) -> None:
+    known = read(gpt, {}, ranks, CPU, tokens())
+    plan = known.outlook(known.settings.offload).plan
+    alone = rates(flops_s=1e9, host_bytes_s=1e9)
+    told = [
+        step_seconds(plan, known.policies, known.passed, hardware, "cpu", per_host, data_s=0.0).spent
+        for hardware in (alone, replace(alone, neighbours=Neighbours(passes=((1.0, 0.5), (2.0, 2.0)))))
+    ]
+    passes_s = sum(
+        share.work.seconds(alone, share.touched_bytes, "host") for share in known.passed[0].shares.values()
+    )
+    assert passes_s > 0
+    assert told[1]["compute"] - told[0]["compute"] == pytest.approx((factor - 1) * passes_s)
 
 
 @pytest.mark.parametrize("shape", [("1f1b", 4, 6), ("gpipe", 2, 3), ("interleaved_1f1b", 2, 4, 2)])

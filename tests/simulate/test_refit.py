@@ -77,6 +77,19 @@ def test_a_factor_that_no_step_depends_on_stays() -> None:
     )
 
 
+def test_two_lines_move_no_factor_far() -> None:
+    """Two lines say little about four factors; of those that explain them, the ones nearest to 1 are taken.
+
+    With a weak pull the rate between hosts, on which these two lines hardly depend, became 0.06 of the table's, and
+    other steps were foreseen 2.9 times too long.
+    """
+    truth = scaled(TABLE, {"product": 0.9, "memory": 0.85, "host": 1.1, "cluster": 0.95})
+    every = lines(truth, noise=0.02)
+    found = refit([every[1], every[3]], TABLE, price)
+    assert all(0.8 < factor < 1.2 for factor in found.factors.values())
+    assert max(abs(math.log(price(line, found.hardware) / line.step_s)) for line in every) < 0.1
+
+
 def test_shares_do_not_exceed_the_peak(tmp_path: Path) -> None:
     found = refit(lines(scaled(TABLE, {"product": 5.0, "memory": 2.0})), TABLE, price)
     assert max(share for _, share in found.hardware.efficiency["product"]) <= 1.0

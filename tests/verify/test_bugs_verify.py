@@ -1,4 +1,8 @@
-"""The seeded bugs under ``shardwise verify``: each is found, most by name, and no case without a bug is an alarm."""
+"""The seeded bugs under ``shardwise verify``: each is found, named and explained as verdicts.py has it.
+
+No case without a bug is an alarm. A bug that verify does not find, name or explain yet is listed; one that leaves its
+list fails too, so that the lists only shrink.
+"""
 
 import os
 from collections.abc import Callable
@@ -12,12 +16,8 @@ from shardwise.verify.record import LayoutJob, run_rank
 from shardwise.verify.verdict import Verdict
 from tests.verify.bugs import BUGS, Bug
 from tests.verify.cases import Case
+from tests.verify.verdicts import UNSEEN, VERDICTS
 
-UNSEEN = {
-    "clipped before unscaling": "only fp16 has a loss scale, and the pass in 16 bits is left out",
-    "masters lost": "fp64 has no rounded weights, and the pass in 16 bits is left out",
-}
-"""Bugs that verify does not find yet, and why."""
 QUICK = ("averaged over tp", "rows of the embedding lost", "second moments forgotten")
 
 
@@ -38,19 +38,48 @@ def verdict_on(case: Case, more: dict[str, Any], function: Callable[[LayoutJob, 
         )
 
 
+def complaints(bug: Bug, found: Verdict) -> list[str]:
+    """What the verdict does not have as verdicts.py has it."""
+    wanted, first = VERDICTS[bug.name], found.first
+    if bug.name in UNSEEN:
+        return [] if found.verdict == "pass" else ["it is found now: take it out of UNSEEN"]
+    said = [] if found.verdict == "fail" else ["it is not found"]
+    said += [] if wanted.is_named(first) else [f"named: {first}"]
+    if wanted.sentence:
+        said += [] if wanted.is_explained(first) else [f"explained: {first}"]
+    elif first is not None and first.explanation:
+        said += [f"it is explained now, so it needs a sentence: {first.explanation}"]
+    return said
+
+
+def test_each_bug_has_one_verdict() -> None:
+    assert set(VERDICTS) == {bug.name for bug in BUGS}
+    assert set(UNSEEN) <= set(VERDICTS)
+    for name, wanted in VERDICTS.items():
+        assert bool(wanted.sentence) is not bool(wanted.unexplained), name
+
+
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.name in QUICK], ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found_and_named(bug: Bug) -> None:
+def test_a_planted_bug_is_found_named_and_explained(bug: Bug) -> None:
     found = verdict_on(bug.case, dict(bug.keys), planted(bug))
-    assert found.verdict == "fail" and found.failed_in == "fp64" and found.first is not None, found.lines()
-    assert bug.may_name(found.first.name.partition(",")[0].partition(" ")[0])
-    assert found.first.explanation
+    assert found.failed_in == "fp64", found.lines()
+    assert not complaints(bug, found)
+
+
+@pytest.mark.soak
+def test_masters_that_16_bits_have_rounded_are_found() -> None:
+    """In fp64 nothing is rounded; in bf16 two correct runs drift apart by more than a lost master changes."""
+    (bug,) = (bug for bug in BUGS if bug.name == "masters lost")
+    found = verdict_on(bug.case, dict(bug.keys), planted(bug))
+    assert (found.verdict, found.failed_in) == ("fail", "own"), found.lines()
+    assert found.first is not None and found.first.kind == "master", found.lines()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_every_planted_bug_is_found(bug: Bug) -> None:
+def test_every_planted_bug_is_found_named_and_explained(bug: Bug) -> None:
     found = verdict_on(bug.case, dict(bug.keys), planted(bug))
-    assert (found.verdict == "fail") is (bug.name not in UNSEEN), found.lines()
+    assert not complaints(bug, found), found.lines()
 
 
 @pytest.mark.soak

@@ -56,6 +56,17 @@ class Product(NamedTuple):
     """FLOPs of one of the operations."""
 
 
+class Neighbours(NamedTuple):
+    """Figures of what the ranks of one host take from one another."""
+
+    unevenness: tuple[tuple[float, float], ...] = ()
+    """Seconds of work between two meetings of two CPU ranks that do the same work, and the share of them for which a
+    rank then waits for the other, ascending; empty: ranks are never late."""
+    passes: tuple[tuple[float, float], ...] = ()
+    """Ranks of one host that compute at the same time, and the seconds of a model's passes on one of them over the sum
+    of their operations' seconds, ascending by the ranks; empty: 1. Ranks that share caches and memory are slower."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The rates of one rank, with the load that its neighbours put on the host."""
@@ -80,9 +91,8 @@ class Hardware:
     operations: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Bytes per second that operations other than products reach, as (bytes that one operation touches, bytes per
     second), ascending, by class; a class that is left out is priced by the rate of the memory."""
-    unevenness: tuple[tuple[float, float], ...] = ()
-    """Seconds of work between two meetings of two CPU ranks that do the same work, and the share of them for which a
-    rank then waits for the other, ascending; empty: ranks are never late."""
+    neighbours: Neighbours = Neighbours()
+    """What ranks of one host take from one another."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -131,6 +141,21 @@ class Hardware:
         """
         return calls * product.flops / (self.peaks[product.dtype] * self.share_of_peak(product))
 
+    def pass_factor(self, ranks: int) -> float:
+        """Return the factor on the seconds of passes if so many ranks of a host compute at the same time.
+
+        Args:
+            ranks: Number of ranks. If it was not measured, the next smaller measured number counts.
+        """
+        return next((factor for count, factor in reversed(self.neighbours.passes) if count <= ranks), 1.0)
+
+    @property
+    def least_pass_factor(self) -> float:
+        """The least factor on the seconds of passes, whatever the number of ranks."""
+        return min(
+            self.pass_factor(ranks) for ranks in (1, *(int(count) for count, _ in self.neighbours.passes))
+        )
+
     def touched_s(self, nbytes: float, tier: str = "device") -> float:
         """Return the seconds in which so many bytes of a tier are read or written."""
         return nbytes / self.memory_bytes_s[tier]
@@ -161,9 +186,14 @@ class Hardware:
             worked_s: Seconds of work since the ranks met.
             ranks: Number of the ranks.
         """
-        if not self.unevenness or ranks < 2 or worked_s <= 0:
+        if not self.neighbours.unevenness or ranks < 2 or worked_s <= 0:
             return 0.0
-        return worked_s * interpolated(self.unevenness, worked_s) * _largest_of(ranks) / _largest_of(2)
+        return (
+            worked_s
+            * interpolated(self.neighbours.unevenness, worked_s)
+            * _largest_of(ranks)
+            / _largest_of(2)
+        )
 
 
 def interpolated(table: Sequence[tuple[float, float]], size: float) -> float:

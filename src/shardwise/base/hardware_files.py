@@ -19,6 +19,8 @@ replace all peaks of that table. ``sources`` names the source of a figure, or of
     ending_action                  the same, of an Action that ends a step
     operations.CLASS               [["1 MB", "20 GB/s"], ...]: rate of a class by the bytes that one operation touches
     unevenness                     [["10 ms", 0.05], ...]: share of the work since a meeting for which ranks wait
+    passes                         [[1, 0.95], [2, 1.1], ...]: seconds of a model's passes, over the sum of those of
+                                   their operations, by the number of ranks that compute at the same time
     rows                           rate of scattered rows
     exchanges.OPERATION            [["1 MB", "0.4 ms"], ...]: measured seconds by the bytes that a rank copies
     spread.USE                     [0.9, 1.2]: factors on seconds for the low and the high end of a price
@@ -39,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import Hardware, Level, Link
+from shardwise.base.hardware import Hardware, Level, Link, Neighbours
 from shardwise.base.policy import nearest
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import read_object
@@ -66,7 +68,7 @@ _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_t
 _EXCHANGES = (*_OPERATIONS, *(f"gloo {operation}" for operation in _OPERATIONS))
 _USES = ("compute", "update", "exchange", "waits", "bubble", "data", "rest")
 _SHARE, _SHARES, _TIMES, _ENDS, _RATES, _WAITS = "share", "shares", "times", "ends", "rates", "waits"
-_GROUPS = "groups"
+_GROUPS, _BY_RANKS = "groups", "factors by ranks"
 _COLUMNS: Mapping[str, tuple[str, str]] = {
     _SHARES: ("FLOP", _SHARE),
     _TIMES: ("B", "s"),
@@ -95,6 +97,7 @@ _SCHEMA: Mapping[str, Any] = {
     "ending_action": "s",
     "operations": dict.fromkeys(_CLASSES, _RATES),
     "unevenness": _WAITS,
+    "passes": _BY_RANKS,
     "rows": "B/s",
     "exchanges": dict.fromkeys(_EXCHANGES, _TIMES),
     "spread": dict.fromkeys(_USES, _ENDS),
@@ -158,7 +161,7 @@ class DeviceTable(NamedTuple):
             action_s=number("action", 0.0),
             ending_action_s=number("ending_action", 0.0),
             operations=of("operations"),
-            unevenness=cast(tuple[tuple[float, float], ...], figures.get("unevenness", ())),
+            neighbours=Neighbours(*(cast(Any, figures.get(name, ())) for name in Neighbours._fields)),
             row_bytes_s=number("rows", 4e9),
             exchanges=of("exchanges"),
             spread=of("spread"),
@@ -288,6 +291,8 @@ def _figures(found: Any, schema: Mapping[str, Any], place: str, where: str) -> I
             yield here, _rows(value, f"{where}: {here}", _COLUMNS[unit])
         elif unit == _GROUPS:
             yield here, _groups(value, f"{where}: {here}")
+        elif unit == _BY_RANKS:
+            yield here, _by_ranks(value, f"{where}: {here}")
         elif unit == _ENDS:
             yield here, _ends(value, f"{where}: {here}")
         elif unit == _SHARE:
@@ -347,17 +352,34 @@ def _rows(value: Any, where: str, units: tuple[str, str]) -> tuple[tuple[float, 
 
 def _groups(value: Any, where: str) -> tuple[tuple[float, float], ...]:
     """Return shares of a rate by the ranks of a group."""
-    rows = value if isinstance(value, list) else []
-    sizes = [row[0] for row in rows if isinstance(row, list) and len(row) == 2]
-    is_table = (
-        bool(rows) and len(sizes) == len(rows) and all(type(size) is int and size > 1 for size in sizes)
-    )
-    if not is_table or any(low >= high for low, high in zip(sizes, sizes[1:], strict=False)):
+    if not _ascends(value, 2):
         raise ConfigError(
             f"{where}: {value!r:.100} is no table of groups; expected pairs of ranks, ascending from 2, and shares, "
             "such as [[2, 0.5]]"
         )
-    return tuple((float(size), _share(share, where)) for size, share in rows)
+    return tuple((float(size), _share(share, where)) for size, share in value)
+
+
+def _by_ranks(value: Any, where: str) -> tuple[tuple[float, float], ...]:
+    """Return factors by a number of ranks."""
+    if not _ascends(value, 1) or not all(
+        type(factor) in (int, float) and 0.1 <= factor <= 10 for _, factor in value
+    ):
+        raise ConfigError(
+            f"{where}: {value!r:.100} is no table of factors; expected pairs of ranks, ascending from 1, and factors "
+            "from 0.1 to 10, such as [[1, 0.95], [2, 1.1]]"
+        )
+    return tuple((float(ranks), float(factor)) for ranks, factor in value)
+
+
+def _ascends(value: Any, least: int) -> bool:
+    """Return whether a value has pairs whose first numbers are whole and ascend from ``least``."""
+    if not isinstance(value, list) or not value:
+        return False
+    firsts = [row[0] for row in value if isinstance(row, list) and len(row) == 2]
+    if len(firsts) < len(value) or not all(type(first) is int and first >= least for first in firsts):
+        return False
+    return all(low < high for low, high in zip(firsts, firsts[1:], strict=False))
 
 
 def _ends(value: Any, where: str) -> tuple[float, float]:
@@ -436,8 +458,11 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
     }
     if hardware.ending_action_s:
         found["ending_action"] = _text(hardware.ending_action_s, "s")
-    if hardware.unevenness:
-        found["unevenness"] = [[_text(worked, "s"), share] for worked, share in hardware.unevenness]
+    unevenness, passes = hardware.neighbours
+    if unevenness:
+        found["unevenness"] = [[_text(worked, "s"), share] for worked, share in unevenness]
+    if passes:
+        found["passes"] = [[int(ranks), factor] for ranks, factor in passes]
     places = dict(_figures(found, _SCHEMA, "", hardware.name))
     return {**found, "sources": {place: text for place, text in hardware.sources.items() if place in places}}
 

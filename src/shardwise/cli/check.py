@@ -52,6 +52,7 @@ from shardwise.plan.plan import bytes_by_tier
 from shardwise.simulate.calibration import cpu_hardware
 from shardwise.simulate.rates import measured_hardware
 from shardwise.tiers.scratch_folder import check_folder
+from shardwise.verify.passed import sentence_of_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,8 @@ class RunEstimate:
     """Keys that differ from those of the run's last start, and state of a resumed step that this run does not use."""
     report: JobReport | None = None
     """With ``--memory``: what ``shardwise plan`` foresees of the job; else None."""
+    verified: str = ""
+    """The layout on which ``shardwise verify`` has passed, or the command that verifies the run; empty for one rank."""
 
     @property
     def bytes_per_rank(self) -> dict[str, int]:
@@ -97,6 +100,7 @@ class RunEstimate:
         said.append(
             f"model state: {bytes_text(tiers['device'])} on a rank{apart}, activations not counted{free}"
         )
+        said += [self.verified] if self.verified else []
         return said if self.report is None else [*said, *self.report.lines()]
 
     def to_json(self) -> str:
@@ -114,6 +118,7 @@ class RunEstimate:
             "exchanges": [each._asdict() for each in self.outlook.plan.exchanges],
             "tokens": self.outlook.plan.tokens,
             "notes": list(self.outlook.plan.notes),
+            "verified": self.verified,
         }
         return json.dumps(facts | ({} if self.report is None else self.report.plain()), indent=2)
 
@@ -173,6 +178,7 @@ def check(request: CommandRequest, memory: Memory | None = None) -> RunEstimate:
         available_bytes(device),
         tuple(changes),
         report,
+        sentence_of_run(wanted, ranks),
     )
 
 

@@ -27,7 +27,7 @@ from shardwise.engine.step.end import StepResult
 from shardwise.models import TargetPolicy, build_ctr
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
-from shardwise.observe.auc import ClickMetrics, ClickScore
+from shardwise.observe.auc import ClickMetrics, ClickScore, most_bytes
 from shardwise.observe.lanes_picture import LaneRecorder
 from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ClickRecord
@@ -87,6 +87,13 @@ class ClickTrainer(Trainer):
         """Yield this rank's microbatches, with their keys exchanged ahead."""
         with self.engine.prefetch(self.loader, lanes=self.lanes) as steps:
             yield from steps
+
+    @property
+    def predictions_bytes(self) -> int:
+        """Bytes of host memory that an evaluation takes for its predictions."""
+        limit = self.config.data.validation_samples
+        held_out = len(self.corpus.validation)
+        return most_bytes(held_out if limit is None else min(limit, held_out), self.mesh.size("dp"))
 
     def make_model(self) -> nn.Module:
         """Make our model without weights, with a table for each feature, or the user's as it comes."""

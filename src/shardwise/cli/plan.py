@@ -1,5 +1,6 @@
 """``shardwise plan CONFIG|RUN``: bytes, seconds and reasons of a layout before a rank exists."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -91,7 +92,12 @@ _Free = Annotated[
     ),
 ]
 _LimitS = Annotated[
-    float | None, typer.Option("--limit-s", min=0.0, help="With --search: seconds after which it ends.")
+    float | None,
+    typer.Option(
+        "--limit-s",
+        min=0.0,
+        help="With --search: seconds of the whole command after which the search ends with what it has found.",
+    ),
 ]
 _Solve = Annotated[
     str | None,
@@ -149,6 +155,8 @@ def command(
     The exit code is 0 if the job fits, or if --search or --solve has found something, and 2 otherwise or if the call is
     wrong.
     """
+    begun_s = time.monotonic()  # in front of the imports, which take seconds
+
     from shardwise.cli.check import memory_of
     from shardwise.cli.outlook.planned import plan
     from shardwise.cli.outlook.planned_job import PlanRequest
@@ -164,7 +172,8 @@ def command(
         mfu=mfu, step_s=step_s, failures_per_day=failures_per_day, against=against, why=why
     )
     freed = tuple(key.strip() for key in free.split(",") if key.strip())
-    request = request._replace(search=search, free=freed, limit_s=limit_s, write=write, solve=solve)
+    request = request._replace(search=search, free=freed, limit_s=limit_s, begun_s=begun_s)
+    request = request._replace(write=write, solve=solve)
     answer = plan(request._replace(measure=measure, draw=draw))
     typer.echo(answer.to_json() if as_json else "\n".join(answer.lines()))
     raise typer.Exit(0 if answer.report.answers else 2)

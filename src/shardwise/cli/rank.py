@@ -31,6 +31,7 @@ from shardwise.observe.lanes_picture import draw_text as draw_lanes_text
 from shardwise.observe.log import rank_log
 from shardwise.observe.progress import ConsoleHandler, open_progress
 from shardwise.observe.schedule_picture import draw_picture, draw_text
+from shardwise.verify.passed import sentence_of_run
 
 _TRAINERS: dict[type, type[Trainer]] = {
     ClickPolicy: ClickTrainer,
@@ -64,6 +65,8 @@ def train(request: CommandRequest) -> int:
             world, resolved, folder, ProfileRequest(request.profile_steps, request.memory_snapshot)
         )
         log.info("%s", trainer.description())
+        if world.rank == 0 and world.size > 1:
+            log.info("%s", sentence_of_run(config, world.size))
         if start is not None:
             trainer.go_on_from(start)
         if world.rank == 0:

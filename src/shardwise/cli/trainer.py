@@ -261,6 +261,11 @@ class Trainer(ABC):
         """Recorder of what threads that read clicks did, and when; None without one."""
         return None
 
+    @property
+    def predictions_bytes(self) -> int:
+        """Bytes of host memory that an evaluation takes for its predictions behind its passes."""
+        return 0
+
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return the state of this kind of run for a checkpoint, as JSON values. Collective."""
@@ -423,7 +428,7 @@ class Trainer(ABC):
         self.waited_s += waited_s
         self.engine.count_seconds("data", waited_s)
         if batches:
-            self.outlook.foresee(batches[0], self.loader.steps_ahead)
+            self.outlook.foresee(batches[0], self.loader.steps_ahead, self.predictions_bytes)
         weights = self.weights(batches)
         with self.outlook.measuring(batches):
             result = self.train_step(batches, weights)

@@ -11,6 +11,7 @@ not detect it. Ranks therefore compare ``sequence``.
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -58,6 +59,8 @@ class Traffic:
 
     On other axes sizes differ from one data-parallel rank to another, with its batch and with its shard.
     """
+    listener: Callable[[Operation, str, str], None] | None = None
+    """Function that is called with the operation, the tensor's name and the axis of each call, or None."""
 
     def add(
         self,
@@ -80,6 +83,8 @@ class Traffic:
             what: Name of the tensor.
             axis: Axis of the group.
         """
+        if self.listener is not None:
+            self.listener(operation, what, axis)
         if axis in _STATE_AXES:
             size = -1 if operation == "all_to_all" else elements  # each rank sends as much as its data needs
             self.sequence = zlib.crc32(_word(operation, what, size), self.sequence)

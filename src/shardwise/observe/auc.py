@@ -98,6 +98,26 @@ class ClickScore(NamedTuple):
     samples: int
 
 
+_ENTRY_BYTES = 24
+"""Bytes of a distinct score with its two counts."""
+_MERGED_BYTES = 100
+"""Bytes for each distinct score of a range while its ranks' scores are merged: the gathered and the joined entries, the
+order, the sorted keys and counts, the first places of equal keys, and their sums."""
+
+
+def most_bytes(samples: int, ranks: int) -> int:
+    """Return the most host memory that one rank takes for the score of an evaluation whose predictions all differ.
+
+    Args:
+        samples: Samples over all ranks.
+        ranks: Number of ranks.
+    """
+    own = -(-samples // ranks)
+    at_once = min(samples, max(_RANGE_ENTRIES, _BINS * ranks))
+    keys = own * np.dtype(np.uint32).itemsize
+    return keys + _ENTRY_BYTES * (own + 2 * -(-at_once // ranks)) + _MERGED_BYTES * at_once
+
+
 @dataclass
 class ClickMetrics:
     """Collector of the predictions of one evaluation on each rank.

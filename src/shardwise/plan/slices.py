@@ -156,6 +156,8 @@ class TensorSlices:
         found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for slot, start, stop, local in bucket.overlaps(index, count):
             info = self.registry.get("parameter", slot.name)
+            if not self._has_addends(info):
+                continue  # a large tensor that is cut within its rows has as many runs as rows
             for run in self.runs(info, start, stop):
                 ranks = self.addends(info, run)
                 if ranks:
@@ -190,12 +192,13 @@ class TensorSlices:
         """
         for gradient in self.registry.of_kind("gradient"):
             info = self.registry.get("parameter", gradient.name)
-            if not set(stages).isdisjoint(info.stages) and (
-                len(info.stages) > 1
-                or any(max(self._counts(info, axis)) > 1 for axis in self.mesh.model_axes(info.axes))
-            ):
+            if not set(stages).isdisjoint(info.stages) and (len(info.stages) > 1 or self._has_addends(info)):
                 return True
         return False
+
+    def _has_addends(self, info: TensorInfo) -> bool:
+        """Return whether ranks of one stage sum gradients of some elements of a parameter."""
+        return any(max(self._counts(info, axis)) > 1 for axis in self.mesh.model_axes(info.axes))
 
     def _counts(self, info: TensorInfo, axis: str) -> set[int]:
         """Return the possible numbers of neighbours on the axis that hold addends of the same elements."""

@@ -58,7 +58,8 @@ def stage_seconds(passed: Mapping[int, MeasuredPass], hardware: Hardware, device
     """Return the seconds of the forward and the backward pass of one microbatch, by stage."""
     near = "host" if device_type == "cpu" else "device"
     return [
-        sum(
+        hardware.least_pass_factor
+        * sum(
             share.work.seconds(hardware, share.touched_bytes, near) for share in passed[stage].shares.values()
         )
         for stage in sorted(passed)

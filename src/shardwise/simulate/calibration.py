@@ -23,23 +23,27 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.base.errors import ConfigError, RankError
-from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link
+from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Neighbours, Product
 from shardwise.base.hardware_files import plain_hardware, read_table, shipped_tables, with_source
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import StrictModel, read_object, validated
 from shardwise.base.words import in_words
 from shardwise.simulate.rates import measured_hardware
+from shardwise.simulate.work import Work
 from shardwise.tiers.scratch_folder import check_folder
 
 _RANK_MODULE = "shardwise.engine.fit.calibration_rank"
 _PATIENCE_S = 600.0
 _CLUSTER = Link(1.25e9, 5e-5)
+_LEAST_FACTOR, _MOST_FACTOR = 0.1, 10.0
+"""Range of the factors that a file of hardware may have."""
 _SPREAD_OF = {"waits": "exchange", "bubble": "compute", "data": "exchange", "rest": "compute"}
 """Use of the time whose measured spread counts for a use that is not measured by itself."""
 
@@ -261,15 +265,33 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         action_s=figures["action"],
         ending_action_s=figures["ending_action"],
         operations=_tables(operations),
-        unevenness=tuple((worked, min(max(share, 1e-4), 1.0)) for worked, share in figures["unevenness"]),
         row_bytes_s=figures["rows"],
         spread=spread | {use: spread[measured] for use, measured in _SPREAD_OF.items()},
         exchanges=_tables(exchanges),
         sources={"links.cluster": "assumed: a port of 10 Gbit/s"}
         | ({} if figures["disk"] else {"memory.disk.rate": "assumed"}),
     )
+    unevenness = tuple((worked, min(max(share, 1e-4), 1.0)) for worked, share in figures["unevenness"])
+    hardware = replace(hardware, neighbours=Neighbours(unevenness, _pass_factors(figures, hardware)))
     said = f"measured on {machine.date} by {machine.ranks} ranks of {machine.threads} threads on {machine.processor}"
     return with_source(hardware, said)
+
+
+def _pass_factors(figures: Mapping[str, Any], hardware: Hardware) -> tuple[tuple[float, float], ...]:
+    """Return the seconds of measured passes over their price, by the number of ranks that ran them at once."""
+    counted = figures["work"]
+    products = {Product(*row[:3]): row[3:] for row in counted["products"]}
+    work = Work(
+        {product: calls for product, (calls, _) in products.items()},
+        {product: nbytes for product, (_, nbytes) in products.items()},
+        counted["calls"],
+        others={(name, nbytes): calls for name, nbytes, calls in counted["others"]},
+    )
+    price_s = work.seconds(hardware, sum(nbytes * calls for _, nbytes, calls in counted["others"]), "host")
+    return tuple(
+        (float(ranks), min(max(seconds / price_s, _LEAST_FACTOR), _MOST_FACTOR))
+        for ranks, seconds in figures["passes"]
+    )
 
 
 def _tables(

@@ -234,7 +234,7 @@ def _shared_memory_s(
 
 
 def interpolated_s(measured: Sequence[tuple[float, float]], nbytes: float) -> float:
-    """Return seconds by bytes, interpolated over the logarithms of both; beyond the last, they grow with the bytes."""
+    """Return seconds by bytes, interpolated between measured sizes; beyond the last, they grow with the bytes."""
     sizes = [size for size, _ in measured]
     above = bisect_left(sizes, nbytes)
     if above == 0:
@@ -242,8 +242,7 @@ def interpolated_s(measured: Sequence[tuple[float, float]], nbytes: float) -> fl
     if above == len(measured):
         return measured[-1][1] * nbytes / sizes[-1]
     (small, less_s), (large, more_s) = measured[above - 1], measured[above]
-    part = math.log(nbytes / small) / math.log(large / small)
-    return less_s * (more_s / less_s) ** part
+    return less_s + (more_s - less_s) * (nbytes - small) / (large - small)
 
 
 # Gloo --------------------------------------------------------------------------------------------------------------

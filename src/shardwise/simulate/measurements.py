@@ -6,7 +6,8 @@ all repeats: what a step finds on average, not the best case.
 
 A rank of one thread counts the CPU time of its thread instead of the time of the clock, so that repeats in which
 another process has the core cost no more than others. A rank of several threads counts the time of the clock. Of what
-ranks do together, repeats in which a rank lost its core to another process do not count, unless there are no others.
+ranks do together, repeats in which a rank lost its core to another process do not count, unless they are more than
+half.
 
     product, batched, attention,       FLOP/s by dtype and by the FLOPs of one operation, less the fixed cost of a call,
     convolution                        with operands that come from memory, as those of a layer do
@@ -52,7 +53,7 @@ _MOST_SETS = 64
 _OPERATION_BYTES = (1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
 """Bytes that one measured operation touches, about."""
 _ROW_ELEMENTS, _TABLE_ROWS, _ROWS = 64, 1 << 18, 1 << 14
-_FULL_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+_FULL_BYTES = (1 << 10, 1 << 14, 1 << 17, 3 << 17, 1 << 20, 3 << 20, 1 << 22, 3 << 22, 1 << 24)
 """Sizes of full tensors in exchanges."""
 _WORK_S = (2e-3, 8e-3, 32e-3, 128e-3)
 """Seconds of equal work between two meetings of ranks."""
@@ -364,7 +365,8 @@ def _together(group: Group, runs: Sequence[Callable[[], object]], full_bytes: in
 def _everyones_s(group: Group, run: Callable[[], None], rounds: int) -> list[list[float]]:
     """Return the seconds of each rank in each round of a call that all ranks begin together.
 
-    Rounds in which a rank lost its core to another process are left out; if there are no others, the fastest one stays.
+    Rounds in which a rank lost its core to another process are left out. If these are more than half, as they are if
+    the threads of gloo need more cores than there are, the faster half of all rounds stays.
     """
     found = []
     for _ in range(rounds):
@@ -378,8 +380,9 @@ def _everyones_s(group: Group, run: Callable[[], None], rounds: int) -> list[lis
     by_round = everyones.view(group.size, rounds, 2).transpose(0, 1)
     seconds, lost_by_round = by_round[..., 0], by_round[..., 1].sum(-1)
     kept = lost_by_round == 0
-    if not kept.any():
-        kept[seconds.amax(-1).argmin()] = True
+    if 2 * int(kept.sum()) < rounds:
+        kept[:] = False
+        kept[seconds.amax(-1).argsort()[: max(rounds // 2, 1)]] = True
     return seconds[kept].tolist()  # type: ignore[no-any-return]
 
 
@@ -436,12 +439,18 @@ def rates(found: Mapping[float, list[float]]) -> Points:
 
 
 def times(found: Mapping[float, list[float]]) -> Points:
-    """Return seconds from the medians of repeats, which do not fall: a larger exchange takes no less."""
-    points: list[tuple[float, float]] = []
+    """Return seconds from the medians of repeats, which do not fall: a larger exchange takes no less.
+
+    Neighbouring medians that fall have their geometric mean (isotonic regression), so that one slow median does not
+    lift all larger sizes.
+    """
+    blocks: list[list[float]] = []
     for size in sorted(found):
-        seconds = statistics.median(found[size])
-        points.append((size, max(seconds, points[-1][1]) if points else seconds))
-    return tuple(points)
+        blocks.append([math.log(statistics.median(found[size]))])
+        while len(blocks) > 1 and statistics.mean(blocks[-2]) > statistics.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    seconds = [math.exp(statistics.mean(block)) for block in blocks for _ in block]
+    return tuple(zip(sorted(found), seconds, strict=True))
 
 
 def differences(found: Mapping[float, list[float]]) -> list[float]:

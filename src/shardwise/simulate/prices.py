@@ -38,6 +38,7 @@ class ActionPrices:
         self._exchanges = ExchangePrices(hardware, mesh, is_cpu, per_host)
         self.is_cpu = is_cpu
         self._near = "host" if is_cpu else "device"
+        self._pass_factor = hardware.pass_factor(min(per_host or mesh.world_size, mesh.world_size))
         self._work: dict[tuple[Kind, int], float] = {}
         self._sent: dict[Action, Calls] = {}
 
@@ -82,7 +83,7 @@ class ActionPrices:
             else:
                 share = self._job.share(action.kind, action.unit)
                 work, touched = share.work, share.touched_bytes
-            self._work[key] = work.seconds(self._hardware, touched, self._near)
+            self._work[key] = self._pass_factor * work.seconds(self._hardware, touched, self._near)
         return self._work[key]
 
     # Between ranks ---------------------------------------------------------------------------------------------

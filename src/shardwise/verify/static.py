@@ -142,6 +142,22 @@ def static_problems(
     )
 
 
+def activation_placements(part: StaticPart) -> dict[tuple[str, str], TensorInfo]:
+    """Return the inputs, outputs and output gradients whose placement is known, by name of the module and label.
+
+    Args:
+        part: The derived placements.
+
+    Returns:
+        The tensors under ``input``, ``output`` and ``gradient``, which is that of the output's gradient.
+    """
+    found = {}
+    for info in part.activations or ():
+        if info.kind == "activation" or info.label == "output":
+            found[info.name, info.label if info.kind == "activation" else "gradient"] = info
+    return found
+
+
 def put_together(info: TensorInfo, pieces: Sequence[Tensor], axis: str = "tp") -> Tensor | None:
     """Return the whole tensor from the pieces of the ranks on an axis; None for values of each rank's own.
 

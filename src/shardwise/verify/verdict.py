@@ -48,6 +48,11 @@ class Verdict:
     failed_in: str = ""
     first: FirstWrong | None = None
     wrong: list[str] = field(default_factory=list)
+    """All wrong tensors in causal order; with ``isolate``, those that are wrong though their inputs are right."""
+    isolated: bool = False
+    """True if ``wrong`` comes from a run in which each module was fed by the reference."""
+    between: list[str] = field(default_factory=list)
+    """What a rank did between the last right tensor and the first wrong one, with ``explains``."""
     declared: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -93,7 +98,12 @@ class Verdict:
             said += [f"  {key}: {value}" for key, value in facts.items() if value]
             said += [f"  ranks: {', '.join(map(str, first.ranks))}"] if first.ranks else []
             said += [f"  explanation: {first.explanation}"] if first.explanation else []
-        if len(self.wrong) > 1:
+        if self.between:
+            said += ["between the last right tensor and the first wrong one:", *self.between]
+        if self.isolated:
+            said.append(f"wrong with right inputs: {len(self.wrong)} tensors")
+            said += [f"  {each}" for each in self.wrong]
+        elif len(self.wrong) > 1:
             said.append(f"wrong in all: {len(self.wrong)} tensors")
         words = {
             "pass": "equal to one process" if self.passes else "no problem in the placements along tp",

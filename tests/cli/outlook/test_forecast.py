@@ -113,7 +113,11 @@ def test_rows_of_a_run_are_foreseen_and_held(tmp_path: Path) -> None:
     outlook = RunOutlook(engine, RunFolder(tmp_path), RunConfig.parse(given), copied)
     batch = torch.zeros(2, 4)
     engine.count_batches_ahead(lambda: 3 * batch.nbytes)
-    outlook.foresee(batch, 3)
+    outlook.foresee(batch, 3, predictions_bytes=1 << 40)
+    assert outlook.forecast is not None and outlook.forecast.rows["predictions"] == 1 << 40
+    assert outlook.forecast.peak_bytes == outlook.forecast.resting_bytes + (1 << 40)
+    fewer = outlook.forecast._replace(peak_bytes=1 << 41).with_predictions(1, is_cpu=True)
+    assert fewer.peak_bytes == 1 << 41, "predictions are not held beside a step"
     for _ in range(2):
         with outlook.measuring([batch]):
             engine.train_step([batch])

@@ -98,6 +98,7 @@ NOT_A_USERS_MODULE = {
     "tiers/tier_cost.py": "a record of costs",
     "verify/__init__.py": "a Python module",
     "verify/shrink.py": "a model that is made smaller, before initialize",
+    "verify/own.py": "a model of verify, which is measured and dropped",
     "verify/reference.py": "a model of verify, which is measured and dropped",
 }
 REGISTERS = {"swap_tensors", "register_parameter", "register_buffer", "add_module"}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.base.errors import UsageError
 from shardwise.base.ragged import Ragged
+from shardwise.base.words import bytes_text
 from shardwise.comm.world import World
 from shardwise.data.clicks import ClickBatch
 from shardwise.data.clicks.rows import ClickSchema, SparseFeature
@@ -98,6 +99,23 @@ def test_a_pass_that_depends_on_numbers_leaves_model_state_and_says_where() -> N
     assert said.startswith("model state alone") and f"of the model (Chooses), at {__file__}:{line}" in said
     with pytest.raises(UsageError, match="fits: model state alone: .*depends on its numbers"):
         shardwise.fits(Chooses, {}, {"device": "1 GiB"}, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "named"),
+    [
+        ({}, 2, set()),
+        ({"mesh": {"tp": 2}}, 2, {"check_first_step"}),
+        ({"mesh": {"tp": 2}, "check_first_step": "off"}, 2, set()),
+        ({"compile": "blocks"}, 1, {"compile"}),
+    ],
+    ids=str,
+)
+def test_what_is_not_counted_is_named(given: dict[str, Any], count: int, named: set[str]) -> None:
+    found = foresee(gpt, given, count, example=tokens())
+    assert {said.partition(":")[0] for said in found.assumes} == named
+    size = 4 * sum(each.nbytes for each in gpt().parameters())
+    assert all(bytes_text(size) in said for said in found.assumes if said.startswith("check_first_step"))
 
 
 def test_tables_are_foreseen_by_their_vectors() -> None:

@@ -199,6 +199,15 @@ def test_a_limit_ends_a_search_between_two_points(monkeypatch: pytest.MonkeyPatc
     assert found.tried + found.pruned == whole.tried + whole.pruned
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_search_without_time_prices_the_given_configuration() -> None:
+    found = found_in(1 << 30, limit_s=0.0)
+    assert found.tried == 1 and set(found.causes) <= {"limit", "rules"}
+    (best,) = found.best
+    assert best.set == () and best.step_s and best.peak_bytes
+    assert not found_in(1000, limit_s=0.0).best
+
+
 class BoundedPoint(NamedTuple):
     """One point that a search has priced, with the bounds that it had."""
 
@@ -271,6 +280,7 @@ def test_bounds_hold_where_a_device_sums_the_replicas_of_shards(monkeypatch: pyt
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_bounds_hold_at_thousands_of_points(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Each device has more than 1,300 points."""

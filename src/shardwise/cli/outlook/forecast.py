@@ -27,7 +27,9 @@ from shardwise.data.draws import GeneratorContext
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import read
 from shardwise.engine.fit.kernel_code import load_kernels
+from shardwise.engine.fit.outside import HOLES_ROW
 from shardwise.engine.parts.rank_phases import phase_of_axis
+from shardwise.memory.ledger import STEP_ROWS
 from shardwise.observe.memory import available_bytes, give_back_free, peak_resident_bytes, resident_bytes
 from shardwise.observe.timeline_picture import draw_lanes
 from shardwise.plan.norm_numbers import PhaseSeconds
@@ -36,6 +38,7 @@ from shardwise.simulate.calibration import cpu_hardware
 from shardwise.simulate.passes import MeasuredPass
 from shardwise.simulate.price import StepSeconds, step_seconds, step_timeline
 from shardwise.simulate.rates import measured_hardware
+from shardwise.simulate.timeline import StepMemory
 
 _log = logging.getLogger(__name__)
 
@@ -65,12 +68,13 @@ class RunOutlook:
         self._held: Mapping[str, int] = {}
         """Bytes by row behind the step that was measured; a loader that has been closed holds nothing."""
 
-    def foresee(self, example: Any, steps_ahead: int = 0) -> None:
+    def foresee(self, example: Any, steps_ahead: int = 0, predictions_bytes: int = 0) -> None:
         """Say on rank 0, in front of the first step of the process, what a step will take.
 
         Args:
             example: The first microbatch.
             steps_ahead: Steps that the loader reads before their use.
+            predictions_bytes: Bytes of host memory that an evaluation takes for its predictions behind its passes.
         """
         world, copied = self._engine.world, self._copied
         if copied is None or self._engine.step_count != self.begins_at:
@@ -82,7 +86,9 @@ class RunOutlook:
         if self.forecast is None:
             return
         step_bytes = self._engine.accumulation * sum(tensor.nbytes for tensor in tensors_in(example))
-        self.forecast = self.forecast.with_batches_ahead(steps_ahead * step_bytes, world.device.type == "cpu")
+        is_cpu = world.device.type == "cpu"
+        self.forecast = self.forecast.with_batches_ahead(steps_ahead * step_bytes, is_cpu)
+        self.forecast = self.forecast.with_predictions(predictions_bytes, is_cpu)
         self._engine.expect_bytes(self.forecast.rows)
         has = free_bytes(world.device, world.local_size)
         too_many = has is not None and self.forecast.peak_bytes > has
@@ -171,11 +177,21 @@ class RunForecast(NamedTuple):
     high_s: float
     timeline: Timeline
     """Lanes of the first rank of each pipeline stage in a step."""
+    resting_bytes: int = 0
+    """Bytes of rank 0's device between two passes."""
 
     def with_batches_ahead(self, size: int, is_cpu: bool) -> "RunForecast":
         """Return the forecast with a row of batches that are read ahead into host memory."""
         rows = {**self.rows, "batches ahead": size} if size else self.rows
-        return self._replace(rows=rows, peak_bytes=self.peak_bytes + size * is_cpu)
+        near = size * is_cpu
+        return self._replace(
+            rows=rows, peak_bytes=self.peak_bytes + near, resting_bytes=self.resting_bytes + near
+        )
+
+    def with_predictions(self, size: int, is_cpu: bool) -> "RunForecast":
+        """Return the forecast with a row of the predictions of an evaluation, which no pass runs beside."""
+        rows = {**self.rows, "predictions": size} if size else self.rows
+        return self._replace(rows=rows, peak_bytes=max(self.peak_bytes, self.resting_bytes + size * is_cpu))
 
     def plain(self) -> dict[str, Any]:
         """Return the numbers that ``outcome.json`` keeps."""
@@ -254,7 +270,15 @@ def forecast_of(
         seconds.low_s,
         seconds.high_s,
         timeline,
+        _resting_bytes(step),
     )
+
+
+def _resting_bytes(step: StepMemory) -> int:
+    """Return the bytes that a rank holds between two passes of an evaluation."""
+    point = step.points.get("evaluation", step.points["step"])
+    rows = {row: size for row, size in point.rows.items() if row not in (*STEP_ROWS, HOLES_ROW)}
+    return point._replace(rows=rows).bytes_on(step.near)
 
 
 def _kinds_of(passes: Iterable[MeasuredPass]) -> set[tuple[str, str]]:

@@ -7,6 +7,7 @@ outcome       -> of a run that has saved    cli/outlook/outcome.py
 """
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -300,6 +301,9 @@ def _removal(found: Removal | None) -> dict[str, Any]:
 
 def _searched(request: PlanRequest, job: PlannedJob, setting: PlanSetting, memory: Memory) -> SearchReport:
     """Return the fastest layouts of a job, and write the best if the request says where."""
+    limit_s = request.limit_s
+    if limit_s is not None and request.begun_s is not None:
+        limit_s = max(limit_s - (time.monotonic() - request.begun_s), 0.0)
     found = search(
         job.shapes.make,
         job.config,
@@ -309,7 +313,7 @@ def _searched(request: PlanRequest, job: PlannedJob, setting: PlanSetting, memor
         device=setting.device,
         hardware=setting.hardware,
         free=request.free,
-        limit_s=request.limit_s,
+        limit_s=limit_s,
         per_host=setting.per_host,
     )
     if request.write is not None and found.best:

@@ -51,7 +51,9 @@ class PlanRequest(NamedTuple):
     search: bool = False
     free: tuple[str, ...] = ()
     limit_s: float | None = None
-    """Seconds after which a search ends with what it has found."""
+    """Seconds after which a search ends with what it has found, counted from ``begun_s``."""
+    begun_s: float | None = None
+    """Time at which the command began, by ``time.monotonic``; None: the limit counts from the search's own begin."""
     write: Path | None = None
     """File into which the best configuration of a search goes."""
     solve: str | None = None

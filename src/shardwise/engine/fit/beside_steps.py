@@ -20,7 +20,7 @@ from shardwise.checkpoint.layout import LayoutSizes, arrange
 from shardwise.checkpoint.piece import TensorSpec
 from shardwise.comm.peers import RING
 from shardwise.comm.shared_memory import ring_file_bytes
-from shardwise.engine.fit.outside import groups_of, neighbours_of
+from shardwise.engine.fit.outside import communicators_by_use, groups_of, neighbours_of
 from shardwise.plan.plan import Plan, RankClass, class_of
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.slices import TensorSlices
@@ -249,9 +249,13 @@ def _drawn_bytes(plan: Plan, ranks: RankClass, unit: int, bucket: Bucket, rank: 
 
 
 def ring_bytes(plan: Plan, rank: int) -> int:
-    """Return the bytes of shared memory that ``rank`` provides if all ranks are CPU ranks of one host."""
+    """Return the bytes of shared memory that ``rank`` provides if all ranks are CPU ranks of one host.
+
+    Keys of tables have a ring of their own, because a thread sends them beside the collectives of the step.
+    """
     groups = sum(ring_file_bytes(len(ranks)) for ranks in groups_of(plan, rank))
-    return groups + RING.file_bytes * len(neighbours_of(plan, rank))
+    keys = ring_file_bytes(plan.mesh.size("dp")) * communicators_by_use(plan, rank)["keys"]
+    return groups + keys + RING.file_bytes * len(neighbours_of(plan, rank))
 
 
 def rows_of_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> Mapping[str, int]:

@@ -103,7 +103,8 @@ def work_of(passed: MeasuredPass, hardware: Hardware, is_cpu: bool) -> PassWork:
             product_s += (
                 calls * product.flops / (hardware.peaks[dtype] * hardware.best_share(product.kind, dtype))
             )
-    return PassWork(product_s, touched / hardware.best_bytes_s(near), sent)
+    factor = hardware.least_pass_factor
+    return PassWork(factor * product_s, factor * touched / hardware.best_bytes_s(near), sent)
 
 
 def even_bound(seconds: float, ranks: int, virtual: int, microbatches: int) -> float:
@@ -260,7 +261,7 @@ class JobBounds:
     def _share_s(self, share: UnitPass, mesh: Mesh, is_dealt: bool = False) -> float:
         near = "host" if self._is_cpu else "device"
         touched = share.touched_bytes * (_SHARE_OF_BYTES if is_dealt else 1.0)
-        seconds = share.work.seconds(self._hardware, touched, near)
+        seconds = self._hardware.least_pass_factor * share.work.seconds(self._hardware, touched, near)
         seconds *= _SHARE_OF_OPERATIONS if is_dealt else 1.0
         return seconds + self._sent_s(share.exchanges, mesh)
 

@@ -3,7 +3,13 @@
     shardwise launch --ranks 2 -m shardwise.engine.fit.calibration_rank OUT [DISK_FOLDER]
 
 All measurements are made in several sweeps, seconds apart, and each figure is the median of its repeats in all of them.
-The spread of the repeats over their medians tells how far a step may be from its price.
+The spread of the repeats over their medians tells how far a step may be from its price. Of passes of a model it is the
+spread of the time of the clock over the medians of the CPU time, because other processes lengthen a step too.
+
+Operations that are measured one by one do not take from one another what they do in a model: room in the core's caches
+for their operands and for the code of their kernels, and of ranks beside one another the memory that they share. So
+the passes of a GPT are measured too, by one rank while the others wait and by all of them, and counted by operation;
+their seconds over the sum of their operations' are a factor on the price of passes.
 
 What an operation and an Action cost is measured with a GPT so small that its arithmetic takes no time:
 
@@ -18,7 +24,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +64,16 @@ _STEPS = 14
 """Steps of the small model, of which the first two do not count."""
 _FEW, _MANY = 1, 5
 """Microbatches of the two steps whose difference is the cost of a microbatch."""
-_ENDS = (0.1, 0.9)
+_ENDS = (0.02, 0.98)
 """Shares of repeats below the low and the high end of the range of a price."""
 _LEAST = 0.1
 """Least factor for the low end, and one over the largest for the high end, that a file of hardware may have."""
+_MODEL = GptPolicy(layers=3, width=320, heads=5, context=128, vocab=2048)
+"""Model of the measured passes: its weights and activations exceed a core's own cache, as those of larger models do."""
+_ROWS = 4
+"""Sequences of a measured pass."""
+_PASSES = 4
+"""Passes in one sweep by one rank alone, and by all."""
 _SMALL = GptPolicy(layers=4, width=16, heads=1, context=4, vocab=16)
 
 
@@ -104,7 +116,8 @@ def measured(world: World, disk: Path | None) -> dict[str, Any]:
         disk: Folder on the disk to measure; None: no disk is measured.
     """
     channels = Channels.of(world)
-    sweeps = [sweep(channels) for _ in range(_SWEEPS)]
+    passes = ModelPasses(channels.group)
+    sweeps = [sweep(channels) | passes.repeats() for _ in range(_SWEEPS)]
     found = {name: united([each[name] for each in sweeps]) for name in sweeps[0]}
 
     def of(kind: str) -> dict[str, Repeats]:
@@ -115,7 +128,7 @@ def measured(world: World, disk: Path | None) -> dict[str, Any]:
     python = python_s(world)
     channels.group.barrier()
     ends = {
-        "compute": _ends([*of("rate").values(), *of("operation").values()]),
+        "compute": _ends([*of("rate").values(), *of("operation").values()], passes.lengthened()),
         "update": _ends([found["operation update"]]),
         "exchange": _ends(list(of("exchange").values())),
     }
@@ -127,6 +140,8 @@ def measured(world: World, disk: Path | None) -> dict[str, Any]:
         "rows": rates(found["rows"])[0][1],
         "exchanges": {name: times(each) for name, each in of("exchange").items()},
         "unevenness": [(size, statistics.mean(each)) for size, each in found["late"].items()],
+        "passes": [(ranks, statistics.median(each)) for ranks, each in found["passes"].items()],
+        "work": passes.counted(),
         **python._asdict(),
         "spread": ends,
         "disk": None if disk is None else disk_rate(disk),
@@ -162,9 +177,86 @@ def sweep(channels: Channels) -> dict[str, Repeats]:
     return found
 
 
-def _ends(found: list[Repeats]) -> tuple[float, float]:
-    """Return the factors between which most repeats are, over the medians of their sizes."""
-    rows = sorted(each for repeats in found for each in differences(repeats))
+class ModelPasses:
+    """Passes of a model without an engine, by one rank while the others wait, and by all ranks at once.
+
+    Args:
+        group: The ranks.
+        model: Description of the model.
+    """
+
+    def __init__(self, group: Group, model: GptPolicy = _MODEL):
+        self._group = group
+        assert model.vocab is not None, "the models here have vocabularies"
+        self._module = Gpt(model)
+        ids = torch.randint(model.vocab, (_ROWS, model.context), generator=torch.Generator().manual_seed(0))
+        self._batch = {"tokens": ids, "targets": ids}
+        self._elapsed: Repeats = {1.0: [], float(group.size): []}
+        """Seconds of the clock of all passes, by the number of ranks that run them at once."""
+        self._taken: Repeats = {1.0: [], float(group.size): []}
+        """Seconds that count for the figures."""
+        self._run()
+
+    def _run(self) -> None:
+        self._module(**self._batch).backward()
+        self._module.zero_grad()
+
+    def repeats(self) -> dict[str, Repeats]:
+        """Return the seconds of passes by the number of ranks that run them at once, and keep them."""
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        size = self._group.size
+        found: Repeats = {1.0: [], float(size): []}
+        for number in range(_PASSES * (size + 1)):
+            turn = number % (size + 1)  # the last turn is that of all ranks
+            self._group.barrier()
+            if turn not in (self._group.index, size):
+                continue
+            self._run()  # finds in its caches what the ranks that ran before left there
+            ranks = 1.0 if turn < size else float(size)
+            begin, begin_s = clock(), time.perf_counter()
+            self._run()
+            found[ranks].append(clock() - begin)
+            self._elapsed[ranks].append(time.perf_counter() - begin_s)
+        for ranks, seconds in found.items():
+            self._taken[ranks] += seconds
+        return {"passes": found}
+
+    def lengthened(self) -> list[float]:
+        """Return the time of the clock of each pass over the median of what counts for the figures."""
+        return [
+            each / statistics.median(self._taken[ranks])
+            for ranks, row in self._elapsed.items()
+            for each in row
+        ]
+
+    def counted(self) -> dict[str, Any]:
+        """Return the operations of a pass: products with their bytes, and others, by class."""
+        with LiveBytes() as live:
+            self._run()
+        work = live.work.take()
+        return {
+            "calls": work.calls,
+            "products": [
+                [*product, calls, work.product_bytes[product]] for product, calls in work.products.items()
+            ],
+            "others": [[*each, calls] for each, calls in work.others.items()],
+        }
+
+
+def _ends(found: list[Repeats], more: Sequence[float] = ()) -> tuple[float, float]:
+    """Return the factors between which most repeats are, over the medians of their sizes.
+
+    The wider range counts if there are ``more`` repeats, given as factors, because they are fewer.
+    """
+    ends = _ends_of([each for repeats in found for each in differences(repeats)])
+    if not more:
+        return ends
+    others = _ends_of(more)
+    return min(ends[0], others[0]), max(ends[1], others[1])
+
+
+def _ends_of(factors: Sequence[float]) -> tuple[float, float]:
+    rows = sorted(factors)
     low, high = (rows[round(share * (len(rows) - 1))] for share in _ENDS)
     return min(max(low, _LEAST), 1.0), max(min(high, 1 / _LEAST), 1.0)
 

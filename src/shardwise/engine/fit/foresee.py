@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.words import bytes_text
 from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import CheckpointFolder, open_step, steps_at
@@ -65,6 +66,7 @@ from shardwise.engine.parts.tables import (
 from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
+from shardwise.engine.step.check import compared_bytes
 from shardwise.kernels.crc import crc32
 from shardwise.kernels.philox import words
 from shardwise.models import GptPolicy
@@ -316,7 +318,23 @@ class JobFacts(NamedTuple):
                 "evenly over the ranks that hold rows"
             )
             found.append("tables: keys, their indices and rows on the way are not counted in memory")
-        return (*found, *self._assumptions_of_experts())
+        return (*found, *self._assumptions_of_experts(), *self._assumptions_of_settings())
+
+    def _assumptions_of_settings(self) -> tuple[str, ...]:
+        found = []
+        is_cut = self.mesh.size("model") * self.mesh.ep * self.mesh.etp > 1
+        if self.settings.check_first_step == "auto" and is_cut and not self.tables:
+            size = bytes_text(compared_bytes(self.spec.parameters.values()))
+            found.append(
+                f"check_first_step: the comparison of the first step with the uncut model holds {size} and a pass of "
+                "the whole model, once, if four times as much is free; not counted in memory"
+            )
+        if self.settings.compile.scope != "none":
+            found.append(
+                "compile: blocks are counted and priced as if they were not compiled; compiled code keeps and fuses "
+                "what torch.compile chooses"
+            )
+        return tuple(found)
 
     def _assumptions_of_experts(self) -> tuple[str, ...]:
         if not self.has_experts:

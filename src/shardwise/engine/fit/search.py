@@ -21,6 +21,7 @@ by seconds for each sample.
 Cost: a pass on shapes for each shape that is looked at, and a Plan for each point.
 """
 
+import contextlib
 import heapq
 import itertools
 import time
@@ -450,7 +451,7 @@ class _Search:
         for shape in shapes.values():
             parent = shapes.get(_key(_parent_of(shape.chosen)))
             if parent is None or parent is shape:
-                self._push(shape, self._scaled_bound(shape))
+                self._push(shape, 0.0 if self._is_late else self._scaled_bound(shape))
             else:
                 parent.children.append(shape)
                 shape.wanted = []
@@ -532,6 +533,16 @@ class _Search:
             else:
                 self._refine(item)
         self._leave_rest(cause)
+        if cause == "limit" and not self._priced:
+            self._price_given()
+
+    def _price_given(self) -> None:
+        """Price the configuration as it was given, so that a search without time has an answer if that one fits."""
+        for scope in {shape.scope.ranks: shape.scope for shape in self._shapes}.values():
+            given = _Shape(next(self._numbers), scope, {"batch.global_size": scope.global_size}, 0)
+            said = () if self._given.batch.micro_size else (f"batch.micro_size={scope.micro_size}",)
+            with contextlib.suppress(ConfigError, PlanError, MeshError):
+                self._price(given, said, self._shelf.job(load(self._given, said), scope.ranks), None)
 
     @property
     def _is_late(self) -> bool:

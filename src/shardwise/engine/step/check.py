@@ -30,7 +30,7 @@ Cost: once, the whole weights and gradients on the ranks of one model, and a ste
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -45,6 +45,7 @@ from shardwise.base.errors import PlanError, ShardwiseError, UsageError
 from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.base.user_hooks import is_users
 from shardwise.compose.module_steps import recompute_blocks
+from shardwise.compose.spec import ParameterSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.parts.parts import EngineParts
@@ -74,6 +75,15 @@ bits."""
 _LOW = (torch.bfloat16, torch.float16)
 _MOST_OPEN = 8
 """Passes without a backward pass that are kept if there is no pipeline. Each keeps its graph in memory."""
+
+
+def compared_bytes(parameters: Iterable[ParameterSpec]) -> int:
+    """Return the bytes of the whole weights and gradients that a rank which compares holds, without its passes.
+
+    Args:
+        parameters: Entries of all parameters of the uncut model.
+    """
+    return _COPIES * sum(prod(entry.shape) * max(4, entry.dtype.itemsize) for entry in parameters)
 
 
 class Tolerances(NamedTuple):
@@ -310,9 +320,7 @@ class FirstStepCheck:
             return "its embedding tables are spread over ranks, none of which may hold all of them"
         if self._uncut is not None and self._uncut.model is None:
             return self._uncut.reason
-        wanted = _COPIES * sum(
-            prod(entry.shape) * max(4, entry.dtype.itemsize) for entry in parts.spec.parameters.values()
-        )
+        wanted = compared_bytes(parts.spec.parameters.values())
         sharing = parts.world.local_size if parts.device.type == "cpu" else 1
         free = _SHARE_OF_FREE * (available_bytes(parts.device) or 0) / sharing
         if wanted > free:
