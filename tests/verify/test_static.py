@@ -161,6 +161,17 @@ def test_a_wrong_layer_is_found(
     assert any(each.module.startswith(module) and found in each.found for each in problems), problems
 
 
+def test_foreign_rows_that_are_counted_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without zeros for the tokens of other ranks, each rank adds a row of its own."""
+
+    def unmasked(tokens: Tensor, weight: Tensor, rows: slice, vocabulary: int, padding: Any) -> Tensor:
+        return F.embedding((tokens - rows.start).clamp(0, len(weight) - 1), weight)
+
+    monkeypatch.setattr(layers, "own_rows", unmasked)
+    problems = check(sequence=False).problems
+    assert [each.wanted for each in problems] == ["zeros for the rows that other ranks hold"]
+
+
 def test_a_slice_in_place_of_a_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duals, "scatter", duals.cut)
     assert any("piece" in each.name and "Partial" in each.found for each in check().problems)

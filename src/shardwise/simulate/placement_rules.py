@@ -63,6 +63,8 @@ WHOLE, ADDEND, OWN, ZERO, UNKNOWN = (
 )
 BLANK = Lie("zero", factor=0)
 """Placement of memory to which nothing was written: neutral in sums as zeros are, but its product is not zero."""
+UNMASKED = Lie("own", factor=0)
+"""Placement of rows that each rank has looked up in its own part of a table, also for places of other ranks."""
 Get = Callable[[Tensor], Lie]
 
 
@@ -525,6 +527,8 @@ def _sum(lies: Sequence[Lie], tensors: Sequence[Tensor], out: Tensor, numbers: b
 def _pointwise(name: str, args: Any, out: Any, get: Get) -> Lie:
     tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
     lies, result = [get(each) for each in tensors], _first(out)
+    if name == "masked_fill" and lies[0] == UNMASKED and _is_number(args[2], 0):
+        return ADDEND  # each row is counted by the rank that holds it
     if not any(lie.kind == "addend" for lie in lies):
         return _united(lies, tensors, result)
     if name in _LINEAR:
@@ -622,7 +626,7 @@ def _looked_up(name: str, args: Any, kwargs: Any, out: Any, get: Get) -> "Lie | 
     if weight.kind == "addend":
         return ADDEND
     if weight.kind == "slice" and weight.dim == 0:
-        return OWN
+        return UNMASKED
     if weight.kind == "slice":
         return weight._replace(dim=out.dim() - 1) if ids.kind == "whole" else OWN
     return ids

@@ -42,6 +42,7 @@ from shardwise.simulate.placement_rules import (
     ADDEND,
     OWN,
     UNKNOWN,
+    UNMASKED,
     WHOLE,
     ZERO,
     Lie,
@@ -132,7 +133,7 @@ class ModuleActivations:
         return self._inside[-1] if self._inside else ""
 
     def watch(self) -> None:
-        """Start noting the modules that run."""
+        """Register hooks that note the tensors of all modules that run."""
         register = torch.nn.modules.module
         self._handles = [
             register.register_module_forward_pre_hook(self._begin),
@@ -140,7 +141,7 @@ class ModuleActivations:
         ]
 
     def end(self) -> None:
-        """Stop noting."""
+        """Remove the hooks that note tensors."""
         for handle in self._handles:
             handle.remove()
 
@@ -305,7 +306,18 @@ class PlacementMode(TorchDispatchMode):
                 self._viewed[torch._C._autograd._get_sequence_nr() - 1] = lie  # type: ignore[attr-defined]
             elif lie.kind == "slice" and node._sequence_nr() in self._viewed:
                 return viewed_back(args, out, self.get, self._viewed[node._sequence_nr()])
-        return placements_of(func, name, args, kwargs, out, self.get)
+        found = placements_of(func, name, args, kwargs, out, self.get)
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if name in ("index", "index_select") and node is None:
+            self._viewed[torch._C._autograd._get_sequence_nr() - 1] = self.get(args[0])  # type: ignore[attr-defined]
+        elif name.rstrip("_") in ("index_put", "index_add") and node is not None:
+            indices = [each for each in tree_leaves(args[1:3]) if isinstance(each, Tensor)]
+            differ = any(
+                self.get(each).kind in ("own", "slice") for each in indices if not each.is_floating_point()
+            )
+            if differ and self._viewed.get(node._sequence_nr()) == WHOLE:
+                return ADDEND  # places of each rank's own in a whole tensor
+        return found
 
 
 class PlacementTransport(NoTransport):
@@ -379,6 +391,9 @@ class PlacementTransport(NoTransport):
         elif move == "scale":
             mode.set(after, {"whole": ADDEND, "addend": WHOLE}.get(lie.kind, lie))
         elif move == "own rows":
+            if mode.get(after) == UNMASKED:
+                said = "rows that each rank looked up in its own part"
+                mode.refuse(what, "zeros for the rows that other ranks hold", said)
             mode.set(after, ADDEND)
         elif move == "own places":
             mode.set(after, OWN)
