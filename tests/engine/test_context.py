@@ -149,3 +149,82 @@ def test_what_cannot_be_cut_is_refused(ranks: Any) -> None:
         assert "without targets" in outside
         assert "40 tokens but its context is 32" in long
         assert "different batches" in unlike and "along cp" in unlike
+
+
+# Models of transformers --------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 24,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+}
+LAYERS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+FOREIGN: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "mistral": {**SMALL, "sliding_window": 5},
+    "gemma3_text": {**SMALL, **LAYERS},
+    "gpt_oss": {**SMALL, **LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
+
+
+def foreign_numbers(world: World, kind: str, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms of two steps and an evaluation; the model's own fp32 inside is the noise."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **FOREIGN[kind])
+    )
+    model = model if kind == "gpt_oss" else model.double()
+    given = {"optimizer": {"type": "sgd", "lr": 0.1}, "max_grad_norm": 1.0, **config}
+    engine, found = shardwise.initialize(model, given, world=world), []
+    for step in range(2):
+        tokens = torch.randint(VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(step))
+        labels = tokens.clone()
+        labels[0, :5] = -100
+        each = {"input_ids": tokens, "labels": labels}
+        result = engine.train_step([each])
+        found += [result.loss, float(result.grad_norm or 0), result.weight]
+    found.append(engine.evaluate([(each, None)]))
+    state = {name: tensor.double() for name, tensor in engine.state_dict().items()}
+    engine.close()
+    return found, state
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_models_of_transformers_equal_one_process(ranks: Any, kind: str) -> None:
+    """Windows, sinks, a scale of its own, learned positions; labels are shifted before the cut."""
+    wanted, state = foreign_numbers(World(0, 1), kind, {})
+    for got, weights in ranks(2).run(foreign_numbers, kind, {"mesh": {"cp": 2}, "zero": {"stage": 3}}):
+        assert got == pytest.approx(wanted, rel=2e-6)
+        for name, value in state.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6)
+
+
+def refused_of_transformers(world: World) -> list[str]:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SMALL))
+    engine = shardwise.initialize(model, {"mesh": {"cp": 2}}, world=world)
+    tokens, said = torch.ones(2, 8, dtype=torch.long), []
+    mask = tokens.clone()
+    mask[0, 0] = 0
+    for more in ({"attention_mask": mask}, {"position_ids": tokens.cumsum(1)}):
+        try:
+            engine.train_step([{"input_ids": tokens, "labels": tokens, **more}])
+        except UsageError as error:
+            said.append(str(error))
+            engine.discard()
+    engine.close()
+    return said
+
+
+def test_padding_and_positions_of_transformers_are_refused(ranks: Any) -> None:
+    for said in ranks(2).run(refused_of_transformers):
+        padding, positions = said
+        assert "attention_mask with zeros" in padding and "position_ids" in positions

@@ -164,7 +164,7 @@ CHANGES = (
         "context",
         "attention functions exchange keys along cp, and a hook on the root cuts the tokens of a call",
         "before slices, whose hook on the root reads the tokens that this one has cut",
-        "parallel/context/region.py",
+        "parallel/context/region.py parallel/context/foreign.py",
         Undone.IF_WHOLE,
         Effect.ATTRIBUTE,
         Effect.HOOK,

@@ -523,6 +523,14 @@ def foreign_head(world: Any) -> Noted:
     return foreign(world, llama(), {"tiles": {"logits": 3, "mlp": 3}})
 
 
+def sequences_in_parts(world: Any) -> Noted:
+    return gpt(world, cp=2)
+
+
+def foreign_sequences(world: Any) -> Noted:
+    return foreign(world, llama(), {"mesh": {"cp": 2}})
+
+
 def foreign_slices(world: Any) -> Noted:
     return foreign(world, gemma(), {"mesh": {"tp": 2}})
 
@@ -542,6 +550,8 @@ LAYOUTS: dict[str, tuple[int, Callable[[Any], Noted]]] = {
     "fp8 slices": (2, fp8_slices),
     "foreign head": (1, foreign_head),
     "foreign slices": (2, foreign_slices),
+    "sequences": (2, sequences_in_parts),
+    "foreign sequences": (2, foreign_sequences),
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from shardwise.comm.collectives import Group
 from shardwise.compose.plan import PlannedModel, exchanges_of
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
@@ -89,8 +90,6 @@ def assemble(
     trained = [TrainedBucket(bucket, optimizer_of(bucket)) for _, bucket in owned]
     _count_state(site.ledger, trained, tables)
     planned = _noted(outline, site, tables)
-    needs_peers = planned.plan.registry.needs("matrix")
-    peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic) if needs_peers else None
     orders = {stage.index: stage.hooks.order for stage in stages}
     table_units = TableUnits(tables, planned.plan.own, orders, walker)
     passes = _pass_context(site, outline, stages, vocabulary, walker, context)
@@ -112,8 +111,15 @@ def assemble(
         passes=passes,
         folders=folders,
         followers=followers,
-        stage_peers=peers,
+        stage_peers=_stage_peers(site, planned),
     )
+
+
+def _stage_peers(site: RuntimeContext, planned: PlannedModel) -> Group | None:
+    """Return the group of the ranks of one stage if an optimizer needs whole matrices. Collective."""
+    if not planned.plan.registry.needs("matrix"):
+        return None
+    return site.world.group(site.mesh, "stage", site.settings.comm, site.clock, site.traffic)
 
 
 def _compile_kernels(site: RuntimeContext, stages: Sequence[Stage], trained: Sequence[TrainedBucket]) -> None:

@@ -13,7 +13,7 @@ first step (end.py).
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -106,6 +106,24 @@ def loss_tolerance(parts: "EngineParts", config: RunConfig) -> LossTolerance:
     return LossTolerance(1e-4, 1e-12 if dtypes == {torch.float64} else 1e-8)
 
 
+def _check_batches(batches: Sequence[int], duplicates: Literal["error", "allow"], sharers: int) -> None:
+    """Raise DataError if ranks along "cp" have different batches, or other data-parallel ranks the same ones."""
+    # A rank whose part of the batches has no targets has the fingerprint 0.
+    shared = [{*batches[place : place + sharers]} - {0} for place in range(0, len(batches), sharers)]
+    if any(len(each) > 1 for each in shared):
+        raise DataError(
+            "the ranks that share a sequence (along cp) were given different batches in the first step, so each worked "
+            "on tokens of another sequence; use engine.loader(...), which gives them the same batches"
+        )
+    pair = next(same([max(each, default=0) for each in shared]), None)
+    if pair is not None and duplicates == "error":
+        raise DataError(
+            f"data-parallel ranks {pair[0]} and {pair[1]} were given the same batches in the first step, so one of "
+            "them does nothing new; iterate over engine.loader(your DataLoader or Dataset), which gives each rank a "
+            "share of its own, or, where that is meant, set batch.duplicates: allow"
+        )
+
+
 def check_alike(
     totals: StepTotals,
     duplicates: Literal["error", "allow"],
@@ -140,22 +158,7 @@ def check_alike(
         )
     if are_uneven(totals.guesses):
         raise UsageError(UNEVEN)
-    # A rank whose part of the batches has no targets has the fingerprint 0.
-    shared = [
-        {*totals.batches[place : place + sharers]} - {0} for place in range(0, len(totals.batches), sharers)
-    ]
-    if any(len(each) > 1 for each in shared):
-        raise DataError(
-            "the ranks that share a sequence (along cp) were given different batches in the first step, so each worked "
-            "on tokens of another sequence; use engine.loader(...), which gives them the same batches"
-        )
-    pair = next(same([max(each, default=0) for each in shared]), None)
-    if pair is not None and duplicates == "error":
-        raise DataError(
-            f"data-parallel ranks {pair[0]} and {pair[1]} were given the same batches in the first step, so one of "
-            "them does nothing new; iterate over engine.loader(your DataLoader or Dataset), which gives each rank a "
-            "share of its own, or, where that is meant, set batch.duplicates: allow"
-        )
+    _check_batches(totals.batches, duplicates, sharers)
     mean = abs(totals.loss / totals.weight) if totals.weight else 0.0
     if finite and totals.loss_spread > max(tolerance.relative * mean, tolerance.absolute):
         raise UsageError(

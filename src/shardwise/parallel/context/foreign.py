@@ -10,12 +10,13 @@ not know is refused by name, because an argument that is ignored gives wrong num
 A pass that is not cut (predictions, generation) uses torch's fused attention with transformers' own masks.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.base.errors import PlanError, UsageError
+from shardwise.base.errors import UsageError
 from shardwise.parallel.context.attention import context_attention
 from shardwise.parallel.context.region import ContextRegion
 
@@ -51,7 +52,7 @@ class ForeignLayer:
 def takes_interface(model: nn.Module) -> bool:
     """Return whether a model calls its attention through transformers' interface, and computes a causal loss."""
     config = getattr(model, "config", None)
-    if not hasattr(config, "_attn_implementation") or not hasattr(model, "set_attn_implementation"):
+    if not hasattr(config, "_attn_implementation"):
         return False
     named = getattr(getattr(model, "loss_function", None), "__name__", "")
     return named == "ForCausalLMLoss" and bool(getattr(type(model), "_supports_attention_backend", False))
@@ -60,19 +61,21 @@ def takes_interface(model: nn.Module) -> bool:
 def cut_foreign_attention(model: nn.Module, region: ContextRegion) -> None:
     """Let the attention layers of a model of transformers exchange keys.
 
-    Raises:
-        PlanError: if the model does not take another attention function.
+    Every module gets a copy of its configuration that names the attention function, because a configuration may be
+    shared with other models.
     """
     _register()
     for name, module in model.named_modules():
         if hasattr(module, "is_causal"):
             setattr(module, _HOLDER, ForeignLayer(region, name))
-    try:
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
-    except (ValueError, ImportError) as error:
-        raise PlanError(
-            f"mesh.cp: {type(model).__name__} does not take another attention function: {error}; set mesh.cp: 1"
-        ) from None
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            if id(config) not in copies:
+                copies[id(config)] = copy.deepcopy(config)
+                copies[id(config)]._attn_implementation = NAME
+            module.config = copies[id(config)]
     region.shifts = True
 
 
