@@ -117,7 +117,7 @@ def block_forms(args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.
         model = Gpt(policy).to(dtype)
         tile_model(model, TilesPolicy(mlp=mlp), replay, at_once=True)
         recompute_blocks(model, ["blocks.0"], RecomputePolicy(scope=scope), replay)
-        at = model._angles(0, 2048, x.device)
+        at = model._angles(torch.arange(2048, device=x.device))
 
         def run(block: nn.Module = model.blocks[0], at: Any = at) -> Tensor:
             with replay.at(BatchPosition(0)):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import shardwise
 from shardwise.base.errors import DataError, PlanError, UsageError
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
+from shardwise.engine.parts.weighing import MicrobatchWeights
 from shardwise.models import Gpt, GptPolicy
+from shardwise.parallel.context import attention, keys, region
 
 VOCABULARY = 19
 
@@ -188,7 +191,9 @@ def foreign_numbers(world: World, kind: str, config: dict[str, Any]) -> tuple[li
         tokens = torch.randint(VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(step))
         labels = tokens.clone()
         labels[0, :5] = -100
-        each = {"input_ids": tokens, "labels": labels}
+        each: dict[str, Any] = {"input_ids": tokens, "labels": labels}
+        if step:  # transformers' trainer gives the divisor of the loss
+            each["num_items_in_batch"] = torch.tensor(19)
         result = engine.train_step([each])
         found += [result.loss, float(result.grad_norm or 0), result.weight]
     found.append(engine.evaluate([(each, None)]))
@@ -228,3 +233,89 @@ def test_padding_and_positions_of_transformers_are_refused(ranks: Any) -> None:
     for said in ranks(2).run(refused_of_transformers):
         padding, positions = said
         assert "attention_mask with zeros" in padding and "position_ids" in positions
+
+
+# Planted mistakes --------------------------------------------------------------------------------------------------
+
+
+def gradients_of_keys_stay_abroad() -> Any:
+    right = attention._return
+
+    def wrong(gradients: Tensor, site: Any) -> Any:
+        arrive = right(gradients, site)
+        return lambda: tuple(torch.zeros_like(each) for each in arrive())
+
+    return patch.object(attention, "_return", wrong)
+
+
+def positions_of_a_part_begin_anew() -> Any:
+    right = region.ContextRegion._pieces
+
+    def wrong(self: Any, given: Any, cut: Any) -> dict[str, Any]:
+        pieces = right(self, given, cut)
+        return pieces | {"positions": torch.arange(len(pieces["positions"]))}
+
+    return patch.object(region.ContextRegion, "_pieces", wrong)
+
+
+def targets_of_other_tokens() -> Any:
+    right = region.ContextRegion._pieces
+
+    def wrong(self: Any, given: Any, cut: Any) -> dict[str, Any]:
+        pieces = right(self, given, cut)
+        return pieces | {"targets": pieces["targets"].roll(1, 1)}
+
+    return patch.object(region.ContextRegion, "_pieces", wrong)
+
+
+def ranks_weigh_alike() -> Any:
+    return patch.object(MicrobatchWeights, "of_loss", lambda self, loss, batch: 1.0)
+
+
+def foreign_keys_are_not_seen() -> Any:
+    return patch.object(attention, "_leave", lambda k, v, site, what: lambda: None)
+
+
+def a_token_sees_the_next_one() -> Any:
+    right = keys.visible_blocks
+
+    def wrong(queries: Any, others: Any, window: int | None = None) -> Any:
+        later = tuple(run._replace(position=run.position + 1) for run in queries)
+        return right(later, others, window)
+
+    return patch.object(keys, "visible_blocks", wrong)
+
+
+MISTAKES = {
+    each.__name__: each
+    for each in (
+        gradients_of_keys_stay_abroad,
+        positions_of_a_part_begin_anew,
+        targets_of_other_tokens,
+        ranks_weigh_alike,
+        foreign_keys_are_not_seen,
+        a_token_sees_the_next_one,
+    )
+}
+
+
+def planted(world: World) -> dict[str, str]:
+    said = {}
+    for name, mistake in MISTAKES.items():
+        keys.plan_exchange.cache_clear()
+        with mistake():
+            engine = begin(world, {"mesh": {"cp": 2}, "zero": {"stage": 3}, "check_first_step": "auto"})
+            try:
+                engine.train_step([batch(13)])
+            except PlanError as error:
+                said[name] = str(error)
+                engine.discard()
+            engine.close()
+    keys.plan_exchange.cache_clear()
+    return said
+
+
+def test_the_check_of_the_first_step_sees_planted_mistakes(ranks: Any) -> None:
+    for said in ranks(2).run(planted):
+        assert said.keys() == MISTAKES.keys()
+        assert all("uncut" in each for each in said.values()), said

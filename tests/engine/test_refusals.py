@@ -83,7 +83,6 @@ CASES = {
         gpt(), {"zero": {"stage": 3, "reshard_after_forward": False}}, ("mesh.pp is 1", "stage: 2")
     ),
     "batch norm": Case(gpt(), PP2 | {"batch_norm": "synchronized"}, ("batch_norm", "per_rank")),
-    "context axis": Case(gpt(), {"mesh": {"cp": 2}}, ("cp", "1")),
 }
 
 

@@ -287,7 +287,7 @@ def block_run(model: Gpt, tokens: Tensor) -> tuple[Callable[[], Tensor], list[Te
     x = torch.randn(*tokens.shape, model.policy.width, dtype=torch.float64, requires_grad=True)
     at = None
     if model.positions is None:
-        at = RotaryAngles(*(angle.double() for angle in model._angles(0, tokens.shape[1], x.device)))
+        at = RotaryAngles(*(angle.double() for angle in model._angles(torch.arange(tokens.shape[1]))))
     return lambda: block(x.clone(), at), [*block.parameters(), *(at or ())]
 
 

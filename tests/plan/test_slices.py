@@ -128,7 +128,9 @@ def shared(here: TensorSlices) -> dict[tuple[int, ...], list[tuple[int, int]]]:
 
 def test_shared_ranges_of_a_fused_tensor_are_those_of_its_copied_heads() -> None:
     """With eight ranks every rank has one key and value head of two, which it shares with three others."""
-    for here in slices((3, 16), Mesh(tp=8), {"tp": Shard(1, (ShardBlock(8, 4), ShardBlock(8, 2)))}):
+    for here in slices(
+        (3, 16), Mesh(dp_shard=8, etp=8), {"etp": Shard(1, (ShardBlock(8, 4), ShardBlock(8, 2)))}
+    ):
         kin = tuple(range(4)) if here.rank < 4 else tuple(range(4, 8))
         pair = (here.rank // 2 * 2, here.rank // 2 * 2 + 1)
         assert shared(here) == {
@@ -140,5 +142,5 @@ def test_shared_ranges_of_a_fused_tensor_are_those_of_its_copied_heads() -> None
 def test_a_tensor_without_copies_has_no_shared_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its runs, as many as rows, are not looked at."""
     monkeypatch.setattr(TensorSlices, "runs", lambda *_: pytest.fail("runs were looked at"))
-    for here in slices((1 << 40, 8), Mesh(tp=4), {"tp": Shard(1)}):
+    for here in slices((1 << 40, 8), Mesh(dp_shard=4, etp=4), {"etp": Shard(1)}):
         assert shared(here) == {}

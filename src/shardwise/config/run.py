@@ -189,7 +189,7 @@ class RunConfig(Policy):
     batch_norm: Literal["per_rank", "synchronized"] = "per_rank"
     """The samples of batch statistics: each rank's own, or those of all ranks together."""
     check_first_step: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"
-    """The check of the first step of a model that is cut along "tp", "pp", "ep" or "etp" against the uncut model,
+    """The check of the first step of a model that is cut along "tp", "pp", "cp", "ep" or "etp" against the uncut model,
     before any weight changes: ``auto`` runs the check if the uncut model fits into memory."""
     deterministic: bool = False
     """True to compute the same bits in every run on the same ranks: torch uses kernels that sum in a fixed order while

@@ -310,7 +310,7 @@ def _engine(
     if world.rank == 0 and world.size > 1:
         _log.info("the ranks exchange through %s", world.transports())
     check = None
-    if settings.check_first_step == "auto" and _cuts_the_model(mesh):
+    if settings.check_first_step == "auto" and _computes_in_parts(mesh):
         check = FirstStepCheck(parts, settings, given.loss, uncut, outline.to_recompute)
         outline.replay.draws.keeps = uncut is not None
     engine = Engine(parts, original, given.loss, given.on_step, end, pipeline, check)
@@ -420,10 +420,15 @@ def _cuts_the_model(mesh: Mesh) -> bool:
     return mesh.size("model") * mesh.ep * mesh.etp > 1
 
 
+def _computes_in_parts(mesh: Mesh) -> bool:
+    """Return True if a rank computes with a part of the model, or of each sample."""
+    return _cuts_the_model(mesh) or mesh.cp > 1
+
+
 def _uncut(model: nn.Module, site: RuntimeContext) -> UncutModel | None:
     """Return a copy of the uncut model if this rank compares its first step with the copy, else None."""
     tp, pp = site.groups["tp"], site.groups["pp"]
-    compares = _cuts_the_model(site.mesh) and tp.index == 0 and pp.index == pp.size - 1
+    compares = _computes_in_parts(site.mesh) and tp.index == 0 and pp.index == pp.size - 1
     return keep_uncut(model) if compares and site.settings.check_first_step == "auto" else None
 
 

@@ -35,6 +35,8 @@ from shardwise.passes.replay import DrawReplay
 
 _TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
 _IGNORE = -100
+_LEAST_SHARE = 1e-12
+"""Share of a rank without targets in a divisor, which may not be 0."""
 _FILL = {"targets": _IGNORE, "labels": _IGNORE}
 """Value of padding; 0 for tensors that are not named."""
 
@@ -161,6 +163,9 @@ class ContextRegion:
             raise UsageError(
                 "mesh.cp: the batch has position_ids, which the cut computes itself; leave them out, or set mesh.cp: 1"
             )
+        number = given.get("num_items_in_batch")
+        if number is not None:  # the divisor of the loss, of which this rank's targets are a share
+            given["num_items_in_batch"] = number * max(self.share_of(given["labels"]), _LEAST_SHARE)
         labels = given["labels"] = shifted(given["labels"])
         pieces = {name: piece(name, value) for name, value in given.items()}
         return pieces | {
