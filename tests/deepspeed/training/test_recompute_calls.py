@@ -12,7 +12,9 @@ from shardwise.deepspeed.training.recompute_calls import checkpoint, configure, 
 
 
 def test_a_call_runs_again_and_has_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_calls, "living", lambda: iter(()))  # an earlier test's engine may not be collected
+    monkeypatch.setattr(
+        recompute_calls, "living", lambda: iter(())
+    )  # an earlier test's engine may not be collected
     runs: list[int] = []
 
     def squared(x: Tensor) -> Tensor:
