@@ -819,12 +819,12 @@ def rotary_base_by_rank(rank: int) -> Patch:
     """The heads of one rank turn at another speed."""
     from shardwise.models import gpt
 
-    right = gpt.angles
+    right = gpt.angles_at
 
-    def wrong(start: int, stop: int, size: int, theta: float, *rest: Any) -> Any:
-        return right(start, stop, size, theta * (1 + rank), *rest)
+    def wrong(positions: Tensor, size: int, theta: float, *rest: Any) -> Any:
+        return right(positions, size, theta * (1 + rank), *rest)
 
-    return patch.object(gpt, "angles", wrong)
+    return patch.object(gpt, "angles_at", wrong)
 
 
 def mask_shows_the_next_token(rank: int) -> Patch:

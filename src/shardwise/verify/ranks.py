@@ -106,7 +106,10 @@ class RankRecords:
             mine = [rank for rank in ranks if self.by_rank[rank]["place"]["pp"] == stage]
             held = sorted(mine, key=lambda rank: self.by_rank[rank]["place"]["tp"])
             pieces = [self.by_rank[rank][of][key] for rank in held]
-            found += list(self._candidates(of, pieces, held, wanted, module)) if pieces else []
+            for each in self._candidates(of, pieces, held, wanted, module) if pieces else ():
+                found.append(each)
+                if _distance(each.tensor, wanted) == 0:
+                    break
         if not found:
             return Assembled(None, "the ranks hold parts of unknown placement")
         # Modules without weights outside of blocks run on each stage of a pipeline, on absent values on all but one.
@@ -146,9 +149,9 @@ class RankRecords:
             if blocks is not None and blocks.shape == shape:
                 yield Assembled(blocks, "", tuple(held))
             return
-        rows = rows or self._rows_in_order(sizes, shape[dims[0]])
-        if rows is not None:
-            yield Assembled(_placed(pieces, rows, dims[0], wanted, of == "gradients"), "", tuple(held))
+        orders = [rows] if rows is not None else self._orders(sizes, shape[dims[0]])
+        for each in orders:
+            yield Assembled(_placed(pieces, each, dims[0], wanted, of == "gradients"), "", tuple(held))
 
     def _rows_of_weight(
         self, module: str, held: list[int], sizes: list[int], size: int
@@ -161,6 +164,22 @@ class RankRecords:
             if is_cut_so and max(int(each.max()) for each in known) + 1 == size:
                 return known
         return None
+
+    def _orders(self, sizes: list[int], size: int) -> Iterator[list[Tensor]]:
+        """Yield the places of parts of a dim: parts in order, or the same part of each of several equal blocks.
+
+        Tokens that are cut and then flattened, [B, T/N, D] to [B·T/N, D], lie in B blocks.
+        """
+        in_order = self._rows_in_order(sizes, size)
+        if in_order is None:
+            return
+        yield in_order
+        if len(set(sizes)) > 1 or sum(sizes) != size:
+            return
+        for blocks in range(2, sizes[0] + 1):
+            if sizes[0] % blocks == 0:
+                places = torch.arange(size).view(blocks, len(sizes), sizes[0] // blocks)
+                yield [places[:, rank].reshape(-1) for rank in range(len(sizes))]
 
     def _rows_in_order(self, sizes: list[int], size: int) -> list[Tensor] | None:
         """Return the places of parts that lie in order, the last of which may be padded; None if sizes do not fit."""
