@@ -77,6 +77,20 @@ def test_a_pass_that_stays_whole_has_no_problem() -> None:
     assert is_clean(check(example=tokens(31)))
 
 
+def test_experts_on_ranks_of_tp_are_unknown_and_no_problem() -> None:
+    """With ep over the ranks of tp, rows that come back are summed in place by the next block."""
+    settings = {"mesh": {"tp": 2, "ep": 2}, "optimizer": {"type": "adamw"}}
+    found = static_problems(lambda: gpt(family="llama", experts={"count": 4}), settings, 2, tokens())
+    assert found.problems == () and any("experts" in each.module for each in found.unknown)
+
+
+def test_one_head_of_keys_on_a_rank_has_no_problem() -> None:
+    """Attention in blocks views the only head in a shape that does not show it."""
+    settings = {"mesh": {"tp": 2}, "optimizer": {"type": "adamw"}}
+    found = static_problems(lambda: gpt(family="llama", kv_heads=2), settings, 2, tokens())
+    assert found.problems == () and found.unknown == ()
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_experts_of_own_rows_have_no_problem(sequence: bool) -> None:
     """Ranks along tp route tokens of their own, so that the gradients of experts and router are addends."""

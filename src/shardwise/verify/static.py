@@ -12,7 +12,7 @@ missing; if it is whole and the registry has it as an addend, the sum counts it 
 Cost: one pass of operations on shapes for each kind of stage, whatever the number of ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,35 @@ def static_problems(
         visit_stages(known, make, example, loss, check.transport_of, check)
         check.check_dropouts(known, make)
     found = check.result()
+    if known.mesh.ep * known.mesh.etp > 1:
+        found = _without_experts(found, known.spec.experts)
     unknown = [UnknownOperation(f"sum of the gradient of {name}", "", "") for name in left_out]
     return replace(
         found, reduced=reduced, problems=(*found.problems, *wrong), unknown=(*found.unknown, *unknown)
     )
+
+
+def _without_experts(part: StaticPart, layers: Collection[str]) -> StaticPart:
+    """Return the part with what was found inside of experts as unknown.
+
+    Ranks along "ep" and "etp" are in part those along "tp", so rows that arrive from them lie in no way that one axis
+    has.
+
+    Args:
+        part: The derived placements.
+        layers: Names of the layers that have experts.
+    """
+    inside = [
+        each
+        for each in part.problems
+        if any(
+            each.module == f"{layer}.experts" or each.module.startswith(f"{layer}.experts.")
+            for layer in layers
+        )
+    ]
+    rest = tuple(each for each in part.problems if each not in inside)
+    unknown = tuple(UnknownOperation(each.name, each.module, each.line) for each in inside)
+    return replace(part, problems=rest, unknown=(*part.unknown, *unknown))
 
 
 def activation_placements(part: StaticPart) -> dict[tuple[str, str], TensorInfo]:
