@@ -374,7 +374,14 @@ class _Passes:
         here = replace(job, steps=job.steps[:1], save_after=None, resumes=True, checkpoint=str(back))
         found, _, rows = _run(subject, here, self.folder / "here")
         state = {**found["state"], "weights": found["start"]}
-        figures = state_bits(layout["steps"][0], state, 0, set(layout["per_rank"]))
+        before = layout["steps"][0]
+        if subject.config.offload.state == "int8":
+            before, state = {**before, "moments": {}}, {**state, "moments": {}}
+            self.found.declared.append(
+                "moments in int8: another layout cuts them into other blocks, whose elements share a scale, so they "
+                "are rounded again where a checkpoint moves to another layout, and are not compared there"
+            )
+        figures = state_bits(before, state, 0, set(layout["per_rank"]))
         return both(figures, row_bits(by_rank, rows, 0, 1))
 
     def _take(
