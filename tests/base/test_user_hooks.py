@@ -26,6 +26,11 @@ def test_who_made_a_hook_is_read_through_its_wrappers() -> None:
     assert is_users(around_ours)
 
 
+def test_the_type_of_functions_has_no_globals_of_its_own() -> None:
+    """Its ``__globals__`` is a descriptor. A user's function that calls one of this package's once failed here."""
+    assert is_users(type(is_users))
+
+
 def test_hooks_of_every_kind_are_found_and_those_of_torch_are_not() -> None:
     module = torch.nn.utils.spectral_norm(nn.Linear(2, 2))
     assert [*user_hooks(module)] == []

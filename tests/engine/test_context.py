@@ -13,8 +13,9 @@ from shardwise.base.errors import DataError, PlanError, UsageError
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.parts.weighing import MicrobatchWeights
-from shardwise.models import Gpt, GptPolicy
-from shardwise.parallel.context import attention, keys, region
+from shardwise.kernels.attention import plain_attention
+from shardwise.models import Bert, BertPolicy, Gpt, GptPolicy
+from shardwise.parallel.context import attention, foreign, keys, region
 
 VOCABULARY = 19
 
@@ -124,7 +125,10 @@ class Plain(nn.Module):
 
 def refused(world: World) -> list[str]:
     said = []
-    for model in (Plain(), make(experts={"count": 2})):
+    policy = GptPolicy(layers=1, width=8, heads=2, context=8, vocab=VOCABULARY)
+    own = Gpt(policy, attention=lambda q, k, v: plain_attention(q, k, v))
+    both_ways = Bert(BertPolicy(layers=1, width=8, heads=2, context=8, vocab=VOCABULARY))
+    for model in (Plain(), make(experts={"count": 2}), own, both_ways):
         try:
             shardwise.initialize(model, {"mesh": {"cp": 2}}, world=world)
         except PlanError as error:
@@ -146,7 +150,8 @@ def refused(world: World) -> list[str]:
 
 def test_what_cannot_be_cut_is_refused(ranks: Any) -> None:
     for said in ranks(2).run(refused):
-        foreign, experts, outside, long, unlike = said
+        foreign, experts, own, both_ways, outside, long, unlike = said
+        assert "attention function of its own" in own and "positions" in both_ways
         assert "Plain has no attention layer" in foreign
         assert "mixtures of experts" in experts
         assert "without targets" in outside
@@ -215,11 +220,16 @@ def test_models_of_transformers_equal_one_process(ranks: Any, kind: str) -> None
 def refused_of_transformers(world: World) -> list[str]:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SMALL))
-    engine = shardwise.initialize(model, {"mesh": {"cp": 2}}, world=world)
-    tokens, said = torch.ones(2, 8, dtype=torch.long), []
+    engine, said = shardwise.initialize(model, {"mesh": {"cp": 2}}, world=world), []
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    try:
+        engine(input_ids=tokens, labels=tokens).logits.argmax(-1)
+    except UsageError as error:
+        said.append(str(error))
+        engine.discard()
     mask = tokens.clone()
     mask[0, 0] = 0
-    for more in ({"attention_mask": mask}, {"position_ids": tokens.cumsum(1)}):
+    for more in ({"attention_mask": mask}, {"attention_mask": {"full": mask}}, {"position_ids": tokens}):
         try:
             engine.train_step([{"input_ids": tokens, "labels": tokens, **more}])
         except UsageError as error:
@@ -231,8 +241,31 @@ def refused_of_transformers(world: World) -> list[str]:
 
 def test_padding_and_positions_of_transformers_are_refused(ranks: Any) -> None:
     for said in ranks(2).run(refused_of_transformers):
-        padding, positions = said
-        assert "attention_mask with zeros" in padding and "position_ids" in positions
+        logits, padding, masks, positions = said
+        assert "those of its own tokens" in logits
+        assert "attention_mask with zeros" in padding and masks == padding and "position_ids" in positions
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"layer_types": ["sliding_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"is_causal": False}, "later tokens"),
+    ],
+)
+def test_other_mixing_of_tokens_is_found(more: dict[str, Any], named: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SMALL))
+    assert foreign.takes_interface(model) and not foreign.other_mixing(model)
+    vars(model.config).update(more)
+    assert named in foreign.other_mixing(model)
+
+
+def test_a_convolution_of_tokens_is_found() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SMALL))
+    model.model.layers[0].mixer = nn.Conv1d(16, 16, 3)
+    assert "mixer (Conv1d)" in foreign.other_mixing(model)
 
 
 # Planted mistakes --------------------------------------------------------------------------------------------------

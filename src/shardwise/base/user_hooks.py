@@ -27,7 +27,7 @@ def is_users(hook: Any) -> bool:
     made = hook.func if isinstance(hook, functools.partial) else hook
     made = getattr(made, "__func__", made)
     # ``functools.wraps`` gives a function the ``__module__`` of the wrapped function, but not its ``__globals__``.
-    around = getattr(made, "__globals__", None)
+    around = None if isinstance(made, type) else getattr(made, "__globals__", None)
     where = getattr(made, "__module__", None) if around is None else around.get("__name__")
     return not str(where or "").startswith(_NOT_USERS)
 

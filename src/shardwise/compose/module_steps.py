@@ -20,7 +20,7 @@ from shardwise.compose.describe import DescribedModel, blocks_of
 from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
-from shardwise.parallel.context.foreign import cut_foreign_attention, takes_interface
+from shardwise.parallel.context.foreign import cut_foreign_attention, other_mixing, takes_interface
 from shardwise.parallel.context.region import ContextRegion, cut_attention
 from shardwise.parallel.embedding.collection import as_before, collections_of
 from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, mixtures, surround
@@ -37,7 +37,7 @@ from shardwise.parallel.tensor.apply import make_parallel
 from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.overlap import OFF, ForwardOverlap
-from shardwise.parallel.tensor.region import ParallelRegion
+from shardwise.parallel.tensor.region import ParallelRegion, WithheldLogits
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute
 from shardwise.passes.replay import DrawReplay
@@ -151,7 +151,7 @@ class ModelCut:
             return
         _refuse_context(self.model, group.size)
         parts = self._tp.size if self.described.cuts_sequence else 1
-        self.context = region = ContextRegion(group, parts, self.replay)
+        self.context = region = ContextRegion(group, parts, self.replay, WithheldLogits)
         if takes_interface(self.model):
             cut_foreign_attention(self.model, region)
         else:
@@ -234,6 +234,8 @@ def _refuse_context(model: nn.Module, ranks: int) -> None:
             f"{name} has no attention layer of shardwise.models and is no causal language model of transformers with "
             "the attention interface, so no attention function could exchange keys"
         )
+    elif takes_interface(model) and (mixing := other_mixing(model)):
+        why = f"{name} has {mixing}, which mixes tokens in another way than attention to earlier ones"
     elif mixtures(model):
         why = f"{name} has mixtures of experts, whose balance and capacity count all tokens of a microbatch"
     elif collections_of(model):

@@ -245,6 +245,7 @@ class MicrobatchWeights:
             self._has_learned = True
             return
         if self._share_of(batch) != 1:  # the loss is a mean over this rank's part of the labels
+            self._has_learned = True
             return
         agreeing = tuple(rule for rule in self._rules if _counted(labels, rule) == count)
         if agreeing and self._by != "shifted_tokens":

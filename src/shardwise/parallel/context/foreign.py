@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
+from shardwise.comm.duals import uncompiled
 from shardwise.parallel.context.attention import context_attention
 from shardwise.parallel.context.region import ContextRegion
 
@@ -34,6 +35,10 @@ _KNOWN = {
     "shift_labels",
 }
 """Arguments that change nothing here: positions are in the queries and keys, and labels belong to the loss."""
+
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Types of layers of transformers in which a token sees all earlier ones, or the last of them."""
 
 
 class ForeignLayer:
@@ -56,6 +61,25 @@ def takes_interface(model: nn.Module) -> bool:
         return False
     named = getattr(getattr(model, "loss_function", None), "__name__", "")
     return named == "ForCausalLMLoss" and bool(getattr(type(model), "_supports_attention_backend", False))
+
+
+def other_mixing(model: nn.Module) -> str:
+    """Return what mixes tokens in a model of transformers beside causal attention, in words; "" if nothing is known."""
+    config: Any = model.config
+    others = sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_TYPES)
+    if others:
+        return f"layers of the type {', '.join(others)}"
+    if not getattr(config, "is_causal", True):
+        return "attention to later tokens"
+    mixing = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
+    return next(
+        (
+            f"{name} ({type(each).__name__})"
+            for name, each in model.named_modules()
+            if isinstance(each, mixing)
+        ),
+        "",
+    )
 
 
 def cut_foreign_attention(model: nn.Module, region: ContextRegion) -> None:
@@ -99,6 +123,7 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
+@uncompiled
 def _attend(
     module: nn.Module,
     whole: Callable[..., Any],
@@ -114,6 +139,11 @@ def _attend(
 ) -> Any:
     """Return the attention of one layer [B, t, H, K], and None in place of its weights."""
     layer: ForeignLayer | None = getattr(module, _HOLDER, None)
+    if layer is None and ContextRegion.is_cutting:
+        raise UsageError(
+            f"mesh.cp: {type(module).__name__} does not say whether it is causal (is_causal), so its exchange of keys "
+            "is not known; set mesh.cp: 1"
+        )
     site = None if layer is None else layer.region.site(layer.name, sliding_window)
     if site is None:
         return whole(
@@ -123,7 +153,7 @@ def _attend(
     unknown = sorted(asked - _KNOWN)
     if dropout:
         unknown.append("dropout")
-    if unknown or more.get("is_causal") is False:
+    if unknown or more.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UsageError(
             f"mesh.cp: attention {site.name!r} of {type(module).__name__} is asked for "
             f"{', '.join(unknown) or 'attention to later tokens'}, which no exchange of keys along cp has; set "

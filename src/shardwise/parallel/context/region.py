@@ -19,12 +19,13 @@ Shapes: B sequences, T tokens, t tokens of this rank.
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import UsageError
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.attention import causal_attention
@@ -39,6 +40,16 @@ _LEAST_SHARE = 1e-12
 """Share of a rank without targets in a divisor, which may not be 0."""
 _FILL = {"targets": _IGNORE, "labels": _IGNORE}
 """Value of padding; 0 for tensors that are not named."""
+_NOT_CUT = ("cache", "past_key_values", "position_ids", "positions", "shift_labels")
+"""Arguments that a cut computes itself, or that hold tokens of which the cut knows nothing."""
+_LOGITS = (
+    "logits: in a pass with targets under context parallelism each rank has those of its own tokens, in the order of "
+    "its part. For whole logits call the model without targets where no gradients are needed (engine.predict), or set "
+    "mesh.cp: 1"
+)
+
+_cut_cached = lru_cache(maxsize=64)(cut_sequences)
+"""``cut_sequences`` for arguments that came before: every pass of one length is cut alike."""
 
 
 class SequenceCut(NamedTuple):
@@ -56,12 +67,16 @@ class ContextRegion:
         group: The ranks that share a sequence.
         parts: Equal parts into which tensor parallelism cuts a rank's tokens further.
         replay: State that a block computed again restores.
+        withhold: Makes a stand-in for logits, whose use raises the error with a given text.
     """
 
     is_cutting = False
     """True while a pass of any model runs whose sequences are cut."""
 
-    def __init__(self, group: Group, parts: int, replay: DrawReplay) -> None:
+    def __init__(
+        self, group: Group, parts: int, replay: DrawReplay, withhold: Callable[[str], Any] | None = None
+    ) -> None:
+        self._withhold = withhold
         self.group = group
         self._parts = parts
         self._replay = replay
@@ -95,11 +110,15 @@ class ContextRegion:
 
     def share_of(self, targets: Tensor) -> float:
         """Return the share of the targets [B, T] of a batch, those of -100 left out, that this rank's part has."""
-        cut = cut_sequences(targets.shape[1], self.group.size, self._parts)
+        cut = self._cut(*targets.shape).layout
         places = cut.places(self.group.index)
         counted = (shifted(targets) if self.shifts else targets) != _IGNORE
         own = counted[:, places[places < targets.shape[1]].to(targets.device)]
         return float(own.sum()) / max(float(counted.sum()), 1.0)
+
+    def _cut(self, sequences: int, length: int) -> SequenceCut:
+        starts = ((0,),) * sequences
+        return SequenceCut(_cut_cached(length, self.group.size, self._parts, starts), starts)
 
     def watch(self, model: nn.Module) -> None:
         """Register the hooks on the root that cut a call's tensors and end the pass."""
@@ -114,6 +133,9 @@ class ContextRegion:
             return None if self._now is None else ((), self._pieces(given, self._now))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
+            if self._now is not None and self._withhold is not None and hasattr(output, "logits"):
+                # Without the stand-in a part of the tokens could be taken for the whole.
+                output.logits = self._withhold(_LOGITS)
             self._now, ContextRegion.is_cutting = None, False
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
@@ -134,11 +156,16 @@ class ContextRegion:
                 "mesh.cp: a training pass without targets returns the logits of this rank's tokens alone; give the "
                 "model its targets, or set mesh.cp: 1"
             )
+        asked = [name for name in _NOT_CUT if given.get(name) is not None]
+        if asked:
+            raise UsageError(
+                f"mesh.cp: a call with targets was given {', '.join(asked)}, which the cut of the sequences computes "
+                "itself or cannot cut; leave it out, or set mesh.cp: 1"
+            )
         check = getattr(self._model, "check_tokens", None)
         if check is not None:  # the model itself sees the length of this rank's part alone
             check(tokens.shape[1])
-        starts = ((0,),) * len(tokens)
-        return SequenceCut(cut_sequences(tokens.shape[1], self.group.size, self._parts, starts), starts)
+        return self._cut(*tokens.shape)
 
     def _pieces(self, given: Mapping[str, Any], cut: SequenceCut) -> dict[str, Any]:
         layout = cut.layout
@@ -159,10 +186,6 @@ class ContextRegion:
             return {name: piece(name, value) for name, value in given.items()} | {"positions": here}
         _refuse_padding(given.get("attention_mask"))
         given = {name: value for name, value in given.items() if name != "attention_mask"}
-        if given.get("position_ids") is not None:
-            raise UsageError(
-                "mesh.cp: the batch has position_ids, which the cut computes itself; leave them out, or set mesh.cp: 1"
-            )
         number = given.get("num_items_in_batch")
         if number is not None:  # the divisor of the loss, of which this rank's targets are a share
             given["num_items_in_batch"] = number * max(self.share_of(given["labels"]), _LEAST_SHARE)
@@ -180,11 +203,13 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def _refuse_padding(attention_mask: Any) -> None:
-    """Raise UsageError if a batch has padding, which the cut would take for tokens."""
-    if isinstance(attention_mask, Tensor) and not bool(torch.all(attention_mask != 0)):
+    """Raise UsageError if a batch has padding, which the cut would take for tokens, or a mask of another kind."""
+    is_plain = attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2)
+    if not is_plain or (attention_mask is not None and not bool(torch.all(attention_mask != 0))):
         raise UsageError(
-            "mesh.cp: the batch has an attention_mask with zeros. No token sees padding behind it, so leave the mask "
-            "out and give padding labels of -100; padding in front of tokens is not served along cp"
+            "mesh.cp: the batch has an attention_mask with zeros, or with more than one number a token. No token sees "
+            "padding behind it, so leave the mask out and give padding labels of -100; padding in front of tokens and "
+            "masks of other kinds are not served along cp"
         )
 
 
@@ -207,15 +232,26 @@ class ContextAttention:
         return causal_attention(q, k, v) if site is None else context_attention(q, k, v, None, site)
 
 
-def cut_attention(model: nn.Module, region: ContextRegion, is_layer: Callable[[nn.Module], bool]) -> int:
-    """Give every attention layer the attention over all ranks, and return the number of layers.
+def cut_attention(model: nn.Module, region: ContextRegion, is_layer: Callable[[nn.Module], bool]) -> None:
+    """Give every attention layer the attention over all ranks.
 
     Args:
         model: The whole model.
         region: The state of its passes.
         is_layer: Function that returns True for a layer whose attribute ``attention`` is an attention function.
+
+    Raises:
+        PlanError: if a layer has another attention function than the causal one, or if the model takes no positions.
     """
-    layers = [(name, module) for name, module in model.named_modules() if is_layer(module)]
-    for name, module in layers:
+    if "positions" not in inspect.signature(model.forward).parameters:
+        raise PlanError(
+            f"mesh.cp: the forward of {type(model).__name__} has no argument 'positions', so it would take the tokens "
+            "of a part for the first ones; set mesh.cp: 1"
+        )
+    for name, module in [each for each in model.named_modules() if is_layer(each[1])]:
+        if module.attention is not causal_attention:
+            raise PlanError(
+                f"mesh.cp: {name} has an attention function of its own, which no exchange of keys along cp computes; "
+                "set mesh.cp: 1"
+            )
         module.attention = ContextAttention(region, name)  # type: ignore[assignment]
-    return len(layers)
