@@ -68,7 +68,7 @@ def test_experts_see_the_same_ranks_in_a_view_of_their_own(mesh: Mesh) -> None:
     assert sorted(map(list, mesh.groups("expert_dp"))) == sorted(together)
 
 
-@given(meshes, st.sampled_from((*AXES, *DATA_AXES, "dp", "data", "sample")))
+@given(meshes, st.sampled_from((*AXES, *DATA_AXES, "dp", "data")))
 def test_groups_cover_each_rank_once(mesh: Mesh, axis: str) -> None:
     assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(mesh.world_size))
 
@@ -114,7 +114,7 @@ def test_ranks_along_cp_are_among_those_that_share_state() -> None:
     mesh = MeshPolicy(cp=2, tp=2).mesh(8)
     assert mesh == Mesh(dp_shard=4, cp=2, tp=2) and str(mesh) == "dp=2 × cp=2 × tp=2"
     assert mesh.ranks("dp", 0) == (0, 2, 4, 6) and mesh.ranks("cp", 4) == (4, 6)
-    assert mesh.ranks("data", 2) == (2, 6) and mesh.ranks("sample", 7) == (4, 5, 6, 7)
+    assert mesh.ranks("data", 2) == (2, 6)
     with pytest.raises(MeshError, match="cp=2 does not divide dp_shard=3"):
         Mesh(dp_shard=3, cp=2)
 

@@ -18,8 +18,7 @@ so the ranks along ``ep``, which hold different experts, are neighbours, whateve
 
 "dp" names the two axes of state together: it is cut along ``dp_shard`` and copied along ``dp_replicate``. "data" names
 the axes whose ranks have different samples. "expert_dp" names the axes whose ranks sum one expert's gradient. "model"
-names the axes that share one model, "sample" those that share one microbatch, "stage" those whose ranks hold the same
-stage, and "world" all axes.
+names the axes that share one model, "stage" those whose ranks hold the same stage, and "world" all axes.
 
 Cost: O(number of axes) per call; ``ranks`` is O(size of the axis).
 """
@@ -52,7 +51,6 @@ _TOGETHER = {
     "data": ("dp_replicate", "data_shard"),
     "expert_dp": ("dp_replicate", "edp"),
     "model": ("pp", "tp"),
-    "sample": ("pp", "cp", "tp"),
     "stage": ("dp_replicate", "dp_shard", "tp"),
     "world": ("pp", "dp_replicate", "dp_shard", "tp"),
 }

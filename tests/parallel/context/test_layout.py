@@ -23,7 +23,6 @@ def test_every_token_is_on_one_rank(length: int, ranks: int, parts: int) -> None
     assert sorted(held.tolist()) == list(range(layout.padded)) and layout.padded >= length
     assert layout.tokens % parts == 0
     assert {sum(each.tokens for each in own) for own in layout.ranges} == {layout.tokens}
-    assert torch.equal(held[layout.order()], torch.arange(layout.padded))
 
 
 def test_one_document_is_cut_in_a_zigzag() -> None:

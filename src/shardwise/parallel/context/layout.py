@@ -72,14 +72,6 @@ class ContextLayout:
         """Return the position in the sequence of each token of ``rank``: int64 [tokens]."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.ranges[rank]])
 
-    def order(self) -> Tensor:
-        """Return the index, in the ranks' tokens one rank after the other, of each token of the sequence: [padded].
-
-        ``torch.cat(parts, 1)[:, layout.order()]`` joins what the ranks hold.
-        """
-        held = torch.cat([self.places(rank) for rank in range(len(self.ranges))])
-        return held.argsort()
-
 
 def cut_sequences(
     length: int,

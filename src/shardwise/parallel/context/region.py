@@ -42,9 +42,11 @@ _FILL = {"targets": _IGNORE, "labels": _IGNORE}
 """Value of padding; 0 for tensors that are not named."""
 _NOT_CUT = ("cache", "past_key_values", "position_ids", "positions", "shift_labels")
 """Arguments that a cut computes itself, or that hold tokens of which the cut knows nothing."""
-_LOGITS = (
-    "logits: in a pass with targets under context parallelism each rank has those of its own tokens, in the order of "
-    "its part. For whole logits call the model without targets where no gradients are needed (engine.predict), or set "
+_OF_TOKENS = ("logits", "hidden_states")
+"""Outputs of a model that have one row for each token."""
+_WITHHELD = (
+    "in a pass with targets under context parallelism each rank has those of its own tokens, in the order of its part. "
+    "For whole ones call the model without targets where no gradients are needed (engine.predict), or set "
     "mesh.cp: 1"
 )
 
@@ -67,7 +69,7 @@ class ContextRegion:
         group: The ranks that share a sequence.
         parts: Equal parts into which tensor parallelism cuts a rank's tokens further.
         replay: State that a block computed again restores.
-        withhold: Makes a stand-in for logits, whose use raises the error with a given text.
+        withhold: Makes a stand-in for an output, whose use raises the error with a given text.
     """
 
     is_cutting = False
@@ -133,9 +135,11 @@ class ContextRegion:
             return None if self._now is None else ((), self._pieces(given, self._now))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            if self._now is not None and self._withhold is not None and hasattr(output, "logits"):
+            if self._now is not None and self._withhold is not None:
                 # Without the stand-in a part of the tokens could be taken for the whole.
-                output.logits = self._withhold(_LOGITS)
+                for name in _OF_TOKENS:
+                    if getattr(output, name, None) is not None:
+                        setattr(output, name, self._withhold(f"{name}: {_WITHHELD}"))
             self._now, ContextRegion.is_cutting = None, False
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
