@@ -1,5 +1,6 @@
 """Sequences that are cut over ranks: dropout, evaluation, weights, checkpoints, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -310,13 +311,14 @@ def foreign_keys_are_not_seen() -> Any:
 
 
 def a_token_sees_the_next_one() -> Any:
-    right = keys.visible_blocks
+    right = keys._seen
 
-    def wrong(queries: Any, others: Any, window: int | None = None) -> Any:
-        later = tuple(run._replace(position=run.position + 1) for run in queries)
-        return right(later, others, window)
+    def wrong(*args: Any) -> Any:
+        groups = right(*args)
+        later = [tuple(run._replace(position=run.position + 1) for run in each.queries) for each in groups]
+        return [replace(each, queries=runs) for each, runs in zip(groups, later, strict=True)]
 
-    return patch.object(keys, "visible_blocks", wrong)
+    return patch.object(keys, "_seen", wrong)
 
 
 MISTAKES = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.kernels import attention_parts
 from shardwise.kernels.attention_parts import (
     RowGroup,
     Runs,
@@ -14,8 +15,10 @@ from shardwise.kernels.attention_parts import (
     attend,
     attend_backward,
     merge,
+    row_products,
     sink_gradient,
     visible_blocks,
+    visible_tiles,
     with_sink,
 )
 
@@ -85,9 +88,7 @@ def test_parts_of_the_keys_merge_to_attention_to_all(seed: int) -> None:
         for mine in drawn["parts"]:
             groups = [
                 [
-                    RowGroup(
-                        (row, row + 1), visible_blocks(runs(mine, own), runs(theirs, own), window), window
-                    )
+                    RowGroup((row, row + 1), runs(mine, own), runs(theirs, own), window)
                     for row, own in enumerate(drawn["documents"])
                 ]
                 for theirs in drawn["parts"]
@@ -99,18 +100,40 @@ def test_parts_of_the_keys_merge_to_attention_to_all(seed: int) -> None:
             if sink is not None:
                 lse = with_sink(out, lse, sink)
             torch.testing.assert_close(out, wanted[:, :, mine], rtol=1e-12, atol=1e-12)
-            products, d_q = (out * g_m).sum(-1), torch.zeros_like(q_m)
+            d_q, seen_lse = torch.zeros_like(q_m), lse.masked_fill(lse == float("-inf"), 0)
             for theirs, group in zip(drawn["parts"], groups, strict=True):
-                more = attend_backward(q_m, k[:, :, theirs], v[:, :, theirs], group, g_m, lse, products, d_q)
+                more = attend_backward(q_m, k[:, :, theirs], v[:, :, theirs], group, g_m, seen_lse, out, d_q)
                 d_k[:, :, theirs] += more[0]
                 d_v[:, :, theirs] += more[1]
             torch.testing.assert_close(d_q, gradients[0][:, :, mine], rtol=1e-11, atol=1e-11)
             if sink is not None:
-                d_sink += sink_gradient(sink, lse, products)
+                d_sink += sink_gradient(sink, lse, row_products(out, g_m))
     torch.testing.assert_close(d_k, gradients[1], rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(d_v, gradients[2], rtol=1e-11, atol=1e-11)
     if sink is not None:
         torch.testing.assert_close(d_sink, gradients[3], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_both_forms_compute_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = case(seed)
+    (heads, kv), (mine, *_, theirs) = drawn["heads"], [*drawn["parts"], *drawn["parts"]]
+    groups = [
+        RowGroup((row, row + 1), runs(mine, own), runs(theirs, own))
+        for row, own in enumerate(drawn["documents"])
+    ]
+    torch.manual_seed(seed)
+    q, grad = (torch.randn(2, heads, len(mine), 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, kv, len(theirs), 8, dtype=torch.float64) for _ in range(2))
+    assert attention_parts._is_fused(q, groups[0])
+    found = []
+    for fused in (True, False):
+        monkeypatch.setattr(attention_parts, "_is_fused", lambda q, group, fused=fused: fused)
+        out, lse = attend(q, k, v, groups)
+        d_q, finite = torch.zeros_like(q), lse.masked_fill(lse == float("-inf"), 0)
+        found.append([out, lse, *attend_backward(q, k, v, groups, grad, finite, out, d_q), d_q])
+    for tiles, blocks in zip(*found, strict=True):
+        torch.testing.assert_close(tiles, blocks, rtol=1e-12, atol=1e-12)
 
 
 def test_what_nobody_sees_is_not_computed() -> None:
@@ -119,6 +142,9 @@ def test_what_nobody_sees_is_not_computed() -> None:
     blocks = visible_blocks(whole, whole)
     assert sum((e - a) * sum(p.stop - p.start for p in pieces) for a, e, pieces in blocks) == 6 * 128 * 128
     assert [piece.is_whole for _, _, pieces in blocks for piece in pieces] == [False] * 4
+    assert (
+        sum((e - a) * (d - c) // (1 + tri) for a, e, c, d, tri, _ in visible_tiles(whole, whole)) == 256 * 256
+    )
     later = visible_blocks(runs(list(range(128)), documents), runs(list(range(128, 256)), documents))
     assert later == ()
     window = visible_blocks(whole, whole, 64)

@@ -23,7 +23,14 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
-from shardwise.kernels.attention_parts import attend, attend_backward, merge, sink_gradient, with_sink
+from shardwise.kernels.attention_parts import (
+    attend,
+    attend_backward,
+    merge,
+    row_products,
+    sink_gradient,
+    with_sink,
+)
 from shardwise.kernels.operation import operation
 from shardwise.parallel.context.keys import KeyExchange
 
@@ -80,18 +87,16 @@ class _ContextAttention(torch.autograd.Function):
         site: AttentionSite = ctx.site
         q, k, v, out, lse, *sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        exact = lse.dtype
         arriving = _leave(k, v, site, "keys again")
-        products = (out.to(exact) * grad.to(exact)).sum(-1)
         # A query that sees nothing has no weights: exp(-inf - 0) is 0, and exp(-inf + inf) would not be a number.
         lse = lse.masked_fill(lse == float("-inf"), 0)
-        d_q = torch.zeros(q.shape, dtype=exact, device=q.device)
+        d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         others = arriving()
         going: Callable[[], tuple[Tensor, Tensor]] | None = None
         if others is not None:
-            d_others = attend_backward(q, others[0], others[1], site.keys.arrived, grad, lse, products, d_q)
+            d_others = attend_backward(q, others[0], others[1], site.keys.arrived, grad, lse, out, d_q)
             going = _return(torch.stack(d_others), site)
-        d_k, d_v = attend_backward(q, k, v, site.keys.own, grad, lse, products, d_q)
+        d_k, d_v = attend_backward(q, k, v, site.keys.own, grad, lse, out, d_q)
         if going is not None:
             home = going()  # [2, rows, ...]: rows that several ranks saw come once from each of them
             for total, rows in zip((d_k, d_v), home, strict=True):
@@ -101,7 +106,7 @@ class _ContextAttention(torch.autograd.Function):
                     place += stop - start
         d_sink = None
         if sinks:
-            d_sink = sink_gradient(sinks[0], lse, products).to(sinks[0].dtype)
+            d_sink = sink_gradient(sinks[0], lse, row_products(out, grad)).to(sinks[0].dtype)
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sink, None
 
 

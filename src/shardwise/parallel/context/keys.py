@@ -14,10 +14,11 @@ Shapes: B sequences, T tokens, c ranks.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.kernels.attention_parts import RowGroup, Runs, TokenRun, visible_blocks
+from shardwise.kernels.attention_parts import RowGroup, Runs, TokenRun
 from shardwise.parallel.context.layout import ContextLayout, TokenRange, needed_keys
 
 Starts = tuple[tuple[int, ...], ...]
@@ -94,10 +95,10 @@ def _seen(
     found: list[RowGroup] = []
     for row, each in enumerate(starts):
         if row and each == starts[row - 1]:
-            found[-1] = found[-1]._replace(rows=(found[-1].rows[0], row + 1))
+            found[-1] = replace(found[-1], rows=(found[-1].rows[0], row + 1))
             continue
-        blocks = visible_blocks(token_runs(queries, each, length), token_runs(keys, each, length), window)
-        found.append(RowGroup((row, row + 1), blocks, window))
+        runs = token_runs(queries, each, length), token_runs(keys, each, length)
+        found.append(RowGroup((row, row + 1), *runs, window))
     return found
 
 
