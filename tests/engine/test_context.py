@@ -129,7 +129,7 @@ def refused(world: World) -> list[str]:
     policy = GptPolicy(layers=1, width=8, heads=2, context=8, vocab=VOCABULARY)
     own = Gpt(policy, attention=lambda q, k, v: plain_attention(q, k, v))
     both_ways = Bert(BertPolicy(layers=1, width=8, heads=2, context=8, vocab=VOCABULARY))
-    for model in (Plain(), make(experts={"count": 2}), own, both_ways):
+    for model in (Plain(), own, both_ways):
         try:
             shardwise.initialize(model, {"mesh": {"cp": 2}}, world=world)
         except PlanError as error:
@@ -151,10 +151,9 @@ def refused(world: World) -> list[str]:
 
 def test_what_cannot_be_cut_is_refused(ranks: Any) -> None:
     for said in ranks(2).run(refused):
-        foreign, experts, own, both_ways, outside, long, unlike = said
+        foreign, own, both_ways, outside, long, unlike = said
         assert "attention function of its own" in own and "positions" in both_ways
         assert "Plain has no attention layer" in foreign
-        assert "mixtures of experts" in experts
         assert "without targets" in outside
         assert "40 tokens but its context is 32" in long
         assert "different batches" in unlike and "along cp" in unlike

@@ -24,6 +24,7 @@ from shardwise.comm.world import join
 from shardwise.compose.spec import AxisPlacement
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.expert.experts import Experts
+from shardwise.parallel.expert.surroundings import RoutedTokens
 from shardwise.parallel.zero.gradient import Gradient, GradientState
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.mesh import DENSE, EXPERT
@@ -83,10 +84,11 @@ class Layout(NamedTuple):
     exchange: str = "counted"
     ahead: bool = False
     """Whether all weights are gathered ahead, as on a device."""
+    cp: int = 1
 
     @property
     def size(self) -> int:
-        return self.pp * self.replicate * self.dp * self.tp
+        return self.pp * self.replicate * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
         default = Layout()._asdict()
@@ -134,6 +136,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
         "mesh": {
             "pp": layout.pp,
             "dp": {"replicate": layout.replicate, "shard": layout.dp},
+            "cp": layout.cp,
             "tp": layout.tp,
             "ep": layout.ep,
             "etp": layout.etp,
@@ -235,6 +238,13 @@ PAIRS = [
     Layout(pp=2, tp=2, ep=2, microbatches=2, virtual_stages=2, recompute="full"),
     Layout(dp=2, ep=2, stage=3, recompute="full", exchange="blocks"),
     Layout(dp=4, ep=4, stage=3, microbatches=2, hosts=2, exchange="blocks"),
+    # Sequences of 6 tokens: over 2 ranks with padding, over 3 without.
+    Layout(cp=2, ep=2, stage=3, recompute="full"),
+    Layout(cp=2, microbatches=2, rows=9),
+    Layout(cp=3, stage=1, microbatches=2),
+    Layout(cp=2, tp=2, ep=4, stage=2, exchange="blocks"),
+    Layout(cp=2, tp=2, ep=2, sequence=False, microbatches=2),
+    Layout(cp=2, pp=2, ep=2, microbatches=3),
 ]
 """Every axis with every other one, ZeRO at each stage, both sequence modes."""
 EVERY = [
@@ -333,7 +343,13 @@ def dense_strategy_for_all() -> Any:
     return patch.object(UnitWindows, "not_reduced", property(lambda self: set()))
 
 
+def padding_has_experts() -> Any:
+    """Padding of context parallelism counts in balances and takes room."""
+    return patch.object(RoutedTokens, "counted", None)
+
+
 BUGS = [
+    (Layout(cp=2), padding_has_experts, "gradients"),
     (Layout(dp=2, ep=2), summed_once_more, "gradients"),
     (Layout(tp=2, ep=2), experts_left_out_of_the_norm, "norm"),
     (Layout(tp=2, ep=2), router_not_summed, "gradients"),

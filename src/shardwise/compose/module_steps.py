@@ -23,11 +23,11 @@ from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_
 from shardwise.parallel.context.foreign import cut_foreign_attention, other_mixing, takes_interface
 from shardwise.parallel.context.region import ContextRegion, cut_attention
 from shardwise.parallel.embedding.collection import as_before, collections_of
-from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, mixtures, surround
+from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.expert.stacks import ExpertStack, find_stacks
-from shardwise.parallel.expert.surroundings import Layout
+from shardwise.parallel.expert.surroundings import Layout, SequencePart
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers
@@ -177,8 +177,16 @@ class ModelCut:
         """Return how activations of the running pass lie on "tp"."""
         return "cut" if self._region.cut else "addends" if self._region.adds else "alike"
 
+    def _part(self) -> SequencePart | None:
+        """Return the part of the sequences that this rank has in the running pass; None for whole sequences."""
+        cut = None if self.context is None else self.context.cut
+        if self.context is None or cut is None:
+            return None
+        group, layout = self.context.group, cut.layout
+        return SequencePart(group, layout.ranges[group.index], layout.length, layout.padded)
+
     def _surround(self, module: nn.Module) -> None:
-        surround(module, self.policies.seed, self.replay, self.loads, self._tp, self._layout)
+        surround(module, self.policies.seed, self.replay, self.loads, self._tp, self._layout, self._part)
 
     def _cut_experts(self) -> None:
         in_blocks, rows = self.policies.experts.exchange == "blocks", self.policies.experts.rows
@@ -236,8 +244,8 @@ def _refuse_context(model: nn.Module, ranks: int) -> None:
         )
     elif takes_interface(model) and (mixing := other_mixing(model)):
         why = f"{name} has {mixing}, which mixes tokens in another way than attention to earlier ones"
-    elif mixtures(model):
-        why = f"{name} has mixtures of experts, whose balance and capacity count all tokens of a microbatch"
+    elif getattr(getattr(model, "config", None), "output_router_logits", False):
+        why = f"{name} adds a loss of its routers that counts all tokens of a microbatch (config.output_router_logits)"
     elif collections_of(model):
         why = f"{name} has embedding tables, whose rows belong to whole samples"
     if why:

@@ -204,7 +204,7 @@ def _followers(
     if tables:
         found.append(TablesFollower(tables))
     if passes.loads.layers:
-        found.append(LoadsFollower(passes.loads, site.world.device, walker))
+        found.append(LoadsFollower(passes.loads, site.world.device, walker, site.groups["cp"]))
     if fp8 is not None:
         found.append(ScalesFollower(fp8.scales, walker))
     if units is not None:

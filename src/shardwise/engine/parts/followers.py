@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.comm.collectives import Group
 from shardwise.engine.parts.module_profile import ModuleProfile
 from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.engine.parts.sums import Number
@@ -143,10 +144,13 @@ class LoadsFollower(StepFollower):
 
     name = "experts"
 
-    def __init__(self, loads: ExpertLoads, device: torch.device, walker: Walker):
+    def __init__(
+        self, loads: ExpertLoads, device: torch.device, walker: Walker, cp: Group | None = None
+    ) -> None:
         self._loads = loads
         self._device = device
         self._walker = walker
+        self._cp = cp
 
     @property
     def trace(self) -> Trace:
@@ -155,6 +159,11 @@ class LoadsFollower(StepFollower):
 
     def begin_backward(self, microbatch: int, weight: Number) -> None:
         """Count the tokens of the microbatch."""
+        if self._cp is not None and self._cp.size > 1:
+            # Tokens of a rank without labels count if other parts of their sequences have labels.
+            sum_of_all = torch.as_tensor(weight, dtype=torch.float64, device=self._device).reshape(1).clone()
+            self._cp.all_reduce(sum_of_all, "weights of the tokens of experts", "control").wait()
+            weight = sum_of_all[0]
         self._loads.count(microbatch, weight)
 
     def numbers(self, squares: BucketSquares) -> Tensor:

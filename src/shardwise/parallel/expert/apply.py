@@ -24,7 +24,7 @@ from shardwise.parallel.expert.dispatch import Beside, Dispatcher
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.stacks import ExpertStack
-from shardwise.parallel.expert.surroundings import ExpertContext, Layout
+from shardwise.parallel.expert.surroundings import ExpertContext, Layout, SequencePart
 from shardwise.parallel.expert.transformers_experts import compute_of
 from shardwise.passes.replay import DrawReplay
 from shardwise.plan.placement import AxisCut, Shard, local_shape, spans
@@ -70,6 +70,7 @@ def surround(
     loads: ExpertLoads | None = None,
     tokens: Group | None = None,
     layout: Callable[[], Layout] = lambda: "cut",
+    part: Callable[[], SequencePart | None] = lambda: None,
 ) -> None:
     """Set the surroundings of each mixture of experts that does not have those of ``replay`` yet.
 
@@ -80,11 +81,12 @@ def surround(
         loads: counts the tokens of each expert; None counts in the layer.
         tokens: ranks that get the same microbatch.
         layout: returns how activations of the running pass lie on ``tokens``.
+        part: returns the part of the sequences that ``tokens`` have together in the running pass; None for whole ones.
     """
     for name, layer in mixtures(model, by_first_name=True).items():
         if layer.surroundings.replay is not replay:
             layer.surroundings = ExpertContext(
-                name, tokens, layout, replay.keep, lambda: replay.scale, replay, seed, loads
+                name, tokens, layout, replay.keep, lambda: replay.scale, replay, seed, loads, part=part
             )
 
 

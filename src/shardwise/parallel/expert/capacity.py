@@ -16,11 +16,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from shardwise.comm import exchange
-from shardwise.comm.collectives import Group
 from shardwise.parallel.expert.balance import pair_counts
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.parallel.expert.surroundings import RoutedTokens
+from shardwise.parallel.expert.surroundings import ExpertContext, RoutedTokens
 
 _DIGITS = 10**6
 """Largest denominator of a capacity: 1.1 becomes 11/10, whose products are rounded up exactly."""
@@ -89,8 +87,7 @@ def choose_kept(
     weights: Tensor,
     tokens: RoutedTokens,
     experts: int,
-    group: Group | None,
-    name: str,
+    surroundings: ExpertContext,
 ) -> tuple[Tensor, Tensor]:
     """Return the mask of this rank's pairs that have room, and the pairs of each expert in whole sequences.
 
@@ -100,14 +97,14 @@ def choose_kept(
         weights: weights of the pairs, [n, k].
         tokens: the tokens of this rank.
         experts: number of experts.
-        group: ranks that share the sequences; None if this rank has all tokens.
-        name: name of the layer, for traces.
+        surroundings: ranks that share the sequences.
 
     Returns:
         bool [n, k], and counts [B, E].
     """
-    if group is not None and group.size > 1:
-        index, weights = _of_all(index, weights, tokens, group, name)
+    group = surroundings.group
+    if tokens.part is not None or (group is not None and group.size > 1):
+        index, weights = _of_all(index, weights, tokens, surroundings)
     total = tokens.sequences * tokens.length
     sequence = torch.arange(total, device=index.device).div(max(tokens.length, 1), rounding_mode="floor")
     counts = pair_counts(index, sequence, tokens.sequences, experts)
@@ -117,7 +114,7 @@ def choose_kept(
 
 
 def _of_all(
-    index: Tensor, weights: Tensor, tokens: RoutedTokens, group: Group, name: str
+    index: Tensor, weights: Tensor, tokens: RoutedTokens, surroundings: ExpertContext
 ) -> tuple[Tensor, Tensor]:
     """Return the pairs of all ranks by position, [N, k] each.
 
@@ -125,7 +122,7 @@ def _of_all(
     """
     bits = weights.double().view(torch.int64)
     rows = torch.cat([tokens.place[:, None], index, bits], 1)
-    full = exchange.gather(rows, tokens.parts, group, f"choices of {name}", "control")
+    full = surroundings.joined(rows, tokens, "choices")
     by_place = torch.empty_like(full)
     by_place[full[:, 0]] = full
     k = index.shape[1]

@@ -125,7 +125,10 @@ class MixtureOfExperts(nn.Module):
         """Return the output of ``forward`` and the routing of this rank's tokens."""
         self._check_call(x, mask, labels)
         tokens = self.surroundings.take(x)
-        counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
+        counted = tokens.counted
+        if mask is not None:
+            masked = self.surroundings.here(mask, tokens).bool()
+            counted = masked if counted is None else masked & counted
         routing = self.router(tokens, self.surroundings, counted, labels)
         self.surroundings.room = most_pairs(self.router.policy, tokens, len(self.router.weight))
         every: dict[str, Tensor] = {}
@@ -146,7 +149,7 @@ class MixtureOfExperts(nn.Module):
             shares = self.mix(tokens.hidden).softmax(-1)  # [n, 2]
             y = y * shares[:, :1] + every["residual"] * shares[:, 1:]
         if routing.balance is not None:
-            y = inject(y, routing.balance, self.surroundings.scale)
+            y = inject(y, routing.balance, self.surroundings.scale_of(tokens))
         return self.surroundings.give(y, x), routing
 
     def end_step(self) -> None:

@@ -45,16 +45,14 @@ def uniform(surroundings: ExpertContext, tokens: RoutedTokens, width: int) -> Te
         starts = (place - sequence * tokens.length) * width
         return uniform_rows(starts, at.first_sample + sequence, width, key, call, at.step)
     out = torch.empty(len(place), width, dtype=torch.float64)
-    start, ends = 0, torch.bincount(tokens.sequence, minlength=tokens.sequences).cumsum(0).tolist()
-    positions = (place - tokens.sequence * tokens.length).tolist()
-    for b, stop in enumerate(ends):
-        if start < stop:
-            first, last = (
-                positions[start],
-                positions[stop - 1] + 1,
-            )  # a rank's tokens are neighbours in every layout
-            assert last - first == stop - start, "a rank's tokens of a sequence are neighbours"
-            substream = (call, at.first_sample + b, at.step)
-            out[start:stop] = uniform_of(key, first * width, last * width, [substream]).view(-1, width)
+    samples, positions = tokens.sequence, place % max(tokens.length, 1)
+    breaks = (place.diff() != 1) | (samples.diff() != 0)
+    stops = [*(breaks.nonzero().flatten() + 1).tolist(), len(place)]
+    start = 0
+    for stop in stops if len(place) else []:  # runs of neighbours in one sequence
+        first = int(positions[start])
+        substream = (call, at.first_sample + int(samples[start]), at.step)
+        drawn = uniform_of(key, first * width, (first + stop - start) * width, [substream])
+        out[start:stop] = drawn.view(-1, width)
         start = stop
     return out

@@ -135,12 +135,13 @@ class Router(nn.Module):
         learns = self.training and torch.is_grad_enabled()
         adds = learns and (policy.balance == "loss" or policy.z_weight > 0)
 
-        def decide() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def decide() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
             index = self._index(scores, logits.detach(), shift)
             chosen, balances = _counted_alone(index, counted), adds and policy.balance == "loss"
-            return index, *self._kept(chosen, scores, index, tokens, surroundings, balances)
+            kept, counts = self._kept(chosen, scores, index, tokens, surroundings, balances)
+            return index, kept, counts, surroundings.labels_of(labels, tokens) if adds else None
 
-        index, kept, counts = surroundings.keep(f"router:{surroundings.name}", decide)
+        index, kept, counts, labels = surroundings.keep(f"router:{surroundings.name}", decide)
         if scores is None:
             weights, scores = expert_weights(logits, index, is_sigmoid, policy.normalizes, policy.scale)
         else:
@@ -214,18 +215,17 @@ class Router(nn.Module):
 
         None stands for all pairs, and for numbers that nothing needs.
         """
-        policy, experts, group = self.policy, len(self.weight), surroundings.group
-        name = surroundings.name or "MixtureOfExperts"
+        policy, experts = self.policy, len(self.weight)
         if policy.capacity is not None:
             assert scores is not None, "room goes by scores"
             weights = weights_of(scores.detach(), index, policy)
-            return choose_kept(policy, chosen, weights, tokens, experts, group, name)
+            return choose_kept(policy, chosen, weights, tokens, experts, surroundings)
         kept = None if chosen is index else chosen >= 0
         if policy.balance != "loss" and not policy.z_weight:
             return kept, None
         counts = pair_counts(chosen, tokens.sequence, tokens.sequences, experts)
-        if group is not None and (balances or policy.z_weight):
-            group.all_reduce(counts.view(-1), f"loads of {name}", "control").wait()
+        if balances or policy.z_weight:
+            counts = surroundings.summed(counts, tokens)
         return kept, counts
 
     def _count(self, chosen: Tensor, stayed: Tensor, scores: Tensor, surroundings: ExpertContext) -> None:

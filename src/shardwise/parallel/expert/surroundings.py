@@ -13,6 +13,11 @@ takes rows [i·n/N, (i+1)·n/N) of the n = B·T tokens; the numbers may differ, 
 tokens than ranks. Everything about a token (noise, room with an expert, balance) follows from its position b·T + t in
 the microbatch, whichever rank has it.
 
+Under context parallelism the ranks along "cp" have different tokens of each sequence (``SequencePart``), padding among
+them, which goes to no expert. The layouts above are then those of a rank's part over the ranks along "tp". What
+concerns whole sequences (pairs by expert, choices for a capacity, labels, the factor of the loss) is summed or joined
+over both.
+
 Cost:   alike and addends: one gather of [B·T, D] each way, and for addends a sum of it backward.
 Shapes: B sequences of a microbatch, T tokens of a whole sequence, D width, N ranks, n tokens of this rank.
 """
@@ -44,6 +49,10 @@ def _cut() -> Layout:
     return "cut"
 
 
+def _whole() -> None:
+    return None
+
+
 def make_anew(name: str, make: Callable[[], Any]) -> Any:
     """Return ``make()``: the ``Keep`` of a layer without an engine."""
     return make()
@@ -69,6 +78,19 @@ class LoadSink(Protocol):
         ...
 
 
+class SequencePart(NamedTuple):
+    """The tokens that this rank's input has of sequences that are cut over "cp"."""
+
+    group: Group
+    """Ranks along "cp"."""
+    ranges: tuple[tuple[int, int], ...]
+    """Ranges of tokens, ascending."""
+    length: int
+    """Number of tokens of a sequence."""
+    padded: int
+    """Number of tokens of a sequence with padding behind its end."""
+
+
 class RoutedTokens(NamedTuple):
     """Tokens that this rank routes."""
 
@@ -79,9 +101,20 @@ class RoutedTokens(NamedTuple):
     sequences: int
     """Number of sequences, B."""
     length: int
-    """Number of tokens of a whole sequence, T."""
+    """Number of tokens of a whole sequence, T, with padding that context parallelism adds."""
     parts: tuple[int, ...]
-    """Number of tokens of each rank that shares the sequences."""
+    """Number of tokens of each rank of "tp" that shares the sequences."""
+    first: int = 0
+    """First of these tokens among those of the layer's input, if the input has more."""
+    part: SequencePart | None = None
+    """Part of the sequences that the input has; None if it has whole sequences."""
+
+    @property
+    def counted(self) -> Tensor | None:
+        """Tokens that are no padding of context parallelism: bool [n]; None if all are none."""
+        if self.part is None or self.part.padded == self.part.length:
+            return None
+        return self.place % self.length < self.part.length
 
     @property
     def sequence(self) -> Tensor:
@@ -113,6 +146,8 @@ class ExpertContext:
     """Pairs that chose each expert in training since the last step of the bias: int64 [E]."""
     room: int | None = None
     """Largest number of pairs that an expert gets of the running pass's tokens; None is without limit."""
+    part: Callable[[], SequencePart | None] = _whole
+    """Function that returns the part of the sequences that the running pass's input has; None for whole ones."""
 
     def __deepcopy__(self, memo: Any) -> "ExpertContext":
         """Return the surroundings of a copy of the layer, such as an average of weights, which runs alone.
@@ -130,22 +165,22 @@ class ExpertContext:
     def take(self, x: Tensor) -> RoutedTokens:
         """Return the tokens of ``x`` [B, T or T/N, D] that this rank routes."""
         batch, here, width = x.shape
-        rows = x.reshape(-1, width)
+        rows, part = x.reshape(-1, width), self.part()
         if self.group is None or self.group.size == 1:
-            place = torch.arange(batch * here, device=x.device)
-            return RoutedTokens(rows, place, batch, here, (batch * here,))
+            place, length = _places(batch, here, part, x.device)
+            return RoutedTokens(rows, place, batch, length, (batch * here,), 0, part)
         ranks, index = self.group.size, self.group.index
         if self.layout() == "cut":
-            at = torch.arange(here, device=x.device) + index * here
-            place = (torch.arange(batch, device=x.device)[:, None] * (here * ranks) + at).view(-1)
+            place, length = _places(batch, here, part, x.device, ranks, index)
             note_move(self.group, "own places", place, place, 0)
-            return RoutedTokens(rows, place, batch, here * ranks, (batch * here,) * ranks)
+            return RoutedTokens(rows, place, batch, length, (batch * here,) * ranks, 0, part)
         parts = _parts(batch * here, ranks)
         start = sum(parts[:index])
-        place = torch.arange(start, start + parts[index], device=x.device)
+        every, length = _places(batch, here, part, x.device)
+        place = every[start : start + parts[index]]
         note_move(self.group, "own places", place, place, 0)
         mine = _own_rows(rows, parts, self.group, self.layout() == "addends")
-        return RoutedTokens(mine, place, batch, here, parts)
+        return RoutedTokens(mine, place, batch, length, parts, start, part)
 
     def give(self, rows: Tensor, x: Tensor) -> Tensor:
         """Return results ``rows`` [n, D] in the layout of ``x``: [B, T or T/N, D]."""
@@ -161,7 +196,77 @@ class ExpertContext:
     def here(self, mask: Tensor, tokens: RoutedTokens) -> Tensor:
         """Return the entries of a mask [B, T or T/N] for this rank's tokens: [n]."""
         flat = mask.reshape(-1)
-        return flat if flat.numel() == tokens.place.numel() else flat[tokens.place]
+        return flat.narrow(0, tokens.first, tokens.place.numel())
+
+    def summed(self, counts: Tensor, tokens: RoutedTokens) -> Tensor:
+        """Return whole numbers, contiguous, summed in place over all ranks that share the sequences of ``tokens``."""
+        if self.group is not None:
+            self.group.all_reduce(counts.view(-1), f"loads of {self.name}", "control").wait()
+        if tokens.part is not None:
+            tokens.part.group.all_reduce(counts.view(-1), f"loads of {self.name}", "control").wait()
+        return counts
+
+    def labels_of(self, labels: Tensor | None, tokens: RoutedTokens) -> Tensor | None:
+        """Return the numbers of labels [B] of whole sequences, from those of this rank's part of the sequences."""
+        if labels is None or tokens.part is None:
+            return labels
+        whole = labels.clone(memory_format=torch.contiguous_format)
+        tokens.part.group.all_reduce(whole, f"labels of {self.name}", "control").wait()
+        return whole
+
+    def scale_of(self, tokens: RoutedTokens) -> Callable[[], float | Tensor]:
+        """Return the function that gives the factor of the loss of the whole sequences of ``tokens``.
+
+        Each rank along "cp" has the loss of its own labels; the factor of the whole loss is the sum of theirs.
+        """
+        if tokens.part is None:
+            return self.scale
+        group, device, own = tokens.part.group, tokens.hidden.device, self.scale
+        what = f"factors of {self.name}"
+
+        def whole() -> Tensor:
+            factor = torch.as_tensor(own(), dtype=torch.float64, device=device).reshape(1).clone()
+            group.all_reduce(factor, what, "control").wait()
+            return factor[0]
+
+        return whole
+
+    def joined(self, rows: Tensor, tokens: RoutedTokens, what: str) -> Tensor:
+        """Return rows [n, ...] of the tokens of all ranks that share the sequences: [N, ...], rank by rank."""
+        what = f"{what} of {self.name or 'MixtureOfExperts'}"
+        if self.group is not None:
+            rows = exchange.gather(rows, tokens.parts, self.group, what, "control")
+        if tokens.part is not None:
+            group = tokens.part.group
+            rows = exchange.gather(rows, (len(rows),) * group.size, group, what, "control")
+        return rows
+
+
+def _places(
+    batch: int,
+    here: int,
+    part: SequencePart | None,
+    device: torch.device,
+    ranks: int = 1,
+    index: int = 0,
+) -> tuple[Tensor, int]:
+    """Return the positions of an input of ``here`` tokens of each sequence, and the tokens of a whole sequence.
+
+    Args:
+        batch: Number of sequences.
+        here: Number of tokens of each.
+        part: Part of the sequences that the ranks along "tp" have together; None if they have whole ones.
+        device: Device of the positions.
+        ranks: Number of equal pieces into which the part is cut.
+        index: Index of this rank's piece.
+    """
+    if part is None:
+        length, at = here * ranks, torch.arange(here, device=device) + index * here
+    else:
+        length = part.padded
+        at = torch.cat([torch.arange(start, stop) for start, stop in part.ranges])
+        at = at.narrow(0, index * here, here).to(device)
+    return (torch.arange(batch, device=device)[:, None] * length + at).view(-1), length
 
 
 def _parts(rows: int, ranks: int) -> tuple[int, ...]:
