@@ -45,7 +45,9 @@ RATE = 1e-4
 def shape(options: argparse.Namespace) -> GptPolicy:
     """Return the model: wide enough that products of weights count, short enough that attention is most of the work."""
     heads = options.width // 64
-    return GptPolicy(layers=4, width=options.width, heads=heads, kv_heads=heads, context=options.tokens, vocab=256)
+    return GptPolicy(
+        layers=4, width=options.width, heads=heads, kv_heads=heads, context=options.tokens, vocab=256
+    )
 
 
 def batch(options: argparse.Namespace) -> dict[str, Tensor]:
@@ -144,8 +146,9 @@ def theirs(rank: int, options: argparse.Namespace, name: str) -> Step:
 
 def of_deepspeed(options: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return the attention of DeepSpeed's sequence parallelism."""
-    import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
+
+    import deepspeed
 
     deepspeed.init_distributed("gloo")
     seen = seen_by(0, options.tokens, options) if options.documents else None
@@ -166,7 +169,12 @@ def of_deepspeed(options: argparse.Namespace) -> Callable[[Tensor, Tensor, Tenso
 
 
 def rank_main(
-    rank: int, ranks: int, build: Callable[..., Step], folder: str, options: argparse.Namespace, line: Connection
+    rank: int,
+    ranks: int,
+    build: Callable[..., Step],
+    folder: str,
+    options: argparse.Namespace,
+    line: Connection,
 ) -> None:
     """Run one rank of a contender, which takes a step whenever its line says so."""
     torch.set_num_threads(1)

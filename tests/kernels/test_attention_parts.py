@@ -14,7 +14,6 @@ from shardwise.kernels.attention_parts import (
     TokenRun,
     attend,
     attend_backward,
-    merge,
     row_products,
     sink_gradient,
     visible_blocks,
@@ -96,7 +95,7 @@ def test_parts_of_the_keys_merge_to_attention_to_all(seed: int) -> None:
             q_m, g_m = q[:, :, mine], grad[:, :, mine]
             out, lse = attend(q_m, k[:, :, drawn["parts"][0]], v[:, :, drawn["parts"][0]], groups[0])
             for theirs, group in zip(drawn["parts"][1:], groups[1:], strict=True):
-                lse = merge(out, lse, *attend(q_m, k[:, :, theirs], v[:, :, theirs], group))
+                attend(q_m, k[:, :, theirs], v[:, :, theirs], group, (out, lse))
             if sink is not None:
                 lse = with_sink(out, lse, sink)
             torch.testing.assert_close(out, wanted[:, :, mine], rtol=1e-12, atol=1e-12)
@@ -130,6 +129,7 @@ def test_both_forms_compute_the_same(seed: int, monkeypatch: pytest.MonkeyPatch)
     for fused in (True, False):
         monkeypatch.setattr(attention_parts, "_is_fused", lambda q, group, fused=fused: fused)
         out, lse = attend(q, k, v, groups)
+        attend(q, k, v, groups, (out, lse))  # the same keys a second time: the same output, twice the sum
         d_q, finite = torch.zeros_like(q), lse.masked_fill(lse == float("-inf"), 0)
         found.append([out, lse, *attend_backward(q, k, v, groups, grad, finite, out, d_q), d_q])
     for tiles, blocks in zip(*found, strict=True):

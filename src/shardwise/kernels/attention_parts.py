@@ -177,16 +177,22 @@ class RowGroup:
 
     @cached_property
     def blocks(self) -> tuple[QueryBlock, ...]:
-        """What the queries see, in blocks of queries."""
+        """Return what the queries see, in blocks of queries."""
         return visible_blocks(self.queries, self.keys, self.window)
 
     @cached_property
     def tiles(self) -> tuple[KeyTile, ...]:
-        """What the queries see if there is no window, in rectangles and triangles."""
+        """Return what the queries see if there is no window, in rectangles and triangles."""
         return visible_tiles(self.queries, self.keys)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[RowGroup]) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Sequence[RowGroup],
+    others: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the attention of queries to a part of the keys, and its log-sum-exp.
 
     Args:
@@ -194,15 +200,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[RowGroup]) -> tuple
         k: Keys of the part, [B, N, S, K].
         v: Values of the part, [B, N, S, K].
         groups: What the queries of each row see.
+        others: The two results for other parts, with which those of this part are merged, in place. None: there are no
+            other parts yet.
 
     Returns:
-        [B, H, T, K] and [B, H, T], in fp32 at least; 0 and -inf where a query sees no key of the part.
+        [B, H, T, K] and [B, H, T], in fp32 at least; 0 and -inf where a query sees no key.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=exact, device=q.device)
-    lse = torch.full(q.shape[:3], float("-inf"), dtype=exact, device=q.device)
+    if others is None:
+        out = torch.zeros(q.shape, dtype=exact, device=q.device)
+        lse = torch.full(q.shape[:3], float("-inf"), dtype=exact, device=q.device)
+    else:
+        out, lse = others
     for group in groups:
-        (_attend_tiles if _is_fused(q, group) else _attend_blocks)(q, k, v, group, out, lse)
+        (_attend_tiles if _is_fused(q, group) else _attend_blocks)(q, k, v, group, out, lse, others is None)
     return out, lse
 
 
@@ -253,17 +264,18 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, group: RowGroup, out: Tensor, lse: Tensor) -> None:
+def _attend_tiles(
+    q: Tensor, k: Tensor, v: Tensor, group: RowGroup, out: Tensor, lse: Tensor, is_only: bool
+) -> None:
     rows = slice(*group.rows)
     for a, e, first, last, is_triangle, is_first in group.tiles:
         k_t, v_t = k[rows, :, first:last], v[rows, :, first:last]
         here, here_lse = _fused(q[rows, :, a:e], k_t, v_t, 0.0, is_triangle)
-        total, total_lse = out[rows, :, a:e], lse[rows, :, a:e]
-        if is_first:
-            total.copy_(here)
-            total_lse.copy_(here_lse)
+        if is_first and is_only:
+            out[rows, :, a:e] = here
+            lse[rows, :, a:e] = here_lse
         else:
-            total_lse.copy_(merge(total, total_lse, here, here_lse))
+            merge(out[rows, :, a:e], lse[rows, :, a:e], here, here_lse)
 
 
 def _tiles_backward(
@@ -287,7 +299,9 @@ def _tiles_backward(
         d_v[keys] += found[2]
 
 
-def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, group: RowGroup, out: Tensor, lse: Tensor) -> None:
+def _attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, group: RowGroup, out: Tensor, lse: Tensor, is_only: bool
+) -> None:
     n, exact, at = k.shape[1], out.dtype, slice(*group.rows)
     q_r, k_r, v_r = _rows(q[at], n), k[at].flatten(0, 1), v[at].flatten(0, 1)
     out_r, lse_r = _rows(out[at], n), _rows(lse[at], n)
@@ -296,11 +310,14 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, group: RowGroup, out: Tensor
         total = torch.stack([each.logsumexp(-1) for each in scores]).logsumexp(0)
         # A query of the block that sees no key of the part has -inf in place of every score.
         safe = total.masked_fill(total == float("-inf"), 0)
-        sums = out_r[:, :, a:e]
+        sums = out_r[:, :, a:e] if is_only else torch.zeros_like(out_r[:, :, a:e])
         for each, piece in zip(scores, pieces, strict=True):
             weights = each.sub_(safe.unsqueeze(-1)).exp_().to(q.dtype).flatten(1, 2)
             sums += torch.bmm(weights, v_r[:, piece.start : piece.stop]).view(sums.shape)
-        lse_r[:, :, a:e] = total
+        if is_only:
+            lse_r[:, :, a:e] = total
+        else:
+            merge(out_r[:, :, a:e], lse_r[:, :, a:e], sums, total)
 
 
 def _blocks_backward(
@@ -334,8 +351,8 @@ def _blocks_backward(
             dv_r[:, keys] += torch.bmm(rounded.mT, g_b)
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Merge the attention to one part of the keys into ``out``, in place, and return the log-sum-exp of both.
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge the attention to one part of the keys into that to other parts, ``out`` and ``lse``, in place.
 
     Args:
         out: [B, H, T, K], in fp32 at least.
@@ -345,8 +362,8 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     """
     total = torch.logaddexp(lse, other_lse)
     safe = total.masked_fill(total == float("-inf"), 0)
-    out.mul_((lse - safe).exp().unsqueeze(-1)).add_(other * (other_lse - safe).exp().unsqueeze(-1))
-    return total
+    out.lerp_(other, (other_lse - safe).exp().unsqueeze(-1))
+    lse.copy_(total)
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

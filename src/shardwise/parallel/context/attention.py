@@ -26,7 +26,6 @@ from shardwise.comm.collectives import Group
 from shardwise.kernels.attention_parts import (
     attend,
     attend_backward,
-    merge,
     row_products,
     sink_gradient,
     with_sink,
@@ -73,7 +72,7 @@ class _ContextAttention(torch.autograd.Function):
         out, lse = attend(q, k, v, site.keys.own)
         others = arriving()
         if others is not None:
-            lse = merge(out, lse, *attend(q, others[0], others[1], site.keys.arrived))
+            attend(q, *others, site.keys.arrived, (out, lse))
         if sink is not None:
             lse = with_sink(out, lse, sink)
         result = out.to(q.dtype)
