@@ -204,11 +204,13 @@ def attend(
             other parts yet.
 
     Returns:
-        [B, H, T, K] and [B, H, T], in fp32 at least; 0 and -inf where a query sees no key.
+        [B, H, T, K], whose transpose [B, T, H, K] is contiguous, and [B, H, T], in fp32 at least; 0 and -inf where a
+        query sees no key.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     if others is None:
-        out = torch.zeros(q.shape, dtype=exact, device=q.device)
+        b, h, t, size = q.shape
+        out = torch.zeros(b, t, h, size, dtype=exact, device=q.device).transpose(1, 2)
         lse = torch.full(q.shape[:3], float("-inf"), dtype=exact, device=q.device)
     else:
         out, lse = others
@@ -303,21 +305,23 @@ def _attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, group: RowGroup, out: Tensor, lse: Tensor, is_only: bool
 ) -> None:
     n, exact, at = k.shape[1], out.dtype, slice(*group.rows)
-    q_r, k_r, v_r = _rows(q[at], n), k[at].flatten(0, 1), v[at].flatten(0, 1)
-    out_r, lse_r = _rows(out[at], n), _rows(lse[at], n)
+    q_r, out_r, lse_r = (_grouped(x[at], n) for x in (q, out, lse))
+    k_r, v_r = k[at].flatten(0, 1), v[at].flatten(0, 1)
     for a, e, pieces in group.blocks:
-        scores = [_scores(q_r[:, :, a:e], k_r, piece, group.window, exact) for piece in pieces]
+        q_b, sums = q_r[:, :, :, a:e], out_r[:, :, :, a:e]
+        scores = [_scores(q_b, k_r, piece, group.window, exact) for piece in pieces]
         total = torch.stack([each.logsumexp(-1) for each in scores]).logsumexp(0)
         # A query of the block that sees no key of the part has -inf in place of every score.
         safe = total.masked_fill(total == float("-inf"), 0)
-        sums = out_r[:, :, a:e] if is_only else torch.zeros_like(out_r[:, :, a:e])
+        if not is_only:
+            sums = torch.zeros_like(sums)
         for each, piece in zip(scores, pieces, strict=True):
-            weights = each.sub_(safe.unsqueeze(-1)).exp_().to(q.dtype).flatten(1, 2)
+            weights = _stacked(each.sub_(safe.unsqueeze(-1)).exp_().to(q.dtype))
             sums += torch.bmm(weights, v_r[:, piece.start : piece.stop]).view(sums.shape)
         if is_only:
-            lse_r[:, :, a:e] = total
+            lse_r[:, :, :, a:e] = total
         else:
-            merge(out_r[:, :, a:e], lse_r[:, :, a:e], sums, total)
+            merge(out_r[:, :, :, a:e], lse_r[:, :, :, a:e], sums, total)
 
 
 def _blocks_backward(
@@ -333,22 +337,22 @@ def _blocks_backward(
     d_v: Tensor,
 ) -> None:
     n, size, exact, at = k.shape[1], k.shape[3], d_q.dtype, slice(*group.rows)
-    q_r, g_r, l_r = _rows(q[at], n), _rows(grad[at], n), _rows(lse[at], n)
-    p_r = _rows(row_products(out[at], grad[at]), n)
+    q_r, g_r, l_r, dq_r = (_grouped(x[at], n) for x in (q, grad, lse, d_q))
+    p_r = _grouped(row_products(out[at], grad[at]), n)
     k_r, v_r = k[at].flatten(0, 1), v[at].flatten(0, 1)
-    dq_r, dk_r, dv_r = _rows(d_q[at], n), d_k[at].flatten(0, 1), d_v[at].flatten(0, 1)
     for a, e, pieces in group.blocks:
-        q_b, g_b = q_r[:, :, a:e].flatten(1, 2), g_r[:, :, a:e].flatten(1, 2)
-        row_lse, row_sum = l_r[:, :, a:e].unsqueeze(-1), p_r[:, :, a:e].unsqueeze(-1)
+        q_b, g_b = _stacked(q_r[:, :, :, a:e]), _stacked(g_r[:, :, :, a:e])
+        row_lse, row_sum = l_r[:, :, :, a:e].unsqueeze(-1), p_r[:, :, :, a:e].unsqueeze(-1)
+        dq_b = dq_r[:, :, :, a:e]
         for piece in pieces:
             keys = slice(piece.start, piece.stop)
-            weights = _scores(q_r[:, :, a:e], k_r, piece, group.window, exact).sub_(row_lse).exp_()
+            weights = _scores(q_r[:, :, :, a:e], k_r, piece, group.window, exact).sub_(row_lse).exp_()
             d_weights = torch.bmm(g_b, v_r[:, keys].mT).view(weights.shape).to(exact)
-            d_scores = d_weights.sub_(row_sum).mul_(weights).mul_(size**-0.5)
-            d_scores, rounded = d_scores.to(q.dtype).flatten(1, 2), weights.to(q.dtype).flatten(1, 2)
-            dq_r[:, :, a:e] += torch.bmm(d_scores, k_r[:, keys]).view(dq_r[:, :, a:e].shape)
-            dk_r[:, keys] += torch.bmm(d_scores.mT, q_b)
-            dv_r[:, keys] += torch.bmm(rounded.mT, g_b)
+            d_scores = _stacked(d_weights.sub_(row_sum).mul_(weights).mul_(size**-0.5).to(q.dtype))
+            dq_b += torch.bmm(d_scores, k_r[:, keys]).view(dq_b.shape)
+            for total, left, right in ((d_k, d_scores, q_b), (d_v, _stacked(weights.to(q.dtype)), g_b)):
+                part = total[at, :, keys]
+                part += torch.bmm(left.mT, right).view(part.shape)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -385,16 +389,21 @@ def sink_gradient(sink: Tensor, lse: Tensor, products: Tensor) -> Tensor:
     return -(weights * products).sum((0, 2))
 
 
-def _rows(x: Tensor, n: int) -> Tensor:
-    """Return [B, H, ...] as [B·N, G, ...], a view."""
-    return x.view(x.shape[0] * n, x.shape[1] // n, *x.shape[2:])
+def _grouped(x: Tensor, n: int) -> Tensor:
+    """Return [B, H, ...] as [B, N, G, ...], a view."""
+    return x.unflatten(1, (n, -1))
+
+
+def _stacked(x: Tensor) -> Tensor:
+    """Return [B, N, G, Q, ...] as [B·N, G·Q, ...]: the heads that share their keys as rows of one product."""
+    return x.flatten(2, 3).flatten(0, 1)
 
 
 def _scores(q: Tensor, k: Tensor, piece: KeyPiece, window: int | None, exact: torch.dtype) -> Tensor:
-    """Return the masked scores of a block of queries [R, G, Q, K] with a piece of keys: [R, G, Q, S]."""
-    rows, group, queries, size = q.shape
-    scores = torch.bmm(q.flatten(1, 2), k[:, piece.start : piece.stop].mT).to(exact).mul_(size**-0.5)
-    scores = scores.view(rows, group, queries, piece.stop - piece.start)
+    """Return the masked scores of a block of queries [B, N, G, Q, K] with a piece of keys: [B, N, G, Q, S]."""
+    queries, size = q.shape[3:]
+    scores = torch.bmm(_stacked(q), k[:, piece.start : piece.stop].mT).to(exact).mul_(size**-0.5)
+    scores = scores.view(*q.shape[:4], piece.stop - piece.start)
     if piece.is_whole:
         return scores
     distance = (
