@@ -270,6 +270,13 @@ LAYOUTS = [
     Layout(cp=2, pp=2, microbatches=2, schedule="gpipe", family="gpt2", stage=2),
     Layout(cp=2, tp=2, pp=2, microbatches=3, stage=1),
     Layout(cp=2, tile=5),
+    # Stages in a V, with ties between the first and the last, and backward passes in two parts.
+    Layout(pp=2, microbatches=1, schedule="dualpipe_v", family="gpt2"),
+    Layout(pp=2, microbatches=3, schedule="zb_v"),
+    Layout(pp=3, microbatches=5, schedule="zb_h1", family="gpt2"),
+    Layout(pp=4, microbatches=8, schedule="zb_v", layers=8),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, schedule="dualpipe_v", recompute="full"),
+    Layout(pp=2, tp=2, microbatches=3, schedule="zb_v", family="gpt2"),
 ]
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""

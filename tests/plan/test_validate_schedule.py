@@ -147,3 +147,24 @@ def test_evaluation_has_no_backward() -> None:
 def test_stages_that_do_not_fill_the_ranks() -> None:
     with pytest.raises(PlanError, match="3 stages on 2 ranks; expected as many on each: 4"):
         validate_schedule({0: [F(0, 0), F(2, 0)], 1: [F(1, 0)]}, 2, forward_only=True)
+
+
+def test_a_v_is_refused_where_stages_lie_round_robin_and_the_other_way() -> None:
+    folded = add_communication(schedule("zb_v", 2, MICROBATCHES), 2, folded=True)
+    validate_schedule(folded, 2, MICROBATCHES, folded=True)
+    with pytest.raises(PlanError, match=r"stage 3 lives on rank 1"):
+        validate_schedule(folded, 2, MICROBATCHES)
+    dealt = add_communication(schedule("interleaved_1f1b", 2, MICROBATCHES, 2), 2)
+    with pytest.raises(PlanError, match=r"stage 2 lives on rank 1"):
+        validate_schedule(dealt, 2, MICROBATCHES, folded=True)
+
+
+def test_a_handover_inside_a_rank_needs_the_pass_before() -> None:
+    lists = add_communication(schedule("zb_v", 2, MICROBATCHES), 2, folded=True)
+    row = list(lists[1])
+    before, after = row.index(F(1, 0)), row.index(F(2, 0))
+    row[before], row[after] = row[after], row[before]
+    with pytest.raises(PlanError, match=r"F\(2,0\) without F\(1,0\) before it"):
+        validate_schedule({0: lists[0], 1: row}, 2, MICROBATCHES, folded=True)
+    with pytest.raises(PlanError, match=r"message of the rank to itself"):
+        validate_schedule({0: lists[0], 1: [*lists[1], SEND(1, 0, 2)]}, 2, MICROBATCHES, folded=True)

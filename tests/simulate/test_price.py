@@ -141,9 +141,11 @@ def test_passes_take_longer_beside_other_ranks_of_their_host(
     assert told[1]["compute"] - told[0]["compute"] == pytest.approx((factor - 1) * passes_s)
 
 
-@pytest.mark.parametrize("shape", [("1f1b", 4, 6), ("gpipe", 2, 3), ("interleaved_1f1b", 2, 4, 2)])
+@pytest.mark.parametrize(
+    "shape", [("1f1b", 4, 6), ("gpipe", 2, 3), ("interleaved_1f1b", 2, 4, 2), ("zb_v", 3, 5)]
+)
 def test_the_walk_with_given_passes_is_the_proof_of_the_schedule(shape: tuple[Any, ...]) -> None:
-    lists = add_communication(schedule(*shape), shape[1])
+    lists = add_communication(schedule(*shape), shape[1], folded=shape[0] == "zb_v")
     replayed, proved = replay_timeline(lists, nominal_s), timeline_of(lists, nominal_s)
     for rank in lists:
         assert replayed.passes(rank) == proved.passes(rank)

@@ -304,7 +304,7 @@ class Trainer(ABC):
         if self.mesh.tp > 1:
             said.append(f"tp {self.mesh.tp}" + " with sequence parallelism" * config.tensor.sequence_parallel)
         if self.mesh.pp > 1:
-            here = range(self.mesh.index("pp", self.world.rank), self.stages, self.mesh.pp)
+            here = self.mesh.places.stages_of(self.mesh.index("pp", self.world.rank), self.stages)
             said.append(
                 f"{config.pipeline.schedule} with {config.batch.accumulation} microbatches through {self.stages} "
                 f"stages, here {', '.join(map(str, here))}"
@@ -320,7 +320,7 @@ class Trainer(ABC):
     @property
     def stages(self) -> int:
         """Number of pipeline stages of the whole model."""
-        return self.mesh.pp * self.config.pipeline.virtual_stages
+        return self.mesh.pp * self.config.pipeline.stages_per_rank
 
     @property
     def is_done(self) -> bool:

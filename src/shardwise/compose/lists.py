@@ -126,7 +126,7 @@ class UnitLists:
 
 
 def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
-    """Return F, B, SEND and RECV of one optimizer step, by index on "pp"; without a pipeline F and B in turn.
+    """Return passes, SEND and RECV of one optimizer step, by index on "pp"; without a pipeline F and B in turn.
 
     Args:
         ranks: Ranks on "pp".
@@ -135,7 +135,20 @@ def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lis
     """
     if ranks == 1:
         return schedule("1f1b", 1, microbatches)
-    return add_communication(schedule(policy.schedule, ranks, microbatches, policy.virtual_stages), ranks)
+    passes = schedule(policy.schedule, ranks, microbatches, policy.virtual_stages)
+    return add_communication(_with_whole_backwards(passes), ranks, folded=policy.folded)
+
+
+def _with_whole_backwards(lists: Lists) -> Lists:
+    """Return the passes with B in place of each I, and without W."""
+    return {
+        rank: [
+            action._replace(kind=Kind.B) if action.kind is Kind.I else action
+            for action in row
+            if action.kind is not Kind.W
+        ]
+        for rank, row in lists.items()
+    }
 
 
 def turning_stages(row: Sequence[Action]) -> frozenset[int]:
@@ -162,7 +175,8 @@ def forward_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> List
         microbatches: Number of microbatches.
         policy: Keys under ``pipeline:``.
     """
-    return add_communication(forward_only(ranks, microbatches, policy.virtual_stages), ranks)
+    passes = forward_only(ranks, microbatches, policy.stages_per_rank, policy.folded)
+    return add_communication(passes, ranks, folded=policy.folded)
 
 
 def step_actions(

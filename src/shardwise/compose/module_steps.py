@@ -42,6 +42,7 @@ from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.passes.recompute import RecomputePolicy, apply_recompute
 from shardwise.passes.replay import DrawReplay
 from shardwise.passes.tiles import TilesPolicy
+from shardwise.plan.stage_places import StagePlaces
 from shardwise.precision.fp8 import CutProducts, Float8Products, Float8Source, fp8_forward
 from shardwise.tiers.activations import ActivationOffload
 from shardwise.tiers.alike import AlikeStorages
@@ -77,6 +78,8 @@ class CutPolicies(NamedTuple):
     """True if statistics of batch norm are those of all data-parallel ranks."""
     keeps_one_pass: bool
     """True if no forward pass of the last stage waits while another one runs."""
+    folded: bool = False
+    """True if the pipeline stages lie on the ranks in a V (``StagePlaces``)."""
     overlap: ForwardOverlap = OFF
     """Rule by which products of the forward pass overlap their exchanges over "tp"."""
 
@@ -203,7 +206,7 @@ class ModelCut:
         if pp.size == 1:
             self.stages = {0: (self.model, None)}
             return
-        here = range(pp.index, len(self.starts) + 1, pp.size)
+        here = StagePlaces(pp.size, self.policies.folded).stages_of(pp.index, len(self.starts) + 1)
         for index, stage in cut(self.model, self.starts, here, self.described.uses).items():
             stage.draws = self.replay.draws
             # Layers that a LayerSpec has just built are new.

@@ -162,7 +162,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
     classes = {}
     rows = schedule_lists(mesh.pp, policies.microbatches, policies.pipeline)
     for place in range(mesh.pp):
-        own = tuple(range(place, len(starts) + 1, mesh.pp))
+        own = mesh.places.stages_of(place, len(starts) + 1)
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
             spec, stage_of, own, registry, mesh, policies, turning_stages(rows[place])
         )

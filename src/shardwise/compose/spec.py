@@ -69,7 +69,7 @@ class StageBlocks(NamedTuple):
         Raises:
             PlanError: if the blocks cannot be distributed so.
         """
-        stages = ranks * policy.virtual_stages
+        stages = ranks * policy.stages_per_rank
         return partition(
             policy.partition, self.names, self.weights, stages, self.front, self.back, self.classes
         )

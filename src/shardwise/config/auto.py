@@ -41,7 +41,7 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> ResolvedCon
     """
     check(config)
     offload = config.offload
-    mesh = config.mesh.mesh(world_size)
+    mesh = config.mesh.mesh(world_size, config.pipeline.folded)
     batch = config.batch.derived(mesh.size("data"))
     if offload.parameters != "device" and config.zero.stage in (1, 2) and mesh.dp_shard > 1:
         raise ConfigError(

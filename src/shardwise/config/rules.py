@@ -103,10 +103,10 @@ RULES = (
     ),
     ConfigRule(
         "virtual stages",
-        lambda c: c.pipeline.virtual_stages == 1 or c.mesh.pp > 1,
+        lambda c: c.pipeline.stages_per_rank == 1 or c.mesh.pp > 1,
         lambda c: (
-            f"pipeline: virtual_stages {c.pipeline.virtual_stages} deals several stages to each rank along pp, but "
-            "mesh.pp is 1; set mesh.pp: 2 or leave pipeline out"
+            f"pipeline: schedule {c.pipeline.schedule} with virtual_stages {c.pipeline.stages_per_rank} deals several "
+            "stages to each rank along pp, but mesh.pp is 1; set mesh.pp: 2 or leave pipeline out"
         ),
     ),
     ConfigRule(

@@ -61,17 +61,18 @@ class PassDraws:
         self.key = ""
         """Key from which the states of parts derive in the running pass."""
 
-    def share(self, tp: Group, pp: Group, model: nn.Module, device: torch.device) -> None:
+    def share(self, tp: Group, pp: Group, last: int, model: nn.Module, device: torch.device) -> None:
         """Make the ranks that share a model draw the same numbers.
 
         Args:
             tp: The ranks along "tp".
             pp: The ranks along "pp".
+            last: Index on "pp" of the rank that has the last stage.
             model: The model, whose own generators are included.
             device: The device of the computation, whose generator is included.
         """
         self._generators = RandomGenerators([device], own_generators(model))
-        self._groups = [(pp, pp.size - 1), (tp, 0)] if pp.size * tp.size > 1 else []
+        self._groups = [(pp, last), (tp, 0)] if pp.size * tp.size > 1 else []
         self._device, self._in_walks = device, pp.size > 1
 
     @property

@@ -34,6 +34,7 @@ from pydantic import PositiveInt
 from shardwise.base.errors import MeshError
 from shardwise.base.policy import Policy
 from shardwise.base.words import counted
+from shardwise.plan.stage_places import StagePlaces
 
 StateAxes = tuple[str, str]
 """The axes over which ranks hold copies and shards of one state, the outer and the inner axis. The ranks of both
@@ -71,9 +72,13 @@ class Mesh:
     """Ranks over which the experts are distributed."""
     etp: int = 1
     """Ranks over which every matrix of an expert is cut."""
+    folded: bool = False
+    """True if the pipeline stages lie on the ranks along "pp" in a V (``StagePlaces``)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "folded":
+                continue
             size = getattr(self, field.name)
             if not isinstance(size, int) or size < 1:
                 raise MeshError(
@@ -96,6 +101,11 @@ class Mesh:
     def axes(self) -> tuple[str, ...]:
         """Names of the elementary axes, slowest first, without the axes of experts."""
         return _AXES
+
+    @property
+    def places(self) -> StagePlaces:
+        """Placement of the pipeline stages on the ranks along "pp"."""
+        return StagePlaces(self.pp, self.folded)
 
     @property
     def data_shard(self) -> int:
@@ -171,7 +181,11 @@ class Mesh:
         The ranks have the same index as ``rank`` on all axes but "pp".
         """
         along = self.ranks("pp", rank)
-        return tuple(sorted({along[stage % len(along)] for stage in stages}))
+        return tuple(sorted(along[place] for place in self.places.of_each(stages)))
+
+    def last_place(self, stages_per_rank: int) -> int:
+        """Return the index on "pp" of the rank that holds the last pipeline stage, which computes the loss."""
+        return self.places.last_place(self.pp * stages_per_rank)
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Return every group of ``axis``; together the groups cover each rank once."""
@@ -269,8 +283,12 @@ class MeshPolicy(Policy):
     etp: PositiveInt = 1
     """Ranks over which every matrix of an expert is cut."""
 
-    def mesh(self, world_size: int) -> Mesh:
+    def mesh(self, world_size: int, folded: bool = False) -> Mesh:
         """Return the mesh over ``world_size`` ranks.
+
+        Args:
+            world_size: Number of ranks of the job.
+            folded: True if the schedule of the pipeline places its stages in a V.
 
         Raises:
             MeshError: if the axes do not cover the ranks.
@@ -282,4 +300,4 @@ class MeshPolicy(Policy):
         replicate, shard = dp.of(world_size // model) if isinstance(dp, DataParallelPolicy) else (1, dp)
         mesh = Mesh(pp=self.pp, dp_replicate=replicate, dp_shard=shard * self.cp, cp=self.cp, tp=self.tp)
         mesh.check(world_size)
-        return replace(mesh, ep=self.ep, etp=self.etp)
+        return replace(mesh, ep=self.ep, etp=self.etp, folded=folded and self.pp > 1)

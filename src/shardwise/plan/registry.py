@@ -89,7 +89,7 @@ class TensorInfo:
 
         A table that grows counts its most rows, spread evenly.
         """
-        if mesh.index("pp", rank) not in {stage % mesh.pp for stage in self.stages}:
+        if mesh.index("pp", rank) not in mesh.places.of_each(self.stages):
             return 0.0
         cuts = [
             AxisCut(where, mesh.index(axis, rank), mesh.size(axis)) for axis, where in self.placement.items()

@@ -39,7 +39,7 @@ def validate_plan(plan: Plan, microbatches: int, kinds: Sequence[Kind] = tuple(K
         PlanError: if not; the message names ranks and Action or tensor.
     """
     lists = {place: list(each.actions) for place, each in enumerate(plan.classes.values())}
-    validate_schedule(lists, plan.mesh.pp, microbatches)
+    validate_schedule(lists, plan.mesh.pp, microbatches, folded=plan.mesh.folded)
     slices = TensorSlices(plan.registry, plan.mesh, 0)
     validate_registered(plan, slices)
     for name, each in plan.classes.items():

@@ -15,12 +15,17 @@ from itertools import zip_longest
 from shardwise.base.errors import PlanError
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
 from shardwise.plan.dataflow import stages_of
+from shardwise.plan.stage_places import StagePlaces
 
 _Lists = Mapping[int, Sequence[Action]]
 
 
 def validate_schedule(
-    lists: _Lists, ranks: int, microbatches: int | None = None, forward_only: bool = False
+    lists: _Lists,
+    ranks: int,
+    microbatches: int | None = None,
+    forward_only: bool = False,
+    folded: bool = False,
 ) -> None:
     """Check that the passes and messages of ``lists`` compute one step and cannot deadlock.
 
@@ -29,24 +34,26 @@ def validate_schedule(
         ranks: Ranks of the pipeline.
         microbatches: Microbatches of the step; None: as many as stage 0 runs.
         forward_only: True for lists without backward passes.
+        folded: True if the stages lie on the ranks in a V (``StagePlaces``).
 
     Raises:
         PlanError: if the lists would hang or compute anything else; the message names rank and Action.
     """
-    stages = stages_of(lists)
-    _every_rank_has_its_stages(lists, ranks, stages)
+    stages, places = stages_of(lists), StagePlaces(ranks, folded)
+    _every_rank_has_its_stages(lists, places, stages)
     if microbatches is None:
         microbatches = sum(
             action.kind is Kind.F and action.unit < 0 for action in lists[0] if action.stage == 0
         )
     for rank, row in lists.items():
-        _passes_once(rank, row, range(rank, stages, ranks), microbatches, forward_only)
-        _in_order(rank, row, ranks, stages)
-    _channels(lists, ranks)
-    _progress(lists, ranks)
+        _passes_once(rank, row, places.stages_of(rank, stages), microbatches, forward_only)
+        _in_order(rank, row, places, stages)
+    _channels(lists, places)
+    _progress(lists, places)
 
 
-def _every_rank_has_its_stages(lists: _Lists, ranks: int, stages: int) -> None:
+def _every_rank_has_its_stages(lists: _Lists, places: StagePlaces, stages: int) -> None:
+    ranks = places.ranks
     if set(lists) != set(range(ranks)):
         raise PlanError(
             f"schedule: lists for ranks {sorted(lists)}; expected one for each of 0 to {ranks - 1}"
@@ -58,11 +65,12 @@ def _every_rank_has_its_stages(lists: _Lists, ranks: int, stages: int) -> None:
         )
     for rank, row in lists.items():
         for action in row:
-            if action.stage >= 0 and action.stage % ranks != rank:
+            if action.stage >= 0 and places.place(action.stage) != rank:
+                lies = places.place(action.stage)
                 raise PlanError(
-                    f"schedule: rank {rank} has {action}, but stage {action.stage} lives on rank {action.stage % ranks}"
+                    f"schedule: rank {rank} has {action}, but stage {action.stage} lives on rank {lies}"
                 )
-            if action.other >= 0 and action.other % ranks == rank:
+            if action.other >= 0 and places.place(action.other) == rank:
                 raise PlanError(
                     f"schedule: {action} on rank {rank} is a message of the rank to itself; leave it out"
                 )
@@ -89,11 +97,11 @@ def _passes_once(
                 )
 
 
-def _in_order(rank: int, row: Sequence[Action], ranks: int, stages: int) -> None:
+def _in_order(rank: int, row: Sequence[Action], places: StagePlaces, stages: int) -> None:
     """Check that a pass or SEND comes after its inputs, and that every result for another rank is sent."""
     done: set[Action] = set()
     for action in row:
-        for needed in _before(action, ranks, stages):
+        for needed in _before(action, places, stages):
             halves = {needed, needed._replace(kind=Kind.I)} if needed.kind is Kind.B else {needed}
             if not halves & done:
                 raise PlanError(f"schedule: rank {rank} has {action} without {needed} before it")
@@ -105,37 +113,41 @@ def _in_order(rank: int, row: Sequence[Action], ranks: int, stages: int) -> None
         if action.kind in (Kind.F, Kind.B, Kind.I):
             target = action.stage + (1 if action.kind is Kind.F else -1)
             sent = SEND(action.stage, action.microbatch, target)
-            if 0 <= target < stages and target % ranks != rank and sent not in done:
+            if 0 <= target < stages and places.place(target) != rank and sent not in done:
                 raise PlanError(f"schedule: rank {rank} has {action} without {sent} after it")
 
 
-def _before(action: Action, ranks: int, stages: int) -> Iterator[Action]:
+def _before(action: Action, places: StagePlaces, stages: int) -> Iterator[Action]:
     """Yield the Actions that must stand before ``action`` in the same rank's list; an I may stand for its B."""
     kind, unit, i, stage, other = action
     if unit >= 0:
         return
+
+    def is_here(neighbour: int) -> bool:
+        return places.place(neighbour) == places.place(stage)
+
     if kind is Kind.SEND:
         yield B(stage, i) if action.carries_gradient else F(stage, i)
     elif kind is Kind.W:
         yield Action(Kind.I, -1, i, stage)
     elif kind is Kind.F and stage > 0:
-        yield F(stage - 1, i) if ranks == 1 else RECV(stage, i, stage - 1)
+        yield F(stage - 1, i) if is_here(stage - 1) else RECV(stage, i, stage - 1)
     elif kind is Kind.B or kind is Kind.I:
         yield F(stage, i)
         if stage < stages - 1:
-            yield B(stage + 1, i) if ranks == 1 else RECV(stage, i, stage + 1)
+            yield B(stage + 1, i) if is_here(stage + 1) else RECV(stage, i, stage + 1)
 
 
-def _channels(lists: _Lists, ranks: int) -> None:
+def _channels(lists: _Lists, places: StagePlaces) -> None:
     """Check that messages between two ranks are received in the order in which they are sent."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, row in lists.items():
         for action in row:
             if action.kind is Kind.SEND:
-                sent.setdefault((rank, action.other % ranks), []).append(action)
+                sent.setdefault((rank, places.place(action.other)), []).append(action)
             elif action.kind is Kind.RECV:
-                received.setdefault((action.other % ranks, rank), []).append(action)
+                received.setdefault((places.place(action.other), rank), []).append(action)
     for source, target in sorted({*sent, *received}):
         pairs = zip_longest(sent.get((source, target), ()), received.get((source, target), ()))
         for number, (send, receive) in enumerate(pairs):
@@ -152,7 +164,7 @@ def _other_end(action: Action) -> Action:
     return Action(kind, -1, action.microbatch, action.other, action.stage)
 
 
-def _progress(lists: _Lists, ranks: int) -> None:
+def _progress(lists: _Lists, places: StagePlaces) -> None:
     """Check for deadlocks by running only the messages.
 
     A SEND and its RECV take place together, when both ranks have reached them.
@@ -164,7 +176,7 @@ def _progress(lists: _Lists, ranks: int) -> None:
         rank = free.pop()
         while position[rank] < len(rows[rank]):
             action = rows[rank][position[rank]]
-            peer = action.other % ranks
+            peer = places.place(action.other)
             if position[peer] == len(rows[peer]) or rows[peer][position[peer]] != _other_end(action):
                 break
             position[rank] += 1

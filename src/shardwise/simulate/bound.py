@@ -8,6 +8,9 @@ after another, and the time until the first microbatch reaches the rank and unti
     bound of a rank     Σ f of the stages before its first + m · Σ (f + b) of its stages + Σ b of the stages before
     bound of the step   the largest bound of a rank
 
+If a schedule computes the gradients of weights apart, other work may cover the time until the first microbatch
+reaches a rank and the last one is back, and only the work of the rank's own stages counts.
+
 Exchanges, updates and Python are left out, because other work may cover them.
 
 Cost: one look at each Unit of each stage.
@@ -17,6 +20,7 @@ Shapes: m microbatches.
 from collections.abc import Mapping, Sequence
 
 from shardwise.base.hardware import Hardware
+from shardwise.plan.stage_places import StagePlaces
 from shardwise.simulate.passes import MeasuredPass
 
 
@@ -36,21 +40,30 @@ def time_bound(
         microbatches: Microbatches of a step.
         ranks: Size of the "pp" axis; the rank at index i has the stages i, i + ranks, ...
     """
-    return pipeline_bound(stage_seconds(passed, hardware, device_type), ranks, microbatches)
+    return pipeline_bound(stage_seconds(passed, hardware, device_type), StagePlaces(ranks), microbatches)
 
 
-def pipeline_bound(stages: Sequence[float], ranks: int, microbatches: int, messages_s: float = 0.0) -> float:
+def pipeline_bound(
+    stages: Sequence[float],
+    places: StagePlaces,
+    microbatches: int,
+    messages_s: float = 0.0,
+    splits_backward: bool = False,
+) -> float:
     """Return seconds that a step takes at least.
 
     Args:
         stages: Seconds of the forward and the backward pass of one microbatch, by stage.
-        ranks: Size of the "pp" axis; the stages are dealt to its ranks in turn.
+        places: Placement of the stages on the ranks.
         microbatches: Microbatches of a step.
         messages_s: Seconds of a microbatch's messages from one stage to the next and back.
+        splits_backward: True if the schedule computes the gradients of weights apart.
     """
     most = 0.0
-    for place in range(ranks):
-        most = max(most, microbatches * sum(stages[place::ranks]) + sum(stages[:place]) + place * messages_s)
+    for place in range(places.ranks):
+        own_s = microbatches * sum(stages[each] for each in places.stages_of(place, len(stages)))
+        ramp_s = 0.0 if splits_backward else sum(stages[:place]) + place * messages_s
+        most = max(most, own_s + ramp_s)
     return most
 
 

@@ -66,9 +66,11 @@ class VerifiedLayout:
             dp = f"{{replicate: {mesh.dp_replicate}, shard: {mesh.data_shard}}}"
         axes = ", ".join(f"{axis}: {mesh.size(axis)}" for axis in _AXES)
         found = [f"mesh={{{axes}, dp: {dp}}}"]
-        if self.virtual_stages > 1:
+        if config.pipeline.folded and self.virtual_stages == 2:
+            pass  # the schedule implies two stages per rank
+        elif self.virtual_stages > 1:
             found += ["pipeline.schedule=interleaved_1f1b", f"pipeline.virtual_stages={self.virtual_stages}"]
-        elif config.pipeline.virtual_stages > 1:
+        elif config.pipeline.stages_per_rank > 1:
             found += ["pipeline.schedule=1f1b", "pipeline.virtual_stages=1"]
         if self.zero_stage is not None:
             found.append(f"zero.stage={self.zero_stage}")
@@ -110,7 +112,7 @@ def parse_layout(text: str) -> VerifiedLayout:
             )
         given[word] = value
     replicate, _, shard = (given.get("dp") or "1").rpartition("x")
-    sizes = {axis: _count(text, axis, given[axis]) for axis in _AXES if axis in given}
+    sizes: dict[str, Any] = {axis: _count(text, axis, given[axis]) for axis in _AXES if axis in given}
     recompute = given.get("recompute")
     if recompute is not None and recompute not in _SCOPES:
         raise ConfigError(f"layout {text!r}: recompute is {recompute!r}{nearest(recompute, _SCOPES)}")
@@ -163,7 +165,7 @@ def layout_of(config: RunConfig, ranks: int | None = None) -> VerifiedLayout:
             size = dp
         ranks = policy.pp * policy.cp * policy.tp * size
     return VerifiedLayout(
-        policy.mesh(ranks), config.pipeline.virtual_stages, config.zero.stage, config.recompute.scope
+        policy.mesh(ranks), config.pipeline.stages_per_rank, config.zero.stage, config.recompute.scope
     )
 
 

@@ -102,7 +102,7 @@ def shrink_layout(
         larger = sizes | {axis: min(mesh.size(axis), _UNEVEN)}
         if math.prod(larger[each] for each in ("pp", "dp_replicate", "data_shard", "cp", "tp")) <= MOST_RANKS:
             sizes = larger
-    smaller = _with_room_for_experts(sizes, mesh.data_shard)
+    smaller: dict[str, Any] = {**_with_room_for_experts(sizes, mesh.data_shard)}
     virtual = min(layout.virtual_stages, 2)
     found = replace(layout, mesh=replace(mesh, **smaller), virtual_stages=virtual)
     return found, {} if found == layout else {"layout": SizeChange(str(layout), str(found))}

@@ -9,6 +9,7 @@ from shardwise.base.hardware import OperationClass
 from shardwise.engine.fit.bound import PassWork, work_of
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
+from shardwise.plan.stage_places import StagePlaces
 from shardwise.simulate.bound import pipeline_bound
 from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.work import Work
@@ -46,7 +47,7 @@ def test_no_schedule_is_faster_than_the_bound(
 ) -> None:
     seconds = [1 + uneven * (stage % 3) for stage in range(ranks * virtual)]
     bound, step = (
-        pipeline_bound(seconds, ranks, microbatches),
+        pipeline_bound(seconds, StagePlaces(ranks), microbatches),
         walked(seconds, ranks, microbatches, name, virtual),
     )
     assert bound <= step * (1 + 1e-12)

@@ -76,7 +76,7 @@ def every_point(made: JobShelf, scope: KnobScope, keys: Any) -> list[PricedPoint
                 continue
             price = seconds_of(job, outlook, job.settings.offload, RATES)
             stages = stage_seconds(job.passed, RATES, "cpu")
-            bound_s = pipeline_bound(stages, job.mesh.pp, job.policies.microbatches)
+            bound_s = pipeline_bound(stages, job.mesh.places, job.policies.microbatches)
             found.append(PricedPoint(said, bound_s, price.total, outlook.bytes_by_tier["device"]))
     return found
 

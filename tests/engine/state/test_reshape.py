@@ -1,6 +1,7 @@
 """A state goes from one mesh to another without changing a bit: weights, masters and moments; training goes on.
 
-one rank -> pp x tp -> dp at stage 3 -> dp x tp -> interleaved stages -> tp with copies of heads -> one rank
+one rank -> pp x tp -> dp at stage 3 -> dp x tp -> interleaved stages -> stages in a V -> tp with copies of heads
+-> one rank
 """
 
 from pathlib import Path
@@ -23,6 +24,7 @@ ROUTE = (
     Layout(dp=4, stage=3),
     Layout(dp=2, tp=2, stage=1, microbatches=2),
     Layout(pp=2, dp=2, stage=2, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2),
+    Layout(pp=2, tp=2, microbatches=4, schedule="zb_v"),
     Layout(tp=4),
     Layout(pp=2, dp=2, stage=3, microbatches=2, reshard_after_forward=False),
     Layout(pp=4, microbatches=4, schedule="gpipe"),

@@ -1,7 +1,7 @@
 """Cost of a schedule in closed form: idle time, live activations, messages.
 
 With p ranks, v stages per rank (``virtual_stages``), m microbatches, f and b the seconds of one stage's forward and
-backward, and messages that take no time, all three schedules need
+backward, and messages that take no time, gpipe, 1f1b and interleaved 1f1b need
 
     makespan = (v * max(m, p) + min(m, p) - 1) * (f + b)
 
@@ -93,17 +93,35 @@ def peak_live(name: ScheduleName, rank: int, ranks: int, microbatches: int, virt
     return min(virtual_stages * microbatches, (virtual_stages - 1) * group + 2 * (ranks - rank - 1) + 1)
 
 
-def messages(ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
+def split_length(ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
+    """Return the length of a step of zb_h1 or a V with enough microbatches, if F, I and W take one unit on a stage.
+
+    Args:
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step: at least ``ranks``, in a V at least ``2 * ranks - 1``.
+        virtual_stages: Stages per rank: 1, in a V 2.
+    """
+    return 3 * virtual_stages * microbatches + ranks - 1
+
+
+def split_live(name: ScheduleName, ranks: int) -> int:
+    """Return the most activations that may be live at once on a rank, in units of one microbatch of one stage."""
+    return {"zb_h1": ranks, "zb_v": 2 * ranks, "dualpipe_v": 2 * ranks + 1}[name]
+
+
+def messages(ranks: int, microbatches: int, virtual_stages: int = 1, folded: bool = False) -> int:
     """Return the messages of one step over all ranks.
 
-    There is an activation and a gradient per microbatch and border between stages.
+    There is an activation and a gradient per microbatch and border between stages of two ranks.
 
     Args:
         ranks: Size of the "pp" axis.
         microbatches: Microbatches of the step.
         virtual_stages: Stages per rank.
+        folded: True if the stages lie in a V, in which the last rank sends nothing between its own.
 
     Returns:
         Number of messages.
     """
-    return 2 * microbatches * (ranks * virtual_stages - 1) if ranks > 1 else 0
+    borders = ranks * virtual_stages - 1 - folded
+    return 2 * microbatches * borders if ranks > 1 else 0

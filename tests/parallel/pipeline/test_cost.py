@@ -3,16 +3,17 @@
 import pytest
 
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
+from shardwise.parallel.pipeline.policy import ScheduleName
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
 from shardwise.plan.dataflow import timeline_of
 from tests.parallel.pipeline import closed_forms
-from tests.parallel.pipeline.shapes import SHAPES, WIDE
+from tests.parallel.pipeline.shapes import SHAPES, WHOLE, WIDE, Shape
 
 
 @pytest.mark.parametrize("forward_s, backward_s", [(1, 2), (1, 1), (2, 1), (3, 8)])
 def test_bubble(forward_s: int, backward_s: int) -> None:
-    for shape in SHAPES + WIDE:
+    for shape in WHOLE + WIDE:
         _, ranks, microbatches, virtual_stages = shape
         timeline = timeline_of(
             schedule(*shape), lambda action: forward_s if action.kind is Kind.F else backward_s
@@ -33,7 +34,7 @@ def test_bubble_of_the_papers() -> None:
 
 
 def test_peak_live_activations() -> None:
-    for shape in SHAPES + WIDE:
+    for shape in WHOLE + WIDE:
         name, ranks, microbatches, virtual_stages = shape
         timeline = timeline_of(schedule(*shape), nominal_s)
         for rank in range(ranks):
@@ -49,6 +50,29 @@ def test_peak_of_the_papers() -> None:
 
 def test_messages() -> None:
     for shape in SHAPES:
-        lists = add_communication(schedule(*shape), shape.ranks)
+        lists = add_communication(schedule(*shape), shape.ranks, folded=shape.folded)
         sent = sum(action.kind is Kind.SEND for row in lists.values() for action in row)
-        assert sent == closed_forms.messages(shape.ranks, shape.microbatches, shape.virtual_stages), shape
+        assert sent == closed_forms.messages(*shape[1:], shape.folded), shape
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v"])
+def test_length_of_schedules_that_split_backward_passes(name: ScheduleName) -> None:
+    for shape in SHAPES:
+        if shape.name != name:
+            continue
+        _, ranks, microbatches, stages = shape
+        found = timeline_of(schedule(*shape), lambda action: 1.0)
+        wanted = closed_forms.split_length(ranks, microbatches, stages)
+        if microbatches >= (2 * ranks - 1 if shape.folded else ranks):
+            assert found.makespan_s == wanted, shape
+        assert found.makespan_s <= 3 * stages * (microbatches + ranks - 1), f"{shape} is longer than 1f1b"
+        live = max(map(found.peak_live, range(ranks)))
+        assert live <= closed_forms.split_live(name, ranks), shape
+
+
+def test_figures_of_the_papers() -> None:
+    """Qi et al. 2023: the bubble of ZB-H1 is (p - 1)(F + I - W), a third of that of 1F1B."""
+    assert closed_forms.split_length(4, 12) - 3 * 12 == 3
+    assert timeline_of(schedule("1f1b", 4, 12), nominal_s).makespan_s - 3 * 12 == 9
+    wide = Shape("zb_v", 12, 40, 2)
+    assert timeline_of(schedule(*wide), lambda action: 1.0).makespan_s == 6 * 40 + 11

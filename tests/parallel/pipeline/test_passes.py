@@ -10,7 +10,7 @@ from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import Action, B, F, Kind
 from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.validate_schedule import validate_schedule
-from tests.parallel.pipeline.shapes import SHAPES, WIDE
+from tests.parallel.pipeline.shapes import SHAPES, WHOLE, WIDE
 
 
 def words(row: Sequence[Action]) -> str:
@@ -34,7 +34,7 @@ def test_messages_add_no_time_where_they_take_none() -> None:
     """The order of the messages never makes a rank wait for what its next pass does not need."""
     for shape in SHAPES + WIDE:
         bare = schedule(*shape)
-        with_messages = add_communication(bare, shape.ranks)
+        with_messages = add_communication(bare, shape.ranks, folded=shape.folded)
         assert timeline_of(with_messages, nominal_s).makespan_s == timeline_of(bare, nominal_s).makespan_s, (
             shape
         )
@@ -42,7 +42,7 @@ def test_messages_add_no_time_where_they_take_none() -> None:
 
 def test_a_message_is_received_just_before_its_use_unless_another_message_is_next() -> None:
     for shape in SHAPES:
-        for row in add_communication(schedule(*shape), shape.ranks).values():
+        for row in add_communication(schedule(*shape), shape.ranks, folded=shape.folded).values():
             for action, following in zip(row, row[1:], strict=False):
                 if action.kind is Kind.RECV and following.kind.computes:
                     assert (following.stage, following.microbatch) == action[3:1:-1], shape
@@ -52,9 +52,12 @@ def test_a_message_is_received_just_before_its_use_unless_another_message_is_nex
 def test_lists_ordered_by_other_seconds_are_proved_too(forward_s: float, backward_s: float) -> None:
     for shape in SHAPES[::3] + WIDE:
         lists = add_communication(
-            schedule(*shape), shape.ranks, lambda action: forward_s if action.kind is Kind.F else backward_s
+            schedule(*shape),
+            shape.ranks,
+            lambda action: forward_s if action.kind is Kind.F else backward_s,
+            shape.folded,
         )
-        validate_schedule(lists, shape.ranks, shape.microbatches)
+        validate_schedule(lists, shape.ranks, shape.microbatches, folded=shape.folded)
 
 
 def test_backwards_in_two_parts_send_the_gradient_after_the_first() -> None:
@@ -101,7 +104,7 @@ def test_weights_gathered_once_per_step() -> None:
 
 @pytest.mark.parametrize("reshards", [True, False])
 def test_passes_in_either_order_give_one_list_that_is_proved(reshards: bool) -> None:
-    for shape in SHAPES[::5] + WIDE:
+    for shape in WHOLE[::5] + WIDE:
         bare = schedule(*shape)
         one = add_sharding(add_communication(bare, shape.ranks), unit_forward, unit_backward, reshards)
         validate_schedule(one, shape.ranks, shape.microbatches)

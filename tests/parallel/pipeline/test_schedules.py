@@ -4,8 +4,9 @@ import pytest
 
 from shardwise.base.errors import PlanError
 from shardwise.observe.schedule_picture import draw_text
-from shardwise.parallel.pipeline import schedules
+from shardwise.parallel.pipeline import schedules, zero_bubble
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
+from shardwise.parallel.pipeline.policy import SPLIT
 from shardwise.parallel.pipeline.schedules import forward_only, microbatch_groups, schedule
 from shardwise.plan.action import Kind
 from shardwise.plan.dataflow import timeline_of
@@ -15,14 +16,16 @@ from tests.parallel.pipeline.shapes import SHAPES, WIDE, Shape
 
 def test_every_schedule_is_proved() -> None:
     for shape in SHAPES + WIDE:
-        lists = add_communication(schedule(*shape), shape.ranks)
-        validate_schedule(lists, shape.ranks, shape.microbatches)
+        lists = add_communication(schedule(*shape), shape.ranks, folded=shape.folded)
+        validate_schedule(lists, shape.ranks, shape.microbatches, folded=shape.folded)
 
 
 def test_every_evaluation_is_proved() -> None:
-    for _, ranks, microbatches, virtual_stages in SHAPES + WIDE:
-        lists = add_communication(forward_only(ranks, microbatches, virtual_stages), ranks)
-        validate_schedule(lists, ranks, microbatches, forward_only=True)
+    for shape in SHAPES + WIDE:
+        _, ranks, microbatches, virtual_stages = shape
+        lists = forward_only(ranks, microbatches, virtual_stages, shape.folded)
+        lists = add_communication(lists, ranks, folded=shape.folded)
+        validate_schedule(lists, ranks, microbatches, forward_only=True, folded=shape.folded)
 
 
 def test_microbatches_ascend_on_every_stage() -> None:
@@ -30,7 +33,7 @@ def test_microbatches_ascend_on_every_stage() -> None:
     for shape in SHAPES + WIDE:
         for row in schedule(*shape).values():
             for stage in {action.stage for action in row}:
-                for kind in (Kind.F, Kind.B):
+                for kind in (Kind.F, Kind.I, Kind.W) if shape.name in SPLIT else (Kind.F, Kind.B):
                     own = [a.microbatch for a in row if a.kind is kind and a.stage == stage]
                     assert own == list(range(shape.microbatches)), shape
 
@@ -50,12 +53,19 @@ def test_groups_are_even_and_fill_the_ranks(ranks: int, microbatches: int) -> No
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape("gpipe", 4, 4, 1), Shape("1f1b", 4, 4, 1), Shape("interleaved_1f1b", 2, 2, 2)],
+    [
+        Shape("gpipe", 4, 4, 1),
+        Shape("1f1b", 4, 4, 1),
+        Shape("interleaved_1f1b", 2, 2, 2),
+        Shape("zb_h1", 4, 4, 1),
+        Shape("zb_v", 2, 3, 2),
+        Shape("dualpipe_v", 2, 3, 2),
+    ],
     ids=lambda shape: shape.name,
 )
 def test_the_tables_in_the_docstring_are_what_the_schedules_give(shape: Shape) -> None:
     drawn = draw_text(timeline_of(schedule(*shape), nominal_s))
-    documented = [line[24:] for line in (schedules.__doc__ or "").splitlines()]
+    documented = [line[24:] for line in f"{schedules.__doc__}{zero_bubble.__doc__}".splitlines()]
     rows = drawn.splitlines()
     assert any(documented[i : i + len(rows)] == rows for i in range(len(documented))), drawn
 

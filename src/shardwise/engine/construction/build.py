@@ -303,7 +303,8 @@ def _engine(
     schedule = None if pipeline is None else pipeline.schedule
     walker.handlers.update(handlers_of(parts, end, schedule))
     parts.program.begin(parts.program.microbatches)
-    outline.replay.draws.share(groups["tp"], groups["pp"], model, world.device)
+    last = mesh.last_place(settings.pipeline.stages_per_rank)
+    outline.replay.draws.share(groups["tp"], groups["pp"], last, model, world.device)
     if outline.fp8 is not None:
         outline.fp8.scales.agree()  # those of the start weights, before the first gather needs them
     site.traffic.clear()
@@ -428,7 +429,8 @@ def _computes_in_parts(mesh: Mesh) -> bool:
 def _uncut(model: nn.Module, site: RuntimeContext) -> UncutModel | None:
     """Return a copy of the uncut model if this rank compares its first step with the copy, else None."""
     tp, pp = site.groups["tp"], site.groups["pp"]
-    compares = _computes_in_parts(site.mesh) and tp.index == 0 and pp.index == pp.size - 1
+    has_loss = pp.index == site.mesh.last_place(site.settings.pipeline.stages_per_rank)
+    compares = _computes_in_parts(site.mesh) and tp.index == 0 and has_loss
     return keep_uncut(model) if compares and site.settings.check_first_step == "auto" else None
 
 

@@ -172,5 +172,6 @@ def cut_policies_of(settings: RunConfig) -> CutPolicies:
         tiles=settings.tiles,
         synchronizes_batch_norm=settings.batch_norm == "synchronized",
         keeps_one_pass=settings.pipeline.keeps_one_pass,
+        folded=settings.pipeline.folded,
         overlap=ForwardOverlap(settings.tensor.overlap),
     )

@@ -75,7 +75,7 @@ def make_stage(
         PlanError: if ``module`` is not the module that the Plan describes.
     """
     steps = _StageSteps(index, module, site, outline, walker)
-    is_last = index == site.mesh.pp * site.settings.pipeline.virtual_stages - 1
+    is_last = index == site.mesh.pp * site.settings.pipeline.stages_per_rank - 1
 
     def lay_out() -> None:
         scales = None if outline.fp8 is None else outline.fp8.scales

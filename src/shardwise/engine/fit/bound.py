@@ -116,7 +116,7 @@ def even_bound(seconds: float, ranks: int, virtual: int, microbatches: int) -> f
     Args:
         seconds: Seconds of one microbatch on all stages together.
         ranks: Size of the "pp" axis.
-        virtual: Stages of a rank.
+        virtual: Stages of a rank; 2 as well if the schedule computes the gradients of weights apart.
         microbatches: Microbatches of a step.
     """
     if virtual > 1:
@@ -269,7 +269,8 @@ class JobBounds:
         self, seconds: Sequence[float], messages_s: float, kept: Sequence[int], job: JobFacts
     ) -> ShapeBound:
         count, pp = job.policies.microbatches, job.mesh.pp
-        step_s = pipeline_bound(seconds, pp, count, messages_s) * _ROUNDING
+        splits = job.settings.pipeline.splits_backward
+        step_s = pipeline_bound(seconds, job.mesh.places, count, messages_s, splits) * _ROUNDING
         held = self._kept(kept, pp, count, job.settings.pipeline)
         if job.settings.offload.activations != "device":
             held = [0] * pp
@@ -278,7 +279,7 @@ class JobBounds:
     def _kept(self, kept: Sequence[int], pp: int, count: int, policy: PipelinePolicy) -> list[int]:
         """Return the most bytes that the passes in flight keep when a backward pass begins, by index on "pp"."""
         count = min(count, 2 * len(kept))
-        key = pp, count, policy.schedule, policy.virtual_stages
+        key = pp, count, policy.schedule, policy.stages_per_rank
         if key not in self._in_flight:
             name = policy.schedule if pp > 1 else "1f1b"
             rows = schedule(name, pp, count, policy.virtual_stages)
@@ -288,7 +289,7 @@ class JobBounds:
             held = most = 0
             for action in row:
                 most = max(most, held)
-                held += kept[action.stage] * (1 if action.kind is Kind.F else -1)
+                held += kept[action.stage] * {Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(action.kind, 0)
             found.append(most)
         return found
 
@@ -312,8 +313,11 @@ class JobBounds:
         step_s, held = shape.step_s, 0
         for costs in self._costs[key, few]:
             lanes, state = self._of_state(costs, job, count, few)
-            own_s = count * sum(shape.stages_s[costs.place :: job.mesh.pp]) + lanes.passes_s
+            here = job.mesh.places.stages_of(costs.place, len(shape.stages_s))
+            own_s = count * sum(shape.stages_s[stage] for stage in here) + lanes.passes_s
             ramp_s = sum(shape.stages_s[: costs.place]) + costs.place * shape.messages_s
+            if job.settings.pipeline.splits_backward:
+                ramp_s = 0.0
             computed_s = own_s + max(ramp_s, lanes.updates_s)
             beside_s = max(computed_s, lanes.exchange_s, lanes.python_s)
             step_s = max(step_s, (beside_s + lanes.norm_s) * _ROUNDING)
@@ -477,7 +481,7 @@ def state_key(config: RunConfig, ranks: int, mesh: Mesh) -> Hashable:
     """
     alike = {"batch", "recompute", "tiles", "experts", "train", "data", "model", "mesh"}
     values: dict[str, Any] = config.model_dump(mode="json", exclude=alike)
-    if config.pipeline.virtual_stages == 1:
+    if config.pipeline.stages_per_rank == 1 and not config.pipeline.splits_backward:
         values["pipeline"].pop("schedule", None)
     values["zero"].pop("exchange", None)
     cuts = [mesh.size(axis) > 1 for axis in ("dp_replicate", "dp_shard", "edp")]

@@ -193,7 +193,7 @@ def foresee(
     found = known.outlook(known.settings.offload)
     if not known.passed:  # else the stages were cut for their passes
         kinds = kinds_of_stages(found.plan, make(), ())
-        for rank in sorted({stage % known.mesh.pp for stage in first_stages(kinds)}):
+        for rank in sorted(known.mesh.places.of_each(first_stages(kinds))):
             _cut(make(), known.starts, known.settings, known.mesh, known.mesh.ranks("pp", 0)[rank])
     return found
 
@@ -536,14 +536,14 @@ def _passes(
     found: dict[int, MeasuredPass] = {}
     messages = _Messages(_Message("", []), _Message("", []))
     for stage, kind in sorted(kinds_of.items()):
-        ranks = plan.classes[class_of(plan.mesh, plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp])]
+        ranks = plan.classes[class_of(plan.mesh, plan.mesh.ranks("pp", 0)[plan.mesh.places.place(stage)])]
         units = ranks.units_of(stage)
         before = measured.get(kind)
         if before is not None and before[2].form == messages.form:
             passed, like, _, messages = before
             found[stage] = passed.renamed({a.name: b.name for a, b in zip(like, units, strict=True)})
             continue
-        rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
+        rank = plan.mesh.ranks("pp", 0)[plan.mesh.places.place(stage)]
         if rank not in cuts:
             model = make()
             if tables:
@@ -620,7 +620,7 @@ def visit_stages(
     for stage in sorted(kinds_of):
         if stage not in wanted:
             continue  # a stage that is like an earlier one sends what that one sends
-        rank = plan.mesh.ranks("pp", 0)[stage % plan.mesh.pp]
+        rank = plan.mesh.ranks("pp", 0)[plan.mesh.places.place(stage)]
         if rank not in cuts:
             model = make()
             if known.tables:

@@ -163,7 +163,7 @@ class JobShelf:
             measured = blocks_by_stage(facts.spec, starts, recomputed) if starts else None
             if measured is not None and can_share(measured, wanted):
                 return shared_passes(self._measured(settings, MEASURED_STAGES).passed, measured, wanted)
-        return dict(self._measured(settings, mesh.pp, settings.pipeline.virtual_stages).passed)
+        return dict(self._measured(settings, mesh.pp, settings.pipeline.stages_per_rank).passed)
 
     def _measured(self, settings: RunConfig, stages: int, virtual: int = 1) -> JobFacts:
         """Return the facts about a job like that of ``settings`` with ``stages`` ranks on "pp" and one microbatch."""
@@ -179,7 +179,7 @@ class JobShelf:
         if stages > 1:
             shape = {"schedule": "1f1b" if pipeline.keeps_one_pass else "gpipe", "virtual_stages": 1}
             if virtual > 1:
-                shape = {"schedule": pipeline.schedule, "virtual_stages": virtual}
+                shape = {"schedule": pipeline.schedule, "virtual_stages": pipeline.virtual_stages}
             ours = ours.model_copy(update={"pipeline": pipeline.model_copy(update=shape)})
         rows = settings.batch.micro_size
         if rows is None:

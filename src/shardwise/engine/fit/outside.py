@@ -168,7 +168,7 @@ def _ways(plan: Plan, rank: int) -> set[tuple[int, str]]:
     """Return the ways of the rank's messages: the index of the other rank on "pp", and the Kind of the message."""
     actions = plan.classes[class_of(plan.mesh, rank)].actions
     return {
-        (action.other % plan.mesh.pp, action.kind.name)
+        (plan.mesh.places.place(action.other), action.kind.name)
         for action in actions
         if action.kind.row.of == "message"
     }

@@ -55,6 +55,7 @@ from shardwise.engine.fit.knobs import (
     overrides_of,
 )
 from shardwise.engine.parts.inputs import Loss
+from shardwise.parallel.pipeline.policy import SPLIT
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Tier
 from shardwise.simulate.rates import measured_hardware
@@ -478,7 +479,8 @@ class _Search:
         """Return the largest bound from the passes of other sizes; one sample of the whole model is always known."""
         chosen = shape.chosen
         size, found = chosen["batch.micro_size"], 0.0
-        rest = chosen["pipeline.virtual_stages"], _microbatches(shape)
+        virtual = 2 if chosen["pipeline.schedule"] in SPLIT else chosen["pipeline.virtual_stages"]
+        rest = virtual, _microbatches(shape)
         try:
             mesh = self._mesh(shape)
         except MeshError:
@@ -702,7 +704,7 @@ class _Search:
         Returns:
             The bytes of the device that the point needs, or None if it fits; True if it does not fit without moves.
         """
-        few = _ROUNDS * job.mesh.pp * job.settings.pipeline.virtual_stages
+        few = _ROUNDS * job.mesh.pp * job.settings.pipeline.stages_per_rank
         count = job.policies.microbatches
         short = job if count <= few else job._replace(policies=job.policies._replace(microbatches=few))
         outlook = short.outlook(job.settings.offload, only_counted=True)

@@ -211,7 +211,7 @@ class EngineParts:
 
     def owner(self, info: TensorInfo) -> int:
         """Return the index in ``stage_group`` of the rank whose stage owns a tensor that several stages may hold."""
-        return info.stages[0] % self.stage_group.size
+        return self.mesh.places.place(info.stages[0])
 
     @property
     def spec(self) -> ModelSpec:
@@ -226,8 +226,12 @@ class EngineParts:
     @property
     def has_last_stage(self) -> bool:
         """True if this rank has the last stage, which computes the loss."""
-        pp = self.groups["pp"]
-        return pp.index == pp.size - 1
+        return self.groups["pp"].index == self.last_place
+
+    @property
+    def last_place(self) -> int:
+        """Index on "pp" of the rank that has the last stage."""
+        return self.mesh.last_place(self.config.pipeline.stages_per_rank)
 
     def measure_waits(self) -> None:
         """Measure from now on how long the computation waits for other ranks; a second call does nothing."""

@@ -422,7 +422,9 @@ class FirstStepCheck:
         loss_of = None if self._loss is None else self._uncut.exchanged.function(self._loss, False)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         draws, parts = replay.draws, parts_of(model, self._blocks())
-        draws.share(self._parts.groups["tp"].alone("tp"), self._parts.groups["tp"].alone("pp"), model, device)
+        draws.share(
+            self._parts.groups["tp"].alone("tp"), self._parts.groups["tp"].alone("pp"), 0, model, device
+        )
         total, problem = 0.0, ""
         with _generators_kept(draws.generators):
             for run in self._passes:

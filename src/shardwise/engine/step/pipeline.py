@@ -55,8 +55,8 @@ class PipelineRunner:
         self._loss = loss
         self._peers = peers
         self._group = parts.groups["pp"]
-        self.stages = self._group.size * policy.virtual_stages
-        self.schedule = ScheduleExecutor(peers, self.stages)
+        self.stages = self._group.size * policy.stages_per_rank
+        self.schedule = ScheduleExecutor(peers, self.stages, policy.folded)
         """Handlers of F, B, SEND and RECV."""
         self._stages = {stage.index: stage for stage in parts.stages}
         self._is_list = isinstance(parts.model, Layers) and loss is None
@@ -136,7 +136,7 @@ class PipelineRunner:
         Raises:
             UsageError: on all ranks alike, if a rank was given None for a part that its stage reads.
         """
-        group, last = self._group, self._group.size - 1
+        group, last = self._group, self._parts.last_place
         brought = [brought_in(batch) for batch in batches]
         reads_targets = getattr(self._parts.model, "loss", None) is not None
         inputs = [float(group.index == 0 and part.inputs is not None) for part in brought]
@@ -231,7 +231,7 @@ class PipelineRunner:
         Raises:
             PlanError: on all ranks, if the output cannot be sent.
         """
-        index, last = self._group.index, self._group.size - 1
+        index, last = self._group.index, self._parts.last_place
         output, text = _plain(output), ""
         tensors: list[Tensor] = []
         if index == last:

@@ -8,10 +8,11 @@ The message of a gradient may carry a number of the microbatch's last stage: the
 terms of its own that are multiplied by the same factor. The number is one more tensor behind the gradients, which no
 host reads.
 
-A stage's input is detached from the received value and requires gradients if its sender's tensor did. Of the stage's
-output only the edge of the graph is kept for the backward pass: the numbers are dropped once they are sent, unless
-autograd saved them. The Actions inside a stage (a Unit's gathers and reductions) stand in the same list, and the hooks
-on the stage's modules walk it; the executor handles only stages.
+A stage's input is detached from the received value and requires gradients if its sender's tensor did. Two neighbouring
+stages of one rank hand activations and gradients over without a message, and the input is detached in the same way. Of
+the stage's output only the edge of the graph is kept for the backward pass: the numbers are dropped once they are sent,
+unless autograd saved them. The Actions inside a stage (a Unit's gathers and reductions) stand in the same list, and the
+hooks on the stage's modules walk it; the executor handles only stages.
 
 An error on one rank ends the walk on all ranks with the same text (messages.py): a rank that raises or receives an
 error sends it to every neighbour that it exchanges messages with, and reads what the ranks that wait for it have sent,
@@ -50,6 +51,7 @@ from shardwise.parallel.pipeline.messages import (
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.exchange_calls import Purpose
+from shardwise.plan.stage_places import StagePlaces
 from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
 
@@ -91,12 +93,14 @@ class ScheduleExecutor:
 
     Args:
         peers: Channels to the ranks of the pipeline.
-        stages: Number of stages, which lie round robin on the ranks.
+        stages: Number of stages.
+        folded: True if the stages lie on the ranks in a V (``StagePlaces``).
     """
 
-    def __init__(self, peers: PointToPoint, stages: int):
+    def __init__(self, peers: PointToPoint, stages: int, folded: bool = False):
         self._peers = peers
         self._stages = stages
+        self._places = StagePlaces(peers.group.size, folded)
 
     def run(
         self, walker: Walker, runner: StageRunner, trains: bool = True, likes: Sequence[int | None] = ()
@@ -161,7 +165,8 @@ class ScheduleExecutor:
         group = self._peers.group
         before = group.index - 1 if group.index else None
         behind = group.index + 1 if group.index < group.size - 1 else None
-        return (before, behind) if self._trains else (behind, before)
+        # In a V the first rank has the last stage too, and ends last in both directions.
+        return (before, behind) if self._trains or self._places.folded else (behind, before)
 
     def _look_ahead(self) -> None:
         """Post the receives that precede this rank's next send.
@@ -173,7 +178,7 @@ class ScheduleExecutor:
         for action in islice(self._to_come, self._posted, _AHEAD):
             if action.kind is not Kind.RECV:
                 return
-            source = action.other % self._peers.group.size
+            source = self._places.place(action.other)
             if not self._peers.expect(source, _name(action), self._like(action)):
                 return
             self._posted += 1
@@ -206,7 +211,7 @@ class ScheduleExecutor:
         waiting: dict[int, tuple[str, Purpose]] = {}
         sending = set() if self._told_by is None else {self._told_by}
         for action in left:
-            other = action.other % group.size
+            other = self._places.place(action.other)
             if action.kind is Kind.SEND:
                 waiting.setdefault(
                     other, (_name(action), "gradients" if action.carries_gradient else "activations")
@@ -234,8 +239,12 @@ class ScheduleExecutor:
         key = (action.stage, action.microbatch)
         output = self._runner.forward(*key, self._received.pop(key, None))
         if action.stage < self._stages - 1:
-            packed = self._to_send[key] = pack(output)
+            packed = pack(output)
             tensors = packed.tensors
+            if self._is_here(action.stage, action.stage + 1):
+                self._hand_over((action.stage + 1, action.microbatch), packed)
+            else:
+                self._to_send[key] = packed
         else:
             tensors = list(tensors_of(output))
             self._results[action.microbatch] = tree_map_only(Tensor, Tensor.detach, output)
@@ -261,13 +270,27 @@ class ScheduleExecutor:
             gradients = [
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
             ]
-            self._to_send[key] = PackedValue("", gradients if says is None else [*gradients, says])
+            gradients += [] if says is None else [says]
+            if self._is_here(action.stage, action.stage - 1):
+                self._gradients[action.stage - 1, action.microbatch] = gradients
+            else:
+                self._to_send[key] = PackedValue("", gradients)
+
+    def _is_here(self, stage: int, neighbour: int) -> bool:
+        """Return whether a rank holds both stages, which then exchange no messages."""
+        return self._places.place(stage) == self._places.place(neighbour)
+
+    def _hand_over(self, key: tuple[int, int], packed: PackedValue) -> None:
+        """Give an output to the next stage of this rank, cut from its graph as a received value is."""
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in packed.tensors]
+        self._received[key] = unpack(packed.text, tensors)
+        self._inputs[key] = [tensor for tensor in tensors if tensor.requires_grad]
 
     @recorded
     def send(self, action: Action) -> None:
         """Run SEND: send an activation or a gradient to a neighbouring stage."""
         text, tensors = self._to_send.pop((action.stage, action.microbatch))
-        to = action.other % self._peers.group.size
+        to = self._places.place(action.other)
         purpose: Purpose = "gradients" if action.carries_gradient else "activations"
         lasting = self._peers.agrees and is_lasting(text)
         self._peers.send(text, tensors, to, _name(action), purpose, self._like(action), lasting)
@@ -277,7 +300,7 @@ class ScheduleExecutor:
     def receive(self, action: Action) -> None:
         """Run RECV: receive an activation or a gradient from a neighbouring stage."""
         key = (action.stage, action.microbatch)
-        message = self._take(action.other % self._peers.group.size, _name(action), self._like(action))
+        message = self._take(self._places.place(action.other), _name(action), self._like(action))
         self._passed()
         if action.carries_gradient:
             check_refusal(message.text)

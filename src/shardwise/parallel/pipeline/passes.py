@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.plan.action import RECV, SEND, Action, Kind
 from shardwise.plan.dataflow import Lists, stages_of, walk
+from shardwise.plan.stage_places import StagePlaces
 
 UnitActions = Callable[[int, bool, bool], Sequence[Action]]
 """Function (stage, is_first, is_last) that returns the Actions of the stage's Units in a pass: whether the pass is the
@@ -32,7 +33,10 @@ def nominal_s(action: Action) -> float:
 
 
 def add_communication(
-    lists: Mapping[int, Sequence[Action]], ranks: int, seconds: Callable[[Action], float] = nominal_s
+    lists: Mapping[int, Sequence[Action]],
+    ranks: int,
+    seconds: Callable[[Action], float] = nominal_s,
+    folded: bool = False,
 ) -> Lists:
     """Add SEND and RECV between stages on different ranks; stages on the same rank exchange no messages.
 
@@ -40,6 +44,7 @@ def add_communication(
         lists: The passes of each rank in order.
         ranks: Size of the "pp" axis.
         seconds: Seconds of a pass, which order the messages; any function gives correct lists.
+        folded: True if the stages lie on the ranks in a V (``StagePlaces``).
 
     Returns:
         The lists with messages.
@@ -47,12 +52,12 @@ def add_communication(
     Raises:
         PlanError: If the passes of ``lists`` cannot all run.
     """
-    stages = stages_of(lists)
+    stages, places = stages_of(lists), StagePlaces(ranks, folded)
     spans = walk(lists, seconds)
     sent = []
     for span in spans:  # in an order in which every pass follows the passes whose results it takes
         target = _target(span.action, stages)
-        if target is not None and (target - span.action.stage) % ranks:
+        if target is not None and places.place(target) != span.rank:
             sent.append((span.stop_s, span.rank, span.action, target))
     sent.sort(key=lambda entry: entry[0])  # stable: passes that take no time stay in order
     done: Lists = {rank: [] for rank in lists}
@@ -80,7 +85,7 @@ def add_communication(
         take(rank, action)
         done[rank] += [*arriving[rank], SEND(action.stage, action.microbatch, target)]
         arriving[rank].clear()
-        arriving[target % ranks][RECV(target, action.microbatch, action.stage)] = None
+        arriving[places.place(target)][RECV(target, action.microbatch, action.stage)] = None
     for rank in lists:
         take(rank, None)
     return done

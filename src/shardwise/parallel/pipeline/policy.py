@@ -1,14 +1,18 @@
 """PipelinePolicy: the cut of a model along "pp" and the order in which its stages run."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from shardwise.base.policy import Policy, nearest
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
-SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+SPLIT: tuple[ScheduleName, ...] = ("zb_h1", "zb_v", "dualpipe_v")
+"""Schedules that compute the gradients of weights apart from those of inputs."""
+FOLDED: tuple[ScheduleName, ...] = ("zb_v", "dualpipe_v")
+"""Schedules that place two stages on each rank, in a V (plan/stage_places.py)."""
 
 OF_TYPE = "type:"
 """Prefix of a ``partition`` by classes."""
@@ -19,9 +23,12 @@ class PipelinePolicy(Policy):
 
     schedule: ScheduleName = "1f1b"
     """Order of the passes. ``gpipe``: all forwards, then all backwards; ``1f1b``: the same time with activations
-    of at most "pp" microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages."""
+    of at most "pp" microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages;
+    ``zb_h1``: 1f1b that computes the gradients of weights later, when a rank would be idle; ``zb_v`` and
+    ``dualpipe_v``: the same with two stages per rank in a V, where rank 0 has the first and the last stage."""
     virtual_stages: PositiveInt = 1
-    """Stages per rank (Megatron's virtual pipeline size); more than 1 only with ``interleaved_1f1b``."""
+    """Stages per rank (Megatron's virtual pipeline size); more than 1 only with ``interleaved_1f1b``. A schedule in a V
+    has 2, which need not be given."""
     partition: (
         Literal["uniform", "parameters"] | Annotated[str, Field(pattern="^type:.")] | tuple[str, ...]
     ) = "parameters"
@@ -39,6 +46,21 @@ class PipelinePolicy(Policy):
     def keeps_one_pass(self) -> bool:
         """True if the last stage runs each microbatch's backward pass before the next one's forward pass."""
         return self.schedule == "1f1b"
+
+    @property
+    def folded(self) -> bool:
+        """True if the schedule places its stages on the ranks in a V."""
+        return self.schedule in FOLDED
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the schedule computes the gradients of weights apart from those of inputs."""
+        return self.schedule in SPLIT
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages of each rank along "pp"."""
+        return 2 if self.folded else self.virtual_stages
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -70,7 +92,12 @@ class PipelinePolicy(Policy):
 
     @model_validator(mode="after")
     def _virtual_stages_fit_the_schedule(self) -> Self:
-        if self.virtual_stages > 1 and self.schedule != "interleaved_1f1b":
+        if self.folded and self.virtual_stages > 2:
+            raise ValueError(
+                f"schedule {self.schedule!r} has two stages per rank, but virtual_stages is {self.virtual_stages}; "
+                "leave virtual_stages out"
+            )
+        if self.virtual_stages > 1 and not self.folded and self.schedule != "interleaved_1f1b":
             raise ValueError(
                 f"schedule {self.schedule!r} has one stage per rank, but virtual_stages is {self.virtual_stages}; "
                 "set schedule: interleaved_1f1b, or virtual_stages: 1"

@@ -1,9 +1,10 @@
-"""Pipeline schedules as data: the order in which each rank runs F and B, and nothing else.
+"""Pipeline schedules as data: the order in which each rank runs its passes, and nothing else.
 
-A pipeline has ``stages = ranks * virtual_stages`` stages; stage s lies on rank ``s % ranks`` along "pp". A schedule is
-a pure function from (stage or rank, their number, microbatches) to a list of Actions. ``passes.py`` adds messages and
-Unit Actions, ``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice
-as long as F:
+A pipeline has ``stages = ranks * virtual_stages`` stages; stage s lies on rank ``s % ranks`` along "pp", or in a V
+(plan/stage_places.py). zero_bubble.py has the schedules that split a backward pass in two. A schedule is a pure
+function from (stage or rank, their number, microbatches) to a list of Actions. ``passes.py`` adds messages and Unit
+Actions, ``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice as
+long as F:
 
     gpipe               rank 0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
                         rank 1   .. F0 F1 F2 F3 .. .. .. .. .. .. B0 == B1 == B2 == B3 == .. ..
@@ -30,7 +31,8 @@ Cost:   with p ranks, v stages per rank and m >= p microbatches, a rank is idle 
 from collections.abc import Callable
 
 from shardwise.base.errors import PlanError
-from shardwise.parallel.pipeline.policy import ScheduleName
+from shardwise.parallel.pipeline.policy import FOLDED, ScheduleName
+from shardwise.parallel.pipeline.zero_bubble import dualpipe_v, zb_h1, zb_v
 from shardwise.plan.action import Action, B, F
 
 
@@ -111,19 +113,25 @@ def _one_by_one(forward: list[Action], backward: list[Action], warmup: int) -> l
     return forward[:warmup] + steady + backward[len(forward) - warmup :]
 
 
-_BY_STAGE: dict[ScheduleName, Callable[[int, int, int], list[Action]]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+_BY_STAGE: dict[ScheduleName, Callable[[int, int, int], list[Action]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb_h1": zb_h1,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+}
 
 
 def schedule(
     name: ScheduleName, ranks: int, microbatches: int, virtual_stages: int = 1
 ) -> dict[int, list[Action]]:
-    """Return F and B of one step by the rank's index on "pp".
+    """Return the passes of one step by the rank's index on "pp".
 
     Args:
         name: The schedule.
         ranks: Size of the "pp" axis.
         microbatches: Microbatches of the step.
-        virtual_stages: Stages per rank.
+        virtual_stages: Stages per rank; a schedule in a V has 2, whatever is given.
 
     Returns:
         The passes of every rank in order.
@@ -135,26 +143,39 @@ def schedule(
     _check(ranks, microbatches, virtual_stages)
     if name == "interleaved_1f1b":
         return {r: interleaved_one_f_one_b(r, ranks, virtual_stages, microbatches) for r in range(ranks)}
-    if virtual_stages > 1:
+    if virtual_stages > 1 and name not in FOLDED:
         raise PlanError(
             f"pipeline: schedule {name!r} has one stage per rank, given virtual_stages={virtual_stages}; "
             "use 'interleaved_1f1b'"
         )
-    return {stage: _BY_STAGE[name](stage, ranks, microbatches) for stage in range(ranks)}
+    return {rank: _BY_STAGE[name](rank, ranks, microbatches) for rank in range(ranks)}
 
 
-def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> dict[int, list[Action]]:
+def forward_only(
+    ranks: int, microbatches: int, virtual_stages: int = 1, folded: bool = False
+) -> dict[int, list[Action]]:
     """Return only F, for evaluation, by the rank's index on "pp".
 
     Args:
         ranks: Size of the "pp" axis.
         microbatches: Microbatches of the evaluation.
         virtual_stages: Stages per rank.
+        folded: True if the stages, two per rank, lie on the ranks in a V.
 
     Returns:
         The passes of every rank in order.
     """
     _check(ranks, microbatches, virtual_stages)
+    if folded:
+        each = range(microbatches)
+        return {
+            r: _one_by_one(
+                [F(r, i) for i in each],
+                [F(2 * ranks - 1 - r, i) for i in each],
+                min(2 * (ranks - 1 - r), microbatches),
+            )
+            for r in range(ranks)
+        }
     groups = microbatch_groups(ranks, microbatches)
     return {
         rank: [
