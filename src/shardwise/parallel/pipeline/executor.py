@@ -30,7 +30,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -88,6 +88,17 @@ class StageRunner(Protocol):
         """
 
 
+class _PlacedStages(NamedTuple):
+    """The number of stages and their placement on the ranks."""
+
+    stages: int
+    ranks_of: StagePlaces
+
+    def share_a_rank(self, stage: int, neighbour: int) -> bool:
+        """Return whether a rank holds both stages, which then exchange no messages."""
+        return self.ranks_of.place(stage) == self.ranks_of.place(neighbour)
+
+
 class ScheduleExecutor:
     """Runs the list of one rank.
 
@@ -99,8 +110,7 @@ class ScheduleExecutor:
 
     def __init__(self, peers: PointToPoint, stages: int, folded: bool = False):
         self._peers = peers
-        self._stages = stages
-        self._places = StagePlaces(peers.group.size, folded)
+        self._placed = _PlacedStages(stages, StagePlaces(peers.group.size, folded))
 
     def run(
         self, walker: Walker, runner: StageRunner, trains: bool = True, likes: Sequence[int | None] = ()
@@ -166,7 +176,7 @@ class ScheduleExecutor:
         before = group.index - 1 if group.index else None
         behind = group.index + 1 if group.index < group.size - 1 else None
         # In a V the first rank has the last stage too, and ends last in both directions.
-        return (before, behind) if self._trains or self._places.folded else (behind, before)
+        return (before, behind) if self._trains or self._placed.ranks_of.folded else (behind, before)
 
     def _look_ahead(self) -> None:
         """Post the receives that precede this rank's next send.
@@ -178,7 +188,7 @@ class ScheduleExecutor:
         for action in islice(self._to_come, self._posted, _AHEAD):
             if action.kind is not Kind.RECV:
                 return
-            source = self._places.place(action.other)
+            source = self._placed.ranks_of.place(action.other)
             if not self._peers.expect(source, _name(action), self._like(action)):
                 return
             self._posted += 1
@@ -211,7 +221,7 @@ class ScheduleExecutor:
         waiting: dict[int, tuple[str, Purpose]] = {}
         sending = set() if self._told_by is None else {self._told_by}
         for action in left:
-            other = self._places.place(action.other)
+            other = self._placed.ranks_of.place(action.other)
             if action.kind is Kind.SEND:
                 waiting.setdefault(
                     other, (_name(action), "gradients" if action.carries_gradient else "activations")
@@ -238,10 +248,10 @@ class ScheduleExecutor:
         """Run F of a stage."""
         key = (action.stage, action.microbatch)
         output = self._runner.forward(*key, self._received.pop(key, None))
-        if action.stage < self._stages - 1:
+        if action.stage < self._placed.stages - 1:
             packed = pack(output)
             tensors = packed.tensors
-            if self._is_here(action.stage, action.stage + 1):
+            if self._placed.share_a_rank(action.stage, action.stage + 1):
                 self._hand_over((action.stage + 1, action.microbatch), packed)
             else:
                 self._to_send[key] = packed
@@ -271,14 +281,10 @@ class ScheduleExecutor:
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
             ]
             gradients += [] if says is None else [says]
-            if self._is_here(action.stage, action.stage - 1):
+            if self._placed.share_a_rank(action.stage, action.stage - 1):
                 self._gradients[action.stage - 1, action.microbatch] = gradients
             else:
                 self._to_send[key] = PackedValue("", gradients)
-
-    def _is_here(self, stage: int, neighbour: int) -> bool:
-        """Return whether a rank holds both stages, which then exchange no messages."""
-        return self._places.place(stage) == self._places.place(neighbour)
 
     def _hand_over(self, key: tuple[int, int], packed: PackedValue) -> None:
         """Give an output to the next stage of this rank, cut from its graph as a received value is."""
@@ -290,7 +296,7 @@ class ScheduleExecutor:
     def send(self, action: Action) -> None:
         """Run SEND: send an activation or a gradient to a neighbouring stage."""
         text, tensors = self._to_send.pop((action.stage, action.microbatch))
-        to = self._places.place(action.other)
+        to = self._placed.ranks_of.place(action.other)
         purpose: Purpose = "gradients" if action.carries_gradient else "activations"
         lasting = self._peers.agrees and is_lasting(text)
         self._peers.send(text, tensors, to, _name(action), purpose, self._like(action), lasting)
@@ -300,7 +306,7 @@ class ScheduleExecutor:
     def receive(self, action: Action) -> None:
         """Run RECV: receive an activation or a gradient from a neighbouring stage."""
         key = (action.stage, action.microbatch)
-        message = self._take(self._places.place(action.other), _name(action), self._like(action))
+        message = self._take(self._placed.ranks_of.place(action.other), _name(action), self._like(action))
         self._passed()
         if action.carries_gradient:
             check_refusal(message.text)
