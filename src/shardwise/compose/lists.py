@@ -17,9 +17,10 @@ Cost: one look at each Action; lists of a pass are cached by their order.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
-from shardwise.parallel.pipeline.passes import add_communication, add_sharding
+from shardwise.parallel.pipeline.passes import add_communication, add_sharding, nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -125,18 +126,29 @@ class UnitLists:
         )
 
 
-def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
+PassSeconds = Mapping[tuple[Kind, int], float]
+"""Seconds of a stage's passes, by Kind and stage."""
+
+
+def schedule_lists(
+    ranks: int, microbatches: int, policy: PipelinePolicy, measured: PassSeconds = MappingProxyType({})
+) -> Lists:
     """Return passes, SEND and RECV of one optimizer step, by index on "pp"; without a pipeline F and B in turn.
 
     Args:
         ranks: Ranks on "pp".
         microbatches: Microbatches of one optimizer step.
         policy: Keys under ``pipeline:``.
+        measured: Measured seconds of all passes; empty: a forward pass and each part of a backward pass take as long.
     """
     if ranks == 1:
         return schedule("1f1b", 1, microbatches)
-    passes = schedule(policy.schedule, ranks, microbatches, policy.virtual_stages)
-    return add_communication(_with_whole_backwards(passes), ranks, folded=policy.folded)
+
+    def seconds(action: Action) -> float:
+        return measured.get((action.kind, action.stage), 0.0) if measured else nominal_s(action)
+
+    passes = schedule(policy.schedule, ranks, microbatches, policy.virtual_stages, seconds, policy.live)
+    return add_communication(_with_whole_backwards(passes), ranks, seconds, policy.folded)
 
 
 def _with_whole_backwards(lists: Lists) -> Lists:

@@ -29,6 +29,7 @@ from shardwise.base.names import matching
 from shardwise.base.words import bytes_text, counted
 from shardwise.compose.lists import (
     Orders,
+    PassSeconds,
     UnitLists,
     forward_actions_of,
     schedule_lists,
@@ -87,6 +88,8 @@ class PlanPolicies(NamedTuple):
     """True if each step exchanges the seconds of all ranks by phase."""
     has_guard: bool = False
     """True if each step sums the numbers of the guard."""
+    pass_seconds: PassSeconds = MappingProxyType({})
+    """Measured seconds of the passes of stages, from which the schedule is made; empty if they are not known."""
 
     def gather_dtype(self, name: str, axes: StateAxes, mesh: Mesh) -> torch.dtype | None:
         """Return the dtype in which a parameter is gathered, if that is not its compute dtype, else None.
@@ -123,6 +126,15 @@ class PlannedModel:
         if microbatches is not None:
             policies = policies._replace(microbatches=microbatches)
         return with_orders(self.plan, policies, orders)
+
+    def with_seconds(self, measured: PassSeconds) -> "PlannedModel":
+        """Return the same model with a schedule that is made from measured seconds of passes.
+
+        Args:
+            measured: Seconds of the passes of all stages, the same on all ranks.
+        """
+        policies = self.policies._replace(pass_seconds=measured)
+        return replace(self, policies=policies, plan=with_orders(self.plan, policies))
 
     def forward_list(self, orders: Orders, batches: int) -> list[Action]:
         """Return the Actions of this rank for forward passes without a backward pass.
@@ -164,7 +176,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
     for place in range(mesh.pp):
         own = mesh.places.stages_of(place, len(starts) + 1)
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
-            spec, stage_of, own, registry, mesh, policies, turning_stages(rows[place])
+            spec, stage_of, own, registry, mesh, policies, _turning(policies, rows[place])
         )
     exchanges = exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks)
     notes = (*_notes(spec, mesh, policies), *_notes_of_hosts(classes.values()))
@@ -174,6 +186,11 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
     monitored += GUARD_NUMBERS if policies.has_guard else 0
     plan = replace(plan, monitored=monitored) if monitored else plan
     return with_orders(plan, policies)
+
+
+def _turning(policies: PlanPolicies, row: Sequence[Action]) -> frozenset[int]:
+    """Return ``turning_stages``, of which a schedule that may be made anew by measured seconds has none."""
+    return frozenset() if policies.pipeline.schedule == "zb_greedy" else turning_stages(row)
 
 
 def with_orders(plan: Plan, policies: PlanPolicies, orders: Orders | None = None) -> Plan:
@@ -187,7 +204,7 @@ def with_orders(plan: Plan, policies: PlanPolicies, orders: Orders | None = None
     Raises:
         PlanError: if the lists are not valid.
     """
-    rows = schedule_lists(plan.mesh.pp, policies.microbatches, policies.pipeline)
+    rows = schedule_lists(plan.mesh.pp, policies.microbatches, policies.pipeline, policies.pass_seconds)
     classes = {
         name: replace(
             each,

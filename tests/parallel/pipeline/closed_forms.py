@@ -106,7 +106,7 @@ def split_length(ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
 
 def split_live(name: ScheduleName, ranks: int) -> int:
     """Return the most activations that may be live at once on a rank, in units of one microbatch of one stage."""
-    return {"zb_h1": ranks, "zb_v": 2 * ranks, "dualpipe_v": 2 * ranks + 1}[name]
+    return {"zb_h1": ranks, "zb_v": 2 * ranks, "dualpipe_v": 2 * ranks + 1, "zb_greedy": 2 * ranks + 1}[name]
 
 
 def messages(ranks: int, microbatches: int, virtual_stages: int = 1, folded: bool = False) -> int:

@@ -8,7 +8,7 @@ from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
 from shardwise.plan.dataflow import timeline_of
 from tests.parallel.pipeline import closed_forms
-from tests.parallel.pipeline.shapes import SHAPES, WHOLE, WIDE, Shape
+from tests.parallel.pipeline.shapes import GREEDY, SHAPES, WHOLE, WIDE, Shape, lists_of
 
 
 @pytest.mark.parametrize("forward_s, backward_s", [(1, 2), (1, 1), (2, 1), (3, 8)])
@@ -16,7 +16,7 @@ def test_bubble(forward_s: int, backward_s: int) -> None:
     for shape in WHOLE + WIDE:
         _, ranks, microbatches, virtual_stages = shape
         timeline = timeline_of(
-            schedule(*shape), lambda action: forward_s if action.kind is Kind.F else backward_s
+            lists_of(shape), lambda action: forward_s if action.kind is Kind.F else backward_s
         )
         assert timeline.makespan_s == closed_forms.makespan_s(
             ranks, microbatches, virtual_stages, forward_s, backward_s
@@ -36,7 +36,7 @@ def test_bubble_of_the_papers() -> None:
 def test_peak_live_activations() -> None:
     for shape in WHOLE + WIDE:
         name, ranks, microbatches, virtual_stages = shape
-        timeline = timeline_of(schedule(*shape), nominal_s)
+        timeline = timeline_of(lists_of(shape), nominal_s)
         for rank in range(ranks):
             expected = closed_forms.peak_live(name, rank, ranks, microbatches, virtual_stages)
             assert timeline.peak_live(rank) == expected, (shape, rank)
@@ -50,18 +50,25 @@ def test_peak_of_the_papers() -> None:
 
 def test_messages() -> None:
     for shape in SHAPES:
-        lists = add_communication(schedule(*shape), shape.ranks, folded=shape.folded)
+        lists = add_communication(lists_of(shape), shape.ranks, folded=shape.folded)
         sent = sum(action.kind is Kind.SEND for row in lists.values() for action in row)
         assert sent == closed_forms.messages(*shape[1:], shape.folded), shape
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v", "zb_greedy"])
 def test_length_of_schedules_that_split_backward_passes(name: ScheduleName) -> None:
-    for shape in SHAPES:
-        if shape.name != name:
-            continue
-        _, ranks, microbatches, stages = shape
-        found = timeline_of(schedule(*shape), lambda action: 1.0)
+    _check_length([shape for shape in SHAPES if shape.name == name])
+
+
+@pytest.mark.soak
+def test_length_of_every_greedy_schedule() -> None:
+    _check_length(GREEDY)
+
+
+def _check_length(shapes: list[Shape]) -> None:
+    for shape in shapes:
+        name, ranks, microbatches, stages = shape
+        found = timeline_of(lists_of(shape), lambda action: 1.0)
         wanted = closed_forms.split_length(ranks, microbatches, stages)
         if microbatches >= (2 * ranks - 1 if shape.folded else ranks):
             assert found.makespan_s == wanted, shape
@@ -75,4 +82,4 @@ def test_figures_of_the_papers() -> None:
     assert closed_forms.split_length(4, 12) - 3 * 12 == 3
     assert timeline_of(schedule("1f1b", 4, 12), nominal_s).makespan_s - 3 * 12 == 9
     wide = Shape("zb_v", 12, 40, 2)
-    assert timeline_of(schedule(*wide), lambda action: 1.0).makespan_s == 6 * 40 + 11
+    assert timeline_of(lists_of(wide), lambda action: 1.0).makespan_s == 6 * 40 + 11

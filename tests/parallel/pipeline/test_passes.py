@@ -10,7 +10,7 @@ from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import Action, B, F, Kind
 from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.validate_schedule import validate_schedule
-from tests.parallel.pipeline.shapes import SHAPES, WHOLE, WIDE
+from tests.parallel.pipeline.shapes import SHAPES, WHOLE, WIDE, lists_of
 
 
 def words(row: Sequence[Action]) -> str:
@@ -33,7 +33,7 @@ def test_stages_of_one_rank_exchange_nothing() -> None:
 def test_messages_add_no_time_where_they_take_none() -> None:
     """The order of the messages never makes a rank wait for what its next pass does not need."""
     for shape in SHAPES + WIDE:
-        bare = schedule(*shape)
+        bare = lists_of(shape)
         with_messages = add_communication(bare, shape.ranks, folded=shape.folded)
         assert timeline_of(with_messages, nominal_s).makespan_s == timeline_of(bare, nominal_s).makespan_s, (
             shape
@@ -42,7 +42,7 @@ def test_messages_add_no_time_where_they_take_none() -> None:
 
 def test_a_message_is_received_just_before_its_use_unless_another_message_is_next() -> None:
     for shape in SHAPES:
-        for row in add_communication(schedule(*shape), shape.ranks, folded=shape.folded).values():
+        for row in add_communication(lists_of(shape), shape.ranks, folded=shape.folded).values():
             for action, following in zip(row, row[1:], strict=False):
                 if action.kind is Kind.RECV and following.kind.computes:
                     assert (following.stage, following.microbatch) == action[3:1:-1], shape
@@ -52,7 +52,7 @@ def test_a_message_is_received_just_before_its_use_unless_another_message_is_nex
 def test_lists_ordered_by_other_seconds_are_proved_too(forward_s: float, backward_s: float) -> None:
     for shape in SHAPES[::3] + WIDE:
         lists = add_communication(
-            schedule(*shape),
+            lists_of(shape),
             shape.ranks,
             lambda action: forward_s if action.kind is Kind.F else backward_s,
             shape.folded,
@@ -105,7 +105,7 @@ def test_weights_gathered_once_per_step() -> None:
 @pytest.mark.parametrize("reshards", [True, False])
 def test_passes_in_either_order_give_one_list_that_is_proved(reshards: bool) -> None:
     for shape in WHOLE[::5] + WIDE:
-        bare = schedule(*shape)
+        bare = lists_of(shape)
         one = add_sharding(add_communication(bare, shape.ranks), unit_forward, unit_backward, reshards)
         validate_schedule(one, shape.ranks, shape.microbatches)
         gathers = sum(action.kind is Kind.UNSHARD for row in one.values() for action in row)

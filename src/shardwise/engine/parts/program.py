@@ -12,7 +12,7 @@ alike, so the rest of one list can replace the rest of another.
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
-from shardwise.compose.lists import Orders, StageOrder, pass_actions
+from shardwise.compose.lists import Orders, PassSeconds, StageOrder, pass_actions
 from shardwise.compose.plan import PlannedModel
 from shardwise.engine.parts.table_units import TableUnits
 from shardwise.parallel.zero.order import UnitOrder
@@ -168,6 +168,11 @@ class ActionLists:
             self._plans.clear()
             self._forwards.clear()
             self._asks = None
+
+    def adopt_seconds(self, measured: PassSeconds) -> None:
+        """Follow the schedule by measured seconds of passes in the next list."""
+        self.planned = self.planned.with_seconds(measured)
+        self._plans.clear()
 
     def _in_force(self) -> Orders:
         """Return the orders that are followed now, with Units by their numbers on the rank."""

@@ -313,6 +313,8 @@ class TrainingStep:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
             parts.program.adopt_order()
+        if self._pipeline is not None:
+            self._pipeline.follow_seconds()
         self.stop.seen = totals.flags > 0
         fields: dict[str, Any] = {}
         for follower in parts.followers:

@@ -7,11 +7,11 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from shardwise.base.policy import Policy, nearest
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "zb_greedy"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-SPLIT: tuple[ScheduleName, ...] = ("zb_h1", "zb_v", "dualpipe_v")
+SPLIT: tuple[ScheduleName, ...] = ("zb_h1", "zb_v", "dualpipe_v", "zb_greedy")
 """Schedules that compute the gradients of weights apart from those of inputs."""
-FOLDED: tuple[ScheduleName, ...] = ("zb_v", "dualpipe_v")
+FOLDED: tuple[ScheduleName, ...] = ("zb_v", "dualpipe_v", "zb_greedy")
 """Schedules that place two stages on each rank, in a V (plan/stage_places.py)."""
 
 OF_TYPE = "type:"
@@ -25,10 +25,14 @@ class PipelinePolicy(Policy):
     """Order of the passes. ``gpipe``: all forwards, then all backwards; ``1f1b``: the same time with activations
     of at most "pp" microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages;
     ``zb_h1``: 1f1b that computes the gradients of weights later, when a rank would be idle; ``zb_v`` and
-    ``dualpipe_v``: the same with two stages per rank in a V, where rank 0 has the first and the last stage."""
+    ``dualpipe_v``: the same with two stages per rank in a V, where rank 0 has the first and the last stage;
+    ``zb_greedy``: a V whose order is made from the seconds of each stage's passes, which the second step measures."""
     virtual_stages: PositiveInt = 1
     """Stages per rank (Megatron's virtual pipeline size); more than 1 only with ``interleaved_1f1b``. A schedule in a V
     has 2, which need not be given."""
+    live: Annotated[float, Field(ge=1)] | None = None
+    """Most microbatches whose activations a rank of ``zb_greedy`` keeps at a time, each on both of its stages; None:
+    "pp" + 1/2."""
     partition: (
         Literal["uniform", "parameters"] | Annotated[str, Field(pattern="^type:.")] | tuple[str, ...]
     ) = "parameters"
@@ -106,5 +110,10 @@ class PipelinePolicy(Policy):
             raise ValueError(
                 "schedule 'interleaved_1f1b' needs several stages per rank, but virtual_stages is 1; "
                 "set virtual_stages: 2, or schedule: 1f1b"
+            )
+        if self.live is not None and self.schedule != "zb_greedy":
+            raise ValueError(
+                f"live is {self.live}, but schedule {self.schedule!r} has a limit of its own; leave live out, or set "
+                "schedule: zb_greedy"
             )
         return self

@@ -1,10 +1,10 @@
 """Pipeline schedules as data: the order in which each rank runs its passes, and nothing else.
 
 A pipeline has ``stages = ranks * virtual_stages`` stages; stage s lies on rank ``s % ranks`` along "pp", or in a V
-(plan/stage_places.py). zero_bubble.py has the schedules that split a backward pass in two. A schedule is a pure
-function from (stage or rank, their number, microbatches) to a list of Actions. ``passes.py`` adds messages and Unit
-Actions, ``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice as
-long as F:
+(plan/stage_places.py). zero_bubble.py and greedy.py have the schedules that split a backward pass in two. A schedule is
+a pure function from (stage or rank, their number, microbatches) to a list of Actions. ``passes.py`` adds messages and
+Unit Actions, ``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice
+as long as F:
 
     gpipe               rank 0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
                         rank 1   .. F0 F1 F2 F3 .. .. .. .. .. .. B0 == B1 == B2 == B3 == .. ..
@@ -31,6 +31,7 @@ Cost:   with p ranks, v stages per rank and m >= p microbatches, a rank is idle 
 from collections.abc import Callable
 
 from shardwise.base.errors import PlanError
+from shardwise.parallel.pipeline.greedy import zb_greedy
 from shardwise.parallel.pipeline.policy import FOLDED, ScheduleName
 from shardwise.parallel.pipeline.zero_bubble import dualpipe_v, zb_h1, zb_v
 from shardwise.plan.action import Action, B, F
@@ -123,7 +124,12 @@ _BY_STAGE: dict[ScheduleName, Callable[[int, int, int], list[Action]]] = {
 
 
 def schedule(
-    name: ScheduleName, ranks: int, microbatches: int, virtual_stages: int = 1
+    name: ScheduleName,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int = 1,
+    seconds: Callable[[Action], float] = lambda action: 1.0,
+    live: float | None = None,
 ) -> dict[int, list[Action]]:
     """Return the passes of one step by the rank's index on "pp".
 
@@ -132,6 +138,8 @@ def schedule(
         ranks: Size of the "pp" axis.
         microbatches: Microbatches of the step.
         virtual_stages: Stages per rank; a schedule in a V has 2, whatever is given.
+        seconds: Seconds of a pass, from which zb_greedy is made; equal by default.
+        live: Limit of live activations of zb_greedy, in microbatches on both stages of a rank.
 
     Returns:
         The passes of every rank in order.
@@ -148,6 +156,8 @@ def schedule(
             f"pipeline: schedule {name!r} has one stage per rank, given virtual_stages={virtual_stages}; "
             "use 'interleaved_1f1b'"
         )
+    if name == "zb_greedy":
+        return zb_greedy(ranks, microbatches, seconds, live)
     return {rank: _BY_STAGE[name](rank, ranks, microbatches) for rank in range(ranks)}
 
 
