@@ -144,9 +144,8 @@ _TOPOLOGY = _all(
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
 )
 _PIPE: Rows = {
-    **_all("training.pipeline_module", "PipelineModule TiedLayerSpec"),
+    **_all("training.pipeline_module", "PipelineModule DualPipeVModule TiedLayerSpec"),
     "LayerSpec": "deepspeed.training.pipeline_module:SpecOfModule",
-    **_none("use PipelineModule: its stages run 1F1B", "DualPipeVModule"),
 }
 _ACCELERATOR = _all(
     "calls.device", "get_accelerator set_accelerator is_current_accelerator_supported DeepSpeedAccelerator"

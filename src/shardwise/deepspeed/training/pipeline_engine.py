@@ -34,6 +34,7 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         assert isinstance(self.module, PipelineModule), "initialize chose the engine by the module"
+        self._pipeline: PipelineModule = self.module
         self.grid = self.module.mpu()
         """The pipeline grid: this rank's coordinates and torch's process groups."""
         self.data_iterator: Iterator[Any] | None = None
@@ -246,8 +247,8 @@ class PipelineEngine(DeepSpeedEngine):
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank is on the last stage, which uses the labels."""
-        return self.stage_id == self.num_stages - 1
+        """Return whether this rank runs the last stage, which uses the labels; rank 0 of a ``DualPipeVModule`` does."""
+        return self.stage_id == self._pipeline.loss_stage_id
 
     def get_pipeline_parallel_rank(self) -> int:
         """Return the index of this rank's stage."""

@@ -1,4 +1,4 @@
-"""``PipelineModule``, ``LayerSpec`` and ``TiedLayerSpec``: DeepSpeed's interface to ``Layers``.
+"""``PipelineModule``, ``DualPipeVModule``, ``LayerSpec`` and ``TiedLayerSpec``: DeepSpeed's interface to ``Layers``.
 
     net = PipelineModule(
         layers=[LayerSpec(nn.Linear, 8, 8), nn.Tanh(), lambda x: x.flatten(1), nn.Linear(8, 2)],
@@ -185,6 +185,11 @@ class PipelineModule(Layers):
         """Return the number of stages."""
         return self.num_stages
 
+    @property
+    def loss_stage_id(self) -> int:
+        """The index among the ranks of a pipeline of the rank that computes the loss."""
+        return self.num_stages - 1
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """Set ``activation_checkpoint_interval``; call this method before ``initialize``."""
         self.activation_checkpoint_interval = interval
@@ -256,6 +261,27 @@ class PipelineModule(Layers):
                         f"PipelineModule: layer {place}, TiedLayerSpec({spec.key!r}): tied_weight_attr {name!r} is no "
                         f"parameter of {getattr(spec.cls, '__name__', spec.cls)}; name one that it has"
                     )
+
+
+class DualPipeVModule(PipelineModule):
+    """A list of layers that ``initialize`` cuts into two stages per rank, in a V, which run DeepSeek's DualPipeV.
+
+    Rank r of a pipeline runs the stages r and 2 * ``num_stages`` - 1 - r, so that rank 0 reads the inputs and computes
+    the loss. ``num_stages`` is the number of ranks. The arguments are those of ``PipelineModule``. Any number of
+    microbatches and any ZeRO stage is possible, and shapes may change from batch to batch.
+    """
+
+    @property
+    def loss_stage_id(self) -> int:
+        """The index among the ranks of a pipeline of the rank that computes the loss: rank 0."""
+        return 0
+
+    def begin(self) -> dict[str, Any]:
+        """Prepare the module for ``initialize`` and return the keys of the configuration that it sets. Collective."""
+        said = super().begin()
+        if self.num_stages > 1:
+            said["pipeline"] = {**said["pipeline"], "schedule": "dualpipe_v"}
+        return said
 
 
 def _check_layers(specs: list[Any]) -> None:
