@@ -10,6 +10,10 @@ tokens of the same samples, and sum their gradients as all ranks along ``dp_shar
 
     arange(world_size).view(pp, dp_replicate, data_shard, cp, tp)  data_shard · cp = dp_shard
 
+Neighbours along ``cp`` may exchange heads for tokens, in groups along ``cp_heads``; keys then travel along ``cp_tokens``:
+
+    cp = cp_tokens · cp_heads
+
 Experts use another view, within a stage and a copy of the sharded state:
 
     arange(world_size).view(pp, dp_replicate, edp, ep, etp)        edp · ep · etp = dp_shard · tp
@@ -45,8 +49,9 @@ EXPERT: StateAxes = ("dp_replicate", "edp")
 _MODEL_AXES = {DENSE: ("tp",), EXPERT: ("ep", "etp")}
 _AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _DATA_AXES = ("pp", "dp_replicate", "data_shard", "cp", "tp")
+_CONTEXT_AXES = ("pp", "dp_replicate", "data_shard", "cp_tokens", "cp_heads", "tp")
 _EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
-_VIEWS = (_AXES, _DATA_AXES, _EXPERT_AXES)
+_VIEWS = (_AXES, _DATA_AXES, _CONTEXT_AXES, _EXPERT_AXES)
 _TOGETHER = {
     "dp": ("dp_replicate", "dp_shard"),
     "data": ("dp_replicate", "data_shard"),
@@ -74,6 +79,8 @@ class Mesh:
     """Ranks over which every matrix of an expert is cut."""
     folded: bool = False
     """True if the pipeline stages lie on the ranks along "pp" in a V (``StagePlaces``)."""
+    cp_heads: int = 1
+    """Neighbours along ``cp`` that exchange heads for tokens (``context.ulysses``)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -88,6 +95,11 @@ class Mesh:
             raise MeshError(
                 f"mesh: cp={self.cp} does not divide dp_shard={self.dp_shard}, the ranks over which state is cut, "
                 "which include those along cp; choose sizes so that it does"
+            )
+        if self.cp % self.cp_heads:
+            raise MeshError(
+                f"mesh: {self.cp_heads} ranks that exchange heads (context.ulysses) do not divide cp={self.cp}; choose "
+                "a divisor"
             )
         ranks = self.dp_shard * self.tp
         if ranks % (self.ep * self.etp):
@@ -111,6 +123,11 @@ class Mesh:
     def data_shard(self) -> int:
         """Number of ranks along ``dp_shard`` that have different samples."""
         return self.dp_shard // self.cp
+
+    @property
+    def cp_tokens(self) -> int:
+        """Number of groups along ``cp`` between which keys travel."""
+        return self.cp // self.cp_heads
 
     @property
     def edp(self) -> int:

@@ -12,7 +12,8 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.parallel.context.attention import AttentionSite, context_attention
 from shardwise.parallel.context.keys import plan_exchange
-from shardwise.parallel.context.layout import cut_sequences
+from shardwise.parallel.context.layout import cut_in_groups, cut_sequences
+from shardwise.parallel.context.ring import plan_ring
 from shardwise.plan.mesh import Mesh
 
 
@@ -26,7 +27,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "length": length,
         "starts": starts,
         "window": draw.choice([None, None, 1, 5, 64]),
-        "heads": draw.choice([(4, 2), (3, 3), (2, 1)]),
+        "heads": draw.choice([(4, 2), (3, 3), (2, 1), (6, 2), (6, 3), (1, 1)]),
         "sink": draw.choice([True, False]),
     }
 
@@ -57,16 +58,17 @@ def plainly(case: dict[str, Any], seed: int) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, used, grad)]
 
 
-def over_ranks(world: World, seeds: list[int]) -> list[list[Tensor]]:
+def over_ranks(world: World, seeds: list[int], method: str = "planned", heads: int = 1) -> list[list[Tensor]]:
     """What this rank has of the output and of the gradients, put in its places of the whole."""
-    clock = world.clock(CommPolicy())
-    mesh = Mesh(dp_shard=world.size, cp=world.size)
-    group = world.group(mesh, "cp", CommPolicy(), clock, Traffic())
+    clock, traffic = world.clock(CommPolicy()), Traffic()
+    mesh = Mesh(dp_shard=world.size, cp=world.size, cp_heads=heads)
+    within, group = (world.group(mesh, axis, CommPolicy(), clock, traffic) for axis in ("cp_heads", "cp_tokens"))
+    plan: Any = plan_ring if method == "ring" else plan_exchange
     found = []
     for seed in seeds:
         case = drawn(seed)
-        layout = cut_sequences(case["length"], world.size, starts=case["starts"], window=case["window"])
-        keys = plan_exchange(layout, world.rank, case["starts"], case["window"])
+        whole, layout = cut_in_groups(case["length"], group.size, heads, starts=case["starts"])
+        keys = plan(whole, group.index, case["starts"], case["window"])
         q, k, v, sink, grad = inputs(case, seed)
         places = layout.places(world.rank)
         here = places < case["length"]
@@ -78,7 +80,7 @@ def over_ranks(world: World, seeds: list[int]) -> list[list[Tensor]]:
 
         leaves = [mine(each).requires_grad_() for each in (q, k, v)]
         sinks = [sink.requires_grad_()] if case["sink"] else []
-        site = AttentionSite(group, keys, "a test")
+        site = AttentionSite(group, keys, "a test", within)
         out = context_attention(*leaves, *(sinks or [None]), site)
         gradients = torch.autograd.grad(out, [*leaves, *sinks], mine(grad))
         whole = []
@@ -90,10 +92,20 @@ def over_ranks(world: World, seeds: list[int]) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equals_attention_in_one_process(ranks: Any, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "method", "heads"),
+    [
+        *((size, "planned", 1) for size in (1, 2, 3, 4)),
+        *((size, "ring", 1) for size in (2, 3, 4)),
+        *((size, "planned", size) for size in (2, 3, 4)),
+        (4, "planned", 2),
+        (4, "ring", 2),
+    ],
+)
+def test_equals_attention_in_one_process(ranks: Any, size: int, method: str, heads: int) -> None:
+    """Rows that are seen, a ring, heads for tokens, and two of them at once; also more ranks than heads."""
     seeds = list(range(20))
-    parts = ranks(size).run(over_ranks, seeds)
+    parts = ranks(size).run(over_ranks, seeds, method, heads)
     for seed in seeds:
         for found, wanted in zip(
             zip(*(part[seed] for part in parts), strict=True), plainly(drawn(seed), seed), strict=True

@@ -1,4 +1,11 @@
-"""Attention of one rank's queries to the keys of all ranks of context parallelism.
+"""Attention of one rank's queries to the keys of all ranks of context parallelism, by one of three methods.
+
+    planned    rows that some query of another rank sees go there straight from their owner (keys.py)
+    ring       all keys pass all ranks (ring.py)
+    ulysses    ranks exchange heads for tokens before and after (ulysses.py); over all ranks, or over groups of
+               neighbours, between which keys travel by one of the other methods
+
+Planned, as far as the code is here:
 
     forward     the rows of keys and values that other ranks need leave; attention to this rank's own keys runs
                 meanwhile; attention to the rows that arrived is merged with it
@@ -7,14 +14,13 @@
 What is kept for the backward pass is this rank's queries, keys, values and outputs, and one number for each query and
 head. The rows of other ranks are sent again, because keeping them would keep the whole sequence on every rank.
 
-Paper: Ring Attention, Liu et al. 2023, arXiv:2310.01889; here only rows that some query of a rank sees travel, straight
-from their owner (``keys.py``).
+Paper: Ring Attention, Liu et al. 2023, arXiv:2310.01889, for the merge and the gradients of keys of other ranks.
 
-Cost:   2·B·N·K elements for each row that another rank sees, forward; twice that and once more backward.
+Cost:   planned: 2·B·N·K elements for each row that another rank sees forward; backward the rows again, and gradients.
 Shapes: B sequences, H heads, N key and value heads, t tokens of this rank, K head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.kernels.attention_parts import (
+    RowGroup,
     attend,
     attend_backward,
     row_products,
@@ -32,16 +39,21 @@ from shardwise.kernels.attention_parts import (
 )
 from shardwise.kernels.operation import operation
 from shardwise.parallel.context.keys import KeyExchange
+from shardwise.parallel.context.ring import GradientsOf, RingBlocks, ring_gradients, ring_parts
+from shardwise.parallel.context.ulysses import own_heads, to_heads, to_tokens
 
 
 class AttentionSite(NamedTuple):
     """The exchange of one layer's keys in one pass."""
 
     group: Group
-    """The ranks that share the sequence."""
-    keys: KeyExchange
+    """The ranks between which keys travel."""
+    keys: KeyExchange | RingBlocks
+    """What travels: the rows that some query sees, or all keys round a ring."""
     name: str
     """Name of the layer in errors."""
+    heads: Group | None = None
+    """The ranks that exchange heads for tokens before, or None."""
 
 
 @operation("product")
@@ -58,8 +70,18 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, site
     Returns:
         [B, H, t, K].
     """
-    found: Tensor = _ContextAttention.apply(q, k, v, sink, site)
-    return found
+    found: Tensor
+    if site.heads is None or site.heads.size == 1:
+        found = _ContextAttention.apply(q, k, v, sink, site)
+        return found
+    heads, kv_heads = q.shape[1], k.shape[1]
+    q, k, v = to_heads(q, k, v, site.heads, site.name)
+    sink = None if sink is None else own_heads(sink, kv_heads, site.heads)
+    if q.shape[1]:
+        found = _ContextAttention.apply(q, k, v, sink, site)
+    else:  # A rank without heads computes nothing, but autograd has to find the sink in use on every rank.
+        found = q if sink is None else q * sink.to(q.dtype).view(-1, 1, 1)
+    return to_tokens(found, heads, kv_heads, site.heads, site.name)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -68,11 +90,11 @@ class _ContextAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, site: AttentionSite
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        arriving = _leave(k, v, site, "keys")
-        out, lse = attend(q, k, v, site.keys.own)
-        others = arriving()
-        if others is not None:
-            attend(q, *others, site.keys.arrived, (out, lse))
+        sums: tuple[Tensor, Tensor] | None = None
+        for keys, values, groups in _parts(k, v, site):
+            sums = attend(q, keys, values, groups, sums)
+        assert sums is not None, "a rank has keys of its own"
+        out, lse = sums
         if sink is not None:
             lse = with_sink(out, lse, sink)
         result = out.to(q.dtype)
@@ -86,39 +108,68 @@ class _ContextAttention(torch.autograd.Function):
         site: AttentionSite = ctx.site
         q, k, v, out, lse, *sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        arriving = _leave(k, v, site, "keys again")
         # A query that sees nothing has no weights: exp(-inf - 0) is 0, and exp(-inf + inf) would not be a number.
         lse = lse.masked_fill(lse == float("-inf"), 0)
         d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        others = arriving()
-        going: Callable[[], tuple[Tensor, Tensor]] | None = None
-        if others is not None:
-            d_others = attend_backward(q, others[0], others[1], site.keys.arrived, grad, lse, out, d_q)
-            going = _return(torch.stack(d_others), site)
-        d_k, d_v = attend_backward(q, k, v, site.keys.own, grad, lse, out, d_q)
-        if going is not None:
-            home = going()  # [2, rows, ...]: rows that several ranks saw come once from each of them
-            for total, rows in zip((d_k, d_v), home, strict=True):
-                place = 0
-                for start, stop in site.keys.sent:
-                    total[:, :, start:stop] += rows[:, :, place : place + stop - start]
-                    place += stop - start
+
+        def gradients_of(keys: Tensor, values: Tensor, groups: Sequence[RowGroup]) -> tuple[Tensor, Tensor]:
+            return attend_backward(q, keys, values, groups, grad, lse, out, d_q)
+
+        if isinstance(site.keys, RingBlocks):
+            d_k, d_v = ring_gradients(k, v, site.keys, site.group, site.name, gradients_of)
+        else:
+            d_k, d_v = _planned_gradients(k, v, site.keys, site, gradients_of)
         d_sink = None
         if sinks:
             d_sink = sink_gradient(sinks[0], lse, row_products(out, grad)).to(sinks[0].dtype)
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sink, None
 
 
+def _parts(
+    k: Tensor, v: Tensor, site: AttentionSite
+) -> Iterator[tuple[Tensor, Tensor, Sequence[RowGroup]]]:
+    """Yield keys and values with what the queries see of them: this rank's own, and then those that arrive."""
+    if isinstance(site.keys, RingBlocks):
+        yield from ring_parts(k, v, site.keys, site.group, site.name)
+        return
+    arriving = _leave(k, v, site, "keys")
+    yield k, v, site.keys.own
+    others = arriving()
+    if others is not None:
+        yield *others, site.keys.arrived
+
+
+def _planned_gradients(
+    k: Tensor, v: Tensor, keys: KeyExchange, site: AttentionSite, gradients_of: GradientsOf
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of this rank's keys and values, summed over the queries of all ranks that see them."""
+    others = _leave(k, v, site, "keys again")()
+    going: Callable[[], tuple[Tensor, Tensor]] | None = None
+    if others is not None:
+        going = _return(torch.stack(gradients_of(*others, keys.arrived)), site)
+    d_k, d_v = gradients_of(k, v, keys.own)
+    if going is not None:
+        home = going()  # [2, rows, ...]: rows that several ranks saw come once from each of them
+        for total, rows in zip((d_k, d_v), home, strict=True):
+            place = 0
+            for start, stop in keys.sent:
+                total[:, :, start:stop] += rows[:, :, place : place + stop - start]
+                place += stop - start
+    return d_k, d_v
+
+
 def _leave(
     k: Tensor, v: Tensor, site: AttentionSite, what: str
 ) -> Callable[[], tuple[Tensor, Tensor] | None]:
     """Send the rows that others need, and return a function that waits for those that arrive: keys and values."""
-    if site.group.size == 1 or not any(map(any, site.keys.counts)):
+    keys = site.keys
+    assert isinstance(keys, KeyExchange), "a ring passes on whole blocks"
+    if site.group.size == 1 or not any(map(any, keys.counts)):
         return lambda: None
     both = torch.stack([k, v])  # [2, B, N, t, K]
-    parts = [both[:, :, :, start:stop] for start, stop in site.keys.sent]
+    parts = [both[:, :, :, start:stop] for start, stop in keys.sent]
     rows = torch.cat(parts or [both[:, :, :, :0]], 3)
-    counts = [list(row) for row in site.keys.counts]
+    counts = [list(row) for row in keys.counts]
     came, pending = exchange.start_send(
         rows.permute(3, 0, 1, 2, 4).contiguous(), counts, site.group, f"{what} of {site.name}"
     )
@@ -133,6 +184,7 @@ def _leave(
 
 def _return(gradients: Tensor, site: AttentionSite) -> Callable[[], tuple[Tensor, Tensor]]:
     """Send gradients [2, B, N, rows, K] of rows that arrived to their owners; return a function that waits for ours."""
+    assert isinstance(site.keys, KeyExchange), "a ring passes gradients on"
     counts = exchange.transposed(site.keys.counts)
     came, pending = exchange.start_send(
         gradients.permute(3, 0, 1, 2, 4).contiguous(), counts, site.group, f"gradients of keys of {site.name}"

@@ -50,14 +50,7 @@ def plan_exchange(layout: ContextLayout, rank: int, starts: Starts, window: int 
         window: Number of keys that a token sees at most, or None.
     """
     ranks = len(layout.ranges)
-    needed = [needed_keys(layout, each, starts, window) for each in range(ranks)]
-    rows = [
-        [
-            () if sender == receiver else _common(layout.ranges[sender], needed[receiver])
-            for receiver in range(ranks)
-        ]
-        for sender in range(ranks)
-    ]
+    rows = travelling_rows(layout, starts, window)
     counts = tuple(tuple(sum(each.tokens for each in ranges) for ranges in row) for row in rows)
     sent = [each for ranges in rows[rank] for each in _held_at(layout.ranges[rank], ranges)]
     own = layout.ranges[rank]
@@ -65,9 +58,30 @@ def plan_exchange(layout: ContextLayout, rank: int, starts: Starts, window: int 
     return KeyExchange(
         tuple(sent),
         counts,
-        tuple(_seen(own, own, starts, layout.length, window)),
-        tuple(_seen(own, came, starts, layout.length, window)),
+        tuple(seen_groups(own, own, starts, layout.length, window)),
+        tuple(seen_groups(own, came, starts, layout.length, window)),
     )
+
+
+def travelling_rows(
+    layout: ContextLayout, starts: Starts, window: int | None = None
+) -> list[list[tuple[TokenRange, ...]]]:
+    """Return the tokens whose keys go from one rank to another, by sender and receiver.
+
+    Args:
+        layout: The cut of the sequences.
+        starts: First token of each document, for each sequence.
+        window: Number of keys that a token sees at most, or None.
+    """
+    ranks = range(len(layout.ranges))
+    needed = [needed_keys(layout, each, starts, window) for each in ranks]
+    return [
+        [
+            () if sender == receiver else _common(layout.ranges[sender], needed[receiver])
+            for receiver in ranks
+        ]
+        for sender in ranks
+    ]
 
 
 def token_runs(ranges: Sequence[TokenRange], starts: Sequence[int], length: int) -> Runs:
@@ -89,9 +103,18 @@ def token_runs(ranges: Sequence[TokenRange], starts: Sequence[int], length: int)
     return tuple(found)
 
 
-def _seen(
+def seen_groups(
     queries: Sequence[TokenRange], keys: Sequence[TokenRange], starts: Starts, length: int, window: int | None
 ) -> list[RowGroup]:
+    """Return what queries see of keys, for the sequences of a microbatch.
+
+    Args:
+        queries: Ranges of the queries' tokens, in the order in which they lie in memory.
+        keys: Ranges of the keys' tokens, likewise.
+        starts: First token of each document, for each sequence.
+        length: Tokens of the sequence, without padding.
+        window: Number of keys that a token sees at most, or None.
+    """
     found: list[RowGroup] = []
     for row, each in enumerate(starts):
         if row and each == starts[row - 1]:

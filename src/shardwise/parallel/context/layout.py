@@ -106,6 +106,45 @@ def cut_sequences(
     return best[1]
 
 
+def cut_in_groups(
+    length: int, groups: int, members: int, parts: int = 1, starts: Sequence[Sequence[int]] = ((0,),)
+) -> tuple[ContextLayout, ContextLayout]:
+    """Return the cut over groups of ranks whose members exchange heads for tokens, and the cut over single ranks.
+
+    The members of a group hold equal parts of its tokens, in the order in which the group holds them, so the tokens of
+    all members, one after the other, are those of the group.
+
+    Args:
+        length: Tokens of a sequence.
+        groups: Number of groups, between which keys travel.
+        members: Ranks of a group; neighbours along "cp".
+        parts: Equal parts into which a rank's tokens are cut further (tensor parallelism).
+        starts: First token of each document, ascending and from 0 on, for each sequence.
+    """
+    whole = cut_sequences(length, groups, parts * members, starts)
+    if members == 1:
+        return whole, whole
+    ranges = tuple(part for each in whole.ranges for part in _dealt(each, whole.tokens // members))
+    return whole, ContextLayout(length, whole.padded, ranges)
+
+
+def _dealt(ranges: Sequence[TokenRange], tokens: int) -> list[tuple[TokenRange, ...]]:
+    """Return ranges in parts of ``tokens`` tokens, in the order in which the ranges lie in memory."""
+    found: list[tuple[TokenRange, ...]] = []
+    part: list[TokenRange] = []
+    free = tokens
+    for start, stop in ranges:
+        while start < stop:
+            end = min(stop, start + free)
+            part.append(TokenRange(start, end))
+            free -= end - start
+            start = end
+            if not free:
+                found.append(tuple(part))
+                part, free = [], tokens
+    return found
+
+
 def token_areas(length: int, starts: Sequence[Sequence[int]], window: int | None = None) -> NDArray[np.int64]:
     """Return the number of keys that each token sees, summed over the sequences: [length]."""
     total = np.zeros(length, dtype=np.int64)
