@@ -90,7 +90,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group, name: str) -> tuple[
     """
     shares = share_heads(q.shape[1], k.shape[1], group.size)
     found: tuple[Tensor, Tensor, Tensor] = _ToHeads.apply(q, k, v, shares, group, name)
-    users = _users(shares, group.index, q.shape[1] // k.shape[1])
+    users = users_of(shares, group.index, q.shape[1] // k.shape[1])
     if users is None:
         return found
     # One key head for each query head, because the attention takes groups of one size.
@@ -118,7 +118,7 @@ def own_heads(per_head: Tensor, kv_heads: int, group: Group) -> Tensor:
     return per_head[first:last]
 
 
-def _users(shares: HeadShares, rank: int, group: int) -> list[int] | None:
+def users_of(shares: HeadShares, rank: int, group: int) -> list[int] | None:
     """Return the place of the key head of each query head; None if all key heads have equally many query heads."""
     (first, last), (start, _) = shares.queries[rank], shares.keys[rank]
     used = [head // group - start for head in range(first, last)]
