@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.base.errors import PlanError
 from shardwise.base.names import chosen_by, matching
 from shardwise.compose.spec import (
+    AttentionSpec,
     AxisPlacement,
     BufferSpec,
     ExpertLayer,
@@ -21,6 +22,9 @@ from shardwise.compose.spec import (
     ParameterSpec,
     StageBlocks,
 )
+from shardwise.models.layers import Attention
+from shardwise.parallel.context.choice import AttentionLayer
+from shardwise.parallel.context.foreign import layer_of, takes_interface
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.expert.experts import dropouts_in
@@ -37,6 +41,9 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import AxisCut, Shard, local_shape
 from shardwise.precision.resolve import shared_buffers_of
+
+_USUAL_TOKENS = 4096
+"""Tokens of a sequence, by which methods of context parallelism are compared if a model does not give its longest."""
 
 
 class DescribedModel(NamedTuple):
@@ -160,10 +167,33 @@ def describe_cut(
             for name in spec.parameters
         }
     spec = replace(spec, slices={**slices, **_slices_of_experts(spec, stacks)})
+    if mesh.cp > 1:
+        spec = replace(spec, attention=_attention(model, mesh.tp, cuts_sequence))
     if mesh.pp > 1:
         uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
         spec = replace(spec, blocks=blocks_of(model, pipeline, uses, _cut_sizes(model, spec, mesh)))
     return DescribedModel(spec, table, cuts_sequence, alone, uses, stacks)
+
+
+def _attention(model: nn.Module, tp: int, cuts_sequence: bool) -> AttentionSpec:
+    """Return the attention layers of a whole model, as one rank along "tp" computes them."""
+    is_foreign = takes_interface(model)
+    layers: dict[str, AttentionLayer] = {}
+    for name, module in model.named_modules():
+        if is_foreign and hasattr(module, "is_causal"):
+            found = layer_of(module)
+        elif not is_foreign and isinstance(module, Attention):
+            heads, kv_heads, _ = module.head_counts
+            found = AttentionLayer(heads, kv_heads, module.head_size)
+        else:
+            continue
+        if found is not None:
+            layers[name] = found._replace(
+                heads=max(found.heads // tp, 1), kv_heads=max(found.kv_heads // tp, 1)
+            )
+    own, config = getattr(model, "policy", None), getattr(model, "config", None)
+    tokens = getattr(own, "context", None) or getattr(config, "max_position_embeddings", None)
+    return AttentionSpec(layers, tokens or _USUAL_TOKENS, tp if cuts_sequence else 1)
 
 
 def _slices_of_experts(

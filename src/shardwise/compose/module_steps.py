@@ -20,8 +20,9 @@ from shardwise.compose.describe import DescribedModel, blocks_of
 from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
+from shardwise.parallel.context.choice import KeysBy
 from shardwise.parallel.context.foreign import cut_foreign_attention, other_mixing, takes_interface
-from shardwise.parallel.context.region import ContextRegion, cut_attention
+from shardwise.parallel.context.region import ContextRanks, ContextRegion, cut_attention
 from shardwise.parallel.embedding.collection import as_before, collections_of
 from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -82,6 +83,8 @@ class CutPolicies(NamedTuple):
     """True if the pipeline stages lie on the ranks in a V (``StagePlaces``)."""
     overlap: ForwardOverlap = OFF
     """Rule by which products of the forward pass overlap their exchanges over "tp"."""
+    keys: KeysBy = "planned"
+    """The way in which keys travel between ranks that share sequences."""
 
 
 @dataclass
@@ -154,7 +157,10 @@ class ModelCut:
             return
         _refuse_context(self.model, group.size)
         parts = self._tp.size if self.described.cuts_sequence else 1
-        self.context = region = ContextRegion(group, parts, self.replay, WithheldLogits)
+        groups = self.ranks.groups
+        heads, tokens = groups.get("cp_heads") or Group.alone("cp_heads"), groups.get("cp_tokens") or group
+        ranks = ContextRanks(group, heads, tokens, self.policies.keys)
+        self.context = region = ContextRegion(ranks, parts, self.replay, WithheldLogits)
         if takes_interface(self.model):
             cut_foreign_attention(self.model, region)
         else:

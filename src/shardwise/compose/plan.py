@@ -38,6 +38,9 @@ from shardwise.compose.lists import (
 )
 from shardwise.compose.spec import ModelSpec, ParameterSpec
 from shardwise.optim.average import EMA
+from shardwise.parallel.context.choice import ContextMethod, sent_elements
+from shardwise.parallel.context.choice import chosen as chosen_method
+from shardwise.parallel.context.policy import ContextPolicy
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero import layout
@@ -49,7 +52,7 @@ from shardwise.plan.lists import is_inside
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.norm_numbers import GUARD_NUMBERS, count_phase_numbers
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
-from shardwise.plan.plan import Plan, RankClass, RowExchange, class_of
+from shardwise.plan.plan import AttentionExchange, Plan, RankClass, RowExchange, class_of
 from shardwise.plan.registry import Needs, Registry, TensorInfo, UpdateRule
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
@@ -82,6 +85,9 @@ class PlanPolicies(NamedTuple):
     """Names of the blocks whose saved tensors may move."""
     exchanges: Mapping[str, GradientExchange] = MappingProxyType({})
     """The ways to sum gradients over the ranks of an axis, by axis; an axis that is left out lies on one host."""
+    context: ContextPolicy = ContextPolicy()
+    cp_hosts: tuple[int, ...] = ()
+    """Number of the host of each rank along "cp"; empty if all are on one host."""
     unit_norms: bool = False
     """True if each step computes the norm of each Unit's gradient."""
     rank_seconds: bool = False
@@ -168,6 +174,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
         raise PlanError(
             f"tensor: mesh.tp is {mesh.tp}, but the model's description does not say how to cut it"
         )
+    mesh, why = _with_context(spec, mesh, policies)
     starts = spec.stage_starts(policies.pipeline, mesh.pp)
     stage_of = spec.stages(starts)
     registry = _registry(spec, stage_of, mesh, policies)
@@ -178,8 +185,11 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
             spec, stage_of, own, registry, mesh, policies, _turning(policies, rows[place])
         )
-    exchanges = exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks)
-    notes = (*_notes(spec, mesh, policies), *_notes_of_hosts(classes.values()))
+    exchanges: tuple[RowExchange | AttentionExchange, ...] = (
+        *attention_exchanges(spec, mesh, policies, rank),
+        *exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks),
+    )
+    notes = (*_notes(spec, mesh, policies), *why, *_notes_of_hosts(classes.values()))
     plan = Plan(mesh, registry, classes, rank, notes, exchanges, policies.tokens, spec.experts_of)
     monitored = len(measured_titles(spec, policies.zero)) if policies.unit_norms else 0
     monitored += count_phase_numbers(mesh.world_size) if policies.rank_seconds else 0
@@ -191,6 +201,42 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
 def _turning(policies: PlanPolicies, row: Sequence[Action]) -> frozenset[int]:
     """Return ``turning_stages``, of which a schedule that may be made anew by measured seconds has none."""
     return frozenset() if policies.pipeline.schedule == "zb_greedy" else turning_stages(row)
+
+
+def _with_context(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[Mesh, tuple[str, ...]]:
+    """Return the mesh with the ranks that exchange heads for tokens, and notes on the choice of the method."""
+    facts = spec.attention
+    if mesh.cp == 1 or facts is None:
+        return mesh, ()
+    layers = tuple(facts.layers.values())
+    method, why = chosen_method(
+        policies.context, layers, facts.tokens, mesh.cp, facts.parts, policies.cp_hosts
+    )
+    note = f"context: {method.name(mesh.cp)} over cp={mesh.cp}, {why}"
+    return replace(mesh, cp_heads=method.heads), (note,)
+
+
+def attention_exchanges(
+    spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int
+) -> tuple[AttentionExchange, ...]:
+    """Return what ``rank`` sends for each attention layer of the model, if "cp" has several ranks.
+
+    Args:
+        spec: Description of the model.
+        mesh: The mesh, with the ranks that exchange heads.
+        policies: Other inputs of the Plan.
+        rank: The rank.
+    """
+    facts = spec.attention
+    if mesh.cp == 1 or facts is None:
+        return ()
+    method = ContextMethod("ring" if policies.context.method == "ring" else "planned", mesh.cp_heads)
+    place = mesh.index("cp", rank)
+    found = []
+    for name, layer in facts.layers.items():
+        sent = sent_elements(method, layer, facts.tokens, mesh.cp, facts.parts)[place]
+        found.append(AttentionExchange(name, method.name(mesh.cp), facts.tokens, sent.forward, sent.backward))
+    return tuple(found)
 
 
 def with_orders(plan: Plan, policies: PlanPolicies, orders: Orders | None = None) -> Plan:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.base.errors import PlanError
+from shardwise.parallel.context.choice import AttentionLayer
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.mesh import DENSE, EXPERT, StateAxes
@@ -95,6 +96,17 @@ class ExpertLayer(NamedTuple):
     """Capacity of the router."""
 
 
+class AttentionSpec(NamedTuple):
+    """The attention layers of a model, as one rank along "tp" computes them."""
+
+    layers: Mapping[str, AttentionLayer]
+    """Sizes by name of the layer; empty if they are not known."""
+    tokens: int
+    """Longest sequence that the model takes, or a usual length if the model does not tell."""
+    parts: int = 1
+    """Equal parts into which a rank's tokens are cut along "tp"."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Description of a whole model: its parameters, buffers, Units, blocks, slices and tables."""
@@ -121,6 +133,8 @@ class ModelSpec:
     """Names of buffers that all ranks update in the same way; other buffers may differ."""
     load_buffers: frozenset[str] = frozenset()
     """Names of the shared buffers that a step updates by the loads of experts."""
+    attention: AttentionSpec | None = None
+    """Attention layers, if "cp" has several ranks."""
 
     @property
     def experts_of(self) -> dict[str, int]:

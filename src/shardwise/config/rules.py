@@ -102,6 +102,23 @@ RULES = (
         ),
     ),
     ConfigRule(
+        "ranks that exchange heads",
+        lambda c: c.context.ulysses is None or c.mesh.cp % c.context.ulysses == 0,
+        lambda c: (
+            f"context.ulysses: {c.context.ulysses} ranks that exchange heads do not divide mesh.cp: {c.mesh.cp}; "
+            "choose a divisor, or leave it out"
+        ),
+    ),
+    ConfigRule(
+        "heads over all ranks",
+        lambda c: c.context.method != "ulysses" or c.context.ulysses in (None, c.mesh.cp),
+        lambda c: (
+            f"context.method: ulysses exchanges heads over all {c.mesh.cp} ranks along cp, and context.ulysses "
+            f"asks for {c.context.ulysses} of them; set method to planned or ring, by which keys travel between groups of "
+            f"{c.context.ulysses}"
+        ),
+    ),
+    ConfigRule(
         "virtual stages",
         lambda c: c.pipeline.stages_per_rank == 1 or c.mesh.pp > 1,
         lambda c: (

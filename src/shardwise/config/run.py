@@ -33,6 +33,7 @@ from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.average import EmaPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.schedule_policy import AnySchedulePolicy, SchedulePolicy
+from shardwise.parallel.context.policy import ContextPolicy
 from shardwise.parallel.embedding.policy import TablesPolicy
 from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -50,6 +51,7 @@ ONE_WORD = {
     "attention": "backend",
     "recompute": "scope",
     "init_from": "path",
+    "context": "method",
 }
 """The key that a single word sets, for policies that accept a single word."""
 
@@ -158,6 +160,8 @@ class RunConfig(Policy):
     """The cut of model state along "dp"."""
     tensor: TensorPolicy = Field(default_factory=TensorPolicy)
     """The cut of matrices along "tp"."""
+    context: ContextPolicy = Field(default_factory=ContextPolicy)
+    """The exchange of keys and values along "cp"."""
     experts: ExpertsPolicy = Field(default_factory=ExpertsPolicy)
     """The routing of rows to the experts of a mixture."""
     pipeline: PipelinePolicy = Field(default_factory=PipelinePolicy)

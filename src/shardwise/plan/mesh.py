@@ -10,7 +10,8 @@ tokens of the same samples, and sum their gradients as all ranks along ``dp_shar
 
     arange(world_size).view(pp, dp_replicate, data_shard, cp, tp)  data_shard · cp = dp_shard
 
-Neighbours along ``cp`` may exchange heads for tokens, in groups along ``cp_heads``; keys then travel along ``cp_tokens``:
+Neighbours along ``cp`` may exchange heads for tokens, in groups along ``cp_heads``; keys then travel along
+``cp_tokens``:
 
     cp = cp_tokens · cp_heads
 

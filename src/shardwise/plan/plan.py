@@ -9,7 +9,7 @@ for 8.
 The engine runs the Plan, the simulator prices it, the verifier proves it, and checkpoints store tensors by it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -153,6 +153,19 @@ class RowExchange(NamedTuple):
     """True if the rows fill blocks of fixed size, whatever the router chooses."""
 
 
+class AttentionExchange(NamedTuple):
+    """The exchange of one attention layer between the ranks along "cp", for one sequence of one document."""
+
+    layer: str
+    method: str
+    tokens: int
+    """Tokens of the sequence."""
+    forward: int
+    """Elements that this rank sends in a forward pass; a block that is computed again sends them again."""
+    backward: int
+    """Elements that this rank sends in a backward pass."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A training step as data. ``units``, ``buffers`` and bytes are those of ``rank``."""
@@ -164,8 +177,9 @@ class Plan:
     """The rank whose view this is; 0 in a Plan that was made for no rank."""
     notes: tuple[str, ...] = field(default=())
     """Findings and automatic choices of the planner, for people."""
-    exchanges: tuple[RowExchange, ...] = ()
-    """Exchanges of each mixture of experts of the model, if "ep" has several ranks."""
+    exchanges: tuple[RowExchange | AttentionExchange, ...] = ()
+    """Exchanges of each mixture of experts of the model, if "ep" has several ranks, and of each attention layer, if
+    "cp" has."""
     tokens: int | None = None
     """Tokens of one optimizer step over all ranks; None if unknown before the batches arrive."""
     experts: Mapping[str, int] = field(default_factory=dict)
@@ -266,9 +280,11 @@ def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
 
 
 def _exchange_rows(plan: Plan) -> list[str]:
-    """Return lines on the exchanges of experts; neighbouring layers that send the same share a line."""
-    rows: list[str] = []
-    alike = groupby(plan.exchanges, key=lambda each: each[1:])
+    """Return lines on the exchanges inside passes; neighbouring layers that send the same share a line."""
+    attention = [each for each in plan.exchanges if isinstance(each, AttentionExchange)]
+    rows = _attention_rows(plan, attention)
+    experts = [each for each in plan.exchanges if isinstance(each, RowExchange)]
+    alike = groupby(experts, key=lambda each: each[1:])
     for _, (first, *more) in ((key, list(layers)) for key, layers in alike):
         crossing = f"{first.crossing:.3g} their host, " if first.crossing else ""
         where = f"{first.layer} .. {more[-1].layer}, each" if more else first.layer
@@ -282,6 +298,19 @@ def _exchange_rows(plan: Plan) -> list[str]:
             sent = first.rows * plan.tokens
             said += f"; of {plan.tokens:,} tokens a step {sent:,.0f} rows, {_human(sent * first.row_bytes)}"
         rows.append(said)
+    return rows
+
+
+def _attention_rows(plan: Plan, exchanges: Sequence[AttentionExchange]) -> list[str]:
+    """Return lines on the exchanges of attention layers; neighbouring layers that send the same share a line."""
+    rows = []
+    for _, layers in groupby(exchanges, key=lambda each: each[1:]):
+        first, *more = layers
+        where = f"{first.layer} .. {more[-1].layer}, each" if more else first.layer
+        rows.append(
+            f"attention of {where}: {first.method} over cp={plan.mesh.cp}; this rank sends {first.forward:,} elements "
+            f"forward and {first.backward:,} backward for a sequence of {first.tokens:,} tokens"
+        )
     return rows
 
 

@@ -62,7 +62,9 @@ def over_ranks(world: World, seeds: list[int], method: str = "planned", heads: i
     """What this rank has of the output and of the gradients, put in its places of the whole."""
     clock, traffic = world.clock(CommPolicy()), Traffic()
     mesh = Mesh(dp_shard=world.size, cp=world.size, cp_heads=heads)
-    within, group = (world.group(mesh, axis, CommPolicy(), clock, traffic) for axis in ("cp_heads", "cp_tokens"))
+    within, group = (
+        world.group(mesh, axis, CommPolicy(), clock, traffic) for axis in ("cp_heads", "cp_tokens")
+    )
     plan: Any = plan_ring if method == "ring" else plan_exchange
     found = []
     for seed in seeds:

@@ -40,6 +40,11 @@ def levels_of(ranks: Ranks, hosts: Sequence[int]) -> tuple[list[Ranks], list[Ran
     return [tuple(column) for column in zip(*within, strict=True)], within
 
 
+def different_hosts(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Return the hosts of a group's ranks, numbered from 0 on in their order; empty if all ranks are on one host."""
+    return numbered([str(host) for host in hosts]) if len({*hosts}) > 1 else ()
+
+
 def exchange_of(
     axis: str, asked: Asked, kin: Sequence[Ranks], host_of: Callable[[int], int], is_native: bool
 ) -> GradientExchange:

@@ -48,6 +48,7 @@ from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.norm_numbers import count_phase_numbers
+from shardwise.plan.plan import AttentionExchange
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
@@ -172,7 +173,9 @@ def _noted(outline: BuildSpec, site: RuntimeContext, tables: ModelTables) -> Pla
     spec, exchanges = outline.described.spec, outline.plan.exchanges
     if site.levels:
         in_blocks = outline.planned.policies.in_blocks
-        exchanges = exchanges_of(spec, site.mesh, outline.plan.registry, site.levels[0].size, in_blocks)
+        attention = [each for each in exchanges if isinstance(each, AttentionExchange)]
+        rows = exchanges_of(spec, site.mesh, outline.plan.registry, site.levels[0].size, in_blocks)
+        exchanges = (*attention, *rows)
     notes = (*outline.plan.notes, *site.notes, *tables.choices)
     return replace(outline.planned, plan=replace(outline.plan, notes=notes, exchanges=exchanges))
 

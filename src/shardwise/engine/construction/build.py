@@ -42,7 +42,12 @@ from shardwise.engine.construction.handlers import handlers_of
 from shardwise.engine.construction.outline import BuildSpec, cut_policies_of, outline_of
 from shardwise.engine.construction.recipe import GivenOptimizer, OptimizerRecipe, recipe_of
 from shardwise.engine.construction.sharded_init import KeptPiece, deal, take_pieces, world_of
-from shardwise.engine.construction.site import site_of, with_groups_of_experts, with_tiers
+from shardwise.engine.construction.site import (
+    site_of,
+    with_groups_of_context,
+    with_groups_of_experts,
+    with_tiers,
+)
 from shardwise.engine.construction.stages import make_stage, move_buffers
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.model.held import take_back
@@ -168,6 +173,7 @@ def _built(
         held = cut_under_a_graph(model, outline.described.spec)
         is_alike = site.groups["world"].all_equal(len(held), "graphs made before initialize", device)
         refuse_old_graphs(held, is_alike)
+    site = with_groups_of_context(site, outline.plan)
     site = with_tiers(with_groups_of_experts(site, outline.plan), outline.plan)
     if site.tiers is not None:
         refused.callback(site.tiers.close)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardwise.comm.rendezvous.hosts import different_hosts
 from shardwise.compose.describe import DescribedModel, describe_cut
 from shardwise.compose.module_steps import CutPolicies
 from shardwise.compose.plan import PlannedModel, PlanPolicies, make_plan
@@ -93,7 +94,8 @@ def outline_of(
     check_device(settings.precision, site.world.device)
     settings = with_fp8_layers(settings, model, described.spec)
     policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates, blocks)
-    policies = policies._replace(exchanges=site.exchanges)
+    cp_hosts = different_hosts([site.world.hosts[rank] for rank in mesh.ranks("cp", 0)])
+    policies = policies._replace(exchanges=site.exchanges, cp_hosts=cp_hosts)
     planned = PlannedModel(
         described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank)
     )
@@ -158,6 +160,7 @@ def policies_of(
         settings.experts.exchange == "blocks",
         settings.offload,
         frozenset(blocks),
+        context=settings.context,
         unit_norms=settings.monitor.unit_norms,
         rank_seconds=bool(settings.monitor.rank_seconds),
         has_guard=settings.guard is not None,
@@ -174,4 +177,5 @@ def cut_policies_of(settings: RunConfig) -> CutPolicies:
         keeps_one_pass=settings.pipeline.keeps_one_pass,
         folded=settings.pipeline.folded,
         overlap=ForwardOverlap(settings.tensor.overlap),
+        keys="ring" if settings.context.method == "ring" else "planned",
     )

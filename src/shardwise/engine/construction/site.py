@@ -1,9 +1,11 @@
 """Site: this rank, with the groups, files and threads that the Plan's state needs."""
 
 import logging
+from collections.abc import Callable
 from math import floor
 
 from shardwise.base.errors import ConfigError
+from shardwise.comm.collectives import Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
@@ -11,7 +13,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.parts.parts import RuntimeContext
 from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.ledger import Ledger
-from shardwise.plan.mesh import DENSE, EXPERT
+from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.plan import Plan
 from shardwise.tiers.offload import OffloadPolicy
 from shardwise.tiers.scratch import DiskScratch
@@ -99,6 +101,33 @@ def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
         floor(1000 * policy.fraction * (len(moving) - first) / len(moving)) / 1000: sum(moving[first:])
         for first in range(1, len(moving))
     }
+
+
+def groups_of_context(mesh: Mesh, group_of: Callable[[str], Group]) -> dict[str, Group]:
+    """Return the groups along "cp" that exchange heads and keys, by axis.
+
+    Args:
+        mesh: The mesh.
+        group_of: Function that returns the group of an axis.
+    """
+    if mesh.cp_heads == 1:
+        return {"cp_heads": Group.alone("cp_heads"), "cp_tokens": group_of("cp")}
+    if mesh.cp_tokens == 1:
+        return {"cp_heads": group_of("cp"), "cp_tokens": Group.alone("cp_tokens")}
+    return {axis: group_of(axis) for axis in ("cp_heads", "cp_tokens")}
+
+
+def with_groups_of_context(site: RuntimeContext, plan: Plan) -> RuntimeContext:
+    """Return the site with the process groups that exchange heads and keys; unchanged if "cp" has one rank."""
+    if plan.mesh.cp == 1:
+        return site
+    world, settings, groups = site.world, site.settings, site.groups
+
+    def group_of(axis: str) -> Group:
+        made = groups.get(axis)
+        return made or world.group(plan.mesh, axis, settings.comm, site.clock, site.traffic)
+
+    return site._replace(mesh=plan.mesh, groups={**groups, **groups_of_context(plan.mesh, group_of)})
 
 
 def has_expert_state(plan: Plan) -> bool:

@@ -44,6 +44,7 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.construction.outline import cut_policies_of, policies_of, with_fp8_layers
 from shardwise.engine.construction.recipe import recipe_of
+from shardwise.engine.construction.site import groups_of_context
 from shardwise.engine.fit.beside_steps import (
     buffer_bytes,
     load_rows,
@@ -52,7 +53,7 @@ from shardwise.engine.fit.beside_steps import (
     save_copy_bytes,
     table_bytes_at_save,
 )
-from shardwise.engine.fit.hosts import exchanges_on_hosts
+from shardwise.engine.fit.hosts import cp_hosts, exchanges_on_hosts
 from shardwise.engine.fit.outside import small_share, with_outside
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
@@ -390,7 +391,8 @@ def read(
     precision = settings.precision
     policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates, blocks)
     hosts = exchanges_on_hosts(mesh, settings.zero.exchange, per_host, device.type)
-    policies, starts = policies._replace(exchanges=hosts), spec.stage_starts(settings.pipeline, mesh.pp)
+    policies = policies._replace(exchanges=hosts, cp_hosts=cp_hosts(mesh, per_host))
+    starts = spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     passed: Mapping[int, MeasuredPass] = {}
     unforeseen = ""
@@ -501,6 +503,9 @@ def _cut(
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
     axes = ("dp", "cp", "tp", "pp", "ep", "etp")
     groups = {axis: _silent(mesh, axis, rank, transport_of(axis), traffic) for axis in axes}
+    groups |= groups_of_context(
+        mesh, lambda axis: groups.get(axis) or _silent(mesh, axis, rank, transport_of(axis), traffic)
+    )
     if not starts:
         groups["pp"] = Group.alone("pp")
     replay = replay or DrawReplay()

@@ -6,7 +6,7 @@ meet (comm/rendezvous/hosts.py).
 Cost: one group of ranks for each axis of sharded state, if all groups lie on hosts alike; else all groups.
 """
 
-from shardwise.comm.rendezvous.hosts import exchange_of
+from shardwise.comm.rendezvous.hosts import different_hosts, exchange_of
 from shardwise.plan.exchange import Asked, GradientExchange
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.simulate.exchange_price import is_aligned
@@ -34,3 +34,13 @@ def exchanges_on_hosts(
         kin = [mesh.ranks(axis, 0)] if alone or is_aligned(mesh, axis, per_host) else mesh.groups(axis)
         found[axis] = exchange_of(axis, asked, kin, lambda rank: rank // per_host, device_type != "cpu")
     return found
+
+
+def cp_hosts(mesh: Mesh, per_host: int | None) -> tuple[int, ...]:
+    """Return the number of the host of each rank along "cp"; empty if all are on one host.
+
+    Args:
+        mesh: The mesh.
+        per_host: Ranks of one host; None: all ranks lie on one host.
+    """
+    return () if per_host is None else different_hosts([rank // per_host for rank in mesh.ranks("cp", 0)])

@@ -26,7 +26,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.construction.outline import policies_of
 from shardwise.engine.fit.alike_passes import MEASURED_STAGES, blocks_by_stage, can_share, shared_passes
 from shardwise.engine.fit.foresee import JobFacts, process_bytes, read
-from shardwise.engine.fit.hosts import exchanges_on_hosts
+from shardwise.engine.fit.hosts import cp_hosts, exchanges_on_hosts
 from shardwise.engine.parts.inputs import Loss
 from shardwise.models.layers import Head
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -99,7 +99,7 @@ class JobShelf:
         return base._replace(
             settings=settings,
             mesh=found.mesh,
-            policies=policies._replace(exchanges=exchanges),
+            policies=policies._replace(exchanges=exchanges, cp_hosts=cp_hosts(found.mesh, self._per_host)),
             per_host=self._per_host,
             starts=base.spec.stage_starts(settings.pipeline, found.mesh.pp),
             process_bytes=self.process_bytes(settings.offload.optimizer == "disk"),

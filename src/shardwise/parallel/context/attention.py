@@ -125,9 +125,7 @@ class _ContextAttention(torch.autograd.Function):
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sink, None
 
 
-def _parts(
-    k: Tensor, v: Tensor, site: AttentionSite
-) -> Iterator[tuple[Tensor, Tensor, Sequence[RowGroup]]]:
+def _parts(k: Tensor, v: Tensor, site: AttentionSite) -> Iterator[tuple[Tensor, Tensor, Sequence[RowGroup]]]:
     """Yield keys and values with what the queries see of them: this rank's own, and then those that arrive."""
     if isinstance(site.keys, RingBlocks):
         yield from ring_parts(k, v, site.keys, site.group, site.name)

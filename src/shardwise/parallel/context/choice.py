@@ -10,8 +10,9 @@ Two factors add up: ulysses among neighbours, each of which then has the tokens 
 and keys between groups. No rows that are seen are more than all rows, so planned never sends more than a ring.
 
 ``auto`` takes the factor of ulysses with the fewest elements over all layers: first of those that leave a host, because
-the link between hosts is the slowest, then of all. A factor that gives ranks unlike numbers of heads is left out, because
-the rank with the most heads would keep the others waiting. Documents that only the batches show are not counted.
+the link between hosts is the slowest, then of all. A factor that gives ranks unlike numbers of heads is left out,
+because the rank with the most heads would keep the others waiting. Documents that only the batches show are not
+counted.
 
 Cost:   one cut of the sequence for each divisor of c and window.
 Shapes: c ranks along "cp", t tokens of a rank with padding, H query heads, N key and value heads, K head size.
@@ -24,7 +25,7 @@ from typing import Literal, NamedTuple
 from shardwise.parallel.context.keys import travelling_rows
 from shardwise.parallel.context.layout import cut_in_groups
 from shardwise.parallel.context.policy import ContextPolicy
-from shardwise.parallel.context.ulysses import share_heads
+from shardwise.parallel.context.ulysses import share_heads, users_of
 
 KeysBy = Literal["planned", "ring"]
 _ONE: tuple[tuple[int, ...], ...] = ((0,),)
@@ -112,7 +113,10 @@ def chosen(
         for heads, (crossing, sent) in costs.items()
     )
     ring = _total(ContextMethod("ring", 1), alike, length, ranks, parts, hosts)[1]
-    why = f"elements that a rank sends in the mean for a sequence of {length:,} tokens, all layers: {others}, ring {ring:,}"
+    why = (
+        f"elements that a rank sends in the mean for a sequence of {length:,} tokens in all layers: {others}, "
+        f"ring {ring:,}"
+    )
     return ContextMethod(keys, best), why
 
 
@@ -156,10 +160,16 @@ def sent_elements(
     whole, own = cut_in_groups(length, groups, members, parts)
     shares = share_heads(layer.heads, layer.kv_heads, members)
     if method.keys == "ring":
-        rows = [[whole.tokens * (b == (a + 1) % groups) * (groups - 1) for b in range(groups)] for a in range(groups)]
+        rows = [
+            [whole.tokens * (b == (a + 1) % groups) * (groups - 1) for b in range(groups)]
+            for a in range(groups)
+        ]
         back = rows
     else:
-        counts = [[sum(each.tokens for each in pair) for pair in row] for row in travelling_rows(whole, _ONE, layer.window)]
+        counts = [
+            [sum(each.tokens for each in pair) for pair in row]
+            for row in travelling_rows(whole, _ONE, layer.window)
+        ]
         rows, back = counts, [list(column) for column in zip(*counts, strict=True)]
     where = hosts or (0,) * ranks
     found = []

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import UsageError
 from shardwise.comm.duals import uncompiled
 from shardwise.parallel.context.attention import context_attention
+from shardwise.parallel.context.choice import AttentionLayer
 from shardwise.parallel.context.region import ContextRegion
 
 NAME = "shardwise_context"
@@ -80,6 +81,20 @@ def other_mixing(model: nn.Module) -> str:
         ),
         "",
     )
+
+
+def layer_of(module: nn.Module) -> AttentionLayer | None:
+    """Return the sizes of an attention layer of a model of transformers, or None if its configuration lacks them."""
+    config: Any = getattr(module, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = (
+        getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
+    shared = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    return AttentionLayer(heads, kv_heads, size, getattr(module, "sliding_window", shared))
 
 
 def cut_foreign_attention(model: nn.Module, region: ContextRegion) -> None:

@@ -76,10 +76,7 @@ def travelling_rows(
     ranks = range(len(layout.ranges))
     needed = [needed_keys(layout, each, starts, window) for each in ranks]
     return [
-        [
-            () if sender == receiver else _common(layout.ranges[sender], needed[receiver])
-            for receiver in ranks
-        ]
+        [() if sender == receiver else _common(layout.ranges[sender], needed[receiver]) for receiver in ranks]
         for sender in ranks
     ]
 

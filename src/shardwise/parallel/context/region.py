@@ -30,8 +30,10 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.attention import causal_attention
 from shardwise.parallel.context.attention import AttentionSite, context_attention
+from shardwise.parallel.context.choice import KeysBy
 from shardwise.parallel.context.keys import Starts, plan_exchange
-from shardwise.parallel.context.layout import ContextLayout, TokenRange, cut_sequences
+from shardwise.parallel.context.layout import ContextLayout, TokenRange, cut_in_groups
+from shardwise.parallel.context.ring import plan_ring
 from shardwise.passes.replay import DrawReplay
 
 _TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
@@ -50,14 +52,28 @@ _WITHHELD = (
     "mesh.cp: 1"
 )
 
-_cut_cached = lru_cache(maxsize=64)(cut_sequences)
-"""``cut_sequences`` for arguments that came before: every pass of one length is cut alike."""
+_cut_cached = lru_cache(maxsize=64)(cut_in_groups)
+"""``cut_in_groups`` for arguments that came before: every pass of one length is cut alike."""
+
+
+class ContextRanks(NamedTuple):
+    """The ranks that share a sequence, and the way in which they exchange heads and keys."""
+
+    all: Group
+    heads: Group
+    """Neighbours that exchange heads for tokens; one rank if none do."""
+    tokens: Group
+    """The ranks between which keys travel, one of each group of such neighbours."""
+    keys: KeysBy = "planned"
 
 
 class SequenceCut(NamedTuple):
     """The cut of one pass."""
 
     layout: ContextLayout
+    """Cut over all ranks that share a sequence."""
+    whole: ContextLayout
+    """Cut over the groups between which keys travel."""
     starts: Starts
     """First token of each document, for each sequence."""
 
@@ -66,7 +82,7 @@ class ContextRegion:
     """State of the running pass of a model whose sequences are cut.
 
     Args:
-        group: The ranks that share a sequence.
+        ranks: The ranks that share a sequence.
         parts: Equal parts into which tensor parallelism cuts a rank's tokens further.
         replay: State that a block computed again restores.
         withhold: Makes a stand-in for an output, whose use raises the error with a given text.
@@ -76,10 +92,15 @@ class ContextRegion:
     """True while a pass of any model runs whose sequences are cut."""
 
     def __init__(
-        self, group: Group, parts: int, replay: DrawReplay, withhold: Callable[[str], Any] | None = None
+        self,
+        ranks: ContextRanks,
+        parts: int,
+        replay: DrawReplay,
+        withhold: Callable[[str], Any] | None = None,
     ) -> None:
         self._withhold = withhold
-        self.group = group
+        self._ranks = ranks
+        self.group = ranks.all
         self._parts = parts
         self._replay = replay
         self._now: SequenceCut | None = None
@@ -102,8 +123,9 @@ class ContextRegion:
         cut = self.cut
         if cut is None:
             return None
-        keys = plan_exchange(cut.layout, self.group.index, cut.starts, window)
-        return AttentionSite(self.group, keys, name)
+        heads, tokens = self._ranks.heads, self._ranks.tokens
+        plan = plan_ring if self._ranks.keys == "ring" else plan_exchange
+        return AttentionSite(tokens, plan(cut.whole, tokens.index, cut.starts, window), name, heads)
 
     def tokens(self) -> tuple[TokenRange, ...] | None:
         """Return the ranges of tokens that this rank has in the running pass; None in a pass that is not cut."""
@@ -120,7 +142,9 @@ class ContextRegion:
 
     def _cut(self, sequences: int, length: int) -> SequenceCut:
         starts = ((0,),) * sequences
-        return SequenceCut(_cut_cached(length, self.group.size, self._parts, starts), starts)
+        groups, members = self._ranks.tokens.size, self._ranks.heads.size
+        whole, layout = _cut_cached(length, groups, members, self._parts, starts)
+        return SequenceCut(layout, whole, starts)
 
     def watch(self, model: nn.Module) -> None:
         """Register the hooks on the root that cut a call's tensors and end the pass."""

@@ -10,8 +10,8 @@ attention is that of fewer ranks with more tokens each (attention.py), or of one
 Paper: DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509; there the ranks may not exceed the key heads.
 
 Cost:   forward and backward alike (U - 1)/U · B·U·t · 2(H + N)·K / U elements a rank, if U divides H and N.
-Shapes: B sequences, t tokens of a rank, H query heads, N key and value heads, K head size, U ranks; rank u has H_u query
-        heads and N_u key heads.
+Shapes: B sequences, t tokens of a rank, H query heads, N key and value heads, K head size, U ranks; rank u has
+        H_u query heads and N_u key heads.
 """
 
 from functools import lru_cache
@@ -119,7 +119,13 @@ def own_heads(per_head: Tensor, kv_heads: int, group: Group) -> Tensor:
 
 
 def users_of(shares: HeadShares, rank: int, group: int) -> list[int] | None:
-    """Return the place of the key head of each query head; None if all key heads have equally many query heads."""
+    """Return the place of the key head of each of a rank's query heads; None if all key heads have equally many.
+
+    Args:
+        shares: The heads of each rank.
+        rank: The rank.
+        group: Query heads of one key head.
+    """
     (first, last), (start, _) = shares.queries[rank], shares.keys[rank]
     used = [head // group - start for head in range(first, last)]
     number = shares.keys_of(rank)
@@ -151,7 +157,9 @@ class _ToHeads(torch.autograd.Function):
         rows = _apart(torch.cat(gradients, 1), group.size)
         counts = [[shares.rows(rank)] * group.size for rank in range(group.size)]
         came = exchange.send(rows, counts, group, f"gradients of heads of {name}").transpose(0, 1)
-        d_q, d_k, d_v = (came.new_zeros(came.shape[0], n, *came.shape[2:]) for n in (heads, kv_heads, kv_heads))
+        d_q, d_k, d_v = (
+            came.new_zeros(came.shape[0], n, *came.shape[2:]) for n in (heads, kv_heads, kv_heads)
+        )
         sizes = [size for rank in range(group.size) for size in _sizes(shares, rank)]
         pieces = iter(came.split(sizes, 1))
         for (a, e), (start, stop) in zip(shares.queries, shares.keys, strict=True):
