@@ -310,14 +310,14 @@ def foreign_keys_are_not_seen() -> Any:
 
 
 def a_token_sees_the_next_one() -> Any:
-    right = keys._seen
+    right = keys.seen_groups
 
     def wrong(*args: Any) -> Any:
         groups = right(*args)
         later = [tuple(run._replace(position=run.position + 1) for run in each.queries) for each in groups]
         return [replace(each, queries=runs) for each, runs in zip(groups, later, strict=True)]
 
-    return patch.object(keys, "_seen", wrong)
+    return patch.object(keys, "seen_groups", wrong)
 
 
 MISTAKES = {
@@ -338,7 +338,15 @@ def planted(world: World) -> dict[str, str]:
     for name, mistake in MISTAKES.items():
         keys.plan_exchange.cache_clear()
         with mistake():
-            engine = begin(world, {"mesh": {"cp": 2}, "zero": {"stage": 3}, "check_first_step": "auto"})
+            engine = begin(
+                world,
+                {
+                    "mesh": {"cp": 2},
+                    "context": "planned",
+                    "zero": {"stage": 3},
+                    "check_first_step": "auto",
+                },
+            )
             try:
                 engine.train_step([batch(13)])
             except PlanError as error:

@@ -49,6 +49,10 @@ class Layout(NamedTuple):
     overlap: int = 0
     """Pieces; 0: the configuration says nothing."""
     cp: int = 1
+    context: str = "auto"
+    """Method of context parallelism."""
+    ulysses: int = 0
+    """Ranks that exchange heads; 0: as the method has it."""
 
     @property
     def size(self) -> int:
@@ -56,7 +60,7 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         default = Layout()._asdict()
-        words = {"family": "", "transport": ""}
+        words = {"family": "", "transport": "", "context": ""}
         said = [
             f"{words.get(key, key)}{value}" for key, value in self._asdict().items() if value != default[key]
         ]
@@ -131,6 +135,7 @@ def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
             "virtual_stages": layout.virtual_stages,
             "partition": layout.partition,
         },
+        "context": {"method": layout.context, "ulysses": layout.ulysses or None},
         "recompute": layout.recompute,
         "tiles": {"logits": layout.tile or "off", "mlp": layout.tile or "off"},
         "check_first_step": check,
@@ -190,6 +195,15 @@ def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
 FAMILIES = (("llama", 4), ("llama", 2), ("gpt2", 4))
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 MICROBATCHES = (1, 2, 3, 5, 8)
+
+
+METHODS = ("planned", "ring", "ulysses")
+WAYS = (
+    *((cp, method, 0) for cp in (2, 3, 4) for method in METHODS),
+    (4, "planned", 2),
+    (4, "ring", 2),
+)
+"""Ranks along cp, method, and ranks that exchange heads."""
 
 
 def scheduled(pp: int, schedule: str, microbatches: int) -> Layout:
@@ -270,6 +284,13 @@ LAYOUTS = [
     Layout(cp=2, pp=2, microbatches=2, schedule="gpipe", family="gpt2", stage=2),
     Layout(cp=2, tp=2, pp=2, microbatches=3, stage=1),
     Layout(cp=2, tile=5),
+    Layout(cp=3, context="ring", kv_heads=1, stage=2, microbatches=3),
+    Layout(cp=2, tp=2, context="ring", sequence=False, recompute="full"),
+    # Heads that do not divide: 2, 2, 1 and 1 of 6, whose key heads some ranks share.
+    Layout(cp=4, context="ulysses", heads=6, kv_heads=2, stage=3, recompute="selective"),
+    Layout(cp=2, pp=2, context="ulysses", microbatches=3, stage=1),
+    Layout(cp=4, context="planned", ulysses=2, microbatches=2, stage=1),
+    Layout(cp=4, context="ring", ulysses=2, heads=6, kv_heads=2),
     # Stages in a V, with ties between the first and the last, and backward passes in two parts.
     Layout(pp=2, microbatches=1, schedule="dualpipe_v", family="gpt2"),
     Layout(pp=2, microbatches=3, schedule="zb_v"),
@@ -310,6 +331,33 @@ PRODUCTS = [
     Layout(dp=2, tp=2, stage=2, microbatches=2, recompute="full", family="gpt2"),
     Layout(tp=4, kv_heads=1, transport="torch"),
     *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
+    *(
+        Layout(cp=cp, context=method, ulysses=ulysses, stage=cp - 1, microbatches=3, heads=heads, kv_heads=kv)
+        for cp, method, ulysses in WAYS
+        for heads, kv in ((4, 4), (4, 1), (6, 2))
+    ),
+    *(
+        Layout(cp=2, tp=2, context=method, sequence=sequence, kv_heads=2, recompute="full")
+        for method in METHODS
+        for sequence in (True, False)
+    ),
+    *(
+        Layout(
+            cp=2,
+            pp=2,
+            context=method,
+            microbatches=3,
+            schedule=schedule,
+            virtual_stages=1 + (schedule == SCHEDULES[2]),
+        )
+        for method in METHODS
+        for schedule in SCHEDULES
+    ),
+    *(
+        Layout(cp=2, dp=2, context=method, microbatches=2, stage=stage, recompute="selective", tile=5)
+        for method in METHODS
+        for stage in range(4)
+    ),
 ]
 EVERY = [each for each in PRODUCTS if each not in LAYOUTS]
 """The rest of the products, in the soak."""

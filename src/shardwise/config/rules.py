@@ -114,8 +114,8 @@ RULES = (
         lambda c: c.context.method != "ulysses" or c.context.ulysses in (None, c.mesh.cp),
         lambda c: (
             f"context.method: ulysses exchanges heads over all {c.mesh.cp} ranks along cp, and context.ulysses "
-            f"asks for {c.context.ulysses} of them; set method to planned or ring, by which keys travel between groups of "
-            f"{c.context.ulysses}"
+            f"asks for {c.context.ulysses} of them; set method to planned or ring, by which keys travel between groups "
+            f"of {c.context.ulysses}"
         ),
     ),
     ConfigRule(
