@@ -378,8 +378,7 @@ def read(
     check_mesh(model, mesh, settings)
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
     spec = described.spec
-    units = ("", *spec.units)
-    methods_of({name: model.get_submodule(name) for name in units}, settings, mesh)
+    methods_of({name: model.get_submodule(name) for name in ("", *spec.units)}, settings, mesh)
     blocks = repeated_blocks(model) or spec.units
     to_recompute = chosen(blocks, settings.recompute)
     if settings.init_from is not None:
