@@ -228,6 +228,7 @@ def attend_backward(
     lse: Tensor,
     out: Tensor,
     d_q: Tensor,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of the queries from one part of the keys to ``d_q``, and return those of its keys and values.
 
@@ -240,12 +241,15 @@ def attend_backward(
         lse: Log-sum-exp over all keys, sinks included, [B, H, T]; a finite number where a query sees no key.
         out: Merged output, [B, H, T, K].
         d_q: Gradient of the queries, [B, H, T, K], in fp32 at least.
+        into: Gradients of the keys and values so far, to which these are added; None: there are none yet.
 
     Returns:
         Twice [B, N, S, K], in fp32 at least.
     """
-    d_k = torch.zeros(k.shape, dtype=d_q.dtype, device=k.device)
-    d_v = torch.zeros_like(d_k)
+    if into is None:
+        zeros = torch.zeros(2, *k.shape, dtype=d_q.dtype, device=k.device)
+        into = zeros[0], zeros[1]
+    d_k, d_v = into
     for group in groups:
         backward = _tiles_backward if _is_fused(q, group) else _blocks_backward
         backward(q, k, v, group, grad, lse, out, d_q, d_k, d_v)

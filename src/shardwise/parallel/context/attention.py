@@ -89,7 +89,7 @@ class _ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, site: AttentionSite
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _alone(q), _alone(k), _alone(v)
         sums: tuple[Tensor, Tensor] | None = None
         for keys, values, groups in _parts(k, v, site):
             sums = attend(q, keys, values, groups, sums)
@@ -107,13 +107,17 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         site: AttentionSite = ctx.site
         q, k, v, out, lse, *sinks = ctx.saved_tensors
-        grad = grad.contiguous()
         # A query that sees nothing has no weights: exp(-inf - 0) is 0, and exp(-inf + inf) would not be a number.
         lse = lse.masked_fill(lse == float("-inf"), 0)
-        d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        d_q = torch.zeros_like(q, dtype=lse.dtype)
 
-        def gradients_of(keys: Tensor, values: Tensor, groups: Sequence[RowGroup]) -> tuple[Tensor, Tensor]:
-            return attend_backward(q, keys, values, groups, grad, lse, out, d_q)
+        def gradients_of(
+            keys: Tensor,
+            values: Tensor,
+            groups: Sequence[RowGroup],
+            into: tuple[Tensor, Tensor] | None = None,
+        ) -> tuple[Tensor, Tensor]:
+            return attend_backward(q, keys, values, groups, grad, lse, out, d_q, into)
 
         if isinstance(site.keys, RingBlocks):
             d_k, d_v = ring_gradients(k, v, site.keys, site.group, site.name, gradients_of)
@@ -123,6 +127,11 @@ class _ContextAttention(torch.autograd.Function):
         if sinks:
             d_sink = sink_gradient(sinks[0], lse, row_products(out, grad)).to(sinks[0].dtype)
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sink, None
+
+
+def _alone(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy if its memory holds other tensors, which would be kept until the backward pass."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.contiguous()
 
 
 def _parts(k: Tensor, v: Tensor, site: AttentionSite) -> Iterator[tuple[Tensor, Tensor, Sequence[RowGroup]]]:
@@ -144,10 +153,13 @@ def _planned_gradients(
     others = _leave(k, v, site, "keys again")()
     going: Callable[[], tuple[Tensor, Tensor]] | None = None
     if others is not None:
-        going = _return(torch.stack(gradients_of(*others, keys.arrived)), site)
+        exact = torch.promote_types(k.dtype, torch.float32)
+        rows = torch.zeros(others[0].shape[2], 2, *k.shape[:2], k.shape[3], dtype=exact, device=k.device)
+        gradients_of(*others, keys.arrived, _keys_and_values(rows))
+        going = _return(rows, site)
     d_k, d_v = gradients_of(k, v, keys.own)
     if going is not None:
-        home = going()  # [2, rows, ...]: rows that several ranks saw come once from each of them
+        home = going()  # rows that several ranks saw come once from each of them
         for total, rows in zip((d_k, d_v), home, strict=True):
             place = 0
             for start, stop in keys.sent:
@@ -164,33 +176,37 @@ def _leave(
     assert isinstance(keys, KeyExchange), "a ring passes on whole blocks"
     if site.group.size == 1 or not any(map(any, keys.counts)):
         return lambda: None
-    both = torch.stack([k, v])  # [2, B, N, t, K]
-    parts = [both[:, :, :, start:stop] for start, stop in keys.sent]
-    rows = torch.cat(parts or [both[:, :, :, :0]], 3)
     counts = [list(row) for row in keys.counts]
-    came, pending = exchange.start_send(
-        rows.permute(3, 0, 1, 2, 4).contiguous(), counts, site.group, f"{what} of {site.name}"
-    )
+    leaving = sum(counts[site.group.index])
+    rows = k.new_empty(leaving, 2, k.shape[0], k.shape[1], k.shape[3])
+    place = 0
+    for start, stop in keys.sent:
+        for i, each in enumerate((k, v)):
+            rows[place : place + stop - start, i] = each[:, :, start:stop].permute(2, 0, 1, 3)
+        place += stop - start
+    came, pending = exchange.start_send(rows, counts, site.group, f"{what} of {site.name}")
 
     def arrive() -> tuple[Tensor, Tensor]:
         pending.wait()
-        both = came.permute(1, 2, 3, 0, 4)
-        return both[0].contiguous(), both[1].contiguous()
+        return _keys_and_values(came)
 
     return arrive
 
 
-def _return(gradients: Tensor, site: AttentionSite) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Send gradients [2, B, N, rows, K] of rows that arrived to their owners; return a function that waits for ours."""
+def _return(rows: Tensor, site: AttentionSite) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Send gradients of rows that arrived to their owners; return a function that waits for those of this rank's."""
     assert isinstance(site.keys, KeyExchange), "a ring passes gradients on"
     counts = exchange.transposed(site.keys.counts)
-    came, pending = exchange.start_send(
-        gradients.permute(3, 0, 1, 2, 4).contiguous(), counts, site.group, f"gradients of keys of {site.name}"
-    )
+    came, pending = exchange.start_send(rows, counts, site.group, f"gradients of keys of {site.name}")
 
     def arrive() -> tuple[Tensor, Tensor]:
         pending.wait()
-        both = came.permute(1, 2, 3, 0, 4)
-        return both[0], both[1]
+        return _keys_and_values(came)
 
     return arrive
+
+
+def _keys_and_values(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [S, 2, B, N, K] as they travel as keys and values, each [B, N, S, K], without a copy."""
+    keys, values = rows.permute(1, 2, 3, 0, 4)
+    return keys, values

@@ -16,7 +16,7 @@ Shapes: B sequences, N key and value heads, t tokens of a rank with padding, K h
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,18 @@ from shardwise.kernels.attention_parts import RowGroup
 from shardwise.parallel.context.keys import Starts, seen_groups
 from shardwise.parallel.context.layout import ContextLayout
 
-GradientsOf = Callable[[Tensor, Tensor, Sequence[RowGroup]], tuple[Tensor, Tensor]]
-"""Function from keys, values and what the queries see of them to the gradients of both."""
+
+class GradientsOf(Protocol):
+    """Function from keys, values and what the queries see of them to the gradients of both."""
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        groups: Sequence[RowGroup],
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of keys and values; those of ``into`` are added to."""
 
 
 class RingBlocks(NamedTuple):
@@ -98,11 +108,12 @@ def ring_gradients(
     own: tuple[Tensor, Tensor] | None = None
     going: Callable[[], Tensor] | None = None
     for place, part in enumerate(ring_parts(k, v, ring, group, f"{name}, again")):
-        found = gradients_of(*part)
         if place == 0:
-            own = found
+            own = gradients_of(*part)
             continue
-        total = torch.stack(found)
+        exact = torch.promote_types(k.dtype, torch.float32)
+        total = torch.zeros(2, *part[0].shape, dtype=exact, device=k.device)
+        gradients_of(*part, (total[0], total[1]))
         if going is not None:
             total += going()
         going = _pass_on(total, group, f"gradients of keys of {name}")
