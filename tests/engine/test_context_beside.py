@@ -1,16 +1,20 @@
-"""Sequences that are cut over ranks, beside experts: routing, balance, noise and loads are those of one process."""
+"""Sequences that are cut over ranks, beside experts, and with a loss outside the model, equal one process."""
 
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.base.errors import PlanError
+import shardwise
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.comm.world import World
+from shardwise.engine.parts.pass_context import PassContext
+from shardwise.models import Gpt
+from shardwise.models.cache import KeyValueCache
 from shardwise.parallel.expert.surroundings import ExpertContext
-from tests.engine.test_context import batch, begin
+from tests.engine.test_context import SMALL, VOCABULARY, batch, begin, make
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "balance of each sequence, noise, room": {
@@ -98,3 +102,174 @@ def test_the_check_of_the_first_step_sees_planted_mistakes(ranks: Any) -> None:
     for said in ranks(2).run(planted):
         assert said.keys() == {each.__name__ for each in MISTAKES}
         assert all("uncut" in each for each in said.values()), said
+
+
+# A loss outside the model ------------------------------------------------------------------------------------------
+
+
+def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A penalty for each sequence, and cross entropy."""
+    logits = model(batch["tokens"])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()) + penalty(logits)
+
+
+def penalty(logits: Tensor) -> Tensor:
+    return 0.1 * logits.logsumexp(-1).sum(1).square().mean()
+
+
+def outside(world: World, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, weights and norms of steps whose loss is computed from logits, log-probabilities or in a function."""
+    engine, found = begin(world, config), []
+    for step in range(4):
+        each = batch(13, step)
+        tokens, targets = each["tokens"], each["targets"]
+        if step == 0:
+            loss = nn.functional.cross_entropy(engine(tokens=tokens).flatten(0, 1), targets.flatten())
+            engine.backward(loss)
+        elif step == 1:
+            logits = engine(tokens)
+            engine.backward(
+                nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + penalty(logits), 3.0
+            )
+        elif step == 2:
+            advantage = torch.linspace(-1, 1, 13, dtype=torch.float64)
+            loss = -(advantage * engine.log_probs({"tokens": tokens}, targets)).mean()
+            engine.backward(loss)
+        else:
+            loss = penalty(engine.run(lambda x: engine.module(x), tokens))
+            engine.backward(loss)
+        result = engine.step()
+        found += [result.loss, float(result.grad_norm or 0), result.weight]
+    engine.eval()
+    state: dict[str, Tensor] = {**engine.state_dict(), "logits": engine.predict([{"tokens": tokens}])[0]}
+    with torch.no_grad():
+        state["log_probs"] = engine.log_probs({"tokens": tokens}, targets)
+        state["cached"] = engine(tokens, cache=KeyValueCache(32))
+    engine.close()
+    return found, state
+
+
+def by_function(world: World, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    engine = shardwise.initialize(
+        make(),
+        {"optimizer": {"type": "sgd", "lr": 0.1}, "max_grad_norm": 1.0, **config},
+        loss=loss_of,
+        world=world,
+    )
+    found = []
+    for step in range(3):
+        given = [batch(length, 2 * step + i) for i, length in enumerate((13, 7))]
+        result = engine.train_step(given, [2.0, 1.0] if step == 2 else None)
+        found += [result.loss, float(result.grad_norm or 0)]
+    found.append(engine.evaluate([(each, None) for each in given]))
+    predicted = engine.predict([{"tokens": given[0]["tokens"]}])[0]
+    state = {**engine.state_dict(), "logits": predicted}
+    engine.close()
+    return found, state
+
+
+OUTSIDE: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "logits": (outside, 2, {"mesh": {"cp": 2}, "zero": {"stage": 3}}),
+    "logits over slices": (
+        outside,
+        4,
+        {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence_parallel": False}, "check_first_step": "auto"},
+    ),
+    "a function": (by_function, 2, {"mesh": {"cp": 2}, "batch": {"accumulation": 2}}),
+    "a function in a pipeline": (
+        by_function,
+        4,
+        {"mesh": {"cp": 2, "pp": 2}, "batch": {"accumulation": 2}, "check_first_step": "auto"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_loss_outside_the_model_equals_one_process(ranks: Any, name: str) -> None:
+    run, size, config = OUTSIDE[name]
+    wanted, state = run(World(0, 1), {key: value for key, value in config.items() if key != "mesh"})
+    for got, weights in ranks(size).run(run, config):
+        assert got == pytest.approx(wanted, rel=1e-11)
+        for key, value in state.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-10, atol=1e-12)
+
+
+def of_transformers(world: World, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of a loss of logits and hidden states, and predictions with and without padding."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SMALL))
+    engine = shardwise.initialize(model.double(), config, world=world)
+    tokens = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
+    output = engine(input_ids=tokens, output_hidden_states=True)
+    engine.backward(output.logits.square().mean() + output.hidden_states[1].sum(1).square().mean())
+    found = dict(engine.gradients())
+    engine.discard()
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        found["tuple"] = engine(input_ids=tokens, return_dict=False)[0]
+        found["hidden"] = engine(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
+    found["padded"] = engine.predict([{"input_ids": tokens, "attention_mask": mask}])[0].logits[:, 3:]
+    found["generated"] = engine.run("generate", tokens, max_new_tokens=3, do_sample=False)
+    engine.close()
+    return found
+
+
+def test_outputs_of_transformers_equal_one_process(ranks: Any) -> None:
+    wanted = of_transformers(World(0, 1), {})
+    for found in ranks(2).run(of_transformers, {"mesh": {"cp": 2}, "zero": {"stage": 3}}):
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-9)
+
+
+class Pooled(Gpt):
+    """A GPT that returns one row for each sequence."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, positions=positions).mean(1)
+
+
+class Both(Gpt):
+    """A GPT that returns its loss and its logits."""
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits = super().forward(tokens, positions=positions)
+        assert targets is not None
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+def outputs_refused(world: World) -> list[str]:
+    said, policy = [], make().policy
+    for kind in (Pooled, Both):
+        engine = shardwise.initialize(kind(policy), {"mesh": {"cp": 2}}, world=world)
+        given = batch(8)
+        if kind is Pooled:
+            del given["targets"]
+        try:
+            engine(**given)[1].sum()
+        except UsageError as error:
+            said.append(str(error))
+            engine.discard()
+        engine.close()
+    return said
+
+
+def test_outputs_without_a_row_for_each_token_are_refused(ranks: Any) -> None:
+    for pooled, both in ranks(2).run(outputs_refused):
+        assert "has the shape [2, 19]" in pooled and "cannot be joined" in pooled
+        assert both.startswith("[1]: in a pass with targets")
+
+
+def test_a_loss_that_counts_for_each_rank_is_seen(ranks: Any) -> None:
+    """Without the share each rank counts the whole loss: gradients are those of one process, weights are not."""
+    wanted, _ = outside(World(0, 1), {})
+    for got, _ in ranks(2).run(counted_twice):
+        assert got != pytest.approx(wanted, rel=1e-3)
+
+
+def counted_twice(world: World) -> tuple[list[float], dict[str, Tensor]]:
+    with patch.object(PassContext, "share_of_loss", lambda self: 1.0):
+        return outside(world, {"mesh": {"cp": 2}})

@@ -79,7 +79,9 @@ class Engine(StateAccess):
         )
         self.on_step: list[OnStep] = list(on_step)
         """Callbacks, called with (engine, result) after every optimizer step."""
-        self.weighing = MicrobatchWeights(parts.config.batch.weigh_by, parts.model, parts.passes.share_of)
+        self.weighing = MicrobatchWeights(
+            parts.config.batch.weigh_by, parts.model, parts.passes.share_of, parts.passes.share_of_loss
+        )
         """Weights of microbatches for which the caller gives none."""
         self.monitor = Monitor(parts.config, parts.world.rank == 0, parts.device)
         """Sinks that receive the step's loss, norm, learning rate and timings after every step."""

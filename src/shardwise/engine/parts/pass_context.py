@@ -87,10 +87,17 @@ class PassContext:
 
     def share_of(self, batch: Any) -> float:
         """Return the share of a batch's targets that this rank's part of the sequences has."""
-        targets = None if self.context is None else labels_in(batch)
-        if self.context is None or targets is None or targets.dim() != 2:
+        if self.context is None:
             return 1.0
+        targets = labels_in(batch)
+        if targets is None or targets.dim() != 2:
+            return 1 / self.context.group.size
         return self.context.share_of(targets)
+
+    def share_of_loss(self) -> float:
+        """Return this rank's share in the loss of the last pass with gradients: below 1 if ranks have the same loss."""
+        is_whole = self.context is not None and self.context.loss_is_whole
+        return 1 / self.context.group.size if self.context is not None and is_whole else 1.0
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass."""

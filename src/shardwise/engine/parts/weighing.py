@@ -97,13 +97,20 @@ class MicrobatchWeights:
         by: The rule of ``batch.weigh_by``.
         model: The model; causal language models of transformers shift labels, and compiled models hide their graphs.
         share_of: Returns the share of a batch's labels that this rank's part of the sequences has.
+        share_of_loss: Returns this rank's share in the loss of the last pass, if several ranks computed the same loss
+            of whole sequences.
     """
 
     def __init__(
-        self, by: WeighBy, model: nn.Module, share_of: Callable[[Any], float] = lambda batch: 1.0
+        self,
+        by: WeighBy,
+        model: nn.Module,
+        share_of: Callable[[Any], float] = lambda batch: 1.0,
+        share_of_loss: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._by = by
         self._share_of = share_of
+        self._share_of_loss = share_of_loss
         own = getattr(model, "_orig_mod", model)
         named = getattr(getattr(own, "loss_function", None), "__name__", "") == _CAUSAL_LOSS
         self._is_causal = named and type(own).__name__.endswith(("ForCausalLM", "LMHeadModel"))
@@ -143,7 +150,7 @@ class MicrobatchWeights:
             return self._share_of(batch)
         found = divisors_of(loss)
         if self._told and self._has_learned and any(isinstance(each, Tensor) for each in found):
-            return _largest(found)
+            return _largest(found) * self._share_of_loss()
         counts = [float(each) for each in found]
         count = max(counts, default=None)
         if len(set(counts)) > 1:
@@ -165,7 +172,7 @@ class MicrobatchWeights:
                 "that of one batch; batch.weigh_by: batches counts them alike",
                 count,
             )
-        return self._share_of(batch) if count is None else count
+        return self._share_of(batch) if count is None else count * self._share_of_loss()
 
     def of_given(self, weight: float, batch: Any) -> float:
         """Return this rank's part of the weight that the caller gave for ``batch``."""
@@ -206,12 +213,16 @@ class MicrobatchWeights:
         """Return the count of a microbatch whose loss shows no divisor."""
         given = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
         if given is not None:
-            return self.of_given(float(given), batch)
+            return self._of_own_loss(float(given), batch)
         is_known = self._by != "auto" or (self._is_causal and self._rules[0] == "shifted")
         if len(self._rules) > 1 and not is_known:
             plain, shifted = _count(labels, False), _count(labels, True)
             self._guesses = self._guesses.with_counts(plain, shifted)
-        return self.of_given(_counted(labels, self._rules[0]), batch)
+        return self._of_own_loss(_counted(labels, self._rules[0]), batch)
+
+    def _of_own_loss(self, count: float, batch: Any) -> float:
+        """Return the part of a batch's ``count`` of labels that this rank's loss is the mean of."""
+        return count if self._share_of_loss() != 1 else self.of_given(count, batch)
 
     def _divided(self, reduced: Sequence["_LossReduction"], loss: Tensor) -> float | None:
         """Return the number by which the loss of a batch without labels is divided; None if the loss shows none."""

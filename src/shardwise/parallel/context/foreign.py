@@ -32,6 +32,8 @@ _KNOWN = {
     "is_causal",
     "cache_position",
     "output_attentions",
+    "output_hidden_states",
+    "return_dict",
     "num_items_in_batch",
     "shift_labels",
 }

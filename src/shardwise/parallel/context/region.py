@@ -6,8 +6,10 @@ and needs no change. Attention asks the region for its exchange of keys.
 
     call                                      pass
     with targets                              cut; the loss is the mean over this rank's own targets
-    without targets and without gradients     whole on every rank, as predictions and generation need it
-    without targets, with gradients           refused: a loss outside the model would see this rank's tokens alone
+    without targets                           cut; outputs are joined over the ranks (outputs.py)
+    with a cache, positions, padding or       whole on every rank, as generation needs it
+      other masks, without gradients
+    ``engine.run``                            whole on every rank
 
 The loss needs no collective. A rank that shares its sequences with others is a data-parallel rank with other tokens:
 its loss counts by the number of its own targets (engine/parts/weighing.py), so that the sum over all ranks is the mean
@@ -18,7 +20,8 @@ Shapes: B sequences, T tokens, t tokens of this rank.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -33,6 +36,13 @@ from shardwise.parallel.context.attention import AttentionSite, context_attentio
 from shardwise.parallel.context.choice import KeysBy
 from shardwise.parallel.context.keys import Starts, plan_exchange
 from shardwise.parallel.context.layout import ContextLayout, TokenRange, cut_in_groups
+from shardwise.parallel.context.outputs import (
+    has_number,
+    join_tokens,
+    joined_outputs,
+    own_tokens,
+    withheld_outputs,
+)
 from shardwise.parallel.context.ring import plan_ring
 from shardwise.passes.replay import DrawReplay
 
@@ -44,12 +54,11 @@ _FILL = {"targets": _IGNORE, "labels": _IGNORE}
 """Value of padding; 0 for tensors that are not named."""
 _NOT_CUT = ("cache", "past_key_values", "position_ids", "positions", "shift_labels")
 """Arguments that a cut computes itself, or that hold tokens of which the cut knows nothing."""
-_OF_TOKENS = ("logits", "hidden_states")
-"""Outputs of a model that have one row for each token."""
+_SINGLE = ("use_cache", "logits_to_keep", "output_attentions")
+"""Arguments with which an output is not one row for each token."""
 _WITHHELD = (
     "in a pass with targets under context parallelism each rank has those of its own tokens, in the order of its part. "
-    "For whole ones call the model without targets where no gradients are needed (engine.predict), or set "
-    "mesh.cp: 1"
+    "For whole ones call the model without targets, or set mesh.cp: 1"
 )
 
 _cut_cached = lru_cache(maxsize=64)(cut_in_groups)
@@ -107,6 +116,10 @@ class ContextRegion:
         self._model: nn.Module | None = None
         self.shifts = False
         """True if the model shifts its labels inside the loss, so that a cut has to shift them before."""
+        self.loss_is_whole = False
+        """True if the last pass with gradients gave every rank the whole, of which a loss is the same on all."""
+        self._keeps_parts = self._has_targets = self._trains = False
+        self._last: SequenceCut | None = None
 
     @property
     def cut(self) -> SequenceCut | None:
@@ -154,41 +167,68 @@ class ContextRegion:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = dict(signature.bind_partial(*args, **kwargs).arguments)
             given |= given.pop("kwargs", {})
-            self._now = self._cut_of(given)
+            self._now = self._last = self._cut_of(given)
+            self._has_targets, self._trains = _has_targets(given), torch.is_grad_enabled()
+            self._notes_loss(self._now is None)
             ContextRegion.is_cutting = self._now is not None
             return None if self._now is None else ((), self._pieces(given, self._now))
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if self._now is not None and self._withhold is not None:
-                # Without the stand-in a part of the tokens could be taken for the whole.
-                for name in _OF_TOKENS:
-                    if getattr(output, name, None) is not None:
-                        setattr(output, name, self._withhold(f"{name}: {_WITHHELD}"))
-            self._now, ContextRegion.is_cutting = None, False
+        def end(module: nn.Module, args: Any, output: Any) -> Any:
+            cut, self._now, ContextRegion.is_cutting = self._now, None, False
+            is_part = cut is not None and not getattr(module, "stage_has_ended", False)
+            return self._of_tokens(output, cut.layout) if cut is not None and is_part else output
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
 
+    def _of_tokens(self, output: Any, layout: ContextLayout) -> Any:
+        """Return a model's output with tensors of single tokens joined over the ranks, or withheld."""
+        if self._has_targets and has_number(output):
+            return withheld_outputs(output, layout, self._withhold, _WITHHELD) if self._withhold else output
+        self._notes_loss(True)
+        return output if self._keeps_parts else joined_outputs(output, layout, self.group)
+
+    def _notes_loss(self, is_whole: bool) -> None:
+        """Note whether every rank has the whole of the running pass, if the pass has gradients."""
+        if self._trains:
+            self.loss_is_whole = is_whole
+
+    def own_targets(self, targets: Tensor) -> Tensor:
+        """Return the targets [B, T] of this rank's tokens in the last pass; all of them if the pass was whole."""
+        if self._last is None or targets.shape[1:] != (self._last.layout.length,):
+            return targets
+        return own_tokens(targets, self._last.layout, self.group.index, _IGNORE)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return what all ranks have of the last pass, in the order of the tokens: [B, t, ...] -> [B, T, ...]."""
+        return x if self._last is None else join_tokens(x, self._last.layout, self.group)
+
+    @contextmanager
+    def keep_parts(self) -> Iterator[None]:
+        """Keep outputs of single tokens as this rank's part inside the context, in the order of its part."""
+        self._keeps_parts = True
+        try:
+            yield
+        finally:
+            self._keeps_parts = False
+
     def _cut_of(self, given: Mapping[str, Any]) -> SequenceCut | None:
+        trains = torch.is_grad_enabled()
+        if self._replay.stays_whole or not (trains or _has_targets(given) or _is_plain(given)):
+            return None
         tokens = next((given[name] for name in _TOKENS if isinstance(given.get(name), Tensor)), None)
-        has_targets = any(given.get(name) is not None for name in _TARGETS)
+        if tokens is None and not trains:
+            return None
         if tokens is None or tokens.dim() != 2:
             raise UsageError(
                 "mesh.cp cuts sequences of tokens [B, T], and this call of the model has none; give "
                 f"{' or '.join(_TOKENS)}, or set mesh.cp: 1"
             )
-        if not has_targets:
-            if not torch.is_grad_enabled():
-                return None
-            raise UsageError(
-                "mesh.cp: a training pass without targets returns the logits of this rank's tokens alone; give the "
-                "model its targets, or set mesh.cp: 1"
-            )
         asked = [name for name in _NOT_CUT if given.get(name) is not None]
         if asked:
             raise UsageError(
-                f"mesh.cp: a call with targets was given {', '.join(asked)}, which the cut of the sequences computes "
-                "itself or cannot cut; leave it out, or set mesh.cp: 1"
+                f"mesh.cp: a call was given {', '.join(asked)}, which the cut of the sequences computes itself or "
+                "cannot cut; leave it out, or set mesh.cp: 1"
             )
         check = getattr(self._model, "check_tokens", None)
         if check is not None:  # the model itself sees the length of this rank's part alone
@@ -202,12 +242,7 @@ class ContextRegion:
         def piece(name: str, value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != layout.length:
                 return value
-            here = places.clamp(max=layout.length - 1).to(value.device)
-            part = value.index_select(1, here)
-            if layout.padded > layout.length:
-                outside = (places >= layout.length).to(value.device)
-                part = part.masked_fill(outside.view(1, -1, *[1] * (value.dim() - 2)), _FILL.get(name, 0))
-            return part
+            return own_tokens(value, layout, self.group.index, _FILL.get(name, 0))
 
         here = places.clamp(max=layout.length - 1)
         if not self.shifts:
@@ -215,14 +250,34 @@ class ContextRegion:
         _refuse_padding(given.get("attention_mask"))
         given = {name: value for name, value in given.items() if name != "attention_mask"}
         number = given.get("num_items_in_batch")
-        if number is not None:  # the divisor of the loss, of which this rank's targets are a share
+        if (
+            number is not None and given.get("labels") is not None
+        ):  # the divisor of the loss, of which this rank's targets are a share
             given["num_items_in_batch"] = number * max(self.share_of(given["labels"]), _LEAST_SHARE)
-        labels = given["labels"] = shifted(given["labels"])
+        given["use_cache"] = False  # a cache would hold the keys of this rank's tokens alone
+        if given.get("labels") is not None:
+            given["labels"] = shifted(given["labels"])
         pieces = {name: piece(name, value) for name, value in given.items()}
-        return pieces | {
-            "shift_labels": pieces["labels"],
-            "position_ids": here.to(labels.device).unsqueeze(0),
-        }
+        if pieces.get("labels") is not None:
+            pieces["shift_labels"] = pieces["labels"]
+        return pieces | {"position_ids": here.to(given["input_ids"].device).unsqueeze(0)}
+
+
+def _has_targets(given: Mapping[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in _TARGETS)
+
+
+def _is_plain(given: Mapping[str, Any]) -> bool:
+    """Return True if a call without gradients can be cut: it has no cache, no positions and no padding."""
+    asked = any(given.get(name) is not None for name in _NOT_CUT) or any(map(given.get, _SINGLE))
+    return not asked and _is_full(given.get("attention_mask"))
+
+
+def _is_full(attention_mask: Any) -> bool:
+    """Return True if a mask has one number for each token, none of which is 0, or if there is none."""
+    if attention_mask is None:
+        return True
+    return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and bool(attention_mask.all())
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -232,8 +287,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 def _refuse_padding(attention_mask: Any) -> None:
     """Raise UsageError if a batch has padding, which the cut would take for tokens, or a mask of another kind."""
-    is_plain = attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2)
-    if not is_plain or (attention_mask is not None and not bool(torch.all(attention_mask != 0))):
+    if not _is_full(attention_mask):
         raise UsageError(
             "mesh.cp: the batch has an attention_mask with zeros, or with more than one number a token. No token sees "
             "padding behind it, so leave the mask out and give padding labels of -100; padding in front of tokens and "

@@ -620,6 +620,12 @@ class StageRoot(AbsentModule):
             self.__dict__["_has_ended"] = True
             return ended.output
 
+    @property
+    def stage_has_ended(self) -> bool:
+        """True if the output of the running call is that of the stage's last block, for hooks on the root."""
+        ended: bool = self.__dict__.get("_has_ended", False)
+        return ended
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage, and end the call around the root.
 

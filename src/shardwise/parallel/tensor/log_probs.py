@@ -22,13 +22,19 @@ from shardwise.parallel.tensor.layers import VocabularyHead
 from shardwise.parallel.tensor.loss import vocabulary_log_probs
 
 
-def log_probs_of(model: nn.Module, call: Callable[[], Any], targets: Tensor) -> Tensor:
+def log_probs_of(
+    model: nn.Module,
+    call: Callable[[], Any],
+    targets: Tensor,
+    own: Callable[[Tensor], Tensor] = lambda targets: targets,
+) -> Tensor:
     """Return the log-probabilities of ``targets`` under the logits of a model.
 
     Args:
         model: The model, cut or not.
         call: Function that calls ``model`` and returns its output.
         targets: Token ids [B, T].
+        own: Function that returns the targets of the tokens that the model's logits are of, after ``call``.
 
     Returns:
         Log-probabilities [B, T].
@@ -40,6 +46,7 @@ def log_probs_of(model: nn.Module, call: Callable[[], Any], targets: Tensor) -> 
     head = heads[0] if len(heads) == 1 and heads[0].region.takes_cut_logits else None
     with nullcontext() if head is None else head.region.keep_cut_logits():
         logits = _logits(call())
+    targets = own(targets)
     if logits.shape[:-1] != targets.shape:
         raise UsageError(
             f"log_probs: the model's logits are {list(logits.shape)}, the targets {list(targets.shape)}; expected one "
