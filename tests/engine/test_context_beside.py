@@ -9,11 +9,15 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.base.errors import PlanError, UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.models import Gpt
 from shardwise.models.cache import KeyValueCache
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.expert.surroundings import ExpertContext
+from tests.engine.tables_net import row_of
 from tests.engine.test_context import SMALL, VOCABULARY, batch, begin, make
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -273,3 +277,71 @@ def test_a_loss_that_counts_for_each_rank_is_seen(ranks: Any) -> None:
 def counted_twice(world: World) -> tuple[list[float], dict[str, Tensor]]:
     with patch.object(PassContext, "share_of_loss", lambda self: 1.0):
         return outside(world, {"mesh": {"cp": 2}})
+
+
+# Embedding tables --------------------------------------------------------------------------------------------------
+
+
+class WithTables(Gpt):
+    """A GPT that adds a vector for each token, and one for the reader of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(make().policy)
+        shape = {"width": self.policy.width, "rows": 64}
+        adam = RowOptimizerPolicy(type="adam", lr=0.05, exact=True)
+        hashed = TablePolicy(name="hashed", optimizer=adam, **shape)
+        self.tables = EmbeddingCollection([hashed], dtype=torch.float64)
+        momentum = RowOptimizerPolicy(type="momentum", lr=0.05)
+        self.readers = EmbeddingCollection(
+            [TablePolicy(name="reader", **shape)], momentum, dtype=torch.float64
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        readers: dict[str, Ragged] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        places = torch.arange(tokens.shape[1]) if positions is None else positions
+        at = self._angles(places)
+        hashed = (tokens * 31 + places) % 64
+        of_tokens = self.tables({"hashed": Ragged.of_ones(hashed.flatten())})["hashed"]
+        assert readers is not None
+        x = self.embed(tokens) + of_tokens.view(*tokens.shape, -1) + self.readers(readers)["reader"][:, None]
+        for block in self.blocks:
+            x = block(x, at, None, None)
+        return self.head(self.norm(x), targets)
+
+
+def of_tables(
+    world: World, config: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, dict[int, list[float]]]]:
+    """Weights and losses of three steps, and this rank's rows by key."""
+    torch.manual_seed(0)
+    given = {"optimizer": {"type": "sgd", "lr": 0.1}, "max_grad_norm": 1.0, **config}
+    engine = shardwise.initialize(WithTables().double(), given, world=world)
+    losses = []
+    for step, length in enumerate((12, 13, 5)):
+        each: dict[str, Any] = batch(length, step)
+        each["readers"] = {"reader": Ragged.of_lists([[step, 7], [3]])}
+        result = engine.train_step([each])
+        losses += [result.loss, float(result.grad_norm or 0)]
+    found = {**engine.state_dict(), "losses": torch.tensor(losses, dtype=torch.float64)}
+    rows = row_of(engine)
+    engine.close()
+    return found, rows
+
+
+def test_rows_of_tables_equal_one_process(ranks: Any) -> None:
+    wanted, rows = of_tables(World(0, 1), {})
+    parts = ranks(2).run(of_tables, {"mesh": {"cp": 2}, "zero": {"stage": 3}})
+    for name, of_table in rows.items():
+        there: dict[int, list[float]] = {}
+        for found, here in parts:
+            there |= here[name]
+            for key, value in wanted.items():
+                torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+        assert there.keys() == of_table.keys()
+        for row, values in of_table.items():
+            assert there[row] == pytest.approx(values, rel=1e-9, abs=1e-12), (name, row)

@@ -23,7 +23,7 @@ from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_
 from shardwise.parallel.context.choice import KeysBy
 from shardwise.parallel.context.foreign import cut_foreign_attention, other_mixing, takes_interface
 from shardwise.parallel.context.region import ContextRanks, ContextRegion, cut_attention
-from shardwise.parallel.embedding.collection import as_before, collections_of
+from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.policy import ExpertsPolicy
@@ -255,8 +255,6 @@ def _refuse_context(model: nn.Module, ranks: int) -> None:
         why = f"{name} has {mixing}, which mixes tokens in another way than attention to earlier ones"
     elif getattr(getattr(model, "config", None), "output_router_logits", False):
         why = f"{name} adds a loss of its routers that counts all tokens of a microbatch (config.output_router_logits)"
-    elif collections_of(model):
-        why = f"{name} has embedding tables, whose rows belong to whole samples"
     if why:
         raise PlanError(f"mesh.cp: {ranks} cuts sequences, and {why}; set mesh.cp: 1")
 

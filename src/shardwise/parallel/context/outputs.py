@@ -74,11 +74,14 @@ def _replaced(value: Any, of: Callable[[Tensor], Any]) -> Any:
     return of(value) if isinstance(value, Tensor) else rebuilt(value, lambda inner: _replaced(inner, of))
 
 
-def own_tokens(x: Tensor, layout: ContextLayout, rank: int, fill: float = 0) -> Tensor:
-    """Return the tokens of ``rank`` of a tensor [B, T, ...]; its padding is ``fill``: [B, t, ...]."""
+def own_tokens(x: Tensor, layout: ContextLayout, rank: int, fill: float | None = 0) -> Tensor:
+    """Return the tokens of ``rank`` of a tensor [B, T, ...]; its padding is ``fill``: [B, t, ...].
+
+    None fills with the last token.
+    """
     places = layout.places(rank)
     part = x.index_select(1, places.clamp(max=layout.length - 1).to(x.device))
-    if layout.padded > layout.length:
+    if layout.padded > layout.length and fill is not None:
         outside = (places >= layout.length).to(x.device)
         part = part.masked_fill(outside.view(1, -1, *[1] * (x.dim() - 2)), fill)
     return part

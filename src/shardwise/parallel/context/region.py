@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError, UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.attention import causal_attention
@@ -50,8 +51,9 @@ _TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
 _IGNORE = -100
 _LEAST_SHARE = 1e-12
 """Share of a rank without targets in a divisor, which may not be 0."""
-_FILL = {"targets": _IGNORE, "labels": _IGNORE}
-"""Value of padding; 0 for tensors that are not named."""
+_FILL: dict[str, float | None] = {"targets": _IGNORE, "labels": _IGNORE, "tokens": None, "input_ids": None}
+"""Value of padding; 0 for tensors that are not named, and for None the last token of the sequence, so that no row of an
+embedding table is read that the batch does not read."""
 _NOT_CUT = ("cache", "past_key_values", "position_ids", "positions", "shift_labels")
 """Arguments that a cut computes itself, or that hold tokens of which the cut knows nothing."""
 _SINGLE = ("use_cache", "logits_to_keep", "output_attentions")
@@ -230,6 +232,7 @@ class ContextRegion:
                 f"mesh.cp: a call was given {', '.join(asked)}, which the cut of the sequences computes itself or "
                 "cannot cut; leave it out, or set mesh.cp: 1"
             )
+        _refuse_features(given, tokens)
         check = getattr(self._model, "check_tokens", None)
         if check is not None:  # the model itself sees the length of this rank's part alone
             check(tokens.shape[1])
@@ -261,6 +264,19 @@ class ContextRegion:
         if pieces.get("labels") is not None:
             pieces["shift_labels"] = pieces["labels"]
         return pieces | {"position_ids": here.to(given["input_ids"].device).unsqueeze(0)}
+
+
+def _refuse_features(given: Mapping[str, Any], tokens: Tensor) -> None:
+    """Raise UsageError if a batch has features of embedding tables with a list of keys for each token."""
+    for name, value in given.items():
+        features = value if isinstance(value, Mapping) else {}
+        for feature, each in features.items():
+            if isinstance(each, Ragged) and each.samples != len(tokens):
+                raise UsageError(
+                    f"mesh.cp: feature {feature!r} in {name} has {each.samples} lists of keys for {len(tokens)} "
+                    "sequences, so the lists of this rank's tokens are not known; make features of single tokens from "
+                    "the tokens inside the model's forward, or set mesh.cp: 1"
+                )
 
 
 def _has_targets(given: Mapping[str, Any]) -> bool:
