@@ -152,7 +152,7 @@ def test_what_cannot_be_cut_is_refused(ranks: Any) -> None:
     for said in ranks(2).run(refused):
         foreign, own, both_ways, long, unlike = said
         assert "attention function of its own" in own and "positions" in both_ways
-        assert "Plain has no attention layer" in foreign
+        assert "rnn (LSTM) mixes tokens" in foreign
         assert "40 tokens but its context is 32" in long
         assert "different batches" in unlike and "along cp" in unlike
 

@@ -22,6 +22,7 @@ from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
 from shardwise.parallel.context.choice import KeysBy
 from shardwise.parallel.context.foreign import cut_foreign_attention, other_mixing, takes_interface
+from shardwise.parallel.context.functions import check_model, cut_functions
 from shardwise.parallel.context.region import ContextRanks, ContextRegion, cut_attention
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
@@ -163,8 +164,10 @@ class ModelCut:
         self.context = region = ContextRegion(ranks, parts, self.replay, WithheldLogits)
         if takes_interface(self.model):
             cut_foreign_attention(self.model, region)
-        else:
+        elif _has_our_attention(self.model):
             cut_attention(self.model, region, lambda module: isinstance(module, Attention))
+        else:
+            cut_functions(self.model, region, self.replay)
         for module in self.model.modules():
             if isinstance(module, KeyedDropout):
                 module.tokens = region.tokens
@@ -246,17 +249,21 @@ def apply_to_model(cut: ModelCut, engine_steps: Mapping[str, Step]) -> Stages:
 def _refuse_context(model: nn.Module, ranks: int) -> None:
     """Raise PlanError if a model mixes tokens in a layer that cannot exchange keys along "cp"."""
     name, why = type(model).__name__, ""
-    if not takes_interface(model) and not any(isinstance(module, Attention) for module in model.modules()):
-        why = (
-            f"{name} has no attention layer of shardwise.models and is no causal language model of transformers with "
-            "the attention interface, so no attention function could exchange keys"
-        )
+    is_theirs = hasattr(getattr(model, "config", None), "_attn_implementation")
+    if is_theirs and not takes_interface(model):
+        why = f"{name} is no causal language model of transformers with the attention interface"
+    elif not is_theirs and not _has_our_attention(model):
+        why = check_model(model)
     elif takes_interface(model) and (mixing := other_mixing(model)):
         why = f"{name} has {mixing}, which mixes tokens in another way than attention to earlier ones"
     elif getattr(getattr(model, "config", None), "output_router_logits", False):
         why = f"{name} adds a loss of its routers that counts all tokens of a microbatch (config.output_router_logits)"
     if why:
         raise PlanError(f"mesh.cp: {ranks} cuts sequences, and {why}; set mesh.cp: 1")
+
+
+def _has_our_attention(model: nn.Module) -> bool:
+    return any(isinstance(module, Attention) for module in model.modules())
 
 
 def _refuse_unkeyed(model: nn.Module) -> None:

@@ -89,11 +89,11 @@ def own_tokens(x: Tensor, layout: ContextLayout, rank: int, fill: float | None =
 
 def join_tokens(x: Tensor, layout: ContextLayout, group: Group) -> Tensor:
     """Return the tokens of all ranks in the order of the sequence: [B, t, ...] -> [B, T, ...]."""
-    found: Tensor = _Join.apply(x, layout, group)
+    found: Tensor = _JoinTokens.apply(x, layout, group)
     return found
 
 
-class _Join(torch.autograd.Function):
+class _JoinTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: ContextLayout, group: Group) -> Tensor:
         ctx.cut = layout, group

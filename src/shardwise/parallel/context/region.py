@@ -47,7 +47,8 @@ from shardwise.parallel.context.outputs import (
 from shardwise.parallel.context.ring import plan_ring
 from shardwise.passes.replay import DrawReplay
 
-_TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
+TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
+"""Arguments with the tokens, and with the targets, of a call."""
 _IGNORE = -100
 _LEAST_SHARE = 1e-12
 """Share of a rank without targets in a divisor, which may not be 0."""
@@ -118,6 +119,12 @@ class ContextRegion:
         self._model: nn.Module | None = None
         self.shifts = False
         """True if the model shifts its labels inside the loss, so that a cut has to shift them before."""
+        self.gives: tuple[str, ...] = ()
+        """Arguments of a model of another kind that get the positions of this rank's tokens."""
+        self.counts_calls = False
+        """True if a cut pass without a call of an attention function is an error."""
+        self.calls = 0
+        """Calls of attention functions in the running pass, where they are counted."""
         self.loss_is_whole = False
         """True if the last pass with gradients gave every rank the whole, of which a loss is the same on all."""
         self._keeps_parts = self._has_targets = self._trains = False
@@ -172,16 +179,28 @@ class ContextRegion:
             self._now = self._last = self._cut_of(given)
             self._has_targets, self._trains = _has_targets(given), torch.is_grad_enabled()
             self._notes_loss(self._now is None)
+            self.calls = 0
             ContextRegion.is_cutting = self._now is not None
             return None if self._now is None else ((), self._pieces(given, self._now))
 
         def end(module: nn.Module, args: Any, output: Any) -> Any:
             cut, self._now, ContextRegion.is_cutting = self._now, None, False
             is_part = cut is not None and not getattr(module, "stage_has_ended", False)
+            if is_part and output is not None:
+                self._check_calls(module)
             return self._of_tokens(output, cut.layout) if cut is not None and is_part else output
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
+
+    def _check_calls(self, model: nn.Module) -> None:
+        """Raise UsageError if a cut pass of a model of another kind has called no attention function."""
+        is_whole_model = not hasattr(model, "stage_has_ended")
+        if self.counts_calls and is_whole_model and not self.calls:
+            raise UsageError(
+                f"mesh.cp: the forward of {type(model).__name__} calls no F.scaled_dot_product_attention, so its "
+                "tokens would not see those of other ranks: it has no attention, or one of its own; set mesh.cp: 1"
+            )
 
     def _of_tokens(self, output: Any, layout: ContextLayout) -> Any:
         """Return a model's output with tensors of single tokens joined over the ranks, or withheld."""
@@ -218,15 +237,17 @@ class ContextRegion:
         trains = torch.is_grad_enabled()
         if self._replay.stays_whole or not (trains or _has_targets(given) or _is_plain(given)):
             return None
-        tokens = next((given[name] for name in _TOKENS if isinstance(given.get(name), Tensor)), None)
+        tokens = next((given[name] for name in TOKENS if isinstance(given.get(name), Tensor)), None)
         if tokens is None and not trains:
             return None
         if tokens is None or tokens.dim() != 2:
             raise UsageError(
                 "mesh.cp cuts sequences of tokens [B, T], and this call of the model has none; give "
-                f"{' or '.join(_TOKENS)}, or set mesh.cp: 1"
+                f"{' or '.join(TOKENS)}, or set mesh.cp: 1"
             )
-        asked = [name for name in _NOT_CUT if given.get(name) is not None]
+        asked = [
+            name for name in _NOT_CUT if given.get(name) is not None and not self._cuts_given(name, given)
+        ]
         if asked:
             raise UsageError(
                 f"mesh.cp: a call was given {', '.join(asked)}, which the cut of the sequences computes itself or "
@@ -238,6 +259,10 @@ class ContextRegion:
             check(tokens.shape[1])
         return self._cut(*tokens.shape)
 
+    def _cuts_given(self, name: str, given: Mapping[str, Any]) -> bool:
+        """Return True if an argument of a model of another kind has positions [B, T], which are cut as they are."""
+        return name in self.gives and isinstance(given[name], Tensor) and given[name].dim() == 2
+
     def _pieces(self, given: Mapping[str, Any], cut: SequenceCut) -> dict[str, Any]:
         layout = cut.layout
         places = layout.places(self.group.index)
@@ -248,6 +273,13 @@ class ContextRegion:
             return own_tokens(value, layout, self.group.index, _FILL.get(name, 0))
 
         here = places.clamp(max=layout.length - 1)
+        if self.gives:
+            pieces = {name: piece(name, value) for name, value in given.items()}
+            asked = [name for name in self.gives if given.get(name) is None]
+            rows = len(next(given[name] for name in TOKENS if given.get(name) is not None))
+            shapes = {"positions": here, "position_ids": here.expand(rows, -1)}
+            # A model that learns its positions from one of its arguments gets them by that one.
+            return pieces | {name: shapes[name] for name in asked if len(asked) == len(self.gives)}
         if not self.shifts:
             return {name: piece(name, value) for name, value in given.items()} | {"positions": here}
         _refuse_padding(given.get("attention_mask"))
