@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -121,7 +122,7 @@ def keyed_dropout(
         return x * 0.0
     scale = _LEVELS / (_LEVELS - dropped)
     if tokens is not None:
-        return _Dropout.apply(x, _keep_tokens(x, dropped, draw, cut, tokens), scale)
+        return _Dropout.apply(x, _keep_tokens(x.detach(), dropped, draw, cut, tokens), scale)
     if rows is not None:
         return _Dropout.apply(x, _keep_rows(x, dropped, draw, cut, rows), scale)
     if fused(x):
@@ -208,6 +209,7 @@ def keep(
     return kept.reshape(tuple(shape))
 
 
+@_disable_dynamo  # the ranges change from pass to pass, and the bits are drawn by numpy
 def _keep_tokens(
     x: Tensor, dropped: int, draw: MaskKey, cut: EqualPart | None, tokens: TokenRanges
 ) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.base.errors import UsageError
+from shardwise.comm.duals import uncompiled
 from shardwise.parallel.context.attention import context_attention
 from shardwise.parallel.context.region import TOKENS, ContextRegion
 from shardwise.passes.replay import DrawReplay
@@ -103,6 +104,7 @@ class _AttentionCalls(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+@uncompiled
 def _attend(
     region: ContextRegion,
     function: Callable[..., Tensor],
