@@ -96,7 +96,7 @@ class PassContext:
 
     def share_of_loss(self) -> float:
         """Return this rank's share in the loss of the last pass with gradients: below 1 if ranks have the same loss."""
-        is_whole = self.context is not None and self.context.loss_is_whole
+        is_whole = self.context is not None and self.context.outputs.loss_is_whole
         return 1 / self.context.group.size if self.context is not None and is_whole else 1.0
 
     def backward(self) -> AbstractContextManager[None]:

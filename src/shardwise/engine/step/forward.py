@@ -221,10 +221,9 @@ class ForwardRunner:
             self._make_room()
         with self._at((args, kwargs), parts.accumulation.passes), parts.passes.replay.whole():
             output = parts.hooks[0].run_as_forward(function, args, kwargs)
-        if parts.passes.context is not None and torch.is_grad_enabled():
-            parts.passes.context.loss_is_whole = (
-                True  # also of a method that does not call the model's forward
-            )
+        context = parts.passes.context
+        if context is not None and torch.is_grad_enabled():
+            context.outputs.loss_is_whole = True  # also of a method that does not call the model's forward
         cuts = parts.groups["tp"].size > 1 and parts.config.tensor.sequence_parallel
         if cuts and any(each.requires_grad for each in tensors_in(output)):
             raise UsageError(
@@ -254,6 +253,6 @@ class ForwardRunner:
         with self._at(batch, step.passes):
             if context is None:
                 return log_probs_of(parts.model, call, targets)
-            with context.keep_parts():  # whole logits may not fit the memory
-                found = log_probs_of(parts.model, call, targets, context.own_targets)
-            return context.join(found)
+            with context.outputs.keep_parts():  # whole logits may not fit the memory
+                found = log_probs_of(parts.model, call, targets, context.outputs.own_targets)
+            return context.outputs.join(found)

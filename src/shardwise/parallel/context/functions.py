@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.base.errors import UsageError
 from shardwise.comm.duals import uncompiled
 from shardwise.parallel.context.attention import context_attention
-from shardwise.parallel.context.region import TOKENS, ContextRegion
+from shardwise.parallel.context.region import TOKENS, ContextRegion, FunctionCalls
 from shardwise.passes.replay import DrawReplay
 
 _POSITIONS = ("positions", "position_ids")
@@ -71,8 +71,7 @@ def cut_functions(model: nn.Module, region: ContextRegion, replay: DrawReplay) -
         replay: The contexts around passes and the pieces of them that run again.
     """
     taken = inspect.signature(model.forward).parameters
-    region.gives = tuple(each for each in _POSITIONS if each in taken)
-    region.counts_calls = True
+    region.functions = FunctionCalls(tuple(each for each in _POSITIONS if each in taken))
     inside = replay.inside
 
     def both() -> AbstractContextManager[Any]:
@@ -123,7 +122,8 @@ def _attend(
         return function(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=has_groups, **more
         )
-    region.calls += 1
+    if region.functions is not None:
+        region.functions.count += 1
     tokens = sum(stop - start for start, stop in region.tokens() or ())
     asked = {
         "attn_mask": attn_mask is not None,

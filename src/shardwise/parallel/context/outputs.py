@@ -15,7 +15,8 @@ Cost:   a join sends (c - 1)/c of the whole each way, over c ranks.
 Shapes: B sequences, T tokens, t tokens of this rank, padding included.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,71 @@ from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import joined
 from shardwise.parallel.context.layout import ContextLayout
+
+_IGNORE = -100
+_WITHHELD = (
+    "in a pass with targets under context parallelism each rank has those of its own tokens, in the order of its part. "
+    "For whole ones call the model without targets, or set mesh.cp: 1"
+)
+
+
+class TokenOutputs:
+    """What the passes of a model return of the outputs of single tokens.
+
+    Args:
+        group: The ranks that share a sequence.
+        stand_in: Makes a stand-in for an output, whose use raises the error with a given text; None keeps outputs.
+    """
+
+    def __init__(self, group: Group, stand_in: Callable[[str], Any] | None) -> None:
+        self._group = group
+        self._stand_in = stand_in
+        self._layout: ContextLayout | None = None
+        self._has_targets = self._keeps_parts = self._trains = False
+        self.loss_is_whole = False
+        """True if the last pass with gradients gave every rank the whole, of which a loss is the same on all."""
+
+    def begin(self, layout: ContextLayout | None, has_targets: bool) -> None:
+        """Begin a pass.
+
+        Args:
+            layout: The cut of its sequences; None if they are whole.
+            has_targets: True if the model gets its targets.
+        """
+        self._layout, self._has_targets, self._trains = layout, has_targets, torch.is_grad_enabled()
+        self._notes_loss(layout is None)
+
+    def of(self, output: Any) -> Any:
+        """Return a model's output with tensors of single tokens joined over the ranks, or withheld."""
+        assert self._layout is not None, "a whole pass has whole outputs"
+        if self._has_targets and has_number(output):
+            stand_in = self._stand_in
+            return output if stand_in is None else withheld_outputs(output, self._layout, stand_in, _WITHHELD)
+        self._notes_loss(True)
+        return output if self._keeps_parts else joined_outputs(output, self._layout, self._group)
+
+    def _notes_loss(self, is_whole: bool) -> None:
+        if self._trains:
+            self.loss_is_whole = is_whole
+
+    def own_targets(self, targets: Tensor) -> Tensor:
+        """Return the targets [B, T] of this rank's tokens in the last pass; all of them if the pass was whole."""
+        if self._layout is None or targets.shape[1:] != (self._layout.length,):
+            return targets
+        return own_tokens(targets, self._layout, self._group.index, _IGNORE)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return what all ranks have of the last pass, in the order of the tokens: [B, t, ...] -> [B, T, ...]."""
+        return x if self._layout is None else join_tokens(x, self._layout, self._group)
+
+    @contextmanager
+    def keep_parts(self) -> Iterator[None]:
+        """Keep outputs of single tokens as this rank's part inside the context, in the order of its part."""
+        self._keeps_parts = True
+        try:
+            yield
+        finally:
+            self._keeps_parts = False
 
 
 def has_number(output: Any) -> bool:

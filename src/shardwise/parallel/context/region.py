@@ -20,8 +20,8 @@ Shapes: B sequences, T tokens, t tokens of this rank.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -37,13 +37,7 @@ from shardwise.parallel.context.attention import AttentionSite, context_attentio
 from shardwise.parallel.context.choice import KeysBy
 from shardwise.parallel.context.keys import Starts, plan_exchange
 from shardwise.parallel.context.layout import ContextLayout, TokenRange, cut_in_groups
-from shardwise.parallel.context.outputs import (
-    has_number,
-    join_tokens,
-    joined_outputs,
-    own_tokens,
-    withheld_outputs,
-)
+from shardwise.parallel.context.outputs import TokenOutputs, own_tokens
 from shardwise.parallel.context.ring import plan_ring
 from shardwise.passes.replay import DrawReplay
 
@@ -59,11 +53,6 @@ _NOT_CUT = ("cache", "past_key_values", "position_ids", "positions", "shift_labe
 """Arguments that a cut computes itself, or that hold tokens of which the cut knows nothing."""
 _SINGLE = ("use_cache", "logits_to_keep", "output_attentions")
 """Arguments with which an output is not one row for each token."""
-_WITHHELD = (
-    "in a pass with targets under context parallelism each rank has those of its own tokens, in the order of its part. "
-    "For whole ones call the model without targets, or set mesh.cp: 1"
-)
-
 _cut_cached = lru_cache(maxsize=64)(cut_in_groups)
 """``cut_in_groups`` for arguments that came before: every pass of one length is cut alike."""
 
@@ -90,6 +79,24 @@ class SequenceCut(NamedTuple):
     """First token of each document, for each sequence."""
 
 
+@dataclass
+class FunctionCalls:
+    """The calls of attention functions in the running pass of a model of another kind."""
+
+    positions: tuple[str, ...]
+    """Arguments of the model that get the positions of this rank's tokens."""
+    count: int = 0
+    """Calls so far."""
+
+    def check(self, model: nn.Module) -> None:
+        """Raise UsageError if a cut pass has ended without a call; a stage of a pipeline may have none."""
+        if not self.count and not hasattr(model, "stage_has_ended"):
+            raise UsageError(
+                f"mesh.cp: the forward of {type(model).__name__} calls no F.scaled_dot_product_attention, so its "
+                "tokens would not see those of other ranks: it has no attention, or one of its own; set mesh.cp: 1"
+            )
+
+
 class ContextRegion:
     """State of the running pass of a model whose sequences are cut.
 
@@ -110,25 +117,18 @@ class ContextRegion:
         replay: DrawReplay,
         withhold: Callable[[str], Any] | None = None,
     ) -> None:
-        self._withhold = withhold
         self._ranks = ranks
         self.group = ranks.all
+        self.outputs = TokenOutputs(ranks.all, withhold)
+        """What a pass returns of the outputs of its tokens."""
         self._parts = parts
         self._replay = replay
         self._now: SequenceCut | None = None
         self._model: nn.Module | None = None
         self.shifts = False
         """True if the model shifts its labels inside the loss, so that a cut has to shift them before."""
-        self.gives: tuple[str, ...] = ()
-        """Arguments of a model of another kind that get the positions of this rank's tokens."""
-        self.counts_calls = False
-        """True if a cut pass without a call of an attention function is an error."""
-        self.calls = 0
-        """Calls of attention functions in the running pass, where they are counted."""
-        self.loss_is_whole = False
-        """True if the last pass with gradients gave every rank the whole, of which a loss is the same on all."""
-        self._keeps_parts = self._has_targets = self._trains = False
-        self._last: SequenceCut | None = None
+        self.functions: FunctionCalls | None = None
+        """Calls of attention functions of a model of another kind than ours and transformers'; None for these."""
 
     @property
     def cut(self) -> SequenceCut | None:
@@ -176,62 +176,23 @@ class ContextRegion:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = dict(signature.bind_partial(*args, **kwargs).arguments)
             given |= given.pop("kwargs", {})
-            self._now = self._last = self._cut_of(given)
-            self._has_targets, self._trains = _has_targets(given), torch.is_grad_enabled()
-            self._notes_loss(self._now is None)
-            self.calls = 0
+            self._now = self._cut_of(given)
+            self.outputs.begin(None if self._now is None else self._now.layout, _has_targets(given))
+            if self.functions is not None:
+                self.functions.count = 0
             ContextRegion.is_cutting = self._now is not None
             return None if self._now is None else ((), self._pieces(given, self._now))
 
         def end(module: nn.Module, args: Any, output: Any) -> Any:
             cut, self._now, ContextRegion.is_cutting = self._now, None, False
-            is_part = cut is not None and not getattr(module, "stage_has_ended", False)
-            if is_part and output is not None:
-                self._check_calls(module)
-            return self._of_tokens(output, cut.layout) if cut is not None and is_part else output
+            if cut is None or output is None or getattr(module, "stage_has_ended", False):
+                return output
+            if self.functions is not None:
+                self.functions.check(module)
+            return self.outputs.of(output)
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
-
-    def _check_calls(self, model: nn.Module) -> None:
-        """Raise UsageError if a cut pass of a model of another kind has called no attention function."""
-        is_whole_model = not hasattr(model, "stage_has_ended")
-        if self.counts_calls and is_whole_model and not self.calls:
-            raise UsageError(
-                f"mesh.cp: the forward of {type(model).__name__} calls no F.scaled_dot_product_attention, so its "
-                "tokens would not see those of other ranks: it has no attention, or one of its own; set mesh.cp: 1"
-            )
-
-    def _of_tokens(self, output: Any, layout: ContextLayout) -> Any:
-        """Return a model's output with tensors of single tokens joined over the ranks, or withheld."""
-        if self._has_targets and has_number(output):
-            return withheld_outputs(output, layout, self._withhold, _WITHHELD) if self._withhold else output
-        self._notes_loss(True)
-        return output if self._keeps_parts else joined_outputs(output, layout, self.group)
-
-    def _notes_loss(self, is_whole: bool) -> None:
-        """Note whether every rank has the whole of the running pass, if the pass has gradients."""
-        if self._trains:
-            self.loss_is_whole = is_whole
-
-    def own_targets(self, targets: Tensor) -> Tensor:
-        """Return the targets [B, T] of this rank's tokens in the last pass; all of them if the pass was whole."""
-        if self._last is None or targets.shape[1:] != (self._last.layout.length,):
-            return targets
-        return own_tokens(targets, self._last.layout, self.group.index, _IGNORE)
-
-    def join(self, x: Tensor) -> Tensor:
-        """Return what all ranks have of the last pass, in the order of the tokens: [B, t, ...] -> [B, T, ...]."""
-        return x if self._last is None else join_tokens(x, self._last.layout, self.group)
-
-    @contextmanager
-    def keep_parts(self) -> Iterator[None]:
-        """Keep outputs of single tokens as this rank's part inside the context, in the order of its part."""
-        self._keeps_parts = True
-        try:
-            yield
-        finally:
-            self._keeps_parts = False
 
     def _cut_of(self, given: Mapping[str, Any]) -> SequenceCut | None:
         trains = torch.is_grad_enabled()
@@ -261,7 +222,8 @@ class ContextRegion:
 
     def _cuts_given(self, name: str, given: Mapping[str, Any]) -> bool:
         """Return True if an argument of a model of another kind has positions [B, T], which are cut as they are."""
-        return name in self.gives and isinstance(given[name], Tensor) and given[name].dim() == 2
+        positions = () if self.functions is None else self.functions.positions
+        return name in positions and isinstance(given[name], Tensor) and given[name].dim() == 2
 
     def _pieces(self, given: Mapping[str, Any], cut: SequenceCut) -> dict[str, Any]:
         layout = cut.layout
@@ -273,13 +235,15 @@ class ContextRegion:
             return own_tokens(value, layout, self.group.index, _FILL.get(name, 0))
 
         here = places.clamp(max=layout.length - 1)
-        if self.gives:
+        if self.functions is not None:
             pieces = {name: piece(name, value) for name, value in given.items()}
-            asked = [name for name in self.gives if given.get(name) is None]
+            asked = [name for name in self.functions.positions if given.get(name) is None]
             rows = len(next(given[name] for name in TOKENS if given.get(name) is not None))
             shapes = {"positions": here, "position_ids": here.expand(rows, -1)}
             # A model that learns its positions from one of its arguments gets them by that one.
-            return pieces | {name: shapes[name] for name in asked if len(asked) == len(self.gives)}
+            return pieces | {
+                name: shapes[name] for name in asked if len(asked) == len(self.functions.positions)
+            }
         if not self.shifts:
             return {name: piece(name, value) for name, value in given.items()} | {"positions": here}
         _refuse_padding(given.get("attention_mask"))

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.engine.test_context import VOCABULARY, batch
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.base.errors import PlanError, UsageError
 from shardwise.comm.world import World
-from tests.engine.test_context import VOCABULARY, batch
 
 WIDTH, HEADS, GROUPS = 16, 4, 2
 
