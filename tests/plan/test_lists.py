@@ -161,11 +161,13 @@ def test_only_the_first_pass_of_a_step_gathers_behind_updates() -> None:
     away = [replace(each, tier="host") for each in ZERO3]
     row, ahead = opens(1, 2), PrefetchLimits(1, [10] * 3)
 
-    def forward(stage: int, first: bool, last: bool) -> list[Action]:
+    def units(kind: Kind, stage: int, first: bool, last: bool) -> list[Action]:
+        if kind is not Kind.F:
+            return []
         return forward_actions(row, away, ahead.behind_updates(row, away, [True] * 3) if first else ahead)
 
     passes = [Action(kind, stage=0, microbatch=each) for each in range(2) for kind in (Kind.F, Kind.B)]
-    made = add_sharding({0: passes}, forward, lambda *_: [])[0]
+    made = add_sharding({0: passes}, units)[0]
     assert [text(made).count(each) for each in ("UNSHARD(u1,0) F(u0,0)", "UNSHARD(u1,1) F(u0,1)")] == [0, 1]
 
 

@@ -276,6 +276,17 @@ CHANGES = (
     ),
     _row(
         Phase.STAGE,
+        "products",
+        "`forward` of linear layers lets the gradient of the weight wait for W, if the schedule has W; of layers that "
+        "tp cuts, of heads and of experts an attribute does",
+        "after fp8, whose layers do not wait; inside of recomputation, which runs these forwards again",
+        "compose/module_steps.py kernels/deferred.py",
+        Undone.IF_WHOLE,
+        Effect.METHOD,
+        Effect.ATTRIBUTE,
+    ),
+    _row(
+        Phase.STAGE,
         "compile",
         "`forward` of each block is compiled",
         "inside of recomputation: a compiler cannot trace the contexts of a checkpoint",

@@ -4,7 +4,7 @@ Cost: names and shapes; if a pipeline cuts the model, one pass without numbers (
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from shardwise.compose.spec import (
     ParameterSpec,
     StageBlocks,
 )
+from shardwise.kernels.deferred import DefersProducts, is_plain_linear
 from shardwise.models.layers import Attention
 from shardwise.parallel.context.choice import AttentionLayer
 from shardwise.parallel.context.foreign import layer_of, takes_interface
@@ -111,12 +112,30 @@ def describe(model: nn.Module, zero: ZeroPolicy | None = None, stacks: Collectio
             for policy in [layer.router.policy]
         },
         shared_buffers=frozenset(shared_buffers_of(model)),
+        products=frozenset(_products(model, parameters)),
         load_buffers=frozenset(
             name
             for layer, mixture in layers.items()
             for name, _ in mixture.router.named_buffers(f"{layer}.router" if layer else "router")
         ),
     )
+
+
+def _products(model: nn.Module, parameters: Mapping[str, ParameterSpec]) -> Iterator[str]:
+    """Yield the weights of layers that can compute the gradient of the weight apart from that of the input.
+
+    A tied weight is left out, because the gradients of its uses come from several layers.
+    """
+    for name, module in model.named_modules():
+        names: Sequence[str] = ()
+        if isinstance(module, DefersProducts):
+            names = module.product_weights
+        elif is_plain_linear(module):
+            names = ("weight",)
+        for key in names:
+            full = f"{name}.{key}" if name else key
+            if full in parameters and parameters[full].trained and not parameters[full].aliases:
+                yield full
 
 
 def describe_cut(

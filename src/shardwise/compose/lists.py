@@ -34,6 +34,7 @@ from shardwise.plan.lists import (
     is_inside,
     registration_boundaries,
     update_actions,
+    weight_actions,
     with_fetches,
 )
 from shardwise.plan.plan import Plan, RankClass
@@ -90,15 +91,18 @@ class UnitLists:
         """
         return self._cached(tuple(order.boundaries), tuple(order.fetches.items()), "lone forward")
 
-    def backward(self, boundaries: Sequence[UnitBoundary], is_last: bool, is_first: bool) -> list[Action]:
-        """Return the Units' Actions of a backward pass.
+    def backward(
+        self, boundaries: Sequence[UnitBoundary], is_last: bool, is_first: bool, kind: Kind = Kind.B
+    ) -> list[Action]:
+        """Return the Units' Actions of a backward pass, or of one half of it.
 
         Args:
             boundaries: Order of the forward pass.
-            is_last: True for the stage's last backward pass of a step.
-            is_first: True for the stage's first backward pass of a step.
+            is_last: True for the stage's last pass of this sort in a step.
+            is_first: True for the stage's first pass of this sort in a step.
+            kind: B, I or W.
         """
-        what = ("first " if is_first else "") + ("last " if is_last else "") + "backward"
+        what = ("first " if is_first else "") + ("last " if is_last else "") + kind.name
         return self._cached(tuple(boundaries), (), what)
 
     def foreign(self, boundaries: Sequence[UnitBoundary]) -> list[Action]:
@@ -121,8 +125,18 @@ class UnitLists:
             return with_fetches(made, dict(fetches))
         if what == "foreign":
             trained = (False,) * len(trained)
+        under_way, later, is_last = self._ranks.under_way, self._ranks.later_units, "last" in what
+        if what.endswith(Kind.W.name):
+            return weight_actions(boundaries, strategies, trained, is_last, later, under_way)
         return backward_actions(
-            boundaries, strategies, trained, "last" in what, prefetch, self._ranks.under_way, "first" in what
+            boundaries,
+            strategies,
+            trained,
+            is_last,
+            prefetch,
+            under_way,
+            "first" in what,
+            later if what.endswith(Kind.I.name) else None,
         )
 
 
@@ -148,19 +162,12 @@ def schedule_lists(
         return measured.get((action.kind, action.stage), 0.0) if measured else nominal_s(action)
 
     passes = schedule(policy.schedule, ranks, microbatches, policy.virtual_stages, seconds, policy.live)
-    return add_communication(_with_whole_backwards(passes), ranks, seconds, policy.folded)
+    return add_communication(passes, ranks, seconds, policy.folded)
 
 
-def _with_whole_backwards(lists: Lists) -> Lists:
-    """Return the passes with B in place of each I, and without W."""
-    return {
-        rank: [
-            action._replace(kind=Kind.B) if action.kind is Kind.I else action
-            for action in row
-            if action.kind is not Kind.W
-        ]
-        for rank, row in lists.items()
-    }
+def splits_backward(rows: Lists) -> bool:
+    """Return True if the passes of any rank compute gradients of inputs and of weights apart (I and W)."""
+    return any(action.kind is Kind.W for row in rows.values() for action in row)
 
 
 def turning_stages(row: Sequence[Action]) -> frozenset[int]:
@@ -174,7 +181,8 @@ def turning_stages(row: Sequence[Action]) -> frozenset[int]:
     others = {
         action.stage
         for action, behind in zip(passes, [*passes[1:], None], strict=True)
-        if action.kind is Kind.F and behind != action._replace(kind=Kind.B)
+        if action.kind is Kind.F
+        and behind not in (action._replace(kind=Kind.B), action._replace(kind=Kind.I))
     }
     return frozenset(stages - others)
 
@@ -206,10 +214,15 @@ def step_actions(
     """
     lists, strategies, trained = UnitLists(ranks, zero), ranks.strategies, ranks.trained
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
+
+    def units(kind: Kind, stage: int, is_first: bool, is_last: bool) -> list[Action]:
+        if kind is Kind.F:
+            return lists.forward(known[stage], is_first)
+        return lists.backward(known[stage].boundaries, is_last, is_first, kind)
+
     actions = add_sharding(
         {0: row},
-        lambda stage, is_first, is_last: lists.forward(known[stage], is_first),
-        lambda stage, is_first, is_last: lists.backward(known[stage].boundaries, is_last, is_first),
+        units,
         zero.reshard_after_forward or not any(each.has_windows for each in strategies),
     )[0]
     actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
@@ -245,7 +258,7 @@ def forward_actions_of(
     row = forward_lists(plan.mesh.pp, batches, pipeline)[place]
     lists = UnitLists(ranks, zero)
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
-    made = add_sharding({0: row}, lambda stage, *_: lists.forward_alone(known[stage]), lambda *_: [])[0]
+    made = add_sharding({0: row}, lambda kind, stage, *_: lists.forward_alone(known[stage]))[0]
     validate_forward(plan, made, batches)
     return made
 

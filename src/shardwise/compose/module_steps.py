@@ -10,13 +10,20 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError
 from shardwise.comm import symmetric
 from shardwise.comm.collectives import Group
 from shardwise.compose.apply import Phase, Step, apply_steps
 from shardwise.compose.describe import DescribedModel, blocks_of
+from shardwise.kernels.deferred import (
+    DefersProducts,
+    ProductQueue,
+    deferred_linear,
+    is_plain_linear,
+    is_transposed,
+)
 from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.layers import Attention
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
@@ -300,6 +307,29 @@ def multiply_in_fp8(
             layer.fp8 = CutProducts(products, source, tp, cuts, name)
         elif isinstance(layer, nn.Linear):
             layer.forward = partial(fp8_forward, layer, products, source, name)  # type: ignore[method-assign]
+
+
+def defer_products(module: nn.Module, names: Collection[str], queue: ProductQueue) -> None:
+    """Let the gradients of the weights ``names`` that are in ``module`` wait for W.
+
+    Args:
+        module: Stage of a model.
+        names: Names of weights of the whole model.
+        queue: The products that wait.
+    """
+    for name, layer in module.named_modules():
+        own = [key for key in layer._parameters if f"{name}.{key}".lstrip(".") in names]
+        if not own:
+            continue
+        if isinstance(layer, DefersProducts):
+            layer.products = queue
+        elif is_plain_linear(layer):
+            layer.forward = partial(_deferred_forward, layer, queue, is_transposed(layer))
+
+
+def _deferred_forward(layer: Any, queue: ProductQueue, transposed: bool, x: Tensor) -> Tensor:
+    """Return the output of a linear layer; takes the place of the layer's ``forward``."""
+    return deferred_linear(x, layer.weight, layer.bias, queue, transposed)
 
 
 def recompute_blocks(

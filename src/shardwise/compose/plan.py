@@ -33,6 +33,7 @@ from shardwise.compose.lists import (
     UnitLists,
     forward_actions_of,
     schedule_lists,
+    splits_backward,
     step_actions,
     turning_stages,
 )
@@ -185,11 +186,20 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
             spec, stage_of, own, registry, mesh, policies, _turning(policies, rows[place])
         )
+    if splits_backward(rows):
+        classes = {
+            name: replace(each, later_units=_later_units(spec, each)) for name, each in classes.items()
+        }
     exchanges: tuple[RowExchange | AttentionExchange, ...] = (
         *attention_exchanges(spec, mesh, policies, rank),
         *exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks),
     )
-    notes = (*_notes(spec, mesh, policies), *why, *_notes_of_hosts(classes.values()))
+    notes = (
+        *_notes(spec, mesh, policies),
+        *why,
+        *_notes_of_hosts(classes.values()),
+        *_notes_of_later(spec, classes),
+    )
     plan = Plan(mesh, registry, classes, rank, notes, exchanges, policies.tokens, spec.experts_of)
     monitored = len(measured_titles(spec, policies.zero)) if policies.unit_norms else 0
     monitored += count_phase_numbers(mesh.world_size) if policies.rank_seconds else 0
@@ -380,6 +390,36 @@ def _class(
         0 if under_way == "auto" else int(under_way),
         turning_stages=turning,
     )
+
+
+def _later_units(spec: ModelSpec, ranks: RankClass) -> frozenset[int]:
+    """Return the Units with trained weights whose gradients wait for W."""
+    return frozenset(
+        unit.index
+        for unit in ranks.units
+        if any(
+            slot.name in spec.products and bucket.key.trained
+            for bucket in unit.buckets
+            for slot in bucket.slots
+        )
+    )
+
+
+def _notes_of_later(spec: ModelSpec, classes: Mapping[str, RankClass]) -> Iterator[str]:
+    """Yield the matrices whose gradients do not wait for W although the schedule has W."""
+    if not any(each.later_units for each in classes.values()):
+        return
+    at_once = [
+        name
+        for name, each in spec.parameters.items()
+        if each.trained and len(each.shape) > 1 and name not in spec.products
+    ]
+    if at_once:
+        more = " ..." if len(at_once) > 4 else ""
+        yield (
+            f"computed in I, not in W: the gradients of {', '.join(at_once[:4])}{more}, which are no weights of plain "
+            "linear layers or stacked experts, or are tied, compiled, in fp8 or have hooks of their own"
+        )
 
 
 def _moving_activations(

@@ -131,6 +131,8 @@ class ModelSpec:
     """Mixtures of experts, by first name."""
     shared_buffers: frozenset[str] = frozenset()
     """Names of buffers that all ranks update in the same way; other buffers may differ."""
+    products: frozenset[str] = frozenset()
+    """Names of the weights of linear layers and experts whose gradients may wait for W."""
     load_buffers: frozenset[str] = frozenset()
     """Names of the shared buffers that a step updates by the loads of experts."""
     attention: AttentionSpec | None = None

@@ -31,9 +31,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import choice
+from shardwise.kernels.deferred import Deferral, ProductQueue, deferral_of, later
 from shardwise.kernels.gated import gate, gate_gradient
 from shardwise.kernels.operation import operation
 
+_TwoDeferrals = tuple[Deferral | None, Deferral | None]
+"""Where the gradients of gate and up, and of down, wait for W."""
 _STRETCH_ELEMENTS = 1 << 17
 _ALIGNED_BYTES = 16
 
@@ -88,11 +91,20 @@ def sizes_of(sizes: Sequence[int]) -> GroupSizes:
 
 
 @operation("product")
-def grouped_product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Multiply each row by the matrix of its group: [R, N]. The first ``sizes[0]`` rows are of group 0, and so on."""
+def grouped_product(
+    rows: Tensor, weights: Tensor, sizes: Sequence[int], waits: Deferral | None = None
+) -> Tensor:
+    """Multiply each row by the matrix of its group: [R, N]. The first ``sizes[0]`` rows are of group 0, and so on.
+
+    Args:
+        rows: rows sorted by group, [R, K].
+        weights: matrix of each group, [G, N, K].
+        sizes: number of rows of each group.
+        waits: where the gradient of ``weights`` waits for W; None: it is computed with that of ``rows``.
+    """
     rows, weights = _autocast(rows, weights)
     form = _GroupedMm if is_one_launch(rows, weights) else _GroupedProduct
-    product: Tensor = form.apply(rows, weights, sizes_of(sizes))
+    product: Tensor = form.apply(rows, weights, sizes_of(sizes), waits)
     return product
 
 
@@ -103,7 +115,13 @@ def plain_grouped_product(rows: Tensor, weights: Tensor, counts: Sequence[int]) 
 
 
 @operation("product")
-def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, sizes: Sequence[int]) -> Tensor:
+def gated_experts(
+    rows: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    sizes: Sequence[int],
+    queue: ProductQueue | None = None,
+) -> Tensor:
     """Compute each row with the gated net of its group: [R, D].
 
     The outputs of gate and up are kept for each row. Their product is computed again in backward.
@@ -113,10 +131,12 @@ def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, sizes: Sequence[i
         gate_up: weights of gate, then up, [G, 2F, D].
         down: weights of the second layer, [G, D, F].
         sizes: number of rows of each group.
+        queue: products that wait for W, to which those of the weights' gradients are added; None: none wait.
     """
+    waits = deferral_of(queue, gate_up, rows), deferral_of(queue, down, rows)
     cast = _autocast(rows, gate_up, down)
     form = _GatedMm if is_one_launch(*cast) else _GatedExperts
-    out: Tensor = form.apply(*cast, sizes_of(sizes), torch.is_grad_enabled())
+    out: Tensor = form.apply(*cast, sizes_of(sizes), torch.is_grad_enabled(), waits)
     return out
 
 
@@ -174,29 +194,37 @@ def _places(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 class _GroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, sizes: GroupSizes, waits: Deferral | None) -> Tensor:
         ctx.save_for_backward(rows, weights)
-        ctx.sizes = sizes
+        ctx.sizes, ctx.waits = sizes, waits
         return _mm(rows, weights.mT, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, weights = ctx.saved_tensors
-        needs_rows, needs_weights, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        d_rows = _mm(grad, weights, ctx.sizes) if needs_rows else None
-        return d_rows, _mm(grad.mT, rows.contiguous(), ctx.sizes) if needs_weights else None, None
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        grad, sizes, d_weights = grad.contiguous(), ctx.sizes, None
+        d_rows = _mm(grad, weights, sizes) if needs_rows else None
+        if needs_weights:
+            d_weights = later(ctx.waits, lambda: _mm(grad.mT, rows.contiguous(), sizes), grad, rows)
+        return d_rows, d_weights, None, None
 
 
 class _GatedMm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, sizes: GroupSizes, keeps: bool
+        ctx: Any,
+        rows: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        sizes: GroupSizes,
+        keeps: bool,
+        waits: _TwoDeferrals,
     ) -> Tensor:
         both = _mm(rows, gate_up.mT, sizes)
         ctx.save_for_backward(rows, gate_up, down, both)
-        ctx.sizes = sizes
+        ctx.sizes, ctx.waits = sizes, waits
         return _mm(gate(both), down.mT, sizes)
 
     @staticmethod
@@ -204,13 +232,16 @@ class _GatedMm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, gate_up, down, both = ctx.saved_tensors
         needs_rows, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        grad, sizes = grad.contiguous(), ctx.sizes
-        d_down = _mm(grad.mT, gate(both), sizes) if needs_down else None
+        grad, sizes, (of_gate_up, of_down) = grad.contiguous(), ctx.sizes, ctx.waits
+        d_gate_up = d_down = None
+        if needs_down:
+            d_down = later(of_down, lambda: _mm(grad.mT, gate(both), sizes), grad, both)
         if not needs_rows and not needs_gate_up:
-            return None, None, d_down, None, None
+            return None, None, d_down, None, None, None
         d_both = gate_gradient(_mm(grad, down, sizes), both)
-        d_gate_up = _mm(d_both.mT, rows.contiguous(), sizes) if needs_gate_up else None
-        return _mm(d_both, gate_up, sizes) if needs_rows else None, d_gate_up, d_down, None, None
+        if needs_gate_up:
+            d_gate_up = later(of_gate_up, lambda: _mm(d_both.mT, rows.contiguous(), sizes), d_both, rows)
+        return _mm(d_both, gate_up, sizes) if needs_rows else None, d_gate_up, d_down, None, None, None
 
 
 def _mm(a: Tensor, b: Tensor, sizes: GroupSizes) -> Tensor:
@@ -220,9 +251,9 @@ def _mm(a: Tensor, b: Tensor, sizes: GroupSizes) -> Tensor:
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, sizes: GroupSizes, waits: Deferral | None) -> Tensor:
         ctx.save_for_backward(rows, weights)
-        ctx.counts = sizes.counts
+        ctx.counts, ctx.waits = sizes.counts, waits
         out = rows.new_empty(rows.shape[0], weights.shape[1])
         matrices = weights.mT.unbind()
         for group, place in _places(ctx.counts):
@@ -233,9 +264,13 @@ class _GroupedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, weights = ctx.saved_tensors
-        needs_rows, needs_weights, _ = ctx.needs_input_grad
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
         d_rows = torch.empty_like(rows) if needs_rows else None
-        d_weights = torch.empty_like(weights) if needs_weights else None
+        waits = needs_weights and ctx.waits is not None and ctx.waits.is_open
+        if waits:
+            counts, shape = ctx.counts, weights.shape
+            later(ctx.waits, lambda: _stack_product(grad, rows, counts, shape), grad, rows)
+        d_weights = torch.empty_like(weights) if needs_weights and not waits else None
         if d_weights is not None:
             for group, count in enumerate(ctx.counts):
                 if not count:
@@ -245,13 +280,31 @@ class _GroupedProduct(torch.autograd.Function):
                 torch.mm(grad[place].T, rows[place], out=d_weights[group])
             if d_rows is not None:
                 torch.mm(grad[place], weights[group], out=d_rows[place])
-        return d_rows, d_weights, None
+        return d_rows, d_weights, None, None
+
+
+def _stack_product(grad: Tensor, rows: Tensor, counts: Sequence[int], shape: torch.Size) -> Tensor:
+    """Return the gradient of a stack of matrices [G, N, K] from the groups of ``grad`` [R, N] and ``rows`` [R, K]."""
+    return _stack_of(_split(grad, counts), _split(rows, counts), grad, shape)
+
+
+def _stack_of(grads: Sequence[Tensor], rows: Sequence[Tensor], like: Tensor, shape: torch.Size) -> Tensor:
+    """Return the products of each group's ``grads`` [n, N] and ``rows`` [n, K], stacked: [G, N, K]."""
+    stacked = like.new_empty(shape)
+    _multiply([part.T for part in grads], rows, stacked.unbind())
+    return stacked
 
 
 class _GatedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, sizes: GroupSizes, keeps: bool
+        ctx: Any,
+        rows: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        sizes: GroupSizes,
+        keeps: bool,
+        waits: _TwoDeferrals,
     ) -> Tensor:
         counts, columns = sizes.counts, gate_up.shape[1]
         at_once = _is_at_once(rows, columns)
@@ -270,7 +323,7 @@ class _GatedExperts(torch.autograd.Function):
                 product = torch.mm(part, first) if into is None else torch.mm(part, first, out=into)
                 torch.mm(_gated(product), second, out=result)
         ctx.save_for_backward(rows, gate_up, down, both)
-        ctx.counts = counts
+        ctx.counts, ctx.waits = counts, waits
         return out
 
     @staticmethod
@@ -278,21 +331,38 @@ class _GatedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, gate_up, down, both = ctx.saved_tensors
         counts, groups = ctx.counts, len(ctx.counts)
+        needs, (of_gate_up, of_down) = ctx.needs_input_grad, ctx.waits
+        gate_up_waits, down_waits = (
+            needed and waits is not None and waits.is_open
+            for needed, waits in zip(needs[1:3], (of_gate_up, of_down), strict=True)
+        )
+        now = needs[0], needs[1] and not gate_up_waits, needs[2] and not down_waits
         d_rows, d_gate_up, d_down = (
             torch.empty_like(tensor) if needed else None
-            for tensor, needed in zip((rows, gate_up, down), ctx.needs_input_grad, strict=False)
+            for tensor, needed in zip((rows, gate_up, down), now, strict=True)
         )
         into_rows = [None] * groups if d_rows is None else _split(d_rows, counts)
         places = _Gradients(
             _split(grad, counts), _split(rows, counts), gate_up.unbind(), down.unbind(),
             _cut(d_gate_up, groups), _cut(d_down, groups), into_rows,
         )  # fmt: skip
-        if not _is_at_once(rows, gate_up.shape[1]):
-            for group, product in enumerate(_split(both, counts)):
-                places.of_groups(group, group + 1, product, counts[group : group + 1])
-        else:
-            places.of_groups(0, groups, both, counts)
-        return d_rows, d_gate_up, d_down, None, None
+        hidden: list[Tensor] = []
+        of_both: list[Tensor] = []
+        parts_of_both = [both] if _is_at_once(rows, gate_up.shape[1]) else _split(both, counts)
+        step = groups // len(parts_of_both)
+        for place, product in enumerate(parts_of_both):
+            start = place * step
+            made = places.of_groups(start, start + step, product, counts[start : start + step])
+            if gate_up_waits or down_waits:
+                hidden += made[0]
+                of_both += made[1]
+        if down_waits:
+            grads, down_shape = places.grads, down.shape
+            later(of_down, lambda: _stack_of(grads, hidden, grad, down_shape), grad, *hidden)
+        if gate_up_waits:
+            parts, up_shape = places.rows, gate_up.shape
+            later(of_gate_up, lambda: _stack_of(of_both, parts, grad, up_shape), rows, *of_both)
+        return d_rows, d_gate_up, d_down, None, None, None
 
 
 class _Gradients(NamedTuple):
@@ -306,8 +376,14 @@ class _Gradients(NamedTuple):
     into_seconds: Sequence[Tensor | None]
     into_rows: Sequence[Tensor | None]
 
-    def of_groups(self, start: int, stop: int, both: Tensor, counts: Sequence[int]) -> None:
-        """Write the gradients of groups ``start`` to ``stop``; ``both`` has their products with gate and up."""
+    def of_groups(
+        self, start: int, stop: int, both: Tensor, counts: Sequence[int]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Write the gradients of groups ``start`` to ``stop``; ``both`` has their products with gate and up.
+
+        Returns:
+            silu(gate) · up, and the gradient of ``both``, by group.
+        """
         own = slice(start, stop)
         grads = self.grads[own]
         d_hidden = both.new_empty(both.shape[0], both.shape[1] // 2)
@@ -315,10 +391,11 @@ class _Gradients(NamedTuple):
         hidden, d_both = torch.empty_like(d_hidden), torch.empty_like(both)
         for place in stretches(both):
             _silu_backward(both[place], d_hidden[place], hidden[place], d_both[place])
-        of_both = _split(d_both, counts)
-        _multiply([grad.T for grad in grads], _split(hidden, counts), self.into_seconds[own])
+        of_both, of_hidden = _split(d_both, counts), _split(hidden, counts)
+        _multiply([grad.T for grad in grads], of_hidden, self.into_seconds[own])
         _multiply([part.T for part in of_both], self.rows[own], self.into_firsts[own])
         _multiply(of_both, self.firsts[own], self.into_rows[own])
+        return of_hidden, of_both
 
 
 def _is_at_once(rows: Tensor, columns: int) -> bool:

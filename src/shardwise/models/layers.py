@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.base.user_hooks import has_hooks
 from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.kernels.deferred import DefersProducts, deferred_linear
 from shardwise.kernels.gated import gated
 from shardwise.kernels.head_loss import LossTile, head_loss
 from shardwise.kernels.rms_norm import joins_sum, rms_norm, rms_norm_of_sum
@@ -29,7 +30,7 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 function."""
 
 
-class Head(nn.Linear):
+class Head(nn.Linear, DefersProducts):
     """The output matrix, which returns logits, or the mean loss if ``targets`` are given.
 
     Both are computed in one module, so that a head that is cut along the vocabulary, or computes tile by tile, never
@@ -45,7 +46,7 @@ class Head(nn.Linear):
             tokens = self.tile.of(targets.numel(), self.out_features, x)
             if tokens:
                 return head_loss(x, self.weight, self.bias, targets, tokens, self.tile.at_once)
-        logits = super().forward(x)  # [B, T, V]
+        logits = deferred_linear(x, self.weight, self.bias, self.products)  # [B, T, V]
         return logits if targets is None else cross_entropy(logits, targets)
 
 

@@ -173,7 +173,7 @@ class _WalkerRanges:
         if not is_next or self._walker.target is None:
             return is_next
         name = self._name(self._walker.target)
-        if kind is Kind.B:
+        if kind is not Kind.F:
             with self._range(name):
                 pass
         else:

@@ -154,7 +154,7 @@ class Use(NamedTuple):
     """Rest of the error's sentence if the Kind stands in a list that does not need it."""
     missing: str = ""
     """Rest of the error's sentence if the Kind is missing in a list that needs it."""
-    inside: tuple[str, ...] = ("F", "B")
+    inside: tuple[str, ...] = ("F", "B", "I")
     """Passes of a stage in which the Kind may stand."""
     order: tuple[OrderRule, ...] = ()
 
@@ -293,8 +293,25 @@ class Kind(AnyKind):
         memory=("backward",),
         sends="pass",
     )
-    I = Definition("compute the gradient of a stage's input", "dgrad", of="pass", sends="pass")  # noqa: E741 - the field's letter
-    W = Definition("compute the gradients of a stage's weights", "wgrad", of="pass", sends="pass")
+    I = Definition(  # noqa: E741 - the field's letter
+        "compute the gradient of the input of a stage or of a Unit, and those of parameters that do not wait for W",
+        "dgrad, backward for inputs",
+        of="pass",
+        handler=("passes", "backward"),
+        holds=("updated", "gathered", "recalled"),
+        moves=(Move("exchange", "sent"), Move("compute", "work"), Move("compute", "accumulated_in_i")),
+        memory=("backward",),
+        sends="pass",
+    )
+    W = Definition(
+        "compute the gradients of the weights of a stage or of a Unit",
+        "wgrad, backward for weights",
+        of="pass",
+        handler=("passes", "weights"),
+        moves=(Move("exchange", "sent"), Move("compute", "work"), Move("compute", "accumulated_in_w")),
+        memory=("weights",),
+        sends="pass",
+    )
     SEND = Definition(
         "send an activation or its gradient to another stage",
         "p2p",
@@ -380,7 +397,9 @@ class Kind(AnyKind):
         "bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it",
         "reload, swap in",
         uses=(
-            Use("pass", _recalls, "of a Unit whose forward saves everything on the device", inside=("B",)),
+            Use(
+                "pass", _recalls, "of a Unit whose forward saves everything on the device", inside=("B", "I")
+            ),
         ),
         handler=("windows", "reload"),
         moves=(Move("up", "saved"), Move("exchange", "sent")),
@@ -396,7 +415,7 @@ class Kind(AnyKind):
                 "pass",
                 _reduces,
                 "of a Unit in which nothing trains",
-                inside=("B",),
+                inside=("B", "I", "W"),
                 order=(OrderRule("B", True, "unit"),),
             ),
         ),
@@ -414,7 +433,7 @@ class Kind(AnyKind):
                 "pass",
                 _arrives,
                 "of a Unit in which nothing trains",
-                inside=("B",),
+                inside=("B", "I", "W"),
             ),
         ),
         handler=("windows", "arrive"),

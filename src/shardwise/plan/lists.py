@@ -8,6 +8,7 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
 
     forward    UNSHARD(u) F(u) ... RESHARD(u)
     backward   UNSHARD(u) B(u) ... RESHARD(u) REDUCE(u)
+    in halves  UNSHARD(u) I(u) ... RESHARD(u)    and later    W(u) REDUCE(u)
 
 so gathers come in the reverse order of closing and reductions in the reverse order of opening. The order is the same on
 every rank, whatever order the gradients arrive in. Gathers go ahead of their use in this order, limited by bytes
@@ -36,7 +37,7 @@ Cost: one look at each Action; for a gather, one look at each Action that it goe
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -158,6 +159,7 @@ def backward_actions(
     prefetch: PrefetchLimits = NO_PREFETCH,
     under_way: int = 0,
     first: bool = True,
+    later: Collection[int] | None = None,
 ) -> list[Action]:
     """Return the Actions of the backward pass of one microbatch: the mirror image of ``boundaries``.
 
@@ -172,33 +174,76 @@ def backward_actions(
         prefetch: How far gathers go ahead of their use.
         under_way: Number of Units whose reductions may still run while the pass goes on.
         first: True for the first microbatch; later ones also wait for the last reductions of the pass before.
+        later: None for a whole backward pass, B. For I, the Units whose gradients are complete behind W
+            (``weight_actions``); the others are reduced here, and every reduction has arrived at the end of the pass.
     """
     mirror = [UnitBoundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
-    last_close = {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
+    last_close = _last_closes(mirror)
+    kind = Kind.B if later is None else Kind.I
+    trained = [each and unit not in (later or ()) for unit, each in enumerate(trained)]
     recalled = _recalls(mirror, strategies)
     actions: list[Action] = []
     for i, ((enters, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
         moves = strategies[unit].has_windows and is_outermost
         if enters:
             actions += [Action(Kind.UNSHARD, unit)] * moves
-            actions += [Action(Kind.RELOAD, each) for each in recalled.get(i, ())] + [Action(Kind.B, unit)]
+            actions += [Action(Kind.RELOAD, each) for each in recalled.get(i, ())] + [Action(kind, unit)]
             continue
         actions += [Action(Kind.RESHARD, unit)] * moves
         if trained[unit] and (last or strategies[unit].reduces_each) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
-    before = [] if first else [each.unit for each in actions if each.kind is Kind.REDUCE]
+    before = [] if first or later is not None else [each.unit for each in actions if each.kind is Kind.REDUCE]
     before = [unit for unit in before if strategies[unit].reduces_each]
     travelling = deque(before[len(before) - min(under_way, len(before)) :])
-    return _with_arrivals(_moved_ahead(_without_pauses(actions), strategies, prefetch), travelling, under_way)
+    made = _moved_ahead(_without_pauses(actions), strategies, prefetch)
+    return _with_arrivals(made, travelling, under_way, drains=later is not None)
 
 
-def _with_arrivals(actions: Sequence[Action], travelling: deque[int], under_way: int) -> list[Action]:
+def weight_actions(
+    boundaries: Sequence[UnitBoundary],
+    strategies: Sequence[Strategy],
+    trained: Sequence[bool],
+    last: bool,
+    later: Set[int],
+    under_way: int = 0,
+) -> list[Action]:
+    """Return the Actions of W of one microbatch: W(u) REDUCE(u) of each Unit, in the order of the backward pass.
+
+    W reads no weight, so nothing is gathered.
+
+    Args:
+        boundaries: Order in which the forward pass enters and leaves the Units.
+        strategies: Strategy of each Unit.
+        trained: True for each Unit with a trained parameter.
+        last: True for the last microbatch: gradients that stay whole between microbatches are reduced now.
+        later: Units whose gradients are complete behind W.
+        under_way: Number of Units whose reductions may still run while the pass goes on.
+    """
+    mirror = [UnitBoundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
+    closes = _last_closes(mirror)
+    actions: list[Action] = []
+    for unit in sorted(later & closes.keys(), key=closes.__getitem__):
+        actions.append(Action(Kind.W, unit))
+        if trained[unit] and (last or strategies[unit].reduces_each):
+            actions.append(Action(Kind.REDUCE, unit))
+    return _with_arrivals(actions, deque(), under_way, drains=True)
+
+
+def _last_closes(mirror: Sequence[UnitBoundary]) -> dict[int, int]:
+    """Return the position of the last boundary of a backward pass at which each Unit closes."""
+    return {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
+
+
+def _with_arrivals(
+    actions: Sequence[Action], travelling: deque[int], under_way: int, drains: bool = False
+) -> list[Action]:
     """Return ``actions`` with an ARRIVE of the oldest reduction wherever more than ``under_way`` would run at once.
 
     Args:
         actions: Actions of a backward pass.
         travelling: Units whose reductions run when the pass begins, the oldest first.
         under_way: Number of Units whose reductions may run while the pass goes on.
+        drains: True to wait for all reductions at the end of the pass, because another kind of pass may follow.
     """
     made: list[Action] = []
     for action in actions:
@@ -207,7 +252,7 @@ def _with_arrivals(actions: Sequence[Action], travelling: deque[int], under_way:
             travelling.append(action.unit)
             if len(travelling) > under_way:
                 made.append(Action(Kind.ARRIVE, travelling.popleft()))
-    return made
+    return made + [Action(Kind.ARRIVE, unit) for unit in travelling if drains]
 
 
 def _recalls(mirror: Sequence[UnitBoundary], strategies: Sequence[Strategy]) -> dict[int, list[int]]:

@@ -80,6 +80,9 @@ class RankClass:
     """Units of a stage whose reductions may run while a pass goes on."""
     actions: tuple[Action, ...] = ()
     """Actions of one optimizer step."""
+    later_units: frozenset[int] = frozenset()
+    """Units with weights whose gradients wait for W, if the schedule has W. All gradients of these Units are reduced
+    behind W, those of other Units behind I."""
     turning_stages: frozenset[int] = frozenset()
     """Stages of which every forward pass is followed at once by its own backward pass. What their last block saves
     stays on the device."""

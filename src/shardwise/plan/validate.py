@@ -125,6 +125,8 @@ class _RankList:
             loads=bool(slices.registry.needs("loads", ranks.stages)) and not is_skipped,
             scales=ranks.updates_fp8 and not is_skipped,
         )
+        self._halves = {action[2:4] for action in actions if action.kind is Kind.W and action.unit < 0}
+        """Microbatch and stage of each backward pass that the list has in two parts, I and W."""
         self._pass = _RunningPass()
         self._open: dict[str, set[int]] = {"brought": set(), "gathered": set()}
         """Units in each state of weights that a row of the table opens and closes."""
@@ -158,6 +160,15 @@ class _RankList:
                 self._serve(action, self._use_of(action))
         self._complete()
 
+    def _backward(self, unit: int, microbatch: int) -> Kind:
+        """Return B, or I for a backward pass in two parts: the Kind that gives the gradient of a Unit's input."""
+        return Kind.I if (microbatch, self._ranks.unit_stages[unit]) in self._halves else Kind.B
+
+    def _gives_gradients(self, unit: int, microbatch: int) -> Kind:
+        """Return B, I or W: the Kind behind which all gradients of a Unit's parameters are complete."""
+        kind = self._backward(unit, microbatch)
+        return Kind.W if kind is Kind.I and unit in self._ranks.later_units else kind
+
     def _refuse(self, action: Action | str, why: str) -> None:
         raise PlanError(f"plan: {self._name} ranks have {action} {why}")
 
@@ -181,19 +192,22 @@ class _RankList:
             )
 
     def _compute(self, action: Action) -> None:
-        """Check the F or B of a Unit."""
+        """Check the pass of a Unit."""
         kind, unit, _, _, _ = action
         self._is_of_units(action)
         if self._ended:
             self._refuse(action, f"after {self._ended[-1]}")
         self._is_in_pass(action, (kind.name,))
+        if kind is not Kind.F and self._counts["pass", action._replace(kind=Kind.REDUCE)]:
+            self._refuse(action, "after the REDUCE that its gradient belongs to")
+        if kind is Kind.W:
+            self._compute_weights(action)
+            return
         root = self._is_inside_root(action)
         for needed in (unit, root):
             if self._units[needed].moves and needed not in self._open["gathered"]:
                 whose = "its weights are" if needed == unit else f"the weights of its root, Unit {root}, are"
                 self._refuse(action, f"while {whose} not gathered")
-        if kind is Kind.B and self._counts["pass", action._replace(kind=Kind.REDUCE)]:
-            self._refuse(action, "after the REDUCE that its gradient belongs to")
         if kind is Kind.F and self._units[unit].recalls and self._trains:
             saved = self._saved[self._ranks.unit_stages[unit]]
             if len(saved) > 1:
@@ -205,13 +219,21 @@ class _RankList:
         self._pass.is_opened = True
         self._counts["pass", action] += 1
 
+    def _compute_weights(self, action: Action) -> None:
+        """Check the W of a Unit, which needs no weights in memory."""
+        if action.unit not in self._ranks.later_units:
+            self._refuse(action, "of a Unit whose gradients are all complete behind I")
+        if not self._counts["pass", action._replace(kind=Kind.I)]:
+            self._refuse(action, f"before {action._replace(kind=Kind.I)}, whose products it computes")
+        self._counts["pass", action] += 1
+
     def _is_inside_root(self, action: Action) -> int:
         """Check that ``action`` stands between the beginning of its stage's root and the sending of its result."""
         root = self._ranks.units_of(self._ranks.unit_stages[action.unit])[0].index
         if self._pass.is_sent:
             self._refuse(action, f"after the result of {self._pass.action} was sent")
         if action.unit != root and not self._pass.is_opened:
-            around = Action(Kind.B if action.kind is Kind.B else Kind.F, root, action.microbatch)
+            around = Action(action.kind if action.kind.computes else Kind.F, root, action.microbatch)
             self._refuse(action, f"before {around}, inside of which it runs")
         return root
 
@@ -285,12 +307,13 @@ class _RankList:
         self._counts[use.phase, action] += 1
 
     def _is_ahead(self, action: Action) -> None:
-        """Check an Action that serves the Unit's B, and comes as often as its F."""
+        """Check an Action that serves the Unit's B or I, and comes as often as its F."""
+        backward = self._backward(action.unit, action.microbatch)
         done, opened, saved = (
-            self._counts["pass", action._replace(kind=kind)] for kind in (action.kind, Kind.B, Kind.F)
+            self._counts["pass", action._replace(kind=kind)] for kind in (action.kind, backward, Kind.F)
         )
         if opened == saved:
-            self._refuse(action, f"behind {action._replace(kind=Kind.B)}, which needs it")
+            self._refuse(action, f"behind {action._replace(kind=backward)}, which needs it")
         if done == saved:  # a Unit that runs twice in a row has both ahead of its first B
             self._refuse(action, f"more often than {action._replace(kind=Kind.F)}, which saves it")
 
@@ -334,6 +357,8 @@ class _RankList:
         """Return the Actions that a condition concerns: of those that must stand before, only those that are needed."""
         kind = self._kinds[order.other]
         if kind.computes:
+            if kind.name == Kind.B.name:
+                kind = self._gives_gradients(action.unit, action.microbatch)
             return [action._replace(kind=kind)]
         use = kind.row.uses[-1]
 
@@ -412,18 +437,25 @@ class _RankList:
                 )
         elif times is Times.PASS and self._trains:
             for i, found in enumerate(of):
-                backward = self._counts["pass", Action(Kind.B, unit, i)]
+                needs = self._backward(unit, i)
+                backward = self._counts["pass", Action(needs, unit, i)]
                 if found != backward:
                     self._refuse(
-                        f"{found} {kind.name} and {backward} B",
+                        f"{found} {kind.name} and {backward} {needs.name}",
                         f"of Unit {unit} in microbatch {i}; expected as many of each",
                     )
 
     def _complete_passes(self, unit: int) -> None:
         for i in range(self._microbatches):
-            forward, backward = (self._counts["pass", Action(kind, unit, i)] for kind in (Kind.F, Kind.B))
+            kind = self._backward(unit, i)
+            forward, backward, weights = (
+                self._counts["pass", Action(each, unit, i)] for each in (Kind.F, kind, Kind.W)
+            )
             if not forward or backward != forward * self._trains:
                 self._refuse(
-                    f"{forward} F and {backward} B",
+                    f"{forward} F and {backward} {kind.name}",
                     f"of Unit {unit} in microbatch {i}; expected {'as many of each' if self._trains else 'F alone'}",
                 )
+            wanted = int(kind is Kind.I and unit in self._ranks.later_units)
+            if weights != wanted:
+                self._refuse(f"{weights} W", f"of Unit {unit} in microbatch {i}; expected {wanted}")

@@ -10,9 +10,9 @@ Three callers move the cursor, all with the same handlers:
     a user's own loop        ``enter``           the module's hooks found that its next pass begins
     hooks on the Units       ``run_to(F, u)``    everything in front of F(u), which the model computes now
 
-A pass F(stage, i) or B(stage, i) is followed by the Actions of its Units, up to the next Action without a Unit. Its
+A pass of a stage (F, B, I or W) is followed by the Actions of its Units, up to the next Action without a Unit. Its
 handler computes the stage (or is the user's own Python). The hooks that run meanwhile walk the pass, and what the
-hooks leave is done at the end of the pass.
+hooks leave is done at the end of the pass. In W no user's Python runs, and the walker does all Actions in turn.
 
 Passes that are not part of a step (an evaluation, a second forward pass, another engine's loss) walk a list of their
 own, ``aside``, with a trace of its own, and the step's cursor waits. Departures from a list are recorded in its trace.
@@ -170,6 +170,11 @@ class Walker:
     def left(self) -> Sequence[Action]:
         """Rest of the list, from the Action without a Unit that is running."""
         return self._actions[self._point :]
+
+    @property
+    def running_pass(self) -> Action:
+        """The Action without a Unit that is running."""
+        return self._actions[self._point]
 
     @property
     def under_way(self) -> Action | None:

@@ -41,6 +41,7 @@ from shardwise.base.errors import UsageError
 from shardwise.base.hardware import Product
 from shardwise.base.pytree import rebuilt, tensors_in
 from shardwise.kernels.choice import fused
+from shardwise.kernels.deferred import ProductQueue
 from shardwise.kernels.dropout import dropped_by
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import is_repeated
@@ -144,7 +145,7 @@ class MeasuredPass(NamedTuple):
     """Forward and backward of one microbatch in one stage."""
 
     shares: Mapping[tuple[Kind, str], UnitPass]
-    """Shares by (F or B, name of the Unit)."""
+    """Shares by (F or B, name of the Unit); I and W in place of B if the backward pass has two parts."""
     batch_bytes: int
     received_bytes: int = 0
     """Bytes of the input from the stage before, which stays until its backward pass is over."""
@@ -209,7 +210,47 @@ class MeasuredPass(NamedTuple):
 
     def of(self, kind: Kind, unit: str) -> UnitPass:
         """Return the share of a Unit; zeros for a Unit that did not run."""
+        if kind is Kind.B and (Kind.I, unit) in self.shares:
+            return self.shares[Kind.I, unit].then(self.shares.get((Kind.W, unit), NOTHING))
         return self.shares.get((kind, unit), NOTHING)
+
+
+class LaterProducts:
+    """The products of one measured pass that wait for W.
+
+    Args:
+        queue: The queue, which the layers of the module have.
+        parameters: Unit of each parameter whose gradient waits, by name, in the order of the Units.
+    """
+
+    def __init__(self, queue: ProductQueue, parameters: Mapping[nn.Parameter, str]) -> None:
+        self._queue = queue
+        self._units = list(dict.fromkeys(parameters.values()))
+        queue.own({parameter: self._units.index(unit) for parameter, unit in parameters.items()})
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let products wait inside the ``with`` block."""
+        self._queue.open(0)
+        try:
+            yield
+        finally:
+            self._queue.close()
+
+    def takes(self, parameter: Tensor, grad: Tensor) -> bool:
+        """Let a gradient that autograd has computed wait for W, and return True, if it is to wait."""
+        if not self._queue.is_open or not self._queue.has(parameter):
+            return False
+        assert isinstance(parameter, nn.Parameter), "gradients are those of parameters"
+        self._queue.put(parameter, lambda: grad)
+        return True
+
+    def by_unit(self) -> Iterator[tuple[str, Iterator[tuple[nn.Parameter, Tensor]]]]:
+        """Yield each Unit that has run, from the last to the first, with the gradients that its W computes."""
+        left = set(self._queue.left(0))
+        for place in reversed(range(len(self._units))):
+            if place in left:
+                yield self._units[place], self._queue.take(0, place)
 
 
 @contextmanager
@@ -272,6 +313,7 @@ def measure(
     blocks: Collection[str] = (),
     alike: AlikeStorages | None = None,
     repeats: Callable[[], bool] = is_repeated,
+    later: "LaterProducts | None" = None,
 ) -> tuple[MeasuredPass, list[Tensor]]:
     """Measure one pass of ``module``. Call inside ``without_numbers``.
 
@@ -285,6 +327,7 @@ def measure(
         blocks: Names of Units whose saved tensors may move.
         alike: Recorder of tensors that ranks along "tp" have in common.
         repeats: Function that returns True while a backward pass computes a forward pass again.
+        later: The products that wait for W, if the backward pass has two parts, I and W.
 
     Returns:
         The measured pass, and tensors like those that ``forward`` returned.
@@ -297,7 +340,7 @@ def measure(
     live = LiveBytes(records=True)
     live.work = WorkCounter(repeats)
     saved = None if alike is None else _AlikeSavedTensors(alike, set(blocks))
-    cuts = _UnitStarts(live, traffic or ExchangeRecord(), units, saved)
+    cuts = _UnitStarts(live, traffic or ExchangeRecord(), units, saved, later)
     handles, plain = cuts.watch_gradients(module), cuts.wrap(module)
     try:
         with live:
@@ -308,10 +351,16 @@ def measure(
         gradients = [torch.empty_like(tensor) for tensor in ends if tensor.requires_grad]
         del ends  # the output is sent, and stays only if autograd keeps it
         with live:
-            cuts.begin(Kind.B, "")
-            torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+            cuts.begin(cuts.backward, "")
+            with nullcontext() if later is None else later.waiting():
+                torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
             del edges  # and with them the gradient for the stage before
             cuts.end()
+            for unit, products in () if later is None else later.by_unit():
+                cuts.begin(Kind.W, unit)
+                for parameter, _ in products:
+                    cuts.drop_gradient(parameter)
+                cuts.end()
     except _NEEDS_NUMBERS as error:
         raise NeedsNumbersError(_why(error, module)) from error
     finally:
@@ -437,17 +486,18 @@ def _closed(
     ``copied`` Units, whose share is that of the last block, ends what the copies would leave.
     """
     found, total = dict(shares), dict[StorageOrigin, int]()
-    backward = [unit for unit in copied if (Kind.B, unit) in shares]
+    kind = Kind.I if any(of is Kind.I for of, _ in shares) else Kind.B
+    backward = [unit for unit in copied if (kind, unit) in shares]
     for share in shares.values():
         total = added(total, share.net)
     left = {
         origin: -1
         for origin, count in total.items()
-        if count == len(backward) and all(shares[Kind.B, unit].net.get(origin, 0) > 0 for unit in backward)
+        if count == len(backward) and all(shares[kind, unit].net.get(origin, 0) > 0 for unit in backward)
     }
     for unit in backward if left else ():
-        share = found[Kind.B, unit]
-        found[Kind.B, unit] = share._replace(
+        share = found[kind, unit]
+        found[kind, unit] = share._replace(
             net_bytes=share.net_bytes + bytes_of_counts(left), net=added(share.net, left)
         )
     return found
@@ -498,7 +548,11 @@ class _UnitStarts:
         traffic: ExchangeRecord,
         units: Mapping[str, Hashable],
         saved: _AlikeSavedTensors | None = None,
+        later: "LaterProducts | None" = None,
     ):
+        self.backward = Kind.B if later is None else Kind.I
+        """Kind of the backward pass that is measured."""
+        self._later = later
         seconds = _seconds(units)
         self._units = units
         self._live = live
@@ -555,9 +609,11 @@ class _UnitStarts:
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """Drop a gradient, because the Plan counts the flat buffers of gradients (parallel/zero/gradient.py)."""
+        grad, parameter.grad = parameter.grad, None
+        if self._later is not None and grad is not None and self._later.takes(parameter, grad):
+            return
         if self._first_gradient is None:
             self._first_gradient = len(self._live.log)
-        parameter.grad = None
 
     def _late_counts(self) -> StorageCounts | None:
         """Return the composition of the most that the running share holds from its first gradient on."""
@@ -644,8 +700,8 @@ class _UnitStarts:
         return seen
 
     def _begin_backward(self, unit: str) -> None:
-        if self._now != (Kind.B, unit, False):
-            self.begin(Kind.B, unit)
+        if self._now != (self.backward, unit, False):
+            self.begin(self.backward, unit)
 
 
 def _form(value: Any) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ class ActionPrices:
         nbytes: float = getattr(source, move.quantity)
         if not nbytes:
             return 0.0
-        if move.quantity == "accumulated":
+        if move.quantity.startswith("accumulated"):
             # The first microbatch writes gradients into their buffer, and later ones add to it.
             nbytes *= 3 if action.microbatch > 0 else 2
         if move.quantity.startswith("rows_"):

@@ -58,6 +58,10 @@ class UnitQuantities(NamedTuple):
     """Of F and RELOAD, between the device and this rank's host."""
     accumulated: float = 0.0
     """Of B, gradients that are written once; they are read and written as often as the microbatch demands."""
+    accumulated_in_i: float = 0.0
+    """Of I, the same for a Unit whose gradients are complete behind I."""
+    accumulated_in_w: float = 0.0
+    """Of W, the same for a Unit whose gradients are complete behind W."""
     directed: float = 0.0
     """Of DIRECTION, read and written."""
     adopted: float = 0.0
@@ -142,6 +146,8 @@ class Quantities:
             updated_up=moved.up * (not strategy.is_delayed),
             saved=self._saved(unit),
             accumulated=self._gradients[unit],
+            accumulated_in_i=self._gradients[unit] * (unit not in self.ranks.later_units),
+            accumulated_in_w=self._gradients[unit] * (unit in self.ranks.later_units),
             directed=directed.direction,
             adopted=moved.up * strategy.is_delayed,
             keys_found=2 * rows.keys_bytes,

@@ -276,6 +276,7 @@ class RankWalk:
         return {
             "forward": self._forward,
             "backward": self._backward,
+            "weights": self._add_gradients,
             "receive": self._receive,
             "take brought": self._bring,
             "take gathered": self._unshard,
@@ -394,14 +395,14 @@ class RankWalk:
         """Walk the list of one phase."""
         ending: Action | None = None
         """The running last pass of a stage over a microbatch; the messages for it are released with it."""
-        ends = Kind.F if self._now.is_forward else Kind.B
+        ends = (Kind.F,) if self._now.is_forward else (Kind.B, Kind.I)
         self.blocks.begin()
         for self._now.place, action in enumerate(actions):
             if action.unit < 0 and ending is not None:
                 for is_gradient in (False, True):
                     self._received.pop((ending.stage, ending.microbatch, is_gradient), None)
                 ending = None
-            if action.kind is ends and action.unit < 0:
+            if action.kind in ends and action.unit < 0:
                 ending = action
                 self._now.passing, self._now.passing_counts = 0, {}
             if action.unit < 0 and action.kind.row.of != "message":
@@ -447,6 +448,12 @@ class RankWalk:
         self._compute(action)
 
     def _backward(self, action: Action) -> None:
+        if action.kind is Kind.I and action.unit in self.ranks.later_units:
+            self._compute(action)
+        else:
+            self._add_gradients(action)
+
+    def _add_gradients(self, action: Action) -> None:
         unit = action.unit
         coming: dict[tuple[int, int], int] = {}
         """Gradient buffers that the Unit's first gradient makes."""
@@ -479,7 +486,7 @@ class RankWalk:
             staged_bytes: Bytes of the slots that it makes, which are taken already.
         """
         unit = self.ranks.units[action.unit]
-        if self._strategies[action.unit].has_windows:
+        if self._strategies[action.unit].has_windows and action.kind is not Kind.W:
             self._gather(action.unit)
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
@@ -546,7 +553,8 @@ class RankWalk:
         return int(max(action.microbatch, 0) * sum(each.read_bytes + each.keys_bytes for each in rows))
 
     def _waiting_bytes(self, action: Action) -> int:
-        if action.kind is not Kind.B or "host" in self._now.near:
+        in_w = action.kind is Kind.I and action.unit in self.ranks.later_units
+        if action.kind is Kind.F or in_w or "host" in self._now.near:
             return 0
         trained = [bucket for _, bucket, rows in self._buckets(action.unit) if "grad" in rows]
         return sum(

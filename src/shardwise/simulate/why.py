@@ -268,11 +268,7 @@ class _Composition:
         for action in self._ranks.actions[self._place :]:
             if not left:
                 break
-            if (
-                action.unit < 0
-                or action.kind not in (Kind.F, Kind.B)
-                or self._ranks.units[action.unit].has_rows
-            ):
+            if action.unit < 0 or not action.kind.computes or self._ranks.units[action.unit].has_rows:
                 continue
             passed = self._passed[self._ranks.unit_stages[action.unit]]
             share = passed.shares.get((action.kind, self._ranks.units[action.unit].name), NOTHING)

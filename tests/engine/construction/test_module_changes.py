@@ -26,6 +26,7 @@ from shardwise.engine.model import held
 from shardwise.engine.step import forward
 from shardwise.models import Gpt, GptPolicy
 from tests.engine import tables_net
+from tests.engine.halves import in_halves
 from tests.engine.nets import LLAMA, seeded
 from tests.engine.test_experts import Mixture
 from tests.precision import fp8_net
@@ -468,6 +469,11 @@ def pipeline(world: Any) -> Noted:
     return gpt(world, pp=2)
 
 
+def halves(world: Any) -> Noted:
+    with in_halves(0):
+        return pipeline(world)
+
+
 def mixture(world: Any) -> Noted:
     config = {"mesh": {"dp": 2, "ep": 2}, "precision": "fp64"}
     return run(world, seeded(Mixture), config, [sequences(world.rank)])
@@ -542,6 +548,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[Any], Noted]]] = {
     "activations": (1, activations),
     "slices": (2, slices),
     "pipeline": (2, pipeline),
+    "halves": (2, halves),
     "mixture": (2, mixture),
     "tables": (1, tables),
     "in pieces": (2, in_pieces),

@@ -10,6 +10,7 @@ from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import Action, B, F, Kind
 from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.validate_schedule import validate_schedule
+from tests.engine.halves import halved
 from tests.parallel.pipeline.shapes import SHAPES, WHOLE, WIDE, lists_of
 
 
@@ -75,17 +76,15 @@ def test_an_order_that_cannot_run_is_named() -> None:
         add_communication({0: [F(0, 0), B(0, 0)], 1: [B(1, 0), F(1, 0)]}, 2)
 
 
-def unit_forward(stage: int, first: bool, last: bool) -> list[Action]:
-    return [Action(kind, stage) for kind in (Kind.UNSHARD, Kind.F, Kind.RESHARD)]
-
-
-def unit_backward(stage: int, first: bool, last: bool) -> list[Action]:
-    kinds = [Kind.UNSHARD, Kind.B, Kind.RESHARD] + [Kind.REDUCE] * last
-    return [Action(kind, stage) for kind in kinds]
+def units(kind: Kind, stage: int, first: bool, last: bool) -> list[Action]:
+    if kind is Kind.F:
+        return [Action(each, stage) for each in (Kind.UNSHARD, Kind.F, Kind.RESHARD)]
+    inside = [Kind.UNSHARD, kind, Kind.RESHARD] if kind is not Kind.W else [kind]
+    return [Action(each, stage) for each in inside + [Kind.REDUCE] * (last and kind is not Kind.I)]
 
 
 def test_unit_actions_follow_their_pass() -> None:
-    lists = add_sharding(add_communication(schedule("1f1b", 2, 2), 2), unit_forward, unit_backward)
+    lists = add_sharding(add_communication(schedule("1f1b", 2, 2), 2), units)
     assert words(lists[1]) == (
         "RECV(1,0,0) F(1,0) UNSHARD(u1,0) F(u1,0) RESHARD(u1,0) B(1,0) UNSHARD(u1,0) B(u1,0) RESHARD(u1,0) "
         "RECV(1,1,0) SEND(1,0,0) F(1,1) UNSHARD(u1,1) F(u1,1) RESHARD(u1,1) B(1,1) UNSHARD(u1,1) B(u1,1) RESHARD(u1,1) "
@@ -94,19 +93,35 @@ def test_unit_actions_follow_their_pass() -> None:
 
 
 def test_weights_gathered_once_per_step() -> None:
-    lists = add_sharding(schedule("1f1b", 1, 2), unit_forward, unit_backward, reshard_after_forward=False)
+    lists = add_sharding(schedule("1f1b", 1, 2), units, reshard_after_forward=False)
     assert words(lists[0]) == (
         "UNSHARD(u0) F(0,0) F(u0,0) B(0,0) B(u0,0) F(0,1) F(u0,1) B(0,1) B(u0,1) RESHARD(u0,1) REDUCE(u0,1)"
     )
-    evaluation = add_sharding(forward_only(1, 2), unit_forward, unit_backward, reshard_after_forward=False)
+    evaluation = add_sharding(forward_only(1, 2), units, reshard_after_forward=False)
     assert words(evaluation[0]) == "UNSHARD(u0) F(0,0) F(u0,0) F(0,1) F(u0,1) RESHARD(u0,1)"
+
+
+def test_a_backward_pass_in_two_parts_is_reduced_behind_the_second() -> None:
+    passes = [action(0, i) for i in range(2) for action in (F, B)]
+    for delay, expected in (
+        (
+            0,
+            "I(0,0) I(u0,0) W(0,0) W(u0,0) F(0,1) F(u0,1) I(0,1) I(u0,1) RESHARD(u0,1) W(0,1) W(u0,1) REDUCE(u0,1)",
+        ),
+        (
+            1,
+            "I(0,0) I(u0,0) F(0,1) F(u0,1) I(0,1) I(u0,1) RESHARD(u0,1) W(0,0) W(u0,0) W(0,1) W(u0,1) REDUCE(u0,1)",
+        ),
+    ):
+        made = add_sharding({0: halved(passes, delay)}, units, reshard_after_forward=False)
+        assert words(made[0]) == "UNSHARD(u0) F(0,0) F(u0,0) " + expected
 
 
 @pytest.mark.parametrize("reshards", [True, False])
 def test_passes_in_either_order_give_one_list_that_is_proved(reshards: bool) -> None:
     for shape in WHOLE[::5] + WIDE:
         bare = lists_of(shape)
-        one = add_sharding(add_communication(bare, shape.ranks), unit_forward, unit_backward, reshards)
+        one = add_sharding(add_communication(bare, shape.ranks), units, reshards)
         validate_schedule(one, shape.ranks, shape.microbatches)
         gathers = sum(action.kind is Kind.UNSHARD for row in one.values() for action in row)
         stages = shape.ranks * shape.virtual_stages

@@ -2,8 +2,8 @@
 
 The table of Kinds (plan/kinds.py) names the object and the method of each Kind; this module resolves the names:
 
-    passes       F and B: of a stage by the schedule's executor, or by the user's own Python; of a Unit that no hook
-                 reported, so that the walker went past it
+    passes       F, B and I: of a stage by the schedule's executor, or by the user's own Python; of a Unit that no hook
+                 reported, so that the walker went past it. W: of a stage by the executor, of a Unit by its hooks
     schedule     SEND, RECV                                   parallel/pipeline/executor.py
     windows      LOAD_WEIGHT, UNSHARD, RESHARD, OFFLOAD, RELOAD, REDUCE, ARRIVE of a Unit     parallel/zero/windows.py
     tables       FETCH, DELIVER                                                     engine/parts/table_units.py
@@ -26,7 +26,7 @@ from shardwise.plan.walker import Handler
 
 
 class PassHandlers:
-    """The handlers of F and B.
+    """The handlers of F, B, I and W.
 
     Args:
         hooks_of: Hooks of the stage that has each Unit, by the Unit's number on the rank.
@@ -50,6 +50,13 @@ class PassHandlers:
             self._hooks_of[action.unit].passed_by(action)
         elif self._schedule is not None:
             self._schedule.backward(action)
+
+    def weights(self, action: Action) -> None:
+        """Compute the gradients of weights that wait, of all Units of a stage or of one."""
+        if action.unit >= 0:
+            self._hooks_of[action.unit].add_weights(action)
+        elif self._schedule is not None:
+            self._schedule.weights(action)
 
 
 def handlers_of(

@@ -10,7 +10,13 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.compose.apply import Phase, Step, apply_steps
-from shardwise.compose.module_steps import RunStage, multiply_in_fp8, offload_blocks, recompute_blocks
+from shardwise.compose.module_steps import (
+    RunStage,
+    defer_products,
+    multiply_in_fp8,
+    offload_blocks,
+    recompute_blocks,
+)
 from shardwise.compose.plan import dtypes_of
 from shardwise.config.run import CompilePolicy, RunConfig
 from shardwise.engine.construction.outline import BuildSpec
@@ -20,6 +26,7 @@ from shardwise.engine.parts.out_of_memory import making
 from shardwise.engine.parts.parts import RuntimeContext, Stage
 from shardwise.engine.parts.program import StageLists
 from shardwise.engine.state.start_weights import StartWeights
+from shardwise.kernels.deferred import ProductQueue
 from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.slots import SlotPool
 from shardwise.observe.memory import HeapTrimmer
@@ -100,6 +107,8 @@ class _StageSteps:
         self._outline = outline
         self._walker = walker
         self._activations: ActivationOffload | None = None
+        self._queue = ProductQueue() if outline.plan.own.later_units else None
+        """The products that wait for W, if the schedule has W."""
         self.states: list[UnitState] = []
         """The stage's Units, after the step "weights"."""
         self.hooks: UnitHooks
@@ -115,6 +124,7 @@ class _StageSteps:
             "buffers": lambda: move_buffers(module, site.world.device, site.settings.precision),
             "compile": self._compile,
             "fp8": self._multiply_in_fp8,
+            "products": self._defer_products,
             "operations": lambda: self._outline.operations.apply_to(module),
             "recompute": self._recompute,
             "activations": self._offload,
@@ -152,6 +162,14 @@ class _StageSteps:
         }
         multiply_in_fp8(self._module, fp8.names, fp8.products, sources, self._site.groups["tp"])
 
+    def _defer_products(self) -> None:
+        if self._queue is not None:
+            queue = self._queue
+            defer_products(self._module, self._outline.planned.spec.products, queue)
+            self._site.ledger.take(
+                "activations", f"stage {self._index}: products for W", lambda: queue.most_bytes
+            )
+
     def _recompute(self) -> None:
         outline = self._outline
         recompute_blocks(self._module, outline.to_recompute, self._site.settings.recompute, outline.replay)
@@ -168,7 +186,9 @@ class _StageSteps:
         self._activations = activations
 
     def _hook(self) -> None:
-        made = _hooks(self._index, self._module, self.states, self._site, self._outline, self._walker)
+        made = _hooks(
+            self._index, self._module, self.states, self._site, self._outline, self._walker, self._queue
+        )
         self.hooks = made
         if self._activations is not None:
             self._activations.microbatch = lambda: made.microbatch
@@ -196,6 +216,7 @@ def _hooks(
     site: RuntimeContext,
     outline: BuildSpec,
     walker: Walker,
+    queue: ProductQueue | None,
 ) -> UnitHooks:
     """Return the hooks that walk the list when the Units of a stage run."""
     settings, mesh = site.settings, site.mesh
@@ -214,7 +235,7 @@ def _hooks(
         hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
         for each in module.modules()
     )
-    return UnitHooks(windows, lists, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
+    return UnitHooks(windows, lists, walker, index, mesh.pp > 1, is_compiled, queue)
 
 
 def _compiler(
@@ -332,7 +353,9 @@ def _unit_states(
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)
         numbered = replace(unit, index=len(states))  # hooks number a stage's Units from 0
-        states.append(UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy))
+        state = UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy)
+        state.is_later = unit.index in own.later_units
+        states.append(state)
     return states
 
 

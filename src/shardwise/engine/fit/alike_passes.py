@@ -116,7 +116,7 @@ def _renamed(passed: MeasuredPass, measured: Sequence[str], units: Sequence[str]
 
     shares = {
         (kind, name): share
-        for kind in (Kind.F, Kind.B)
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
         for name, share in named(
             {name: each for (own, name), each in passed.shares.items() if own is kind}
         ).items()

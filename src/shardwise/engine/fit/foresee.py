@@ -36,6 +36,7 @@ from shardwise.compose.module_steps import (
     RunStage,
     Stages,
     apply_to_model,
+    defer_products,
     recompute_blocks,
 )
 from shardwise.compose.plan import PlanPolicies, make_plan
@@ -69,6 +70,7 @@ from shardwise.engine.state.saving import compare, moments_of
 from shardwise.engine.state.start_weights import start_weights
 from shardwise.engine.step.check import compared_bytes
 from shardwise.kernels.crc import crc32
+from shardwise.kernels.deferred import ProductQueue
 from shardwise.kernels.philox import words
 from shardwise.models import GptPolicy
 from shardwise.models.cache import KeyValueCache
@@ -85,7 +87,7 @@ from shardwise.passes.recompute import chosen
 from shardwise.passes.replay import BatchPosition, DrawReplay
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Tier
-from shardwise.plan.plan import Plan, class_of
+from shardwise.plan.plan import Plan, RankClass, class_of
 from shardwise.plan.unit import Unit
 from shardwise.precision.operations import OperationDtypes
 from shardwise.precision.policy import PrecisionPolicy
@@ -94,6 +96,7 @@ from shardwise.simulate.exchanges import ExchangeRecord
 from shardwise.simulate.exchanges import message as calls_of
 from shardwise.simulate.lookups import loads_of
 from shardwise.simulate.passes import (
+    LaterProducts,
     MeasuredPass,
     NeedsNumbersError,
     UnitPass,
@@ -400,7 +403,17 @@ def read(
         try:
             with kernels_like(device.type, _attention_names(settings)):
                 passed = _passes(
-                    make, settings, plan, starts, precision, to_recompute, example, loss, blocks, tables
+                    make,
+                    settings,
+                    plan,
+                    starts,
+                    precision,
+                    to_recompute,
+                    example,
+                    loss,
+                    blocks,
+                    tables,
+                    spec.products,
                 )
         except NeedsNumbersError as error:
             unforeseen = f"model state alone: {error}"
@@ -527,6 +540,7 @@ def _passes(
     loss: Loss | None,
     blocks: Sequence[str],
     tables: ModelTables,
+    products: Collection[str],
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage; stages that are alike share one measurement."""
     device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
@@ -560,12 +574,13 @@ def _passes(
             batch = stripped(example, device)
             strip(module, dtype_of, device)
             operations.apply_to(module)
+            later = _later_products(module, ranks, products)
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one, other = (_StageForward(module.train(), run, replay, batch, loss, each) for each in messages)
             passed, tensors = measure(
-                module, kinds, batch, one.run, traffic, run is not None, blocks, alike, one.again
+                module, kinds, batch, one.run, traffic, run is not None, blocks, alike, one.again, later
             )
             evaluated, told = measure_evaluation(module, kinds, other.run)
             sampled = _sampled(module, kinds, settings, other)
@@ -575,6 +590,30 @@ def _passes(
         arrived, messages = messages, _Messages(_Message(one.text, tensors), _Message(other.text, told))
         measured.setdefault(kind, (found[stage], units, arrived, messages))
     return _with_lookups(found, tables, example, plan.mesh.size("dp"))
+
+
+def _later_products(module: nn.Module, ranks: RankClass, products: Collection[str]) -> LaterProducts | None:
+    """Let the gradients of a stage's weights wait for W, if the schedule has W.
+
+    Args:
+        module: The stage, stripped of its numbers.
+        ranks: The class of ranks that has the stage.
+        products: Names of the weights whose gradients may wait.
+    """
+    if not ranks.later_units:
+        return None
+    queue = ProductQueue()
+    defer_products(module, products, queue)
+    unit_of = {
+        slot.name: unit.name
+        for unit in ranks.units
+        if unit.index in ranks.later_units
+        for bucket in unit.buckets
+        if bucket.key.trained
+        for slot in bucket.slots
+    }
+    here = dict(module.named_parameters())
+    return LaterProducts(queue, {here[name]: unit for name, unit in unit_of.items() if name in here})
 
 
 class StageOnShapes(NamedTuple):

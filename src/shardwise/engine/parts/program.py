@@ -16,7 +16,7 @@ from shardwise.compose.lists import Orders, PassSeconds, StageOrder, pass_action
 from shardwise.compose.plan import PlannedModel
 from shardwise.engine.parts.table_units import TableUnits
 from shardwise.parallel.zero.order import UnitOrder
-from shardwise.plan.action import Action
+from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.lists import UnitBoundary, keys_ahead
 from shardwise.plan.plan import Plan
@@ -57,9 +57,12 @@ class StageLists:
             self._proved = order, made
         return self._proved[1]
 
-    def backward(self, order: Sequence[UnitBoundary], last: bool, first: bool) -> list[Action]:
-        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
-        return self._planned.lists.backward(self._on_rank(order), last, first)
+    def backward(self, order: Sequence[UnitBoundary], last: bool, first: bool, kind: Kind) -> list[Action]:
+        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither.
+
+        ``kind`` is B, or I for a pass that leaves gradients of weights to W.
+        """
+        return self._planned.lists.backward(self._on_rank(order), last, first, kind)
 
     def foreign(self, order: Sequence[UnitBoundary]) -> list[Action]:
         """Return the list of a backward pass that adds to no gradient."""

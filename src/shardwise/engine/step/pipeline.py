@@ -30,7 +30,7 @@ from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.layers import Layers, brought_in
 from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, likeness, pack, refusal, unpack
-from shardwise.parallel.pipeline.passes import nominal_s
+from shardwise.parallel.pipeline.passes import last_passes, nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.passes.recompute import told_again
@@ -379,6 +379,10 @@ class _PipelineForward:
         """Raise an error, because a list without gradients has no B."""
         raise NotImplementedError
 
+    def weights(self, stage: int, microbatch: int) -> None:
+        """Raise an error, because a list without gradients has no W."""
+        raise NotImplementedError
+
 
 class _PipelineTraining(_PipelineForward):
     """The passes of this rank's stages in both directions; ``call`` returns the loss, which is scaled."""
@@ -397,7 +401,8 @@ class _PipelineTraining(_PipelineForward):
         super().__init__(parts, step, batches, call, rows=rows)
         self._weigh = weigh
         self._scales: dict[int, Number] = {}
-        self._last_microbatch = {a.stage: a.microbatch for a in actions if a.kind is Kind.B and a.unit < 0}
+        self._last = {key: actions[i].microbatch for key, i in last_passes(actions).items()}
+        """Last microbatch of I and of W of each stage; B is both."""
         self._last_stage = last_stage
         self._losses: dict[int, Tensor] = {}
 
@@ -433,12 +438,18 @@ class _PipelineTraining(_PipelineForward):
         first = None if loss is None else filled_like(loss, scale)
         for follower in self._parts.followers:
             follower.begin_backward(microbatch, scale)
-        hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
+        hooks.begin_backward(last=microbatch == self._last[Kind.I, stage])
         with passes.backward(), passes.replay.scaled(scale), told_again(passes.replay):
             hooks.run_backward(lambda: run(first))
         if not passes.loads.layers:
             return None
         return filled_like(torch.empty((), dtype=torch.float64, device=self._parts.device), scale)
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        """Compute the gradients of weights that a stage's backward pass has left. See ``StageRunner``."""
+        hooks = self._stages[stage].hooks
+        hooks.microbatch = microbatch
+        hooks.run_weights(last=microbatch == self._last[Kind.W, stage])
 
 
 def _plain(output: Any) -> Any:

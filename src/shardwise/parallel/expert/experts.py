@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from shardwise.base.errors import ConfigError, PlanError, UsageError
 from shardwise.comm.collectives import Group
+from shardwise.kernels.deferred import DefersProducts
 from shardwise.kernels.gated import gated
 from shardwise.kernels.grouped import gated_experts
 from shardwise.kernels.initializers import Initializer, of_linear, of_torch
@@ -80,7 +81,7 @@ class StackedExperts(nn.Module, ABC):
         return by_expert(self.compute, hidden, index, weights, self.count, keep, beside)
 
 
-class Experts(StackedExperts):
+class Experts(StackedExperts, DefersProducts):
     """E stacked experts down (silu(gate x) · up x): ``gate_up`` [E, 2F, D], gate first, and ``down`` [E, D, F].
 
     Args:
@@ -88,6 +89,8 @@ class Experts(StackedExperts):
         hidden: hidden features of an expert, F.
         experts: number of experts, E.
     """
+
+    product_weights = ("gate_up", "down")
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -119,7 +122,7 @@ class Experts(StackedExperts):
 
         Rows are sorted by expert; expert e has ``counts[e]`` of them.
         """
-        return gated_experts(rows, self.gate_up, self.down, counts)
+        return gated_experts(rows, self.gate_up, self.down, counts, self.products)
 
 
 class MadeExperts(StackedExperts):

@@ -2,6 +2,7 @@
 
     F(s, i)        received activation -> forward of stage s -> activation to send, or the loss
     B(s, i)        received gradient   -> backward            -> gradient to send
+    I(s, i)        the same as B(s, i), without the gradients of weights, which W(s, i) computes
     SEND, RECV     exchange with the neighbouring stages
 
 The message of a gradient may carry a number of the microbatch's last stage: the factor of its loss, if a stage has loss
@@ -85,6 +86,14 @@ class StageRunner(Protocol):
 
         Returns:
             A number for the stage before, or None.
+        """
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        """Compute the gradients of weights that the backward pass of a stage has left.
+
+        Args:
+            stage: Number of the stage.
+            microbatch: Index of the microbatch.
         """
 
 
@@ -263,7 +272,7 @@ class ScheduleExecutor:
 
     @recorded
     def backward(self, action: Action) -> None:
-        """Run B of a stage."""
+        """Run B or I of a stage."""
         key = (action.stage, action.microbatch)
         edges = self._outputs.pop(key)
         inputs = self._inputs.pop(key, [])
@@ -291,6 +300,11 @@ class ScheduleExecutor:
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in packed.tensors]
         self._received[key] = unpack(packed.text, tensors)
         self._inputs[key] = [tensor for tensor in tensors if tensor.requires_grad]
+
+    @recorded
+    def weights(self, action: Action) -> None:
+        """Run W of a stage."""
+        self._runner.weights(action.stage, action.microbatch)
 
     @recorded
     def send(self, action: Action) -> None:

@@ -20,9 +20,10 @@ from shardwise.plan.action import RECV, SEND, Action, Kind
 from shardwise.plan.dataflow import Lists, stages_of, walk
 from shardwise.plan.stage_places import StagePlaces
 
-UnitActions = Callable[[int, bool, bool], Sequence[Action]]
-"""Function (stage, is_first, is_last) that returns the Actions of the stage's Units in a pass: whether the pass is the
-stage's first, and last, one of its direction in the step."""
+UnitActions = Callable[[Kind, int, bool, bool], Sequence[Action]]
+"""Function (kind, stage, is_first, is_last) that returns the Actions of the stage's Units in a pass: whether the pass
+is the stage's first, and last, one of its sort in the step. F is one sort, B and I (which give the gradient of the
+input) are one, and B and W (which give the gradients of the weights) are one."""
 
 _NOMINAL_S = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
@@ -107,47 +108,50 @@ def _takes(action: Action) -> Action | None:
 
 
 def add_sharding(
-    lists: Mapping[int, Sequence[Action]],
-    forward: UnitActions,
-    backward: UnitActions,
-    reshard_after_forward: bool = True,
+    lists: Mapping[int, Sequence[Action]], units: UnitActions, reshard_after_forward: bool = True
 ) -> Lists:
-    """Add the Actions of the Units inside a stage, after each F and B of that stage.
+    """Add the Actions of the Units inside a stage, after each pass of that stage.
 
     Args:
         lists: The passes of each rank in order.
-        forward: Function that returns the Units' Actions of a forward pass.
-        backward: Function that returns the Units' Actions of a backward pass.
+        units: Function that returns the Units' Actions of a pass.
         reshard_after_forward: False gathers a stage's Units once, before its first F, and releases them in its
             last pass: less traffic, but the stage's full weights are in memory for the whole step.
 
     Returns:
         The lists with the Units' Actions.
     """
-    return {
-        rank: _with_units(row, forward, backward, not reshard_after_forward) for rank, row in lists.items()
+    return {rank: _with_units(row, units, not reshard_after_forward) for rank, row in lists.items()}
+
+
+_SORTS = {Kind.F: (Kind.F,), Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.I,), Kind.W: (Kind.W,)}
+"""Sorts of a pass; B is both of I's and of W's."""
+
+
+def last_passes(row: Sequence[Action]) -> dict[tuple[Kind, int], int]:
+    """Return the position of the last pass of each sort (F, I or W) and stage in ``row``."""
+    passes = [(i, action) for i, action in enumerate(row) if action.unit < 0 and action.kind.computes]
+    return {(sort, action.stage): i for i, action in passes for sort in _SORTS[action.kind]}
+
+
+def _with_units(row: Sequence[Action], units: UnitActions, once: bool) -> list[Action]:
+    last = last_passes(row)
+    first = {key: len(row) - 1 - i for key, i in last_passes(row[::-1]).items()}
+    # W reads no weight.
+    last_of_stage = {
+        stage: max(i for (sort, at), i in last.items() if at == stage and sort is not Kind.W)
+        for _, stage in last
     }
-
-
-def _with_units(
-    row: Sequence[Action], forward: UnitActions, backward: UnitActions, once: bool
-) -> list[Action]:
-    passes = [
-        (i, action) for i, action in enumerate(row) if action.unit < 0 and action.kind in (Kind.F, Kind.B)
-    ]
-    first = {action[::3]: i for i, action in reversed(passes)}
-    last = {action[::3]: i for i, action in passes}
-    last_of_stage = {action.stage: i for i, action in passes}
     begun: set[int] = set()
     done: list[Action] = []
     for i, action in enumerate(row):
-        if action.kind not in (Kind.F, Kind.B) or action.unit >= 0:
+        if action.unit >= 0 or not action.kind.computes:
             done.append(action)
             continue
-        stage = action.stage
-        serve, key = forward if action.kind is Kind.F else backward, action[::3]
-        served = list(serve(stage, i == first[key], i == last[key]))
-        if once:
+        stage, sorts = action.stage, _SORTS[action.kind]
+        is_first, is_last = (any(i == ends[sort, stage] for sort in sorts) for ends in (first, last))
+        served = list(units(action.kind, stage, is_first, is_last))
+        if once and action.kind is not Kind.W:
             if stage not in begun:
                 begun.add(stage)
                 gathers = dict.fromkeys(a[:2] for a in served if a.kind in (Kind.LOAD_WEIGHT, Kind.UNSHARD))

@@ -21,6 +21,7 @@ Shapes: B batch, T sequence, D inputs, F outputs, V vocabulary, tp ranks; weight
 
 import inspect
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ from torch.overrides import TorchFunctionMode
 from shardwise.base.errors import PlanError
 from shardwise.comm import duals
 from shardwise.comm.operators import ExchangeSite, exchange_operator
+from shardwise.kernels.deferred import (
+    Deferral,
+    DefersProducts,
+    deferral_of,
+    deferred_linear,
+    later,
+    weight_product,
+)
 from shardwise.kernels.head_loss import Change, LossTile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
@@ -40,7 +49,7 @@ from shardwise.parallel.tensor.region import ParallelRegion, UnmadeLogits
 from shardwise.precision.fp8 import CutProducts
 
 
-class _CutLayer(nn.Module):
+class _CutLayer(nn.Module, DefersProducts):
     """Base class of the cut layers: the parameters of the replaced layer, and the region."""
 
     def __init__(self, replaced: nn.Module, name: str, region: ParallelRegion, sees_whole: bool) -> None:
@@ -64,11 +73,19 @@ class _CutLayer(nn.Module):
         """True while the activations around this layer hold a cut sequence."""
         return not self.sees_whole and self.region.cut
 
+    def _later(self, x: Tensor, transposed: bool = False) -> Deferral | None:
+        """Return where the gradient of the weight waits for W, or None if it does not."""
+        return deferral_of(self.products, self._parameters["weight"], x, _transpose if transposed else None)
+
     def extra_repr(self) -> str:
         """Return the weight's shape and the number of ranks for ``repr``."""
         weight = self._parameters["weight"]
         assert weight is not None, "a cut layer has a weight"
         return f"{list(weight.shape)}, 1 of {self.region.group.size}"
+
+
+def _transpose(gradient: Tensor) -> Tensor:
+    return gradient.mT
 
 
 class ColumnLinear(_CutLayer):
@@ -112,9 +129,9 @@ class ColumnLinear(_CutLayer):
             return y if self.bias is None else y + self.bias.to(y.dtype)
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local or not self.enters:
-            return F.linear(x, weight, self.bias)
+            return deferred_linear(x, self.weight, self.bias, self.products, self.transposed)
         x = self.region.inward(x, self.sees_whole)
-        return column(x, weight, self.bias, self.site, self.cut)
+        return column(x, weight, self.bias, self.site, self.cut, self._later(x, self.transposed))
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input [B, T, D] of a local product: the gathered or copied activation."""
@@ -161,8 +178,8 @@ class RowLinear(_CutLayer):
             return self.leave(self.fp8(x, self.weight))
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local:
-            return F.linear(x, weight)
-        y = _product(_RowProduct, x, weight, None, self.site, self.cut)
+            return deferred_linear(x, self.weight, None, self.products, self.transposed)
+        y = _product(_RowProduct, x, weight, None, self.site, self.cut, self._later(x, self.transposed))
         return self._end(y)
 
     def leave(self, addend: Tensor) -> Tensor:
@@ -410,7 +427,9 @@ class VocabularyHead(_CutLayer):
                     x, weight, bias, targets, *place, tokens, self.tile.at_once, count, change
                 )
         x = self.region.inward(x, self.sees_whole)
-        logits = column(x, weight, bias, site, self.cut)  # [B, T, V/tp]
+        whole_rows = partial(F.pad, pad=(0, 0, 0, padding)) if padding else None
+        waits = deferral_of(self.products, self._parameters["weight"], x, whole_rows)
+        logits = column(x, weight, bias, site, self.cut, waits)  # [B, T, V/tp]
         if targets is not None:
             return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, site)
         if self.region.logits_cut:
@@ -423,7 +442,14 @@ class VocabularyHead(_CutLayer):
 # Products ----------------------------------------------------------------------------------------------------------
 
 
-def column(x: Tensor, weight: Tensor, bias: Tensor | None, site: ProductSite, cut: bool) -> Tensor:
+def column(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: ProductSite,
+    cut: bool,
+    waits: Deferral | None = None,
+) -> Tensor:
     """Return f(x) Wᵀ + b, where f is ``gather`` for a cut sequence and ``copy`` otherwise.
 
     Args:
@@ -432,11 +458,12 @@ def column(x: Tensor, weight: Tensor, bias: Tensor | None, site: ProductSite, cu
         bias: This rank's part of the bias, or None.
         site: The "tp" ranks and the name of the layer.
         cut: True for a cut sequence.
+        waits: Where the gradient of the weight waits for W; None: it is computed with that of the input.
 
     Returns:
         Outputs [B, T, F/tp].
     """
-    return _product(_ColumnProduct, x, weight, bias, site, cut)
+    return _product(_ColumnProduct, x, weight, bias, site, cut, waits)
 
 
 @operation("product")
@@ -516,9 +543,15 @@ def _column_gradients(
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: ProductSite, cut: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        site: ProductSite,
+        cut: bool,
+        waits: Deferral | None,
     ) -> Tensor:
-        ctx.site, ctx.cut, ctx.gives = site, cut, "HEADS"
+        ctx.site, ctx.cut, ctx.gives, ctx.waits = site, cut, "HEADS", waits
         ctx.save_for_backward(x, weight)
         return _gathered_product(site, x, weight, bias) if cut else F.linear(x, weight, bias)
 
@@ -527,15 +560,32 @@ class _ColumnProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_x, d_weight = _column_gradients(ctx.site, grad, x, weight, ctx.cut, needs_x, needs_weight)
+        site, cut, waits = ctx.site, ctx.cut, needs_weight and ctx.waits is not None and ctx.waits.is_open
+        d_x, d_weight = _column_gradients(site, grad, x, weight, cut, needs_x, needs_weight and not waits)
+        if waits:
+            later(ctx.waits, lambda: _gathered_weight_product(site, grad, x, cut), grad, x)
         d_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return d_x if needs_x else None, d_weight if needs_weight else None, d_bias, None, None
+        gives_weight = needs_weight and not waits
+        return d_x if needs_x else None, d_weight if gives_weight else None, d_bias, None, None, None
+
+
+def _gathered_weight_product(site: ProductSite, grad: Tensor, x: Tensor, cut: bool) -> Tensor:
+    """Return the gradient of a column layer's weight; a cut input is gathered again."""
+    return weight_product(grad, duals.start_gather(x, site.group, site.what)() if cut else x)
 
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: None, site: ProductSite, cut: bool) -> Tensor:
-        ctx.site, ctx.cut, ctx.gives = site, cut, "TOKENS" if cut else "WHOLE"
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: None,
+        site: ProductSite,
+        cut: bool,
+        waits: Deferral | None,
+    ) -> Tensor:
+        ctx.site, ctx.cut, ctx.gives, ctx.waits = site, cut, "TOKENS" if cut else "WHOLE", waits
         ctx.save_for_backward(x, weight)
         return _product_over_ranks(site, x, weight, cut)
 
@@ -547,5 +597,5 @@ class _RowProduct(torch.autograd.Function):
             grad = duals.gathered(ctx.site, grad, duals.SEQUENCE)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         d_x = grad.matmul(weight) if needs_x else None
-        d_weight = grad.flatten(0, -2).mT.mm(x.flatten(0, -2)) if needs_weight else None
-        return d_x, d_weight, None, None, None
+        d_weight = later(ctx.waits, lambda: weight_product(grad, x), grad, x) if needs_weight else None
+        return d_x, d_weight, None, None, None, None

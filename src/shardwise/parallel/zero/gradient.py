@@ -227,6 +227,19 @@ class Gradient:
         grad = parameter.grad
         if grad is None:
             return False
+        parameter.grad = None
+        return self.take(index, grad)
+
+    def take(self, index: int, grad: Tensor) -> bool:
+        """Add the gradient of a parameter to its sum. See [Note: accumulation].
+
+        Args:
+            index: Index of the parameter in the bucket.
+            grad: The gradient, which nothing else changes any more.
+
+        Returns:
+            True for the parameter's first gradient in a sum.
+        """
         into = self._into
         if into is None:
             into = self._open()
@@ -235,7 +248,6 @@ class Gradient:
         first = self._waiting.put(index, into[index], grad)
         if first:
             self.used[index] = True
-        parameter.grad = None
         return first
 
     def flush(self) -> None:

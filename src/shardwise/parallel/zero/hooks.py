@@ -61,12 +61,14 @@ from torch import Tensor, nn
 from shardwise.base.errors import UsageError
 from shardwise.base.pytree import tensors_in
 from shardwise.comm.duals import apart
+from shardwise.kernels.deferred import ProductQueue
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.marks import GradientSentinels
 from shardwise.parallel.zero.order import UnitOrder
 from shardwise.parallel.zero.windows import UnitState, UnitWindows, WindowState
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.lists import UnitBoundary, is_inside
+from shardwise.plan.trace import Trace, recorded
 from shardwise.plan.walker import Walker
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
@@ -107,8 +109,13 @@ class PassLists(Protocol):
     def forward(self) -> Sequence[Action]:
         """Return the list of a forward pass without a backward pass, in the agreed order."""
 
-    def backward(self, order: Sequence[UnitBoundary], last: bool, first: bool) -> Sequence[Action]:
-        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither."""
+    def backward(
+        self, order: Sequence[UnitBoundary], last: bool, first: bool, kind: Kind
+    ) -> Sequence[Action]:
+        """Return the list of the backward pass of ``order``, the last or the first one of the step or neither.
+
+        ``kind`` is B, or I for a pass that leaves gradients of weights to W.
+        """
 
     def foreign(self, order: Sequence[UnitBoundary]) -> Sequence[Action]:
         """Return the list of a backward pass that adds to no gradient."""
@@ -213,6 +220,7 @@ class UnitHooks:
         stage: Number of the stage.
         is_driven: True if a schedule's loop enters the passes of the stage, False if the hooks do.
         is_compiled: True if blocks are compiled.
+        queue: The products that wait for W; None if the schedule has no W.
     """
 
     def __init__(
@@ -223,6 +231,7 @@ class UnitHooks:
         stage: int,
         is_driven: bool,
         is_compiled: bool = False,
+        queue: ProductQueue | None = None,
     ):
         self.windows = windows
         self.lists = lists
@@ -232,6 +241,9 @@ class UnitHooks:
         self._walker = walker
         self._stage = stage
         self._is_driven = is_driven
+        self._queue = queue
+        self._backward = Kind.B
+        """Kind of the running backward pass of the engine's own: B or I."""
         self._pass = PassKind.NONE
         self._is_aside = False
         """True if the forward pass walks a separate list."""
@@ -291,6 +303,17 @@ class UnitHooks:
         if self._pass is not PassKind.NONE:
             self.windows.close_all()
             self._enter(PassKind.NONE)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[BucketState, int]]:
+        """The bucket of each trained parameter, and its index there, by the parameter's ``id``."""
+        return {
+            id(parameter): (bucket, place)
+            for state in self.states
+            for bucket in state.buckets
+            if bucket.layout.key.trained
+            for place, parameter in enumerate(bucket.parameters)
+        }
 
     @cached_property
     def states(self) -> list[UnitState]:
@@ -485,13 +508,18 @@ class UnitHooks:
         if not self._is_driven:
             is_entered = self._walker.enter(Kind.B, self._stage)
             assert is_entered, "the step's list has a pair of passes for every backward pass"
+        is_half = self._walker.running_pass.kind is Kind.I
         order = self.order.of_passes(self.microbatch)
         if order != self.order.agreed:
             self._walker.replan(
-                self.lists.backward(order, last, not self.windows.adds_up),
+                self.lists.backward(order, last, not self.windows.adds_up, Kind.I if is_half else Kind.B),
                 "the forward pass took another way",
             )
-        self.windows.begin_backward(last, self._is_differentiated_twice)
+        self.windows.begin_backward(last, self._is_differentiated_twice, is_half)
+        if is_half:
+            assert self._queue is not None, "a list with I has W, for which products wait"
+            self._queue.open(self.microbatch)
+            self._backward = Kind.I
         self._watch(False)
         self._enter(PassKind.BACKWARD)
 
@@ -545,9 +573,11 @@ class UnitHooks:
         self._watch(True)
         is_foreign = self._pass is PassKind.FOREIGN
         if not is_foreign:
-            self.windows.check_backward()
-            self.windows.end_backward()
+            is_half = self._backward is Kind.I
+            self.windows.check_backward(is_half)
+            self.windows.end_backward(is_half)
             self._is_differentiated_twice = False
+            self._close_queue()
         self.windows.close_all()
         if not is_foreign:
             self._enter(PassKind.NONE)
@@ -568,6 +598,58 @@ class UnitHooks:
                 state.enter(WindowState.FORWARD)
                 state.gather()
 
+    def _close_queue(self) -> None:
+        self._backward = Kind.B
+        if self._queue is not None:
+            self._queue.close()
+
+    def run_weights(self, last: bool) -> None:
+        """Run W: compute the gradients that I of the same microbatch has left, Unit by Unit, as the list has them.
+
+        Args:
+            last: True for the last W of the step.
+        """
+        assert self._queue is not None, "a list with W has products that wait"
+        self._enter(PassKind.BACKWARD)
+        self.windows.begin_weights(last)
+        self._walker.finish_pass()
+        self.windows.end_weights()
+        for index in self._queue.left(self.microbatch):
+            self._walker.diverge(
+                f"no W of the list has computed the gradients of {self.states[index].unit.title}"
+            )
+        self._enter(PassKind.NONE)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the list that is running."""
+        return self._walker.trace
+
+    @recorded
+    def add_weights(self, action: Action) -> None:
+        """Run W of a Unit: compute the products that wait, and add them to the Unit's gradients.
+
+        Args:
+            action: The W.
+        """
+        assert self._queue is not None, "a list with W has products that wait"
+        with torch.no_grad():
+            for parameter, gradient in self._queue.take(self.microbatch, self.windows.of(action).unit.index):
+                bucket, place = self._places[id(parameter)]
+                bucket.gradient.take(place, gradient)
+
+    def _is_left_for_weights(self, state: UnitState, parameter: nn.Parameter) -> bool:
+        """Let a gradient that autograd has computed in I wait for the W of its Unit, if the Unit has one."""
+        if self._queue is None or not self._queue.is_open or not state.is_later:
+            return False
+        if parameter.grad is not None:
+            grad, parameter.grad = parameter.grad, None
+            self._queue.put(parameter, lambda: grad, *([grad] if grad.layout is torch.strided else []))
+            state.missing -= 1
+            if state.missing == 0:
+                self._walker.run_while(self._may_close)
+        return True
+
     def end_step(self) -> None:
         """End the step, after the optimizer has used the gradients."""
         self.order.forget()
@@ -578,6 +660,9 @@ class UnitHooks:
         self.marks.drop()
         self._pass, self._is_aside, self._interrupted = PassKind.NONE, False, None
         self._is_differentiated_twice = False
+        self._close_queue()
+        if self._queue is not None:
+            self._queue.clear()
         self.order.forget()
         self.windows.drop()
         self._watch(True)
@@ -588,11 +673,11 @@ class UnitHooks:
             return
         if not state.has_windows:  # only its saved activations are needed (RELOAD)
             if self._is_backward:
-                state.has_passed |= self._walker.run_to(Kind.B, self.windows.first + index)
+                state.has_passed |= self._walker.run_to(self._backward, self.windows.first + index)
             return
         if not self._is_backward and not (self.adopts is not None and self.adopts()):
             self._begin_foreign()
-        is_next = self._walker.run_to(Kind.B, self.windows.first + index)  # [step 6]
+        is_next = self._walker.run_to(self._backward, self.windows.first + index)  # [step 6]
         if not is_next:
             self._walker.diverge(f"backward of {state.unit.title} is not next in the list")
         state.has_passed = True  # a divergence has told of the other case
@@ -604,14 +689,14 @@ class UnitHooks:
         self.windows.need(state, is_listed=is_listed)
 
     def passed_by(self, action: Action) -> None:
-        """Handle a Unit's F or B that the cursor passes without a hook having announced it.
+        """Handle a Unit's F, B or I that the cursor passes without a hook having announced it.
 
         Args:
-            action: The F or B.
+            action: The F, B or I.
         """
         state, target = self.windows.of(action), self._walker.target
         self.windows.need_if_deferred(state)
-        if action.kind is Kind.B:
+        if action.kind is not Kind.F:
             state.has_passed = True
             # Weights that are always in memory need no hooks, and a frozen Unit gets no gradient. A Unit that ran
             # twice in one window opens the window once.
@@ -627,7 +712,10 @@ class UnitHooks:
 
     def _accumulate(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
-        if self._pass is not PassKind.BACKWARD or state.is_reduced or state.window is WindowState.DISPLACED:
+        is_late = self._pass is not PassKind.BACKWARD or state.window is WindowState.DISPLACED
+        if not is_late and self._is_left_for_weights(state, parameter):
+            return
+        if is_late or state.is_reduced:
             parameter.grad = None
             raise self._late_gradient(state, bucket.layout.slots[place].name)
         if bucket.gradient.accumulate(place, parameter):  # [step 7]
@@ -663,6 +751,16 @@ class UnitHooks:
     # Hooks -----------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
+        if self._queue is not None:
+            self._queue.own(
+                {
+                    parameter: state.unit.index
+                    for state in self.states
+                    for bucket in state.buckets
+                    if state.is_later and bucket.layout.key.trained
+                    for parameter in bucket.parameters
+                }
+            )
         before, after = apart(self._before_forward), apart(self._after_forward)
         for state in self.states:
             index = state.unit.index

@@ -78,6 +78,12 @@ class UnitState:
     """Number of running calls of the Unit's forward: more than 1 if the forward calls itself."""
     missing: int = 0
     """Number of gradients that have not been accumulated in this backward pass."""
+    is_later: bool = False
+    """True if gradients of the Unit wait for W where a backward pass is run in two parts."""
+    is_last: bool = True
+    """True if the running backward pass is the step's last one that adds to the Unit's gradients."""
+    adds_up: bool = False
+    """True if earlier backward passes of the step have left gradients to which the running pass adds."""
     is_reduced: bool = False
     has_passed: bool = False
     """True if the walker has passed the Unit's B of the running backward pass."""
@@ -293,7 +299,7 @@ class UnitWindows:
             if bucket.layout.key.trained:
                 bucket.gradient.reduce()
         state.is_reduced = True
-        self._travelling.append((state, self._is_last))
+        self._travelling.append((state, state.is_last))
         while len(self._travelling) > self._reductions + 1:
             self._arrive_unlisted()
 
@@ -401,24 +407,48 @@ class UnitWindows:
         """Drop the deferred gathers of the last list, because a new list begins."""
         self._deferred.clear()
 
-    def begin_backward(self, last: bool, holds: bool) -> None:
+    def begin_backward(self, last: bool, holds: bool, is_half: bool = False) -> None:
         """Prepare the windows for a backward pass.
 
         Args:
             last: True for the last backward pass of the step.
             holds: True to gather all Units for the whole pass. [Note: second derivatives]
+            is_half: True for I, which leaves the gradients of some Units to W (``begin_weights``).
         """
         self._deferred.clear()
         self._is_last = last
         for state in self.states:
             state.missing = state.trained_parameters
-            state.is_reduced = state.has_passed = False
+            state.has_passed = False
             if state.window is not WindowState.CLOSED:
                 state.enter(WindowState.CLOSED)
-            for bucket in state.buckets:
-                bucket.gradient.reduces_alone = last and not self.adds_up
+            if not (is_half and state.is_later):
+                _begin_gradients(state, last)
         if holds:
             self._hold_all()
+
+    def begin_weights(self, last: bool) -> None:
+        """Prepare W, which computes the gradients that I has left.
+
+        Args:
+            last: True for the last W of the step.
+        """
+        for state in self.states:
+            if state.is_later:
+                _begin_gradients(state, last)
+
+    def end_weights(self) -> None:
+        """End W: record what no Action of the list has reduced, and let the next W add to the gradients."""
+        while len(self._travelling) > self._reductions:
+            self._arrive_unlisted()
+        for state in self.states:
+            if state.is_later:
+                if not state.is_reduced and (state.is_last or state.strategy.reduces_each):
+                    self._walker.diverge(
+                        f"no REDUCE of the list has summed the gradients of {state.unit.title}"
+                    )
+                state.flush()
+                state.adds_up = True
 
     def _hold_all(self) -> None:
         """Gather all Units for the whole pass. See [Note: second derivatives].
@@ -434,23 +464,34 @@ class UnitWindows:
         else:
             self._is_held = True
 
-    def check_backward(self) -> None:
-        """Record a divergence for what a backward pass has done though no Action of the list ordered it."""
+    def check_backward(self, is_half: bool = False) -> None:
+        """Record a divergence for what a backward pass has done though no Action of the list ordered it.
+
+        Args:
+            is_half: As in ``begin_backward``.
+        """
         while len(self._travelling) > self._reductions:
             self._arrive_unlisted()
         for state in self.states:
             title, has_gradients = state.unit.title, state.missing < state.trained_parameters
             if has_gradients and not state.has_passed:
                 self._walker.diverge(f"the backward pass of {title} stands nowhere in the list")
-            if has_gradients and not state.is_reduced and (self._is_last or state.strategy.reduces_each):
+            is_reduced = state.is_reduced or (is_half and state.is_later)
+            if has_gradients and not is_reduced and (state.is_last or state.strategy.reduces_each):
                 self._walker.diverge(f"no REDUCE of the list has summed the gradients of {title}")
             if state.has_windows and not self._is_held and not state.is_kept and state.is_whole_here:
                 self._walker.diverge(f"no RESHARD of the list has released the weights of {title}")
 
-    def end_backward(self) -> None:
-        """End one of the step's own backward passes: stop holding Units, and let the next pass add to the gradients."""
+    def end_backward(self, is_half: bool = False) -> None:
+        """End one of the step's own backward passes: stop holding Units, and let the next pass add to the gradients.
+
+        Args:
+            is_half: As in ``begin_backward``.
+        """
         for state in self.states:
-            state.flush()
+            if not (is_half and state.is_later):
+                state.flush()
+                state.adds_up = True
         self._is_held = False
         self.adds_up = True
 
@@ -468,14 +509,20 @@ class UnitWindows:
 
     def end_step(self) -> None:
         """Make the next backward pass the first of a step."""
-        self.adds_up = False
+        self._end_sums()
         self._travelling.clear()
+
+    def _end_sums(self) -> None:
+        self.adds_up = False
+        for state in self.states:
+            state.adds_up = False
 
     def drop(self) -> None:
         """Reset everything to the state between two steps, whatever happened before."""
         self._deferred.clear()
         self._travelling.clear()
-        self._is_held = self.adds_up = False
+        self._is_held = False
+        self._end_sums()
         self._updates.clear()
         for state in self.states:
             state.is_kept = False
@@ -483,3 +530,15 @@ class UnitWindows:
         for state in self.states:
             for bucket in state.buckets:
                 bucket.gradient.drop_gradients()
+
+
+def _begin_gradients(state: UnitState, last: bool) -> None:
+    """Prepare the gradients of a Unit for a pass that adds to them.
+
+    Args:
+        state: The Unit.
+        last: True for the last such pass of the step.
+    """
+    state.is_reduced, state.is_last = False, last
+    for bucket in state.buckets:
+        bucket.gradient.reduces_alone = last and not state.adds_up
