@@ -22,6 +22,7 @@ Shapes: N tokens, K inputs, M outputs; x [..., K], W [M, K] (``transposed``: [K,
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -60,6 +61,11 @@ class ProductQueue:
         """
         self._parameters = list(parameters)
         self._units = {id(parameter): unit for parameter, unit in parameters.items()}
+
+    @cached_property
+    def units(self) -> frozenset[int]:
+        """The Units of the parameters whose gradients may wait."""
+        return frozenset(self._units.values())
 
     @property
     def is_open(self) -> bool:

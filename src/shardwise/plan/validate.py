@@ -16,6 +16,7 @@ Cost: one look at each Action and at each tensor.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.base.errors import PlanError
 from shardwise.plan.action import NORM, Action
@@ -125,8 +126,6 @@ class _RankList:
             loads=bool(slices.registry.needs("loads", ranks.stages)) and not is_skipped,
             scales=ranks.updates_fp8 and not is_skipped,
         )
-        self._halves = {action[2:4] for action in actions if action.kind is Kind.W and action.unit < 0}
-        """Microbatch and stage of each backward pass that the list has in two parts, I and W."""
         self._pass = _RunningPass()
         self._open: dict[str, set[int]] = {"brought": set(), "gathered": set()}
         """Units in each state of weights that a row of the table opens and closes."""
@@ -159,6 +158,11 @@ class _RankList:
             else:
                 self._serve(action, self._use_of(action))
         self._complete()
+
+    @cached_property
+    def _halves(self) -> set[tuple[int, ...]]:
+        """Microbatch and stage of each backward pass that the list has in two parts, I and W."""
+        return {action[2:4] for action in self._actions if action.kind is Kind.W and action.unit < 0}
 
     def _backward(self, unit: int, microbatch: int) -> Kind:
         """Return B, or I for a backward pass in two parts: the Kind that gives the gradient of a Unit's input."""

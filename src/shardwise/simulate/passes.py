@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from shardwise.base.errors import UsageError
 from shardwise.base.hardware import Product
@@ -351,16 +351,9 @@ def measure(
         gradients = [torch.empty_like(tensor) for tensor in ends if tensor.requires_grad]
         del ends  # the output is sent, and stays only if autograd keeps it
         with live:
-            cuts.begin(cuts.backward, "")
-            with nullcontext() if later is None else later.waiting():
-                torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+            cuts.run_backward(edges, gradients)
             del edges  # and with them the gradient for the stage before
-            cuts.end()
-            for unit, products in () if later is None else later.by_unit():
-                cuts.begin(Kind.W, unit)
-                for parameter, _ in products:
-                    cuts.drop_gradient(parameter)
-                cuts.end()
+            cuts.measure_weights()
     except _NEEDS_NUMBERS as error:
         raise NeedsNumbersError(_why(error, module)) from error
     finally:
@@ -614,6 +607,21 @@ class _UnitStarts:
             return
         if self._first_gradient is None:
             self._first_gradient = len(self._live.log)
+
+    def run_backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Count the shares of B, or of I if the backward pass has two parts."""
+        self.begin(self.backward, "")
+        with nullcontext() if self._later is None else self._later.waiting():
+            torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+
+    def measure_weights(self) -> None:
+        """End the last share of a backward pass, and count those of W, if the pass has two parts."""
+        self.end()
+        for unit, products in () if self._later is None else self._later.by_unit():
+            self.begin(Kind.W, unit)
+            for parameter, _ in products:
+                self.drop_gradient(parameter)
+            self.end()
 
     def _late_counts(self) -> StorageCounts | None:
         """Return the composition of the most that the running share holds from its first gradient on."""

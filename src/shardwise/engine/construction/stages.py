@@ -164,7 +164,17 @@ class _StageSteps:
 
     def _defer_products(self) -> None:
         if self._queue is not None:
-            queue = self._queue
+            queue, plan = self._queue, self._outline.plan.own
+            first = plan.units_of(self._index)[0].index
+            queue.own(
+                {
+                    parameter: state.unit.index
+                    for state in self.states
+                    for bucket in state.buckets
+                    if first + state.unit.index in plan.later_units and bucket.layout.key.trained
+                    for parameter in bucket.parameters
+                }
+            )
             defer_products(self._module, self._outline.planned.spec.products, queue)
             self._site.ledger.take(
                 "activations", f"stage {self._index}: products for W", lambda: queue.most_bytes
@@ -353,9 +363,7 @@ def _unit_states(
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)
         numbered = replace(unit, index=len(states))  # hooks number a stage's Units from 0
-        state = UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy)
-        state.is_later = unit.index in own.later_units
-        states.append(state)
+        states.append(UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy))
     return states
 
 

@@ -403,17 +403,7 @@ def read(
         try:
             with kernels_like(device.type, _attention_names(settings)):
                 passed = _passes(
-                    make,
-                    settings,
-                    plan,
-                    starts,
-                    precision,
-                    to_recompute,
-                    example,
-                    loss,
-                    blocks,
-                    tables,
-                    spec.products,
+                    make, settings, plan, starts, precision, to_recompute, example, loss, blocks, tables
                 )
         except NeedsNumbersError as error:
             unforeseen = f"model state alone: {error}"
@@ -540,7 +530,6 @@ def _passes(
     loss: Loss | None,
     blocks: Sequence[str],
     tables: ModelTables,
-    products: Collection[str],
 ) -> dict[int, MeasuredPass]:
     """Return measurements of one microbatch on shapes, by stage; stages that are alike share one measurement."""
     device, operations, traffic = torch.device("cpu"), OperationDtypes(precision), ExchangeRecord()
@@ -574,7 +563,7 @@ def _passes(
             batch = stripped(example, device)
             strip(module, dtype_of, device)
             operations.apply_to(module)
-            later = _later_products(module, ranks, products)
+            later = _later_products(module, ranks, whole)
             recompute_blocks(module, to_recompute, settings.recompute, replay)
             cast_at_the_root(module, precision, device, loss is not None and stage == max(kinds_of))
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
@@ -592,18 +581,18 @@ def _passes(
     return _with_lookups(found, tables, example, plan.mesh.size("dp"))
 
 
-def _later_products(module: nn.Module, ranks: RankClass, products: Collection[str]) -> LaterProducts | None:
+def _later_products(module: nn.Module, ranks: RankClass, whole: nn.Module) -> LaterProducts | None:
     """Let the gradients of a stage's weights wait for W, if the schedule has W.
 
     Args:
         module: The stage, stripped of its numbers.
         ranks: The class of ranks that has the stage.
-        products: Names of the weights whose gradients may wait.
+        whole: The whole model, before it is cut.
     """
     if not ranks.later_units:
         return None
     queue = ProductQueue()
-    defer_products(module, products, queue)
+    defer_products(module, describe(whole).products, queue)
     unit_of = {
         slot.name: unit.name
         for unit in ranks.units

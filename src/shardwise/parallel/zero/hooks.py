@@ -241,9 +241,7 @@ class UnitHooks:
         self._walker = walker
         self._stage = stage
         self._is_driven = is_driven
-        self._queue = queue
-        self._backward = Kind.B
-        """Kind of the running backward pass of the engine's own: B or I."""
+        windows.products = queue
         self._pass = PassKind.NONE
         self._is_aside = False
         """True if the forward pass walks a separate list."""
@@ -519,7 +517,6 @@ class UnitHooks:
         if is_half:
             assert self._queue is not None, "a list with I has W, for which products wait"
             self._queue.open(self.microbatch)
-            self._backward = Kind.I
         self._watch(False)
         self._enter(PassKind.BACKWARD)
 
@@ -598,8 +595,17 @@ class UnitHooks:
                 state.enter(WindowState.FORWARD)
                 state.gather()
 
+    @property
+    def _queue(self) -> ProductQueue | None:
+        """The products that wait for W; None if the schedule has no W."""
+        return self.windows.products
+
+    @property
+    def _backward(self) -> Kind:
+        """Kind of the running backward pass of the engine's own: I while products wait, else B."""
+        return Kind.I if self._queue is not None and self._queue.is_open else Kind.B
+
     def _close_queue(self) -> None:
-        self._backward = Kind.B
         if self._queue is not None:
             self._queue.close()
 
@@ -640,7 +646,7 @@ class UnitHooks:
 
     def _is_left_for_weights(self, state: UnitState, parameter: nn.Parameter) -> bool:
         """Let a gradient that autograd has computed in I wait for the W of its Unit, if the Unit has one."""
-        if self._queue is None or not self._queue.is_open or not state.is_later:
+        if self._queue is None or not self._queue.is_open or not self.windows.is_later(state):
             return False
         if parameter.grad is not None:
             grad, parameter.grad = parameter.grad, None
@@ -751,16 +757,6 @@ class UnitHooks:
     # Hooks -----------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        if self._queue is not None:
-            self._queue.own(
-                {
-                    parameter: state.unit.index
-                    for state in self.states
-                    for bucket in state.buckets
-                    if state.is_later and bucket.layout.key.trained
-                    for parameter in bucket.parameters
-                }
-            )
         before, after = apart(self._before_forward), apart(self._after_forward)
         for state in self.states:
             index = state.unit.index

@@ -31,6 +31,7 @@ from torch import nn
 
 from shardwise.base.errors import UsageError
 from shardwise.comm.flights import PendingCollective
+from shardwise.kernels.deferred import ProductQueue
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
 from shardwise.plan.strategy import Strategy
@@ -78,8 +79,6 @@ class UnitState:
     """Number of running calls of the Unit's forward: more than 1 if the forward calls itself."""
     missing: int = 0
     """Number of gradients that have not been accumulated in this backward pass."""
-    is_later: bool = False
-    """True if gradients of the Unit wait for W where a backward pass is run in two parts."""
     is_last: bool = True
     """True if the running backward pass is the step's last one that adds to the Unit's gradients."""
     adds_up: bool = False
@@ -180,9 +179,8 @@ class UnitWindows:
         self.first = first
         self._walker = walker
         self._keeps = keeps
-        self.adds_up = False
-        """True if earlier backward passes of the step have left gradients to which the running pass adds."""
-        self._is_last = True
+        self.products: ProductQueue | None = None
+        """The products that wait for W; None if the schedule has no W."""
         self.on_reduced: Callable[[BucketState, bool], None] = lambda bucket, last: None
         """Callback for a gradient that may leave the device; the flag is True if nothing more is added in this
         step."""
@@ -206,6 +204,15 @@ class UnitWindows:
     def trace(self) -> Trace:
         """The trace of the list that is running."""
         return self._walker.trace
+
+    @property
+    def adds_up(self) -> bool:
+        """True if earlier backward passes of the step have left gradients to which the running pass adds."""
+        return any(state.adds_up for state in self.states)
+
+    def is_later(self, state: UnitState) -> bool:
+        """Return True if gradients of a Unit wait for W where a backward pass is run in two parts."""
+        return self.products is not None and state.unit.index in self.products.units
 
     def of(self, action: Action) -> UnitState:
         """Return the Unit that an Action of the rank's list names."""
@@ -416,13 +423,12 @@ class UnitWindows:
             is_half: True for I, which leaves the gradients of some Units to W (``begin_weights``).
         """
         self._deferred.clear()
-        self._is_last = last
         for state in self.states:
             state.missing = state.trained_parameters
             state.has_passed = False
             if state.window is not WindowState.CLOSED:
                 state.enter(WindowState.CLOSED)
-            if not (is_half and state.is_later):
+            if not (is_half and self.is_later(state)):
                 _begin_gradients(state, last)
         if holds:
             self._hold_all()
@@ -434,7 +440,7 @@ class UnitWindows:
             last: True for the last W of the step.
         """
         for state in self.states:
-            if state.is_later:
+            if self.is_later(state):
                 _begin_gradients(state, last)
 
     def end_weights(self) -> None:
@@ -442,7 +448,7 @@ class UnitWindows:
         while len(self._travelling) > self._reductions:
             self._arrive_unlisted()
         for state in self.states:
-            if state.is_later:
+            if self.is_later(state):
                 if not state.is_reduced and (state.is_last or state.strategy.reduces_each):
                     self._walker.diverge(
                         f"no REDUCE of the list has summed the gradients of {state.unit.title}"
@@ -476,7 +482,7 @@ class UnitWindows:
             title, has_gradients = state.unit.title, state.missing < state.trained_parameters
             if has_gradients and not state.has_passed:
                 self._walker.diverge(f"the backward pass of {title} stands nowhere in the list")
-            is_reduced = state.is_reduced or (is_half and state.is_later)
+            is_reduced = state.is_reduced or (is_half and self.is_later(state))
             if has_gradients and not is_reduced and (state.is_last or state.strategy.reduces_each):
                 self._walker.diverge(f"no REDUCE of the list has summed the gradients of {title}")
             if state.has_windows and not self._is_held and not state.is_kept and state.is_whole_here:
@@ -489,11 +495,10 @@ class UnitWindows:
             is_half: As in ``begin_backward``.
         """
         for state in self.states:
-            if not (is_half and state.is_later):
+            if not (is_half and self.is_later(state)):
                 state.flush()
                 state.adds_up = True
         self._is_held = False
-        self.adds_up = True
 
     @property
     def not_reduced(self) -> set[int]:
@@ -503,7 +508,7 @@ class UnitWindows:
         not announced as the last. Cut gradients were reduced in every pass; a second reduction would count them
         twice.
         """
-        if not self.adds_up or self._is_last:
+        if not self.adds_up or all(state.is_last for state in self.states):
             return set()
         return {self.first + state.unit.index for state in self.states if not state.strategy.reduces_each}
 
@@ -513,7 +518,6 @@ class UnitWindows:
         self._travelling.clear()
 
     def _end_sums(self) -> None:
-        self.adds_up = False
         for state in self.states:
             state.adds_up = False
 
