@@ -15,6 +15,12 @@ LAYOUTS = [
     (Layout(pp=2, dp=2, stage=2, microbatches=3), 1),
     (Layout(pp=2, tp=2, microbatches=3), 1),
     (Layout(pp=2, tp=2, microbatches=3, sequence=False, family="gpt2"), 1),
+    (Layout(pp=2, microbatches=4, schedule="zb_h1"), -1),
+    (Layout(pp=2, microbatches=4, schedule="zb_v", recompute="full"), -1),
+    (Layout(pp=2, dp=2, stage=3, microbatches=3, schedule="zb_v", recompute="full"), -1),
+    (Layout(pp=2, dp=2, stage=2, microbatches=2, schedule="dualpipe_v"), -1),
+    (Layout(pp=2, tp=2, microbatches=5, schedule="zb_h1", recompute="selective"), -1),
+    (Layout(pp=4, microbatches=5, schedule="zb_h1", family="gpt2"), -1),
 ]
 
 
