@@ -90,7 +90,19 @@ def model(
     places |= {name: place for name, (_, place) in stacks.items()}
     units = tuple(unit for name in names for unit in (name, f"{name}.experts")[: 1 + bool(stack)])
     return ModelSpec(
-        parameters, buffers, canonical, tuple(chain(canonical)), units, dealt, places, tables or {}
+        parameters,
+        buffers,
+        canonical,
+        tuple(chain(canonical)),
+        units,
+        dealt,
+        places,
+        tables or {},
+        products=frozenset(
+            name
+            for name, (shape, _) in rows.items()
+            if len(shape) > 1 and name not in (frozen, "embedding.weight") and not name.endswith("bias")
+        ),
     )
 
 

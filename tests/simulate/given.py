@@ -51,7 +51,9 @@ def passes(plan: Plan, forward: UnitPass, backward: UnitPass) -> dict[int, Measu
         for stage in ranks.stages:
             names = [unit.name for unit in ranks.units_of(stage)]
             shares = {
-                (kind, name): each for name in names for kind, each in ((Kind.F, forward), (Kind.B, backward))
+                (kind, name): forward if kind is Kind.F else backward
+                for name in names
+                for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
             }
             found[stage] = MeasuredPass(shares, 0, leaves=message, answered=message, lookups=lookups())
     return found

@@ -41,6 +41,7 @@ def layouts() -> Iterator[Plan]:
     yield plan(Mesh(), 1, on_disk=1.0, delayed=True)
     yield plan(two, 1, saves=True)
     yield plan(Mesh(pp=2, tp=2), spec=model(tied=True))
+    yield plan(Mesh(pp=2), schedule="zb_h1")
     yield plan(two, 1, updates=needing("norm"))
     both = [*needing("matrix"), UpdateRule(("exp_avg",))]
     yield plan(two, 1, updates=both, group_of=lambda name: int(name.endswith(("norm.weight", "bias"))))

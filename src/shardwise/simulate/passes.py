@@ -209,10 +209,16 @@ class MeasuredPass(NamedTuple):
         return sum(share.flops for share in self.shares.values())
 
     def of(self, kind: Kind, unit: str) -> UnitPass:
-        """Return the share of a Unit; zeros for a Unit that did not run."""
-        if kind is Kind.B and (Kind.I, unit) in self.shares:
-            return self.shares[Kind.I, unit].then(self.shares.get((Kind.W, unit), NOTHING))
-        return self.shares.get((kind, unit), NOTHING)
+        """Return the share of a Unit; zeros for a Unit that did not run.
+
+        I of a backward pass that was measured as a whole has all of it, and B of one in two parts has both.
+        """
+        share = self.shares.get((kind, unit))
+        if share is None and kind is Kind.I:
+            share = self.shares.get((Kind.B, unit))
+        elif share is None and kind is Kind.B and (Kind.I, unit) in self.shares:
+            share = self.shares[Kind.I, unit].then(self.shares.get((Kind.W, unit), NOTHING))
+        return NOTHING if share is None else share
 
 
 class LaterProducts:

@@ -37,6 +37,7 @@ from shardwise.parallel.zero.modules import NamedParameter, held
 from shardwise.parallel.zero.order import UnitOrder
 from shardwise.parallel.zero.scales import GatheredWeight, WeightScales
 from shardwise.parallel.zero.windows import UnitState, UnitWindows
+from shardwise.plan.action import Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.state_form import stored_dtype, stored_elements
 from shardwise.plan.strategy import Strategy
@@ -107,7 +108,8 @@ class _StageSteps:
         self._outline = outline
         self._walker = walker
         self._activations: ActivationOffload | None = None
-        self._queue = ProductQueue() if outline.plan.own.later_units else None
+        splits = any(action.kind is Kind.W for action in outline.plan.own.actions)
+        self._queue = ProductQueue() if splits else None
         """The products that wait for W, if the schedule has W."""
         self.states: list[UnitState] = []
         """The stage's Units, after the step "weights"."""
