@@ -49,11 +49,11 @@ def passes(plan: Plan, forward: UnitPass, backward: UnitPass) -> dict[int, Measu
     found = {}
     for ranks in plan.classes.values():
         for stage in ranks.stages:
+            has_halves = any(action.kind is Kind.W for action in ranks.actions)
+            kinds = (Kind.F, Kind.I, Kind.W) if has_halves else (Kind.F, Kind.B)
             names = [unit.name for unit in ranks.units_of(stage)]
             shares = {
-                (kind, name): forward if kind is Kind.F else backward
-                for name in names
-                for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+                (kind, name): forward if kind is Kind.F else backward for name in names for kind in kinds
             }
             found[stage] = MeasuredPass(shares, 0, leaves=message, answered=message, lookups=lookups())
     return found
