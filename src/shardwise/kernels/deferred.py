@@ -120,10 +120,11 @@ class ProductQueue:
         waiting = self._waiting.pop(key, {})
         while waiting:
             parameter = next(iter(waiting))
-            first, *others = waiting.pop(parameter)
-            gradient = first()
-            for product in others:  # autograd adds up the gradients of several uses in this order
-                gradient = gradient + product()
+            with torch.no_grad():
+                first, *others = waiting.pop(parameter)
+                gradient = first()
+                for product in others:  # autograd adds up the gradients of several uses in this order
+                    gradient = gradient + product()
             yield parameter, gradient
         self._storages.pop(key, None)
 
