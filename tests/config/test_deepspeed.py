@@ -106,6 +106,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "expert_parallel.enabled": ({"expert_parallel": {"autoep_size": 2}}, True),
     "expert_parallel.autoep_size": (EXPERTS, 4),
     "expert_parallel.expert_tensor_parallel_size": (EXPERTS, 2),
+    "sequence_parallel_size": ({}, 2),
     "data_parallel_size": ({"tensor_parallel": {"autotp_size": 4}}, 2),
     "compile.deepcompile": ({}, True),
     "compile.offload_activation": ({"compile": {"deepcompile": True}}, True),

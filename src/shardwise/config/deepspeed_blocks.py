@@ -37,6 +37,7 @@ def _mesh(v: KeyValues) -> dict[str, Any]:
     return some(
         pp=int(stages) if stages != "auto" and stages > 1 else None,
         tp=int(tp) if tp > 1 else None,
+        cp=int(v("sequence_parallel_size")) if v("sequence_parallel_size") > 1 else None,
         dp=_data_parallel(v),
         **_experts(v),
     )

@@ -57,7 +57,8 @@ _INSIDE_EXPERTS = (
 )
 _KERNELS = "there are no kernels of DeepSpeed's here; torch's own operations are used, and compile: blocks fuses them"
 _SEQUENCE = (
-    "the sequence is cut beside tensor parallelism (tensor.sequence_parallel), not over ranks of its own"
+    "the engine exchanges keys in the model's own attention where sequence_parallel_size cuts sequences; call the "
+    "local attention in its place, and give the model whole sequences"
 )
 _INJECTION = "modules are not replaced by class; tensor_parallel cuts the model's own"
 _COMPRESSION = "models are not compressed here"
@@ -89,6 +90,7 @@ _GROUPS = _all(
     "get_data_parallel_rank get_data_parallel_world_size get_data_parallel_group get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size get_tensor_model_parallel_src_rank get_tensor_model_parallel_group "
     "_get_sequence_parallel_world_size _get_sequence_parallel_rank _get_sequence_parallel_group "
+    "_get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank _get_sequence_data_parallel_group "
     "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
     "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
     "_get_max_expert_size _get_max_expert_size_name _get_expert_parallel_ranks",
@@ -99,9 +101,6 @@ _GROUPS = _all(
     "_get_data_parallel_rank": "deepspeed.calls.groups:get_data_parallel_rank",
     "_get_data_parallel_world_size": "deepspeed.calls.groups:get_data_parallel_world_size",
     "_get_data_parallel_group": "deepspeed.calls.groups:get_data_parallel_group",
-    "_get_sequence_data_parallel_rank": "deepspeed.calls.groups:get_data_parallel_rank",
-    "_get_sequence_data_parallel_world_size": "deepspeed.calls.groups:get_data_parallel_world_size",
-    "_get_sequence_data_parallel_group": "deepspeed.calls.groups:get_data_parallel_group",
 }
 _PARTITIONED = {
     **_all(
@@ -457,7 +456,7 @@ NAMES: dict[str, Rows] = {
     "runtime.zero.utils": _all("files.fragments", "is_zero_param"),
     "sequence.layer": _none(_SEQUENCE, "DistributedAttention"),
     "runtime.sequence_parallel.ulysses_sp": {
-        **_none(_SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
+        **_all("calls.sequences", "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
         **_none(_BY_TOKENS, "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"),
     },
     "utils": {

@@ -104,8 +104,8 @@ def test_two_configurations_or_none() -> None:
         made()
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="neither train_batch_size"):
         made(config={"gradient_accumulation_steps": 2})
-    with pytest.raises(UsageError, match="mesh_param"):
-        made(config=configuration(0), mesh_param=(1, 2))
+    with pytest.raises(UsageError, match=r"3 \(sequence_parallel_size\) and 2 \(mesh_param\)"):
+        made(config=configuration(0, sequence_parallel_size=3), mesh_param=(1, 2))
 
 
 def test_callables_make_optimizer_and_scheduler() -> None:

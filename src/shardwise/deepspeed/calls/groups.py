@@ -77,17 +77,48 @@ def _all_ranks(size: int, what: str) -> Any:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """Return 1: no sequence is cut over ranks of its own."""
-    return 1
+    """Return the number of ranks that share a sequence, of the first open engine; 1 before an engine is built."""
+    return next((engine.ours.plan.mesh.cp for engine in living()), 1)
 
 
 def _get_sequence_parallel_rank() -> int:
-    """Return 0: no sequence is cut over ranks of its own."""
-    return 0
+    """Return the index of this rank among those that share its sequences."""
+    return next((engine.ours.plan.mesh.index("cp", engine.global_rank) for engine in living()), 0)
 
 
 def _get_sequence_parallel_group() -> Any:
-    """Return None: no sequence is cut over ranks of its own."""
+    """Return torch's process group of the ranks that share sequences with this rank; None if sequences are whole.
+
+    Raises:
+        UsageError: if these ranks are some of the job's, and the engine was given no mpu with a group of them.
+    """
+    for engine in living():
+        call = getattr(engine.mpu, "get_sequence_parallel_group", None)
+        if call is not None:
+            return call()
+    size = _get_sequence_parallel_world_size()
+    return None if size == 1 else _all_ranks(size, "sequence-parallel")
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    """Return the index of this rank among those that share the state of its part of the model."""
+    return next(
+        (engine.ours.plan.mesh.index("dp", engine.global_rank) for engine in living()), default_group.rank()
+    )
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    """Return the number of ranks that share the state of a part of the model."""
+    return next((engine.ours.plan.mesh.size("dp") for engine in living()), default_group.size())
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    """Return torch's process group of the ranks that share the state of a part of the model.
+
+    Raises:
+        UsageError: if these ranks are not all ranks of the job.
+    """
+    return _all_ranks(_get_sequence_data_parallel_world_size(), "sequence-data-parallel")
 
 
 def _expert_axis(axis: str, what: str, group_name: str) -> tuple[int, int]:

@@ -74,12 +74,13 @@ def initialize(
         lr_scheduler: A scheduler, or a function of the optimizer that returns one. None: the scheduler that the
             configuration names.
         distributed_port: No effect: the environment gives the address and the port.
-        mpu: A model-parallel unit, which is only compared with the mesh. The mesh comes from ``mesh`` in a Shardwise
-            configuration, or ``tensor_parallel`` in a DeepSpeed configuration.
+        mpu: A model-parallel unit. Its number of ranks that share a sequence is ``mesh.cp``; the rest is only compared
+            with the mesh, which comes from ``mesh`` in a Shardwise configuration, or ``tensor_parallel`` and
+            ``sequence_parallel_size`` in a DeepSpeed configuration.
         dist_init_required: Whether to start the process group, as in ``init_distributed``.
         collate_fn: The function that makes a batch from samples, for the engine's loaders.
         config: The configuration: a dictionary, a path, or url-safe base64 of JSON.
-        mesh_param: Sizes (data-parallel, sequence-parallel); the sequence-parallel size must be 1.
+        mesh_param: Sizes (data-parallel, sequence-parallel); the second is ``mesh.cp``.
         config_params: An older name of ``config``.
 
     Raises:
@@ -89,12 +90,14 @@ def initialize(
     model = _checked_module(model)
     settings = DeepSpeedConfig(_one_config(args, config, config_params))
     _check_batch(settings)
-    _check_mesh(mpu, mesh_param, settings)
+    _check_mesh(mpu, settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     pipeline = _pipeline_of(model, settings)
     basic = _optimizer_of(model, settings, optimizer, model_parameters)
     scheduler = _scheduler_of(settings, basic, lr_scheduler)
-    ours = build_engine(model, _run_config(settings, pipeline, _experts_of(model, settings)), optimizer=basic)
+    sequences = _sequences_of(mpu, mesh_param, settings)
+    config_of_run = _run_config(settings, pipeline, _experts_of(model, settings), sequences)
+    ours = build_engine(model, config_of_run, optimizer=basic)
     _take_results(settings, ours, model)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     _check_places(mpu, ours)
@@ -174,14 +177,30 @@ def _check_batch(settings: DeepSpeedConfig) -> None:
         )
 
 
-def _check_mesh(mpu: Any, mesh_param: Any, settings: DeepSpeedConfig) -> None:
-    """Raise UsageError if the arguments describe a mesh that the translated configuration does not have."""
+def _sequences_of(mpu: Any, mesh_param: Any, settings: DeepSpeedConfig) -> dict[str, Any]:
+    """Return the part of the configuration that follows from the number of ranks that share a sequence.
+
+    Raises:
+        UsageError: if the arguments and the configuration give different numbers.
+    """
+    call = getattr(mpu, "get_sequence_parallel_world_size", None)
     sizes = [int(size) for size in mesh_param or ()]
-    if len(sizes) > 1 and sizes[1] > 1:
+    said = {
+        "sequence_parallel_size": settings.translation.config.get("mesh", {}).get("cp", 1),
+        "the mpu": 1 if call is None else int(call()),
+        "mesh_param": sizes[1] if len(sizes) > 1 else 1,
+    }
+    asked = {name: size for name, size in said.items() if size > 1}
+    if len({*asked.values()}) > 1:
+        given = " and ".join(f"{size} ({name})" for name, size in asked.items())
         raise UsageError(
-            f"deepspeed.initialize: mesh_param {tuple(sizes)} cuts the sequence over ranks, which is not here; give "
-            f"({sizes[0] * sizes[1]}, 1), or tensor_parallel with sequence parallelism"
+            f"deepspeed.initialize: the ranks that share a sequence are given as {given}; keep one number"
         )
+    return {"mesh": {"cp": max(asked.values())}} if asked else {}
+
+
+def _check_mesh(mpu: Any, settings: DeepSpeedConfig) -> None:
+    """Raise UsageError if the mpu describes a mesh that the translated configuration does not have."""
     size, own = _asked_of(mpu, "world_size", 1), settings.translation.config.get("mesh", {}).get("tp", 1)
     if size not in (1, own):
         raise UsageError(
@@ -204,6 +223,10 @@ def _check_places(mpu: Any, ours: Engine) -> None:
 
 def _asked_of(mpu: Any, what: str, default: int) -> int:
     """Return ``what`` (rank or size) of the model-parallel group, under the name that ``mpu`` has for that group."""
+    if hasattr(mpu, "get_sequence_parallel_world_size") and not hasattr(
+        mpu, "get_tensor_model_parallel_rank"
+    ):
+        return default  # its ranks share sequences, not matrices
     for name in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
         call = getattr(mpu, f"get_{name}_{what}", None)
         if call is not None:

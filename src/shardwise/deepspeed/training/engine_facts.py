@@ -119,11 +119,24 @@ class EngineFacts(nn.Module):
     @property
     def mp_world_size(self) -> int:
         """The number of ranks that hold one copy of the model together."""
-        return self.ours.world.size // self.ours.dp_size
+        return self.ours.world.size // (self.ours.dp_size * self.ours.plan.mesh.cp)
 
-    seq_dp_world_size = dp_world_size
-    seq_parallel_group = None
     is_deepcompile_enabled = is_deepcompile_active = lambda self: False
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """The number of ranks that share the state of a part of the model."""
+        return self.ours.plan.mesh.size("dp")
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """The number of ranks that share a sequence."""
+        return self.ours.plan.mesh.cp
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """Torch's process group of the ranks that share sequences with this rank; None if they are whole."""
+        return self.get_sequence_parallel_group()
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
@@ -227,7 +240,12 @@ class EngineFacts(nn.Module):
         return milliseconds(self.ours.trace)
 
     def get_sequence_parallel_group(self) -> Any:
-        """Return None: no sequence is cut over a group of ranks of its own."""
+        """Return torch's process group of the ranks that share sequences with this rank; None if they are whole.
+
+        Raises:
+            UsageError: if these ranks are some of the job's, and the engine was given no mpu with a group of them.
+        """
+        return groups._get_sequence_parallel_group()
 
     def is_map_style_dataset(self, obj: Any) -> bool:
         """Return whether samples of ``obj`` can be looked up by index."""

@@ -206,9 +206,7 @@ class ContextRegion:
                 "mesh.cp cuts sequences of tokens [B, T], and this call of the model has none; give "
                 f"{' or '.join(TOKENS)}, or set mesh.cp: 1"
             )
-        asked = [
-            name for name in _NOT_CUT if given.get(name) is not None and not self._cuts_given(name, given)
-        ]
+        asked = [name for name in _uncut(given) if not self._cuts_given(name, given)]
         if asked:
             raise UsageError(
                 f"mesh.cp: a call was given {', '.join(asked)}, which the cut of the sequences computes itself or "
@@ -275,13 +273,22 @@ def _refuse_features(given: Mapping[str, Any], tokens: Tensor) -> None:
                 )
 
 
+def _uncut(given: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a call that a cut computes itself or cannot cut.
+
+    Shifted labels without labels are those of a loss outside the model, which gets whole logits.
+    """
+    named = [name for name in _NOT_CUT if given.get(name) is not None]
+    return [name for name in named if name != "shift_labels" or _has_targets(given)]
+
+
 def _has_targets(given: Mapping[str, Any]) -> bool:
     return any(given.get(name) is not None for name in _TARGETS)
 
 
 def _is_plain(given: Mapping[str, Any]) -> bool:
     """Return True if a call without gradients can be cut: it has no cache, no positions and no padding."""
-    asked = any(given.get(name) is not None for name in _NOT_CUT) or any(map(given.get, _SINGLE))
+    asked = _uncut(given) or any(map(given.get, _SINGLE))
     return not asked and _is_full(given.get("attention_mask"))
 
 
