@@ -13,6 +13,7 @@ too, so a loss that a script averages over the ranks by their numbers of labels 
 
 from collections import deque
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -133,11 +134,12 @@ class UlyssesSPDataLoaderAdapter:
             sp_rank: No effect: every rank gets whole batches.
             sp_group: torch's process group of the ranks that share sequences.
             sp_world_size: Number of these ranks.
-            device: No effect: the engine moves batches to its device.
+            device: Device on which the ranks exchange batches.
         """
         self.dl = dl
         self.sp_group = sp_group
         self.sp_world_size = sp_world_size
+        self.device = device
         self.iter = iter(dl)
         self.micro_batches: deque[Any] = deque()
 
@@ -157,15 +159,35 @@ class UlyssesSPDataLoaderAdapter:
 
         Raises:
             StopIteration: if the loader has ended; the next call starts it again.
+            UsageError: if a batch has something else than tensors.
         """
         try:
             batch = dict(next(self.iter))
         except StopIteration:
             self.iter = iter(self.dl)
             raise
-        batches: list[Any] = [None] * self.sp_world_size
-        default_group.all_gather_object(batches, batch, group=self.sp_group)
-        self.micro_batches.extend(map(_whole_batch, batches))
+        others = sorted(name for name, value in batch.items() if not isinstance(value, Tensor))
+        if others:
+            raise UsageError(
+                f"UlyssesSPDataLoaderAdapter: {', '.join(others)} of a batch are no tensors, and only tensors travel "
+                "between the ranks that share sequences; leave them out of the batches"
+            )
+        columns = {name: self._of_all(batch[name]) for name in sorted(batch)}
+        for rank in range(self.sp_world_size):
+            self.micro_batches.append(_whole_batch({name: each[rank] for name, each in columns.items()}))
+
+    def _of_all(self, own: Tensor) -> list[Tensor]:
+        """Return a tensor of each rank that shares sequences; their shapes may differ, but not the number of dims."""
+        there = own.to(self.device)
+        shape = torch.tensor(there.shape, dtype=torch.int64, device=self.device)
+        shapes = [torch.empty_like(shape) for _ in range(self.sp_world_size)]
+        default_group.all_gather(shapes, shape, group=self.sp_group)
+        sizes = [each.tolist() for each in shapes]
+        flat = there.new_zeros(max(map(prod, sizes)))
+        flat[: there.numel()] = there.reshape(-1)
+        parts = [torch.empty_like(flat) for _ in sizes]
+        default_group.all_gather(parts, flat, group=self.sp_group)
+        return [part[: prod(size)].view(size).cpu() for part, size in zip(parts, sizes, strict=True)]
 
 
 def _whole_batch(batch: dict[str, Any]) -> dict[str, Any]:
