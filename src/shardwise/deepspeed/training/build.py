@@ -74,18 +74,16 @@ def initialize(
         lr_scheduler: A scheduler, or a function of the optimizer that returns one. None: the scheduler that the
             configuration names.
         distributed_port: No effect: the environment gives the address and the port.
-        mpu: A model-parallel unit. Its number of ranks that share a sequence is ``mesh.cp``; the rest is only compared
-            with the mesh, which comes from ``mesh`` in a Shardwise configuration, or ``tensor_parallel`` and
-            ``sequence_parallel_size`` in a DeepSpeed configuration.
-        dist_init_required: Whether to start the process group, as in ``init_distributed``.
+        mpu: A model-parallel unit, which is compared with the mesh; its ranks that share a sequence are ``mesh.cp``.
+        dist_init_required: As in ``init_distributed``.
         collate_fn: The function that makes a batch from samples, for the engine's loaders.
-        config: The configuration: a dictionary, a path, or url-safe base64 of JSON.
+        config: A dictionary, a path, or url-safe base64 of JSON.
         mesh_param: Sizes (data-parallel, sequence-parallel); the second is ``mesh.cp``.
         config_params: An older name of ``config``.
 
     Raises:
         ConfigError: if the configuration is missing, given twice, or invalid.
-        UsageError: if the arguments contradict the configuration or the mesh.
+        UsageError: if arguments contradict the configuration or the mesh.
     """
     model = _checked_module(model)
     settings = DeepSpeedConfig(_one_config(args, config, config_params))
@@ -95,9 +93,8 @@ def initialize(
     pipeline = _pipeline_of(model, settings)
     basic = _optimizer_of(model, settings, optimizer, model_parameters)
     scheduler = _scheduler_of(settings, basic, lr_scheduler)
-    sequences = _sequences_of(mpu, mesh_param, settings)
-    config_of_run = _run_config(settings, pipeline, _experts_of(model, settings), sequences)
-    ours = build_engine(model, config_of_run, optimizer=basic)
+    said = pipeline, _experts_of(model, settings), _sequences_of(mpu, mesh_param, settings)
+    ours = build_engine(model, _run_config(settings, *said), optimizer=basic)
     _take_results(settings, ours, model)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     _check_places(mpu, ours)
