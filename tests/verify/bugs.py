@@ -33,6 +33,8 @@ from shardwise.models import dropout
 from shardwise.models.dropout import KeyedDropout
 from shardwise.models.layers import Attention
 from shardwise.optim.flat import FlatOptimizer
+from shardwise.parallel.context import attention as context_attention
+from shardwise.parallel.context.region import ContextRegion
 from shardwise.parallel.expert import router as expert_router
 from shardwise.parallel.expert.dispatch import RoundRoutes, RowRoutes
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
@@ -934,6 +936,50 @@ def expert_weights_of_one_rank_even(rank: int) -> Patch:
 # Dropout and its keys ------------------------------------------------------------------------------------------------
 
 
+# Sequences that are cut over ranks ---------------------------------------------------------------------------------
+
+
+def gradients_of_keys_stay_abroad(rank: int) -> Patch:
+    """The gradients of keys and values that another rank's queries saw do not return to their rank."""
+    right = context_attention._return
+
+    def wrong(gradients: Tensor, site: Any) -> Any:
+        arrive = right(gradients, site)
+        return lambda: tuple(torch.zeros_like(each) for each in arrive())
+
+    return patch.object(context_attention, "_return", wrong)
+
+
+def _pieces(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
+    right = ContextRegion._pieces
+
+    def wrong(self: ContextRegion, given: Any, cut: Any) -> dict[str, Any]:
+        found = right(self, given, cut)
+        return found | change(found)
+
+    return patch.object(ContextRegion, "_pieces", wrong)
+
+
+def positions_of_a_part_begin_anew(rank: int) -> Patch:
+    """The tokens of a part take the first positions of the sequence."""
+    return _pieces(lambda found: {"positions": torch.arange(len(found["positions"]))})
+
+
+def targets_of_other_tokens(rank: int) -> Patch:
+    """The targets of a part lie one place too late."""
+    return _pieces(lambda found: {"targets": found["targets"].roll(1, 1)})
+
+
+def parts_count_alike(rank: int) -> Patch:
+    """Each rank along cp divides by its own number of targets and counts like any other."""
+    return patch.object(ContextRegion, "share_of", lambda self, *given: 1 / self.group.size)
+
+
+def keys_of_other_ranks_are_not_seen(rank: int) -> Patch:
+    """Each rank along cp attends to its own keys alone."""
+    return patch.object(context_attention, "_leave", lambda k, v, site, what: lambda: None)
+
+
 def _masks(change: Callable[[Any], Any]) -> Patch:
     right = dropout.keyed_dropout
     return patch.object(dropout, "keyed_dropout", lambda x, p, draw, cut=None: right(x, p, change(draw), cut))
@@ -998,6 +1044,7 @@ PIPELINE = Case("pp=2", microbatches=5)
 TIED = Case("pp=3", "gpt2", microbatches=4)
 DATA, STAGE_1 = Case("dp=2,zero=0", microbatches=2), Case("dp=2,zero=1", microbatches=2)
 STAGE_2, STAGE_3 = Case("dp=2,zero=2", microbatches=2), Case("dp=2,zero=3", microbatches=2)
+CUT = Case("cp=2", keys=(("context.method", "planned"),))
 EXPERTS = Case("dp=2,ep=2,zero=1", "experts")
 DROPPING = Case("tp=2", "dropout", reference="layout")
 FOREIGN = Case("tp=2", "foreign gpt2", keys=(("optimizer.groups", ()),), reference="layout")
@@ -1175,6 +1222,13 @@ BUGS: list[Bug] = [
     _bug(rows_return_to_the_neighbour, EXPERTS, "activation", "*mlp*", ALL, by="check"),
     _bug(experts_swapped, EXPERTS, "activation", "*mlp*", ALL, by="check"),
     _bug(expert_weights_of_one_rank_even, EXPERTS, "activation", "*mlp*", shows=ALL),
+    # Sequences that are cut
+    _bug(gradients_of_keys_stay_abroad, CUT, "gradient", "*", by="check"),
+    _bug(positions_of_a_part_begin_anew, CUT, "activation", "*", ALL, by="check"),
+    _bug(targets_of_other_tokens, CUT, "gradient", "*", ALL, by="check"),
+    _bug(parts_count_alike, CUT, "gradient", "*", by="check"),
+    _bug(every_copy_in_the_norm, CUT, "norm", shows=("norm",), name="copies in the norm, cp", by="check"),
+    _bug(keys_of_other_ranks_are_not_seen, CUT, "activation", "*", ALL, by="check"),
     # Dropout
     _bug(masks_by_rank, DROPPING, "activation", "*dropout", ALL, by="check"),
     _bug(

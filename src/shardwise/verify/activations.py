@@ -97,6 +97,10 @@ class ActivationRecorder:
             for handle in handles:
                 handle.remove()
 
+    def key_of_pass(self) -> str:
+        """Return the key of the running pass, as that of a tensor without a name."""
+        return str(self._key(""))
+
     def _key(self, name: str) -> PassKey:
         place = self._replay.place
         return PassKey(name, place.step, place.first_sample // self._rows)

@@ -6,6 +6,8 @@ Ranks with the same place on all axes but "tp" run the same microbatches. Along 
     cut        each rank holds a part of one dim: in order, or as the rows of the module's own weight are cut
     addends    the sum over the ranks is the tensor
 
+Along "cp" each rank holds tokens of its own, at the places that its passes recorded.
+
 Placements that the static part derived decide between whole and addends (placements). Without them the output of a
 module is taken as whole; the gradient of an output may be either, so that a gradient is wrong only if neither the
 copies nor their sum are right.
@@ -98,14 +100,35 @@ class RankRecords:
         if not ranks:
             return Assembled(None, "no rank runs this module by its own call")
         if self._is_cut_elsewhere:
-            return Assembled(
-                None, 'the ranks along "cp" hold parts of the sequence, whose order is not recorded'
-            )
+            return self._over_tokens(of, key, ranks, wanted, module)
+        return self._over_features(of, key, ranks, wanted, module)
+
+    def _over_features(
+        self,
+        of: str,
+        key: str,
+        ranks: Sequence[int],
+        wanted: Tensor,
+        module: str,
+        kept: tuple[int, Tensor] | None = None,
+    ) -> Assembled:
+        """Return the tensor that is put together over "tp" from ``ranks``, which run the same tokens.
+
+        Args:
+            of: As for ``whole``.
+            key: As for ``whole``.
+            ranks: The ranks that recorded the tensor.
+            wanted: The right tensor, of these tokens alone.
+            module: As for ``whole``.
+            kept: The dim of tokens, and the places along a rank's piece that are no padding; None keeps the piece.
+        """
         found = []
         for stage in range(self.stages):
             mine = [rank for rank in ranks if self.by_rank[rank]["place"]["pp"] == stage]
             held = sorted(mine, key=lambda rank: self.by_rank[rank]["place"]["tp"])
             pieces = [self.by_rank[rank][of][key] for rank in held]
+            if kept is not None:
+                pieces = [_without_padding(each, *kept) for each in pieces]
             for each in self._candidates(of, pieces, held, wanted, module) if pieces else ():
                 found.append(each)
                 if _distance(each.tensor, wanted) == 0:
@@ -114,6 +137,35 @@ class RankRecords:
             return Assembled(None, "the ranks hold parts of unknown placement")
         # Modules without weights outside of blocks run on each stage of a pipeline, on absent values on all but one.
         return min(found, key=lambda each: _distance(each.tensor, wanted))
+
+    def _over_tokens(self, of: str, key: str, ranks: Sequence[int], wanted: Tensor, module: str) -> Assembled:
+        """Return the tensor [B, T, ...] that is put together over "cp", along which each rank has tokens of its own."""
+        if wanted.dim() < 2:
+            return Assembled(None, 'each rank along "cp" has a number of its own tokens')
+        pass_of = str(PassKey.parse(key)._replace(name=""))
+        parts: dict[int, list[int]] = {}
+        for rank in ranks:
+            parts.setdefault(self.by_rank[rank]["place"]["cp"], []).append(rank)
+        places = [self.by_rank[mine[0]].get("tokens", {}).get(pass_of) for mine in parts.values()]
+        known = [each for each in places if each is not None]
+        tokens = sum(int((each >= 0).sum()) for each in known)
+        dim = 1 if wanted.shape[1] == tokens else 0
+        if len(known) < len(places) or wanted.shape[dim] != tokens:
+            return Assembled(None, 'no dim is known along which the ranks along "cp" hold tokens')
+        whole, held, worst = torch.zeros_like(wanted), list[int](), 0.0
+        for mine, at in zip(parts.values(), known, strict=True):
+            if all(self.by_rank[rank][of][key].shape == wanted.shape for rank in mine):
+                return self._over_features(of, key, ranks, wanted, module)  # such as the batch before the cut
+            kept = (at >= 0).nonzero().flatten()
+            truth = wanted.index_select(dim, at[kept])
+            part = self._over_features(of, key, mine, truth, module, (dim, kept))
+            if part.tensor is None or part.tensor.shape != truth.shape:
+                return Assembled(None, part.reason or "the ranks hold parts of unknown placement")
+            whole.index_copy_(dim, at[kept], part.tensor.to(whole.dtype))
+            error = _distance(part.tensor, truth)
+            if error >= worst:
+                worst, held = error, [*(held if error == worst else ()), *part.ranks]
+        return Assembled(whole, "", tuple(held))
 
     def _placed_as(self, of: str, module: str) -> TensorInfo | None:
         """Return the derived placement of the first input, the output or the gradient of the output of a module."""
@@ -225,6 +277,11 @@ class RankRecords:
             whole[places[own]] = piece[own].double()
             filled[places[own]] = True
         return whole.view(torch.Size(self.shapes[name])) if filled.any() else None
+
+
+def _without_padding(piece: Tensor, dim: int, kept: Tensor) -> Tensor:
+    is_longer = piece.dim() > dim and piece.shape[dim] > len(kept)
+    return piece.index_select(dim, kept) if is_longer else piece
 
 
 def _distance(got: Tensor | None, wanted: Tensor) -> float:

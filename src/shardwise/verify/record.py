@@ -115,6 +115,7 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
     }
     if job.saves_at:
         engine.save(job.saves_at, asynchronous=False)
+    tokens = _tokens_of_passes(engine, recorder)
     activation_gradients: dict[str, Tensor] = {}
     found["diverged"], found["lacks"] = "", held.lacks
     for step in range(first, len(job.steps)):
@@ -140,12 +141,28 @@ def _recorded(engine: Engine, job: LayoutJob) -> dict[str, Any]:
         "inputs": recorder.inputs,
         "weights": recorder.weights,
         "held": held.found,
+        "tokens": tokens,
         "gradients": activation_gradients,
         "place": {
             "dp": mesh.index("data", engine.world.rank),
             **{axis: mesh.index(axis, engine.world.rank) for axis in ("pp", "tp", "cp")},
         },
     }
+    return found
+
+
+def _tokens_of_passes(engine: Engine, recorder: ActivationRecorder) -> dict[str, Tensor]:
+    """Return a dictionary that gets the positions of this rank's tokens in each pass whose sequences are cut."""
+    found: dict[str, Tensor] = {}
+    context = engine._parts.passes.context
+
+    def note(module: Any, args: Any) -> None:
+        places = None if context is None else context.places()
+        if places is not None and engine._parts.passes.replay.is_running:
+            found[recorder.key_of_pass()] = places
+
+    for stage in engine._parts.stages if context is not None else ():
+        stage.module.register_forward_pre_hook(note)
     return found
 
 

@@ -154,6 +154,14 @@ class ContextRegion:
         cut = self.cut
         return None if cut is None else cut.layout.ranges[self.group.index]
 
+    def places(self) -> Tensor | None:
+        """Return the positions of this rank's tokens [t] in the running forward pass, -1 for padding; None if whole."""
+        if self._now is None:
+            return None
+        layout = self._now.layout
+        places = layout.places(self.group.index)
+        return torch.where(places < layout.length, places, -1)
+
     def share_of(self, targets: Tensor) -> float:
         """Return the share of the targets [B, T] of a batch, those of -100 left out, that this rank's part has."""
         cut = self._cut(*targets.shape).layout
