@@ -280,8 +280,7 @@ VERDICTS: dict[str, ExpectedVerdict] = {
         unexplained="the gradients that each rank computes for keys of another rank were recorded nowhere",
     ),
     "positions of a part begin anew": _E(
-        "input 0 of blocks.0.attention.out, microbatch 0, step 0",
-        unexplained="keys and queries are rotated inside the attention layer, whose weights are right",
+        "input 1 of blocks.0, microbatch 0, step 0", "of 4 blocks along dim 0 block 1 is a copy of block 0*"
     ),
     "targets of other tokens": _E(
         "input 1 of head, microbatch 0, step 0",
