@@ -227,6 +227,38 @@ def test_outputs_of_transformers_equal_one_process(ranks: Any) -> None:
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-9)
 
 
+ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropout": ("llama", {"attention_dropout": 0.1}),
+    "softcap": ("gemma2", {"attn_logit_softcapping": 5.0}),
+}
+
+
+def attention_refused(world: World) -> dict[str, str]:
+    transformers = pytest.importorskip("transformers")
+    said = {}
+    for name, (kind, more) in ATTENTION.items():
+        config = transformers.AutoConfig.for_model(kind, **SMALL, **more)
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+        given = {"mesh": {"cp": 2}, "optimizer": {"type": "sgd", "lr": 0.1}}
+        engine = shardwise.initialize(model, given, world=world)
+        before = {key: tensor.clone() for key, tensor in engine.state_dict().items()}
+        tokens = torch.ones(2, 8, dtype=torch.long)
+        try:
+            engine.train_step([{"input_ids": tokens, "labels": tokens}])
+        except UsageError as error:
+            said[name] = str(error)
+            engine.discard()
+        assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
+        engine.close()
+    return said
+
+
+def test_dropout_and_soft_caps_inside_attention_are_refused_by_name(ranks: Any) -> None:
+    for said in ranks(2).run(attention_refused):
+        assert said.keys() == ATTENTION.keys()
+        assert all(f"is asked for {name}, which no exchange" in text for name, text in said.items())
+
+
 class Pooled(Gpt):
     """A GPT that returns one row for each sequence."""
 
