@@ -6,9 +6,11 @@ import pytest
 from tests.simulate.given import hardware
 
 from shardwise.base.hardware import OperationClass
-from shardwise.engine.fit.bound import PassWork, work_of
+from shardwise.engine.fit.bound import PassWork, even_bound, work_of
+from shardwise.parallel.pipeline.policy import FOLDED, ScheduleName
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
+from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.stage_places import StagePlaces
 from shardwise.simulate.bound import pipeline_bound
 from shardwise.simulate.passes import MeasuredPass, UnitPass
@@ -71,3 +73,18 @@ def test_the_work_of_a_pass_is_no_more_than_its_price_where_classes_are_faster_t
     assert price == pytest.approx(300 / 40 + 100 / 10)
     bound = work_of(passed, rates, True).seconds
     assert bound == pytest.approx(400 / 40) and bound <= price
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v", "zb_greedy"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 3), (4, 9)])
+def test_no_schedule_that_splits_backward_passes_is_faster_than_the_bound(
+    name: ScheduleName, ranks: int, microbatches: int
+) -> None:
+    folded = name in FOLDED
+    seconds = [1 + 0.5 * (stage % 3) for stage in range(ranks * (1 + folded))]
+    whole = timeline_of(
+        schedule(name, ranks, microbatches, 1 + folded), lambda action: seconds[action.stage] / 3
+    ).makespan_s
+    bound = pipeline_bound(seconds, StagePlaces(ranks, folded), microbatches, splits_backward=True)
+    assert 0.7 * whole < bound <= whole * (1 + 1e-12) or microbatches < ranks
+    assert even_bound(sum(seconds), ranks, 2, microbatches) <= whole

@@ -21,6 +21,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.policy import nearest
 from shardwise.config.run import RunConfig
 from shardwise.parallel.embedding.policy import PLACEMENTS
+from shardwise.parallel.pipeline.policy import FOLDED
 from shardwise.plan.mesh import DataParallelPolicy
 from shardwise.plan.placement import Tier
 
@@ -164,10 +165,14 @@ def _micro_sizes(scope: KnobScope, chosen: Values) -> Sequence[int]:
 
 
 def _schedules(scope: KnobScope, chosen: Values) -> Sequence[str]:
-    return ("1f1b", "gpipe", "interleaved_1f1b") if chosen["mesh.pp"] > 1 else ()
+    """Return schedules without zb_greedy, which is made from seconds that only a run measures."""
+    names = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
+    return names if chosen["mesh.pp"] > 1 else ()
 
 
 def _virtual_stages(scope: KnobScope, chosen: Values) -> Sequence[int]:
+    if chosen["pipeline.schedule"] in FOLDED:
+        return (1,) if scope.blocks >= 2 * chosen["mesh.pp"] else ()
     if chosen["pipeline.schedule"] != "interleaved_1f1b":
         return (1,)
     return [each for each in divisors(scope.blocks // chosen["mesh.pp"]) if each > 1]
