@@ -1,14 +1,19 @@
 """Schedules that split backward passes: the bits of 1f1b, and zb_greedy, whose order follows measured seconds."""
 
 import random
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import shardwise
 from shardwise.compose.lists import PassSeconds
 from shardwise.models import Gpt, GptPolicy
+from shardwise.models.gpt import GptExperts
+from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.pipeline.policy import SPLIT
 from shardwise.plan.action import Kind
 from tests.engine.conformance import Conformance
@@ -17,17 +22,88 @@ STEPS, MICROBATCHES, CONTEXT, VOCABULARY = 4, 5, 8, 17
 MODEL = GptPolicy(family="gpt2", layers=4, width=16, heads=2, context=CONTEXT, vocab=VOCABULARY, hidden=24)
 
 
-def build(world: Any, schedule: str, stage: int) -> Any:
+class Adapted(nn.Module):
+    """A module with a small trained path beside it."""
+
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    model = Gpt(LLAMA).requires_grad_(False)
+    for block in model.blocks:
+        block.mlp = Adapted(block.mlp)
+        block.mlp.down.requires_grad_(True)
+        block.mlp.up.requires_grad_(True)
+    return model
+
+
+def frozen() -> nn.Module:
+    model = Gpt(MODEL)
+    for block in list(model.blocks)[:2]:
+        block.requires_grad_(False)
+    return model
+
+
+LLAMA = GptPolicy(layers=4, width=16, heads=2, kv_heads=1, context=CONTEXT, vocab=VOCABULARY, hidden=24)
+EXPERTS = LLAMA.model_copy(
+    update={"experts": GptExperts(count=4, hidden=8, router=RouterPolicy(top_k=2, balance="loss"))}
+)
+
+
+class Variant(NamedTuple):
+    """One technique beside the schedules."""
+
+    size: int = 2
+    model: Callable[[], nn.Module] = partial(Gpt, MODEL)
+    config: dict[str, Any] = {}
+    mesh: dict[str, int] = {}
+
+
+VARIANTS = {
+    "a tied head": Variant(),
+    "frozen blocks": Variant(model=frozen),
+    "adapters": Variant(model=adapted),
+    "dropout": Variant(model=partial(Gpt, LLAMA.model_copy(update={"dropout": 0.2}))),
+    "recompute": Variant(config={"recompute": "full"}),
+    "recompute, stage 3": Variant(4, config={"recompute": "full", "zero": {"stage": 3}}),
+    "selective, stage 2": Variant(4, config={"recompute": "selective", "zero": {"stage": 2}}),
+    "stage 1": Variant(4, partial(Gpt, LLAMA), {"zero": {"stage": 1}}),
+    "fp16": Variant(
+        config={"precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**24, "hysteresis": 1}}}
+    ),
+    "bf16, stage 3": Variant(4, config={"precision": "bf16", "zero": {"stage": 3}}),
+    "delayed updates": Variant(
+        4, config={"offload": {"optimizer": "host", "step": "delayed"}, "zero": {"stage": 1}}
+    ),
+    "experts": Variant(4, partial(Gpt, EXPERTS), mesh={"ep": 2}),
+    "experts, stage 3": Variant(4, partial(Gpt, EXPERTS), {"zero": {"stage": 3}}, {"ep": 2}),
+    "slices": Variant(4, partial(Gpt, LLAMA), mesh={"tp": 2, "dp": 1}),
+    "whole sequences": Variant(
+        4, partial(Gpt, LLAMA), {"tensor": {"sequence_parallel": False}}, {"tp": 2, "dp": 1}
+    ),
+    "cut sequences": Variant(4, partial(Gpt, LLAMA), mesh={"cp": 2, "dp": 1}),
+    "cut sequences, stage 3": Variant(4, partial(Gpt, LLAMA), {"zero": {"stage": 3}}, {"cp": 2, "dp": 1}),
+    "kept weights": Variant(4, config={"zero": {"stage": 3, "reshard_after_forward": False}}),
+}
+
+
+def build(world: Any, schedule: str, stage: int, variant: Variant = VARIANTS["a tied head"]) -> Any:
     torch.manual_seed(3)
     config = {
-        "mesh": {"pp": 2, "dp": world.size // 2},
+        "mesh": {"pp": 2, "dp": world.size // 2, **variant.mesh},
         "zero": {"stage": stage},
         "pipeline": {"schedule": schedule, "partition": "uniform"},
         "batch": {"accumulation": MICROBATCHES},
         "optimizer": {"type": "adamw", "lr": 1e-2},
         "comm": {"timeout_s": 20.0},
+        **variant.config,
     }
-    return shardwise.initialize(Gpt(MODEL), config, world=world)
+    return shardwise.initialize(variant.model(), config, world=world)
 
 
 def curve(engine: Any, steps: int = STEPS) -> list[tuple[float, float]]:
@@ -42,9 +118,9 @@ def curve(engine: Any, steps: int = STEPS) -> list[tuple[float, float]]:
 
 
 def train(
-    world: Any, schedule: str, stage: int
+    world: Any, schedule: str, stage: int, variant: str = "a tied head"
 ) -> tuple[list[tuple[float, float]], dict[str, list[float]], int]:
-    engine = build(world, schedule, stage)
+    engine = build(world, schedule, stage, VARIANTS[variant])
     conformance = Conformance(engine)
     found = curve(engine)
     state = {name: tensor.flatten().tolist() for name, tensor in engine.state_dict().items()}
@@ -52,8 +128,8 @@ def train(
     return found, state, len(conformance.departures)
 
 
-def train_all(world: Any, names: list[str], stage: int) -> list[Any]:
-    return [train(world, name, stage) for name in names]
+def train_all(world: Any, names: list[str], stage: int, variant: str = "a tied head") -> list[Any]:
+    return [train(world, name, stage, variant) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +144,29 @@ def test_losses_and_weights_have_the_bits_of_1f1b(
     ranks: Any, size: int, stage: int, names: list[str]
 ) -> None:
     """Norms are sums over other ranks in a V, so they may differ in the last bit; nothing is clipped by them."""
-    by_rank = ranks(size).run(train_all, ["1f1b", *names], stage)
+    check_bits(ranks(size).run(train_all, ["1f1b", *names], stage), names)
+
+
+def check_bits(by_rank: list[Any], names: list[str]) -> None:
     first, *others = zip(*by_rank, strict=True)
     for name, found in zip(names, others, strict=True):
         for (wanted, weights, _), (got, own, departures) in zip(first, found, strict=True):
             assert not departures, name
             assert own == weights, name
             assert [loss for loss, _ in got] == [loss for loss, _ in wanted], name
+
+
+@pytest.mark.parametrize(
+    ("variant", "names"),
+    [
+        ("adapters", ["zb_v"]),
+        ("frozen blocks", ["zb_h1"]),
+        *(pytest.param(variant, list(SPLIT), marks=pytest.mark.soak) for variant in VARIANTS),
+    ],
+)
+def test_the_same_bits_beside_another_technique(ranks: Any, variant: str, names: list[str]) -> None:
+    size = VARIANTS[variant].size
+    check_bits(ranks(size).run(train_all, ["1f1b", *names], 0, variant), names)
 
 
 def drawn(seed: int) -> PassSeconds:
