@@ -14,6 +14,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise.models import Gpt, GptPolicy
+from shardwise.parallel.pipeline.policy import FOLDED, SPLIT
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.plain import Truth, once, train, worst
 
@@ -207,6 +208,8 @@ WAYS = (
 
 
 def scheduled(pp: int, schedule: str, microbatches: int) -> Layout:
+    if schedule in FOLDED:
+        return Layout(pp=pp, microbatches=microbatches, schedule=schedule, layers=2 * pp)
     if schedule != "interleaved_1f1b":
         return Layout(pp=pp, microbatches=microbatches, schedule=schedule)
     return Layout(pp=pp, microbatches=microbatches, schedule=schedule, virtual_stages=2, layers=2 * pp)
@@ -315,8 +318,28 @@ PRODUCTS = [
     *(
         scheduled(pp, schedule, microbatches)
         for pp in (2, 3, 4)
-        for schedule in SCHEDULES
+        for schedule in (*SCHEDULES, *SPLIT)
         for microbatches in MICROBATCHES
+    ),
+    *(
+        Layout(pp=2, dp=2, stage=stage, microbatches=3, schedule=schedule, recompute=how)
+        for schedule in SPLIT
+        for stage in range(4)
+        for how in ("none", "full", "selective")
+    ),
+    *(
+        Layout(pp=2, tp=2, microbatches=microbatches, schedule=schedule, sequence=sequence, family=family)
+        for schedule in SPLIT
+        for microbatches, sequence, family in ((2, True, "llama"), (3, False, "gpt2"), (5, True, "gpt2"))
+    ),
+    *(
+        Layout(pp=2, cp=2, microbatches=3, schedule=schedule, stage=stage)
+        for schedule in SPLIT
+        for stage in (0, 3)
+    ),
+    *(
+        Layout(pp=2, dp=2, stage=3, microbatches=3, schedule=schedule, reshard_after_forward=False)
+        for schedule in SPLIT
     ),
     *(
         Layout(dp=2, stage=stage, microbatches=2, recompute=how)

@@ -74,7 +74,7 @@ VARIANTS = {
     "selective, stage 2": Variant(4, config={"recompute": "selective", "zero": {"stage": 2}}),
     "stage 1": Variant(4, partial(Gpt, LLAMA), {"zero": {"stage": 1}}),
     "fp16": Variant(
-        config={"precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**24, "hysteresis": 1}}}
+        config={"precision": {"compute": "fp16", "loss_scale": {"init_scale": 1024.0, "hysteresis": 1}}}
     ),
     "bf16, stage 3": Variant(4, config={"precision": "bf16", "zero": {"stage": 3}}),
     "delayed updates": Variant(
