@@ -301,6 +301,7 @@ LAYOUTS = [
     Layout(pp=4, microbatches=8, schedule="zb_v", layers=8),
     Layout(pp=2, dp=2, stage=3, microbatches=3, schedule="dualpipe_v", recompute="full"),
     Layout(pp=2, tp=2, microbatches=3, schedule="zb_v", family="gpt2"),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, schedule="zb_h1", reshard_after_forward=False),
 ]
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""

@@ -289,18 +289,17 @@ class Walker:
     def run_while(self, may: Callable[[Action], bool]) -> None:
         """Run the next Actions of the pass as long as ``may`` returns True for them.
 
-        The passes of Units in between are skipped.
+        The passes of Units in between are skipped if ``may`` returns True for them too.
         """
         self.target = None
         place = self._cursor
         while place < self._stop:
             action = self._actions[place]
             place += 1
-            if action[0].computes:
-                continue
             if not may(action):
                 return
-            self._serve(place)
+            if not action[0].computes:
+                self._serve(place)
 
     def rest_of_pass(self) -> Sequence[Action]:
         """Return the Actions that are left of the pass."""

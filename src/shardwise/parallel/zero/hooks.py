@@ -751,8 +751,16 @@ class UnitHooks:
         )
 
     def _may_close(self, action: Action) -> bool:
-        """Return True if an Action closes a Unit whose gradients have all been accumulated."""
-        return action.kind is not Kind.UNSHARD and self.windows.of(action).is_complete
+        """Return True if an Action closes a Unit whose gradients have all been accumulated, or is a Unit's silent pass.
+
+        A pass that a hook announces is still to come. Without the check, a list with I could be left behind it, because
+        the weights are gathered once in a step and the other Units are reduced behind W, so that no Action stands
+        between the passes.
+        """
+        state = self.windows.of(action)
+        if action.kind.computes:
+            return not state.has_windows or not state.trained_parameters or state.has_passed
+        return action.kind is not Kind.UNSHARD and state.is_complete
 
     # Hooks -----------------------------------------------------------------------------------------------------
 
