@@ -76,6 +76,18 @@ def test_masters_that_16_bits_have_rounded_are_found() -> None:
 
 
 @pytest.mark.soak
+def test_an_isolated_run_of_cut_sequences_is_left_out() -> None:
+    (bug,) = (bug for bug in BUGS if bug.name == "keys of other ranks are not seen")
+    case = bug.case
+    with patch.object(run, "run_rank", planted(bug)):
+        found = run.verify(
+            case.make, case.config(), case.arranged(*case.batch(0)), layout=case.layout, steps=2, isolate=True
+        )
+    assert found.verdict == "fail" and not found.isolated
+    assert any("isolated run" in line and "cp" in line for line in found.lines()), found.lines()
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_every_planted_bug_is_found_named_and_explained(bug: Bug) -> None:
     found = verdict_on(bug.case, dict(bug.keys), planted(bug))

@@ -271,6 +271,11 @@ class _Passes:
         subject, found = self.subject, self.found
         first = replace(truth, steps=truth.steps[:1])
         divisors = [each["held"]["divisors"] for each in records.by_rank]
+        if subject.layout.mesh.cp > 1:
+            self.left_out["isolated run"] = (
+                'the reference feeds tensors of whole sequences, and the ranks along "cp" hold parts of them'
+            )
+            return
         if not divisors[0]:
             self.left_out["isolated run"] = (
                 "the layout finished no step, so that the divisor of its sums is unknown"

@@ -37,7 +37,7 @@ _WITHHELD = (
 
 
 class TokenOutputs:
-    """What the passes of a model return of the outputs of single tokens.
+    """Outputs of single tokens that the cut passes of a model return.
 
     Args:
         group: The ranks that share a sequence.
