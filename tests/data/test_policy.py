@@ -34,6 +34,7 @@ def test_validation_is_a_fraction_or_a_source() -> None:
         ({"target": "a:b", "source": "x.txt"}, "source and target are both given"),
         ({"arguments": {"size": 1}}, "without a target"),
         ({"source": []}, "empty list"),
+        ({"documents": True, "target": "a:b"}, "reads the ends of documents"),
         ({"source": 3}, "valid string"),
     ],
 )

@@ -95,3 +95,28 @@ def test_held_out_part_is_at_least_a_window(tmp_path: Path) -> None:
 def test_cut_prefers_the_end_of_a_document(tmp_path: Path, lengths: list[int], cut: int) -> None:
     train, validation = hold_out(_file(tmp_path / "x.tokens", lengths), 0.1, context=10)
     assert (train.stop, validation.start) == (cut, cut)
+
+
+def test_documents_of_a_window(tmp_path: Path) -> None:
+    """Documents of 7, 13, 10 and 80 tokens: one ends inside a window, one at the end of a window."""
+    file = _file(tmp_path / "x.tokens", [7, 13, 10, 80])
+    windows = TokenWindows([TokenSpan(file, 0, 110)], context=10, documents=True)
+    first, second, third, *others = (windows[i] for i in range(len(windows)))
+    assert first["documents"].tolist() == [0] * 7 + [1] * 3
+    assert first["targets"].tolist() == [*range(1, 7), -100, *range(8, 11)]
+    assert first["tokens"].tolist() == list(range(10))
+    assert second["documents"].tolist() == third["documents"].tolist() == [0] * 10
+    assert second["targets"].tolist() == [*range(11, 20), -100]
+    assert third["targets"].tolist() == [*range(21, 30), -100]
+    assert not any(each["documents"].any() or (each["targets"] < 0).any() for each in others)
+    counted = sum(int((windows[i]["targets"] >= 0).sum()) for i in range(len(windows)))
+    assert windows.tokens == counted == 97
+    plain = TokenWindows([TokenSpan(file, 0, 110)], context=10)
+    assert "documents" not in plain[0] and windows.fingerprint() != plain.fingerprint()
+
+
+def test_documents_of_a_span_that_begins_inside_one(tmp_path: Path) -> None:
+    file = _file(tmp_path / "x.tokens", [7, 2, 3, 50])
+    (sample,) = TokenWindows([TokenSpan(file, 5, 17)], context=11, documents=True)
+    assert sample["documents"].tolist() == [0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert sample["targets"].tolist() == [6, -100, 8, -100, 10, 11, -100, 13, 14, 15, 16]

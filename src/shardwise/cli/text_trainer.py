@@ -4,6 +4,7 @@ A microbatch of a language model is weighted by its tokens; if a batch has no kn
 """
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +86,9 @@ class TextTrainer(Trainer):
             with torch.device("meta"):
                 return build_model(model)
         assert isinstance(model, TargetPolicy), "a click-through model reads clicks"
-        return build_model(model, seed=self.config.train.seed)
+        made = build_model(model, seed=self.config.train.seed)
+        check_documents(self.config, made)
+        return made
 
     def weights(self, batches: Sequence[Any]) -> list[float] | None:
         """Return the number of tokens of each microbatch."""
@@ -245,6 +248,24 @@ def with_mask(config: RunConfig, model: BertPolicy, corpus: TextCorpus) -> tuple
     """
     assert corpus.vocab_size is not None, "a rule of the configuration: a bert reads text of ours"
     return config.model_copy(update={"model": model.resolved(corpus.vocab_size)}), corpus.vocab_size
+
+
+def check_documents(config: RunConfig, model: nn.Module) -> None:
+    """Check that a model of the user's own takes documents if the data has them.
+
+    Raises:
+        ConfigError: if its forward has no argument ``documents``.
+    """
+    if not getattr(config.data, "documents", False):
+        return
+    parameters = inspect.signature(model.forward).parameters
+    if "documents" not in parameters and all(
+        each.kind is not each.VAR_KEYWORD for each in parameters.values()
+    ):
+        raise ConfigError(
+            f"data.documents: the forward of {type(model).__name__} has no argument 'documents' [B, T], so its tokens "
+            "would see other documents; give it one, or leave data.documents out"
+        )
 
 
 def context_of(config: RunConfig, data: DataPolicy) -> int:

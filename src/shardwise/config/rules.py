@@ -178,6 +178,14 @@ RULES = (
         lambda c: "data: a bert reads text that it masks itself; remove data.target and give data.source",
     ),
     ConfigRule(
+        "documents of masked text",
+        lambda c: not isinstance(c.model, BertPolicy) or not getattr(c.data, "documents", False),
+        lambda c: (
+            "data.documents: a bert sees tokens on both sides, and its attention does not take documents; leave "
+            "data.documents out"
+        ),
+    ),
+    ConfigRule(
         "images",
         lambda c: isinstance(c.data, ImagePolicy) or not reads_images(c.model),
         lambda c: "data: a model of images reads pictures; remove kind and target, or set kind: images",

@@ -1,5 +1,6 @@
 """Builds training and validation data from ``data:`` in the configuration."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,19 @@ def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | No
     ]
     if isinstance(policy.validation, str):
         held_out = open_source(policy.validation, tokenizer, cache, pattern=policy.pattern, progress=progress)
-        train = TokenWindows([TokenSpan(file, 0, file.count) for file in files], context)
         return TextCorpus(
-            train, TokenWindows([TokenSpan(file, 0, file.count) for file in held_out], context), tokenizer
+            _windows([TokenSpan(file, 0, file.count) for file in files], context, policy),
+            _windows([TokenSpan(file, 0, file.count) for file in held_out], context, policy),
+            tokenizer,
         )
     cuts = [hold_out(file, policy.validation, context) for file in files]
-    train = TokenWindows([cut[0] for cut in cuts], context)
-    validation = TokenWindows([cut[1] for cut in cuts], context) if policy.validation else None
+    train = _windows([cut[0] for cut in cuts], context, policy)
+    validation = _windows([cut[1] for cut in cuts], context, policy) if policy.validation else None
     return TextCorpus(train, validation, tokenizer)
+
+
+def _windows(spans: Sequence[TokenSpan], context: int, policy: DataPolicy) -> TokenWindows:
+    return TokenWindows(spans, context, policy.documents)
 
 
 def _from_target(policy: DataPolicy) -> TextCorpus:

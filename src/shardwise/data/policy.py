@@ -45,6 +45,11 @@ class DataPolicy(Policy):
     """
     arguments: dict[str, Any] = {}
     """Keyword arguments of ``target``."""
+    documents: bool = False
+    """Keep the documents of a sequence apart: batches get ``documents``, the number of each token's document, so that
+    no token sees another document, positions begin anew in each, and the last token of a document predicts nothing.
+    The files of a source are documents; a token file has them as written.
+    """
     shuffle: bool = True
     """Read the samples of each epoch in an order drawn from (seed, epoch); false: in the order of the data."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -65,6 +70,11 @@ class DataPolicy(Policy):
         if self.target is None and self.arguments:
             raise ValueError(
                 "arguments are given without a target; they are the keyword arguments of the target"
+            )
+        if self.documents and self.target is not None:
+            raise ValueError(
+                "documents: true reads the ends of documents from text, and target brings samples; let the target's "
+                "samples have 'documents', and leave the key out"
             )
         if isinstance(self.source, list) and not self.source:
             raise ValueError("source is an empty list; give stdlib, a file, a folder or a token file")

@@ -73,7 +73,7 @@ class Engine(StateAccess):
         pipeline: PipelineRunner | None = None,
         check: FirstStepCheck | None = None,
     ):
-        record = StepInputs(check, parts.world.size > 1)
+        record = StepInputs(check, parts.world.size > 1, parts.mesh.cp > 1)
         super().__init__(
             parts, pipeline, record, ModelHandle(parts, original, self.close, record.before_pass)
         )

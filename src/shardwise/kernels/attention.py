@@ -25,10 +25,13 @@ Shapes: B batch, H heads, N key and value heads, G = H/N, T queries, S keys, K h
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardwise.kernels.attention_view import AttentionView, seen_by_last
 from shardwise.kernels.choice import kernel_device
 from shardwise.kernels.operation import operation
+from shardwise.kernels.viewed_attention import attend_to_seen
 
 _KEEP_UP_TO = 512
 """Length of the longest sequence whose attention weights are kept: they are then a fifth of a block's activations."""
@@ -40,20 +43,24 @@ only for long sequences. fp16 is left to torch: its matrix product on the CPU ha
 
 
 @operation("product")
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, view: AttentionView | None = None) -> Tensor:
     """Return the attention of each query to the keys up to its own position.
 
     The T queries are the last of the S positions.
-    This is the contract of every attention function that a model can be given.
+    This is the contract of every attention function that a model can be given. A function without ``view`` serves
+    models and batches without documents, windows and sinks.
 
     Args:
         q: queries, [B, H, T, K].
         k: keys, [B, N, S, K].
         v: values, [B, N, S, K].
+        view: documents, window and sink; None: each query sees all earlier keys.
 
     Returns:
-        [B, H, T, K], whose transpose [B, T, H, K] is contiguous on the CPU.
+        [B, H, T, K], whose transpose [B, T, H, K] is contiguous on the CPU if there is no ``view``.
     """
+    if view is not None:
+        return _viewed(q, k, v, view)
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys <= _BLOCKED_UP_TO.get(q.dtype, 0) and kernel_device(q) == "cpu" and _chooses_freely():
         return _BlockedAttention.apply(q, k, v).transpose(1, 2)
@@ -64,6 +71,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if queries == 1 or queries == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, enable_gqa=shared)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(q, k), enable_gqa=shared)
+
+
+@_disable_dynamo
+def _viewed(q: Tensor, k: Tensor, v: Tensor, view: AttentionView) -> Tensor:
+    if view.sink is None and not view.hides(k.shape[2]):
+        return causal_attention(q, k, v)
+    groups = seen_by_last(q.shape[2], k.shape[2], view.starts(len(q)), view.window)
+    return attend_to_seen(q, k, v, view.sink, groups)
 
 
 def _repeats_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -86,15 +101,33 @@ def _chooses_freely() -> bool:
     return torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, view: AttentionView | None = None) -> Tensor:
     """Return the attention in plain torch operations, with scores in fp32 at least: the reference."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(
-        ~_visible(q, k), float("-inf")
-    )
-    return scores.softmax(-1).to(q.dtype) @ v
+    visible = _visible(q, k) if view is None else _visible_in(view, q, k)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~visible, float("-inf"))
+    if view is None or view.sink is None:
+        return scores.softmax(-1).to(q.dtype) @ v
+    sink = view.sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(q.dtype) @ v
+
+
+def _visible_in(view: AttentionView, q: Tensor, k: Tensor) -> Tensor:
+    """Return the mask of the keys that each of the last T positions may see: bool [B, 1, T, S]."""
+    queries, keys = q.shape[2], k.shape[2]
+    places = torch.arange(keys, device=q.device)
+    distance = places[keys - queries :, None] - places
+    seen = (distance >= 0).expand(len(q), 1, queries, keys)
+    if view.window is not None:
+        seen = seen & (distance < view.window)
+    if view.documents is None:
+        return seen
+    first = places - view.documents.positions().to(
+        q.device
+    )  # [B, S], the first token of each token's document
+    return seen & (first[:, None, keys - queries :, None] == first[:, None, None])
 
 
 def _visible(q: Tensor, k: Tensor) -> Tensor:

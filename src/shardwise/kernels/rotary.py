@@ -44,7 +44,7 @@ class FrequencyScaling(NamedTuple):
 
 
 class RotaryAngles(NamedTuple):
-    """Cosine and sine of every position's angles, each [T, K/2] in fp32."""
+    """Cosine and sine of every position's angles in fp32, each [T, K/2], or [B, 1, T, K/2] if sequences differ."""
 
     cos: Tensor
     sin: Tensor
@@ -77,10 +77,10 @@ def angles(
 def angles_at(
     positions: Tensor, size: int, theta: float, scaling: FrequencyScaling | None = None
 ) -> RotaryAngles:
-    """Return the angles of ``positions`` [T] for heads of ``size`` features.
+    """Return the angles of ``positions`` for heads of ``size`` features.
 
     Args:
-        positions: positions of the tokens, whole numbers.
+        positions: positions of the tokens, whole numbers, [T], or [B, T] if sequences differ.
         size: features of a head, K.
         theta: base of the frequencies.
         scaling: change for long contexts; None leaves the frequencies.
@@ -92,7 +92,9 @@ def angles_at(
         turns = scaling.original_context * frequency / (2 * math.pi)
         keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
-    angle = positions.to(torch.float32)[:, None] * frequency
+    if positions.dim() > 1:
+        positions = positions.unsqueeze(1)  # all heads turn alike
+    angle = positions.to(torch.float32).unsqueeze(-1) * frequency
     return RotaryAngles(angle.cos(), angle.sin())
 
 
@@ -102,7 +104,7 @@ def rotate(x: Tensor, at: RotaryAngles) -> Tensor:
         return plain_rotate(
             x, at
         )  # The compiler fuses the formula, and refuses to write into halves of a tensor.
-    if fused(x):
+    if fused(x) and at.cos.dim() == 2:
         return _DeviceRotate.apply(x, at.cos, at.sin)
     return _Rotate.apply(x, at.cos.to(x.dtype), at.sin.to(x.dtype))
 
@@ -129,7 +131,8 @@ def split_heads(
         [B, H, T, K], [B, N, T, K] and [B, N, T, K].
     """
     heads = x.unflatten(-1, (-1, size))  # [B, T, H + 2N, K]
-    if at is not None and fused(x) and not torch.compiler.is_compiling():
+    # The kernel reads angles that all sequences share.
+    if at is not None and at.cos.dim() == 2 and fused(x) and not torch.compiler.is_compiling():
         found: tuple[Tensor, Tensor, Tensor] = _DeviceSplit.apply(heads, at.cos, at.sin, counts[0])
         return found
     # Cut before the transposition, or the backward pass would copy the joined gradient once more.

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, PlanError, UsageError
 from shardwise.base.policy import Policy
 from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.attention_view import packed_documents
 from shardwise.kernels.cross_entropy import IGNORE
 from shardwise.kernels.initializers import Constant, Initializer, Normal
 from shardwise.kernels.rotary import FrequencyScaling, RotaryAngles, angles_at
@@ -127,6 +128,13 @@ class GptPolicy(Policy):
     width."""
     tied_head: bool | None = None
     """True if the head uses the embedding's weights; left out: true only for the family gpt2."""
+    sliding_window: Size | None = None
+    """Tokens that a token sees at most, itself included, in blocks with a window; left out: all earlier ones."""
+    sliding_window_pattern: Annotated[int, Field(ge=2, le=10_000)] | None = None
+    """Every block of this number, counted from 1, sees all earlier tokens, and the others have the window (as in
+    Gemma 3: 6, gpt-oss: 2); left out: all blocks have it."""
+    sinks: bool = False
+    """True for a trained number for each head that takes part in the softmax of attention and has no value."""
     rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
     """The base of the rotary angles (llama)."""
     rope_scaling: RopeScaling | None = None
@@ -150,6 +158,11 @@ class GptPolicy(Policy):
             raise ValueError(f"rotary positions turn pairs of features, but a head has {size}; make it even")
         if self.family == "gpt2":
             self._check_gpt2(size)
+        if self.sliding_window_pattern is not None and self.sliding_window is None:
+            raise ValueError(
+                f"sliding_window_pattern {self.sliding_window_pattern} names the blocks without a window, and there "
+                "is no sliding_window; set sliding_window, or leave the pattern out"
+            )
         if self.experts is not None and self.experts.first >= self.layers:
             raise ValueError(
                 f"experts.first is {self.experts.first}, but the blocks are 0 to {self.layers - 1}: none would have any"
@@ -171,6 +184,11 @@ class GptPolicy(Policy):
     def has_experts(self, block: int) -> bool:
         """Return whether the block at index ``block`` has a mixture of experts."""
         return self.experts is not None and self.experts.in_block(block)
+
+    def window_of(self, block: int) -> int | None:
+        """Return the tokens that a token sees at most in the block at index ``block``; None for all earlier ones."""
+        pattern = self.sliding_window_pattern
+        return None if pattern is not None and (block + 1) % pattern == 0 else self.sliding_window
 
     def resolved(self, vocab: int | None = None) -> Self:
         """Return the same policy with every key filled.
@@ -232,6 +250,8 @@ class Gpt(nn.Module):
         targets: Tensor | None = None,
         cache: KeyValueCache | None = None,
         positions: Tensor | None = None,
+        *,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of ``tokens``, or the mean loss if ``targets`` are given.
 
@@ -240,15 +260,26 @@ class Gpt(nn.Module):
             targets: [B, T]; labels of -100 do not count.
             cache: Keys and values of earlier tokens, which ``tokens`` continue. Only the logits of the last position
                 are computed then: [B, 1, V].
-            positions: Position of each token in its sequence, [T]; None: they follow one another, and those of the
-                cache.
+            positions: Position of each token in its sequence, [T] or [B, T]; None: they follow one another, and those
+                of the cache.
+            documents: Number of each token's document, [B, T], which never falls along T. A token sees its own document
+                alone, and positions begin anew in each; None: every sequence is one document.
 
         Returns:
             Logits [B, T, V], or the loss [] in fp32.
 
         Raises:
-            UsageError: if there are more tokens than the context has.
+            UsageError: if there are more tokens than the context has, if the numbers of documents fall or are not one
+                for each token, or if there are documents beside a cache.
         """
+        packed = None
+        if documents is not None:
+            if cache is not None:
+                raise UsageError(
+                    "documents: a cache holds the tokens of one document for each sequence; generate without documents"
+                )
+            packed = packed_documents(documents, tokens.shape)
+            positions = packed.positions() if positions is None else positions
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         self.check_tokens(stop)
@@ -261,7 +292,7 @@ class Gpt(nn.Module):
         x = self.dropout(x)
         labels = None if targets is None else (targets != IGNORE).sum(1)  # [B]
         for i, block in enumerate(self.blocks):
-            x = block(x, at, None if cache is None else cache.layer(i), labels)
+            x = block(x, at, None if cache is None else cache.layer(i), labels, packed)
         if cache is not None:
             cache.length = stop
             x = x[:, -1:]
@@ -298,7 +329,7 @@ class Gpt(nn.Module):
             "embed": "vocabulary",
             "dropout": "sequence",
             "blocks.*.attention_norm": "sequence",
-            "blocks.*.attention": "head_counts",
+            "blocks.*.attention": "channels head_counts" if p.sinks else "head_counts",
             "blocks.*.attention.qkv": f"column {p.heads}+{p.kv_heads}+{p.kv_heads}",
             "blocks.*.attention.out": f"row {p.heads}",
             "blocks.*.attention.dropout": "sequence",
@@ -376,13 +407,30 @@ def flops_per_token(policy: GptPolicy, causal: bool = True) -> int:
         elif parameter.dim() == 3:  # a stack of experts
             assert p.experts is not None, "only experts are stacked"
             multiplied += parameter.numel() * p.experts.router.top_k // p.experts.count
-    seen = p.context // 2 if causal else p.context
-    return needed_per_token(multiplied, p.layers, seen, p.heads * _set(p.head_size))
+    seen = sum(_seen_tokens(p.context, p.window_of(block), causal) for block in range(p.layers))
+    return needed_per_token(multiplied, 1, seen, p.heads * _set(p.head_size))
+
+
+def _seen_tokens(context: int, window: int | None, causal: bool) -> int:
+    """Return the tokens that a token sees on average; without ``causal`` also those that come later."""
+    if window is None or window >= context:
+        return context // 2 if causal else context
+    return window - window * (window - 1) // (2 * context) if causal else window
 
 
 def _block(p: GptPolicy, attention: AttentionFunction, index: int) -> TransformerBlock:
     llama = p.family == "llama"
-    mix = Attention(p.width, p.heads, _set(p.kv_heads), _set(p.head_size), not llama, p.dropout, attention)
+    mix = Attention(
+        p.width,
+        p.heads,
+        _set(p.kv_heads),
+        _set(p.head_size),
+        not llama,
+        p.dropout,
+        attention,
+        p.window_of(index),
+        p.sinks,
+    )
     mlp: nn.Module
     if p.experts is not None and p.has_experts(index):
         own = p.experts

@@ -278,6 +278,12 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
         ConfigError: if transformers has no model that computes the same function.
     """
     p = policy.resolved()
+    if p.sliding_window is not None or p.sinks:
+        given = "sinks" if p.sinks else f"sliding_window {p.sliding_window}"
+        raise ConfigError(
+            f"export: the model has {given}, which a llama, mixtral or gpt2 of transformers does not have; its "
+            "weights can be written as a checkpoint of this package alone"
+        )
     common = {
         "vocab_size": p.vocab,
         "tie_word_embeddings": p.tied_head,

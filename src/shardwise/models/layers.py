@@ -10,11 +10,15 @@ Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head siz
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.base.errors import PlanError, UsageError
 from shardwise.base.user_hooks import has_hooks
+from shardwise.kernels.attention_view import AttentionView, PackedDocuments, takes_view
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.deferred import DefersProducts, deferred_linear
 from shardwise.kernels.gated import gated
@@ -25,8 +29,9 @@ from shardwise.models.cache import LayerCache
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q [B, H, T, K], k [B, N, S, K], v [B, N, S, K]) -> [B, H, T, K], causal; ``kernels.attention`` defines the
+AttentionFunction = Callable[..., Tensor]
+"""(q [B, H, T, K], k [B, N, S, K], v [B, N, S, K]) -> [B, H, T, K], causal, with an ``AttentionView`` as the
+argument ``view`` if the layer has a window or a sink, or the batch documents; ``kernels.attention`` defines the
 function."""
 
 
@@ -68,7 +73,22 @@ class RmsNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; positions are rotations if the block gets angles."""
+    """Causal self-attention; positions are rotations if the block gets angles.
+
+    Args:
+        width: Features of a token.
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values.
+        head_size: Features of a head.
+        bias: True for projections with a bias.
+        dropout: Share of the output that is zeroed in training.
+        attention: Attention function.
+        window: Tokens that a token sees at most, itself included; None: all earlier ones.
+        sinks: True for a trained number for each head, which takes part in the softmax and has no value.
+
+    Raises:
+        PlanError: if there is a window or a sink, and ``attention`` does not take a view.
+    """
 
     def __init__(
         self,
@@ -79,6 +99,8 @@ class Attention(nn.Module):
         bias: bool,
         dropout: float,
         attention: AttentionFunction,
+        window: int | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.head_counts = (heads, kv_heads, kv_heads)
@@ -87,20 +109,55 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * head_size, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
         self.attention = attention
+        self.window = window
+        self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
+        self._takes_view = takes_view(attention)
+        if (sinks or window is not None) and not self._takes_view:
+            given = "sinks" if sinks else f"sliding_window: {window}"
+            raise PlanError(
+                f"model: {given} is for an attention function that {_TAKES_VIEW.format(_name(attention))}"
+            )
 
-    def forward(self, x: Tensor, at: RotaryAngles | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        at: RotaryAngles | None = None,
+        cache: LayerCache | None = None,
+        documents: PackedDocuments | None = None,
+    ) -> Tensor:
         """Return the attention output for ``x`` [B, T, D].
 
         Args:
             x: [B, T, D].
             at: Rotary angles of the positions; None: no rotation.
             cache: Keys and values of earlier tokens, to which those of ``x`` are appended.
+            documents: Documents of the sequences; None: every sequence is one document.
+
+        Raises:
+            UsageError: if there are documents, and the attention function does not take a view.
         """
         q, k, v = split_heads(self.qkv(x), self.head_counts, self.head_size, at)
         if cache is not None:
             k, v = cache.extend(k, v)
-        mixed = self.attention(q, k, v)  # [B, H, T, K]
+        if documents is None and self.window is None and self.sinks is None:
+            mixed = self.attention(q, k, v)  # [B, H, T, K]
+        elif self._takes_view:
+            mixed = self.attention(q, k, v, view=AttentionView(self.window, self.sinks, documents))
+        else:
+            raise UsageError(
+                f"documents are for an attention function that {_TAKES_VIEW.format(_name(self.attention))}"
+            )
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+_TAKES_VIEW = (
+    "takes an argument 'view' (kernels.attention_view.AttentionView), which {} does not; give it one, or give the "
+    "model kernels.attention.causal_attention"
+)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 class SwiGlu(nn.Module):
@@ -166,6 +223,7 @@ class TransformerBlock(nn.Module):
         at: RotaryAngles | None = None,
         cache: LayerCache | None = None,
         labels: Tensor | None = None,
+        documents: PackedDocuments | None = None,
     ) -> Tensor:
         """Return the block's output for ``x`` [B, T, D].
 
@@ -174,9 +232,10 @@ class TransformerBlock(nn.Module):
             at: Rotary angles of the positions; None: no rotation.
             cache: Keys and values of earlier tokens.
             labels: [B], the number of labels of each sequence, by which experts are balanced.
+            documents: Documents of the sequences; None: every sequence is one document.
         """
         x, y = _sum_and_norm(self.attention_norm, x)
-        x, y = _sum_and_norm(self.mlp_norm, x, self.attention(y, at, cache))
+        x, y = _sum_and_norm(self.mlp_norm, x, self.attention(y, at, cache, documents))
         return x + (self.mlp(y, labels=labels) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y))
 
 

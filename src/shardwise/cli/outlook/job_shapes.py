@@ -81,7 +81,7 @@ def on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def _of_text(config: RunConfig, data: DataPolicy, micro_size: int) -> JobShapes:
     model, context = config.model, context_of(config, data)
     tokens = torch.empty(micro_size, context, dtype=torch.int64, device="meta")
-    example = {"tokens": tokens, "targets": tokens}
+    example = {"tokens": tokens, "targets": tokens} | ({"documents": tokens} if data.documents else {})
     config, make = _language_model(config, _vocabulary(config, data))
     if isinstance(model, GptPolicy | BertPolicy):
         make = on_meta(make)

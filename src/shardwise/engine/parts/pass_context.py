@@ -92,7 +92,11 @@ class PassContext:
         targets = labels_in(batch)
         if targets is None or targets.dim() != 2:
             return 1 / self.context.group.size
-        return self.context.share_of(targets)
+        return self.context.share_of(targets, _as_given(batch))
+
+    def keeps_documents_apart(self, batch: Any) -> bool:
+        """Return whether attention keeps documents of ``batch`` apart that the uncut model may not tell apart."""
+        return self.context is not None and self.context.keeps_apart(_as_given(batch))
 
     def share_of_loss(self) -> float:
         """Return this rank's share in the loss of the last pass with gradients: below 1 if ranks have the same loss."""

@@ -38,6 +38,7 @@ class BatchFingerprint:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_BITS // 8)
         self._tells = False
+        self._is_dropped = False
 
     def add(self, batch: Any) -> None:
         """Add a batch to the hash, unless every tensor in it is empty or holds only one value.
@@ -52,10 +53,15 @@ class BatchFingerprint:
             self._hash.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             self._hash.update(_bytes_of(tensor))
 
+    def drop(self) -> None:
+        """Drop the hash: a batch was left out that other ranks may have added."""
+        self._is_dropped = True
+
     @property
     def value(self) -> int:
-        """The hash, from 1 to 2^48; 0 if no batch that distinguishes ranks was added."""
-        return int.from_bytes(self._hash.digest(), "little") or 1 if self._tells else 0
+        """The hash, from 1 to 2^48; 0 if no batch that distinguishes ranks was added, or if it was dropped."""
+        tells = self._tells and not self._is_dropped
+        return int.from_bytes(self._hash.digest(), "little") or 1 if tells else 0
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -24,9 +24,10 @@ class StepInputs:
     Args:
         check: The comparison with the uncut model in the first step, if any.
         compares: True if there are other ranks with which batches are compared.
+        shares_sequences: True if other ranks have other tokens of the same sequences.
     """
 
-    def __init__(self, check: FirstStepCheck | None, compares: bool) -> None:
+    def __init__(self, check: FirstStepCheck | None, compares: bool, shares_sequences: bool = False) -> None:
         self.passes: dict[int, tuple[Any, Any]] = {}
         """(args, kwargs) of the running step's passes, by microbatch."""
         self.check = check
@@ -34,6 +35,7 @@ class StepInputs:
         self.loss_node: Any = None
         """The graph node of the loss that the last pass returned, in the first step."""
         self._compares = compares
+        self._shares_sequences = shares_sequences
         self._fingerprint: BatchFingerprint | None = BatchFingerprint()
         """The fingerprint of this rank's batches; None after the first step."""
         self._since: list[Any] = []
@@ -70,8 +72,11 @@ class StepInputs:
             weight: Weight of the microbatch; one with weight 0 does not enter the fingerprint.
             batches: Inputs of the microbatch (default: those of the passes since the last microbatch).
         """
-        if self._fingerprint is not None and weight != 0 and self._compares:
-            self._fingerprint.add(self._since if batches is None else batches)
+        if self._fingerprint is not None and self._compares:
+            if weight != 0:
+                self._fingerprint.add(self._since if batches is None else batches)
+            elif self._shares_sequences:  # ranks with other tokens may have targets in this microbatch
+                self._fingerprint.drop()
         self._own_passes += bool(self._since)
         self._since, self.loss_node = [], None
 

@@ -14,15 +14,12 @@ Shapes: B sequences, T tokens, c ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.kernels.attention_parts import RowGroup, Runs, TokenRun
+from shardwise.kernels.attention_parts import RowGroup
+from shardwise.kernels.attention_view import Starts, seen_groups
 from shardwise.parallel.context.layout import ContextLayout, TokenRange, needed_keys
-
-Starts = tuple[tuple[int, ...], ...]
-"""First token of each document, for each sequence."""
 
 
 class KeyExchange(NamedTuple):
@@ -58,8 +55,8 @@ def plan_exchange(layout: ContextLayout, rank: int, starts: Starts, window: int 
     return KeyExchange(
         tuple(sent),
         counts,
-        tuple(seen_groups(own, own, starts, layout.length, window)),
-        tuple(seen_groups(own, came, starts, layout.length, window)),
+        seen_groups(own, own, starts, layout.length, window),
+        seen_groups(own, came, starts, layout.length, window),
     )
 
 
@@ -79,47 +76,6 @@ def travelling_rows(
         [() if sender == receiver else _common(layout.ranges[sender], needed[receiver]) for receiver in ranks]
         for sender in ranks
     ]
-
-
-def token_runs(ranges: Sequence[TokenRange], starts: Sequence[int], length: int) -> Runs:
-    """Return the runs of tokens that lie in memory range by range; padding behind ``length`` is in no run.
-
-    Args:
-        ranges: Ranges of tokens, in the order in which they lie in memory.
-        starts: First token of each document, ascending.
-        length: Tokens of the sequence, without padding.
-    """
-    found, place = [], 0
-    for start, stop in ranges:
-        ends = [each for each in starts if start < each < min(stop, length)]
-        for first, last in zip([start, *ends], [*ends, min(stop, length)], strict=True):
-            if first < last:
-                document = sum(each <= first for each in starts)
-                found.append(TokenRun(document, first, place + first - start, last - first))
-        place += stop - start
-    return tuple(found)
-
-
-def seen_groups(
-    queries: Sequence[TokenRange], keys: Sequence[TokenRange], starts: Starts, length: int, window: int | None
-) -> list[RowGroup]:
-    """Return what queries see of keys, for the sequences of a microbatch.
-
-    Args:
-        queries: Ranges of the queries' tokens, in the order in which they lie in memory.
-        keys: Ranges of the keys' tokens, likewise.
-        starts: First token of each document, for each sequence.
-        length: Tokens of the sequence, without padding.
-        window: Number of keys that a token sees at most, or None.
-    """
-    found: list[RowGroup] = []
-    for row, each in enumerate(starts):
-        if row and each == starts[row - 1]:
-            found[-1] = replace(found[-1], rows=(found[-1].rows[0], row + 1))
-            continue
-        runs = token_runs(queries, each, length), token_runs(keys, each, length)
-        found.append(RowGroup((row, row + 1), *runs, window))
-    return found
 
 
 def _common(held: Sequence[TokenRange], wanted: Sequence[TokenRange]) -> tuple[TokenRange, ...]:

@@ -1,8 +1,9 @@
 """Region: the cut of the running pass, which the model's input, positions, dropout and attention share.
 
 A hook on the model's root cuts the tensors of a call along their tokens before any module runs: tokens, targets and
-whatever else has one number for each token. Every layer that works on single tokens then works on this rank's tokens,
-and needs no change. Attention asks the region for its exchange of keys.
+whatever else has one number for each token. ``documents`` of a packed batch, and ``position_ids`` of transformers that
+begin anew, are taken out of the call; the exchange of keys follows from them. Every layer that works on single tokens
+then works on this rank's tokens, and needs no change. Attention asks the region for its exchange of keys.
 
     call                                      pass
     with targets                              cut; the loss is the mean over this rank's own targets
@@ -20,7 +21,7 @@ Shapes: B sequences, T tokens, t tokens of this rank.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,16 +34,19 @@ from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.attention_view import AttentionView, PackedDocuments, Starts, packed_documents
 from shardwise.parallel.context.attention import AttentionSite, context_attention
 from shardwise.parallel.context.choice import KeysBy
-from shardwise.parallel.context.keys import Starts, plan_exchange
+from shardwise.parallel.context.keys import plan_exchange
 from shardwise.parallel.context.layout import ContextLayout, TokenRange, cut_in_groups
 from shardwise.parallel.context.outputs import TokenOutputs, own_tokens
+from shardwise.parallel.context.packing import documents_of_positions
 from shardwise.parallel.context.ring import plan_ring
 from shardwise.passes.replay import DrawReplay
 
 TOKENS, _TARGETS = ("tokens", "input_ids"), ("targets", "labels")
 """Arguments with the tokens, and with the targets, of a call."""
+_DOCUMENTS, _POSITIONS = "documents", "position_ids"
 _IGNORE = -100
 _LEAST_SHARE = 1e-12
 """Share of a rank without targets in a divisor, which may not be 0."""
@@ -77,6 +81,12 @@ class SequenceCut(NamedTuple):
     """Cut over the groups between which keys travel."""
     starts: Starts
     """First token of each document, for each sequence."""
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Return the positions in their documents of the tokens at ``places`` [t]: [t], or [B, t] for packed ones."""
+        if all(len(each) == 1 for each in self.starts):
+            return places
+        return PackedDocuments(self.starts, self.layout.length).positions().index_select(1, places)
 
 
 @dataclass
@@ -162,16 +172,29 @@ class ContextRegion:
         places = layout.places(self.group.index)
         return torch.where(places < layout.length, places, -1)
 
-    def share_of(self, targets: Tensor) -> float:
-        """Return the share of the targets [B, T] of a batch, those of -100 left out, that this rank's part has."""
-        cut = self._cut(*targets.shape).layout
-        places = cut.places(self.group.index)
+    def share_of(self, targets: Tensor, batch: Any = None) -> float:
+        """Return the share of the targets [B, T], those of -100 left out, that this rank's part of ``batch`` has."""
+        given = batch if isinstance(batch, Mapping) else {}
+        return self._share(targets, self._cut(targets.shape, given).layout)
+
+    def keeps_apart(self, batch: Any) -> bool:
+        """Return whether ``batch`` has documents that positions of a model of transformers tell apart."""
+        positions = batch.get(_POSITIONS) if self.shifts and isinstance(batch, Mapping) else None
+        return isinstance(positions, Tensor) and bool((positions[..., 1:] == 0).any())
+
+    def _share(self, targets: Tensor, layout: ContextLayout) -> float:
+        places = layout.places(self.group.index)
         counted = (shifted(targets) if self.shifts else targets) != _IGNORE
         own = counted[:, places[places < targets.shape[1]].to(targets.device)]
         return float(own.sum()) / max(float(counted.sum()), 1.0)
 
-    def _cut(self, sequences: int, length: int) -> SequenceCut:
-        starts = ((0,),) * sequences
+    def _cut(self, shape: Sequence[int], given: Mapping[str, Any]) -> SequenceCut:
+        sequences, length = shape
+        starts: Starts = ((0,),) * sequences
+        if self.functions is None and given.get(_DOCUMENTS) is not None:
+            starts = packed_documents(given[_DOCUMENTS], shape).starts
+        elif self.shifts and given.get(_POSITIONS) is not None:
+            starts = documents_of_positions(given[_POSITIONS], shape, given.get("attention_mask")).starts
         groups, members = self._ranks.tokens.size, self._ranks.heads.size
         whole, layout = _cut_cached(length, groups, members, self._parts, starts)
         return SequenceCut(layout, whole, starts)
@@ -224,10 +247,12 @@ class ContextRegion:
         check = getattr(self._model, "check_tokens", None)
         if check is not None:  # the model itself sees the length of this rank's part alone
             check(tokens.shape[1])
-        return self._cut(*tokens.shape)
+        return self._cut(tokens.shape, given)
 
     def _cuts_given(self, name: str, given: Mapping[str, Any]) -> bool:
-        """Return True if an argument of a model of another kind has positions [B, T], which are cut as they are."""
+        """Return True if an argument has positions that are cut, of a model of another kind [B, T] as they are."""
+        if self.shifts:
+            return name == _POSITIONS
         positions = () if self.functions is None else self.functions.positions
         return name in positions and isinstance(given[name], Tensor) and given[name].dim() == 2
 
@@ -250,22 +275,25 @@ class ContextRegion:
             return pieces | {
                 name: shapes[name] for name in asked if len(asked) == len(self.functions.positions)
             }
+        positions = cut.positions(here)
         if not self.shifts:
-            return {name: piece(name, value) for name, value in given.items()} | {"positions": here}
+            cut_off = {name: piece(name, value) for name, value in given.items() if name != _DOCUMENTS}
+            return cut_off | {"positions": positions}
         _refuse_padding(given.get("attention_mask"))
-        given = {name: value for name, value in given.items() if name != "attention_mask"}
+        left_out = ("attention_mask", _POSITIONS)
+        given = {name: value for name, value in given.items() if name not in left_out}
         number = given.get("num_items_in_batch")
         if (
             number is not None and given.get("labels") is not None
         ):  # the divisor of the loss, of which this rank's targets are a share
-            given["num_items_in_batch"] = number * max(self.share_of(given["labels"]), _LEAST_SHARE)
+            given["num_items_in_batch"] = number * max(self._share(given["labels"], layout), _LEAST_SHARE)
         given["use_cache"] = False  # a cache would hold the keys of this rank's tokens alone
         if given.get("labels") is not None:
             given["labels"] = shifted(given["labels"])
         pieces = {name: piece(name, value) for name, value in given.items()}
         if pieces.get("labels") is not None:
             pieces["shift_labels"] = pieces["labels"]
-        return pieces | {"position_ids": here.to(given["input_ids"].device).unsqueeze(0)}
+        return pieces | {_POSITIONS: positions.to(given["input_ids"].device).view(-1, layout.tokens)}
 
 
 def _refuse_features(given: Mapping[str, Any], tokens: Tensor) -> None:
@@ -335,10 +363,12 @@ class ContextAttention:
         self._name = name
 
     @uncompiled
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, view: AttentionView | None = None) -> Tensor:
         """Return the attention of queries [B, H, t, K] to keys and values [B, N, t, K] of all ranks: [B, H, t, K]."""
-        site = self._region.site(self._name)
-        return causal_attention(q, k, v) if site is None else context_attention(q, k, v, None, site)
+        site = self._region.site(self._name, None if view is None else view.window)
+        if site is None:
+            return causal_attention(q, k, v, view)
+        return context_attention(q, k, v, None if view is None else view.sink, site)
 
 
 def cut_attention(model: nn.Module, region: ContextRegion, is_layer: Callable[[nn.Module], bool]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.kernels.attention_parts import RowGroup
-from shardwise.parallel.context.keys import Starts, seen_groups
+from shardwise.kernels.attention_view import Starts, seen_groups
 from shardwise.parallel.context.layout import ContextLayout
 
 
