@@ -203,7 +203,7 @@ def _attention(model: nn.Module, tp: int, cuts_sequence: bool) -> AttentionSpec:
             found = layer_of(module)
         elif not is_foreign and isinstance(module, Attention):
             heads, kv_heads, _ = module.head_counts
-            found = AttentionLayer(heads, kv_heads, module.head_size)
+            found = AttentionLayer(heads, kv_heads, module.head_size, module.window)
         else:
             continue
         if found is not None:

@@ -102,7 +102,7 @@ class PipelineRunner:
         # Only the last stage has the loss, whose graph shows its divisor. But r must be the same on all stages, so it
         # is taken from the labels of the batches.
         each: list[Number] = (
-            [weighing.of_batch(batch) or 1.0 for batch in batches]
+            [1.0 if count is None else count for count in map(weighing.of_batch, batches)]
             if weights is None
             else [weighing.of_given(*pair) for pair in zip(map(float, weights), batches, strict=True)]
         )
