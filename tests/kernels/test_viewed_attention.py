@@ -18,7 +18,7 @@ def gradients(function: object, tensors: list[Tensor], view: AttentionView, grad
 
 @pytest.mark.parametrize(
     ("window", "has_sink", "starts"),
-    itertools.product((None, 1, 5), (False, True), (None, ((0,), (0, 1, 20)))),
+    list(itertools.product((None, 1, 5), (False, True), (None, ((0,), (0, 1, 20))))),
 )
 def test_equals_plain_operations(
     window: int | None, has_sink: bool, starts: tuple[tuple[int, ...], ...] | None
