@@ -179,7 +179,9 @@ class FirstStepCheck:
         if any(is_cache(each) for each in (*args, *kwargs.values())):
             self._unknown = "a pass with gradients goes on from cached keys and values of a pass before"
         if self._parts.passes.keeps_documents_apart((args, dict(kwargs))):
-            self._unknown = "position_ids of the batch begin anew, and the uncut model of transformers may see the documents before"
+            self._unknown = (
+                "position_ids begin anew, and one process of transformers may see the documents before"
+            )
         own_args, own_kwargs = tree_map_only(Tensor, _cloned, (args, dict(kwargs)))
         self._running.append(_CheckedPass(own_args, own_kwargs, cast))
 
