@@ -175,7 +175,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
         raise PlanError(
             f"tensor: mesh.tp is {mesh.tp}, but the model's description does not say how to cut it"
         )
-    mesh, why = _with_context(spec, mesh, policies)
+    mesh, why = context_mesh(spec, mesh, policies)
     starts = spec.stage_starts(policies.pipeline, mesh.pp)
     stage_of = spec.stages(starts)
     registry = _registry(spec, stage_of, mesh, policies)
@@ -213,8 +213,14 @@ def _turning(policies: PlanPolicies, row: Sequence[Action]) -> frozenset[int]:
     return frozenset() if policies.pipeline.schedule == "zb_greedy" else turning_stages(row)
 
 
-def _with_context(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[Mesh, tuple[str, ...]]:
-    """Return the mesh with the ranks that exchange heads for tokens, and notes on the choice of the method."""
+def context_mesh(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[Mesh, tuple[str, ...]]:
+    """Return the mesh with the ranks that exchange heads for tokens, and notes on the choice of the method.
+
+    Args:
+        spec: Description of the model.
+        mesh: The mesh.
+        policies: Other inputs of the Plan.
+    """
     facts = spec.attention
     if mesh.cp == 1 or facts is None:
         return mesh, ()

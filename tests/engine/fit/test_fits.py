@@ -124,6 +124,30 @@ def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> N
     assert read["exp_avg"] == written["exp_avg"] == read["exp_avg_sq"] > 0
 
 
+def test_two_ranks_that_share_a_sequence_take_one_nearly_twice_as_long(alone: None) -> None:
+    def make(length: int) -> nn.Module:
+        with torch.device("meta"):
+            return Gpt(GptPolicy(layers=2, width=16, heads=2, context=length, vocab=32))
+
+    def example(length: int) -> dict[str, torch.Tensor]:
+        ids = torch.empty(1, length, dtype=torch.int64, device="meta")
+        return {"tokens": ids, "targets": ids}
+
+    for method in ("planned", "ring", "ulysses"):
+        one, two = (
+            longest(
+                make,
+                {"mesh": {"cp": ranks}, "context": method},
+                {"device": "4 MiB"},
+                example,
+                ranks=ranks,
+                multiple=64,
+            ).tokens
+            for ranks in (1, 2)
+        )
+        assert two >= 1.8 * one > 0, method
+
+
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(alone: None) -> None:
     def make(tokens: int) -> nn.Module:
         with torch.device("meta"):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.base.pytree import rebuilt, tensors_in
+from shardwise.compose.plan import context_mesh
 from shardwise.config.auto import ResolvedConfig, resolve
 from shardwise.config.batch import BatchPolicy
 from shardwise.config.run import RunConfig
@@ -29,6 +30,7 @@ from shardwise.engine.fit.foresee import JobFacts, process_bytes, read
 from shardwise.engine.fit.hosts import cp_hosts, exchanges_on_hosts
 from shardwise.engine.parts.inputs import Loss
 from shardwise.models.layers import Head
+from shardwise.parallel.context.policy import ContextPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.passes.recompute import RecomputePolicy, chosen
@@ -150,6 +152,11 @@ class JobShelf:
 
     def _passes(self, facts: JobFacts, settings: RunConfig) -> dict[int, MeasuredPass]:
         mesh = facts.mesh
+        if mesh.cp > 1 and settings.context.method == "auto":
+            # The pass is measured on fewer ranks, which may lie on hosts in another way.
+            heads = context_mesh(facts.spec, mesh, facts.policies)[0].cp_heads
+            context = ContextPolicy(method="planned", ulysses=heads)
+            settings = settings.model_copy(update={"context": context})
         if mesh.pp == 1:
             return dict(self._measured(settings, 1).passed)
         recomputed = chosen(facts.blocks, settings.recompute)
@@ -255,4 +262,4 @@ def _ranks_of(config: RunConfig) -> int:
     mesh = config.mesh
     if not isinstance(mesh.dp, int):
         raise ConfigError("mesh.dp: expected a number of ranks")
-    return mesh.pp * mesh.dp * mesh.tp
+    return mesh.pp * mesh.dp * mesh.cp * mesh.tp

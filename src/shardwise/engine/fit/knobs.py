@@ -116,7 +116,12 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 def data_ranks(scope: KnobScope, chosen: Values) -> int:
     """Return the number of data-parallel ranks under the chosen axes of the model."""
-    return scope.ranks // (chosen["mesh.pp"] * chosen["mesh.tp"])
+    return scope.ranks // model_ranks(chosen)
+
+
+def model_ranks(chosen: Values) -> int:
+    """Return the number of ranks that work on one sample under the chosen axes."""
+    return int(chosen["mesh.pp"] * chosen["mesh.tp"] * chosen["mesh.cp"])
 
 
 def _configured(*path: str) -> Callable[[KnobScope], Any]:
@@ -143,6 +148,19 @@ def _stages(scope: KnobScope, chosen: Values) -> Sequence[int]:
 
 def _slices(scope: KnobScope, chosen: Values) -> Sequence[int]:
     return divisors(scope.ranks // chosen["mesh.pp"], scope.per_host)
+
+
+def _token_ranks(scope: KnobScope, chosen: Values) -> Sequence[int]:
+    """Return the numbers of ranks that may share a sequence, if the key is freed: not every model can be cut so."""
+    if "mesh.cp" not in scope.freed:
+        return ()
+    return divisors(scope.ranks // (chosen["mesh.pp"] * chosen["mesh.tp"]) or 1)
+
+
+def _context_methods(scope: KnobScope, chosen: Values) -> Sequence[str]:
+    if "context.method" not in scope.freed or chosen["mesh.cp"] == 1:
+        return ()
+    return _first(scope.given.context.method, ("auto", "planned", "ring", "ulysses"))
 
 
 def _expert_ranks(scope: KnobScope, chosen: Values) -> Sequence[int]:
@@ -253,7 +271,7 @@ def _copies(scope: KnobScope, chosen: Values) -> Sequence[Copies]:
 
 def _copies_now(scope: KnobScope) -> Copies:
     mesh = scope.given.mesh
-    ranks = scope.ranks // (mesh.pp * mesh.tp) or 1
+    ranks = scope.ranks // (mesh.pp * mesh.tp * mesh.cp) or 1
     return Copies(*mesh.dp.of(ranks)) if isinstance(mesh.dp, DataParallelPolicy) else Copies(1, ranks)
 
 
@@ -268,7 +286,7 @@ def _mesh_texts(scope: KnobScope, chosen: Values) -> Sequence[str]:
 
 def _exchanges(scope: KnobScope, chosen: Values) -> Sequence[str]:
     others = ("auto", "sum", "all_to_all", *["two_level"] * (scope.hosts > 1))
-    is_cut = chosen["zero.stage"] and chosen["mesh.dp"].shard > 1
+    is_cut = chosen["zero.stage"] and chosen["mesh.dp"].shard * chosen.get("mesh.cp", 1) > 1
     return _first(scope.given.zero.exchange, others) if is_cut else ()
 
 
@@ -360,6 +378,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob("mesh.pp", _stages, _configured("mesh", "pp"), _BOTH, "shape"),
     Knob("mesh.tp", _slices, _configured("mesh", "tp"), _BOTH, "shape"),
+    Knob("mesh.cp", _token_ranks, _configured("mesh", "cp"), _BOTH, "shape", frees=True),
+    Knob("context.method", _context_methods, _configured("context", "method"), _BOTH, "shape", frees=True),
     Knob("mesh.ep", _expert_ranks, _configured("mesh", "ep"), _BOTH, "shape"),
     Knob("mesh.etp", _expert_slices, _configured("mesh", "etp"), _BOTH, "shape"),
     Knob(

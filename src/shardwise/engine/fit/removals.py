@@ -25,7 +25,16 @@ from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.fits import Memory, budget, seconds_of
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
 from shardwise.engine.fit.jobs import JobShelf, rows_of
-from shardwise.engine.fit.knobs import KNOBS, Copies, Knob, KnobScope, data_ranks, knob_of, overrides_of
+from shardwise.engine.fit.knobs import (
+    KNOBS,
+    Copies,
+    Knob,
+    KnobScope,
+    data_ranks,
+    knob_of,
+    model_ranks,
+    overrides_of,
+)
 from shardwise.engine.fit.search import batch_of, hardware_of, scope_of
 from shardwise.engine.parts.inputs import Loss
 from shardwise.simulate.why import MemoryReason
@@ -168,11 +177,11 @@ def _changed(scope: KnobScope, knob: Knob, now: Mapping[str, Any]) -> Iterator[d
         if value == now[knob.key]:
             continue
         chosen = {**now, knob.key: value}
-        model = chosen["mesh.pp"] * chosen["mesh.tp"]
+        model = model_ranks(chosen)
         if scope.ranks % model:
             continue
         dp = scope.ranks // model
-        if knob.key in ("mesh.pp", "mesh.tp"):
+        if knob.key in ("mesh.pp", "mesh.tp", "mesh.cp"):
             chosen["mesh.dp"] = Copies(1, dp)
         if knob.key == "pipeline.schedule" and value == "interleaved_1f1b":
             chosen["pipeline.virtual_stages"] = 2

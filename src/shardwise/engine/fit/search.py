@@ -52,6 +52,7 @@ from shardwise.engine.fit.knobs import (
     data_ranks,
     freed,
     knob_of,
+    model_ranks,
     overrides_of,
 )
 from shardwise.engine.parts.inputs import Loss
@@ -362,6 +363,8 @@ _SCALED = ("batch.global_size", "batch.micro_size", "mesh.pp", "pipeline.schedul
 _PLAIN: Mapping[str, Any] = {
     "mesh.pp": 1,
     "mesh.tp": 1,
+    "mesh.cp": 1,
+    "context.method": "auto",
     "mesh.ep": 1,
     "mesh.etp": 1,
     "pipeline.schedule": "1f1b",
@@ -380,7 +383,7 @@ def _key(chosen: Mapping[str, Any], *without: str) -> Hashable:
 
 def _divides(scope: KnobScope, chosen: Mapping[str, Any]) -> bool:
     """Return True if the ranks and the samples divide evenly."""
-    if scope.ranks % (chosen["mesh.pp"] * chosen["mesh.tp"]):
+    if scope.ranks % model_ranks(chosen):
         return False
     share = data_ranks(scope, chosen) * chosen["batch.micro_size"]
     return bool(chosen["batch.global_size"] % share == 0)
@@ -443,7 +446,7 @@ class _Search:
             if not _divides(scope, chosen):
                 self._causes["rules"] += 1
                 continue
-            sizes = ("mesh.pp", "mesh.tp", "batch.global_size", "batch.micro_size")
+            sizes = ("mesh.pp", "mesh.tp", "mesh.cp", "batch.global_size", "batch.micro_size")
             key = tuple(chosen[each] for each in sizes)
             if key not in counts:
                 counts[key] = sum(1 for _ in self._states(scope, chosen))
@@ -472,8 +475,8 @@ class _Search:
 
     def _mesh(self, shape: _Shape) -> Mesh:
         chosen = shape.chosen
-        axes = {key: chosen[f"mesh.{key}"] for key in ("pp", "tp", "ep", "etp")}
-        return Mesh(dp_shard=data_ranks(shape.scope, chosen), **axes)
+        axes = {key: chosen[f"mesh.{key}"] for key in ("pp", "tp", "cp", "ep", "etp")}
+        return Mesh(dp_shard=data_ranks(shape.scope, chosen) * chosen["mesh.cp"], **axes)
 
     def _scaled_bound(self, shape: _Shape) -> float:
         """Return the largest bound from the passes of other sizes; one sample of the whole model is always known."""
@@ -485,7 +488,9 @@ class _Search:
             mesh = self._mesh(shape)
         except MeshError:
             return found  # which the look at the shape's own pass reports
-        for rows, work in self._whole_model(shape.scope, chosen):
+        # Ranks that share sequences compute no tile of attention that nobody sees, and one rank may.
+        whole = self._whole_model(shape.scope, chosen) if chosen["mesh.cp"] == 1 else ()
+        for rows, work in whole:
             sample = work.scaled(size / rows, chosen["mesh.tp"])._replace(sent=())
             found = max(found, self._bounds.scaled(sample, mesh, *rest))
         for rows, work in self._works.get(_key(chosen, *_SCALED)) or ():
