@@ -68,9 +68,7 @@ def ours(rank: int, options: argparse.Namespace, method: str | None) -> Step:
         "check_first_step": "off",
     }
     if method is not None:
-        config |= {"mesh": {"cp": 2}}
-        if method != "planned":
-            config |= {"context": method}
+        config |= {"mesh": {"cp": 2}, "context": method}
     torch.manual_seed(0)
     engine = shardwise.initialize(Gpt(shape(options)), config, world=join(quiet=True))
     given = batch(options)

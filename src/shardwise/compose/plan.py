@@ -87,6 +87,8 @@ class PlanPolicies(NamedTuple):
     exchanges: Mapping[str, GradientExchange] = MappingProxyType({})
     """The ways to sum gradients over the ranks of an axis, by axis; an axis that is left out lies on one host."""
     context: ContextPolicy = ContextPolicy()
+    has_documents: bool = False
+    """True if a batch says which documents its sequences are packed from."""
     cp_hosts: tuple[int, ...] = ()
     """Number of the host of each rank along "cp"; empty if all are on one host."""
     unit_norms: bool = False
@@ -225,9 +227,11 @@ def context_mesh(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies) -> tuple[M
     if mesh.cp == 1 or facts is None:
         return mesh, ()
     layers = tuple(facts.layers.values())
-    method, why = chosen_method(
-        policies.context, layers, facts.tokens, mesh.cp, facts.parts, policies.cp_hosts
-    )
+    policy = policies.context
+    if policies.has_documents and policy.method == "auto" and policy.ulysses is None:
+        method, why = ContextMethod(), "which sends least for documents, known only when batches come"
+    else:
+        method, why = chosen_method(policy, layers, facts.tokens, mesh.cp, facts.parts, policies.cp_hosts)
     note = f"context: {method.name(mesh.cp)} over cp={mesh.cp}, {why}"
     return replace(mesh, cp_heads=method.heads), (note,)
 

@@ -161,6 +161,7 @@ def policies_of(
         settings.offload,
         frozenset(blocks),
         context=settings.context,
+        has_documents=bool(getattr(settings.data, "documents", False)),
         unit_norms=settings.monitor.unit_norms,
         rank_seconds=bool(settings.monitor.rank_seconds),
         has_guard=settings.guard is not None,
