@@ -198,7 +198,8 @@ def search(
         device: device of the ranks; None: CPU.
         hardware: rates of a rank; None: measured in this process, in about a second.
         free: keys that may change the numbers of the run: ``batch.global_size``, ``precision``, ``optimizer``,
-            ``offload.state``, ``offload.step``.
+            ``offload.state``, ``offload.step``. Ranks that share sequences (``mesh.cp``) and their method
+            (``context.method``) are tried if they are named, because not every model can be cut so.
         limit_s: seconds after which the search ends with what it has found; None: it ends when nothing can be better.
         loss: the loss function, as ``initialize`` takes it.
         knobs: keys of the knobs that are tried; None: all.
