@@ -93,7 +93,7 @@ def longest(options: argparse.Namespace) -> None:
             best = shardwise.longest(
                 lambda tokens: model(options, tokens),
                 config_of(ranks, method),
-                options.longest,
+                {"device": options.longest},
                 lambda tokens: {name: each.to("meta") for name, each in batch(tokens).items()},
                 ranks=ranks,
             )
