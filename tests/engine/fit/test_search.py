@@ -282,7 +282,7 @@ def test_bounds_hold_where_a_device_sums_the_replicas_of_shards(monkeypatch: pyt
 def test_ranks_that_share_sequences_are_searched_if_they_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their methods are tried too, and no bound of theirs is above its price."""
     monkeypatch.setattr(searching, "JobShelf", lambda *_: shelf(2))
-    given = {"make": lambda: gpt(2), "config": GIVEN, "example": tokens, "ranks": 4, "hardware": RATES}
+    given = {"make": lambda: gpt(2), "config": GIVEN, "example": tokens, "ranks": 2, "hardware": RATES}
     points = bounded(monkeypatch, **given, knobs=("mesh.cp", "context.method"), free=("mesh.cp", "context"))
     check_bounds(points)
     said = {" ".join(point.said) for point in points}
