@@ -14,11 +14,13 @@ from shardwise.comm.world import World
 from shardwise.engine.parts.pass_context import PassContext
 from shardwise.models import Gpt
 from shardwise.models.cache import KeyValueCache
+from shardwise.parallel.context import attention
+from shardwise.parallel.context.region import ContextRegion
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.expert.surroundings import ExpertContext
 from tests.engine.tables_net import row_of
-from tests.engine.test_context import SMALL, VOCABULARY, batch, begin, make
+from tests.engine.test_context import FOREIGN, SMALL, VOCABULARY, batch, begin, make
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "balance of each sequence, noise, room": {
@@ -257,6 +259,50 @@ def test_dropout_and_soft_caps_inside_attention_are_refused_by_name(ranks: Any) 
     for said in ranks(2).run(attention_refused):
         assert said.keys() == ATTENTION.keys()
         assert all(f"is asked for {name}, which no exchange" in text for name, text in said.items())
+
+
+def a_window_is_longer_by_one() -> Any:
+    right = ContextRegion.site
+
+    def wrong(self: ContextRegion, name: str, window: int | None = None) -> Any:
+        return right(self, name, None if window is None else window + 1)
+
+    return patch.object(ContextRegion, "site", wrong)
+
+
+def a_sink_counts_in_each_part() -> Any:
+    right = attention.with_sink
+
+    def wrong(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+        return right(out, right(out, lse, sink), sink)
+
+    return patch.object(attention, "with_sink", wrong)
+
+
+def planted_in_transformers(world: World) -> dict[str, str]:
+    transformers = pytest.importorskip("transformers")
+    said = {}
+    for kind, mistake in (("mistral", a_window_is_longer_by_one), ("gpt_oss", a_sink_counts_in_each_part)):
+        config = transformers.AutoConfig.for_model(kind, **FOREIGN[kind])
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        given = {"mesh": {"cp": 2}, "optimizer": {"type": "sgd", "lr": 0.1}, "check_first_step": "auto"}
+        with mistake():
+            engine = shardwise.initialize(model if kind == "gpt_oss" else model.double(), given, world=world)
+            tokens = torch.randint(VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(0))
+            try:
+                engine.train_step([{"input_ids": tokens, "labels": tokens}])
+            except PlanError as error:
+                said[kind] = str(error)
+                engine.discard()
+            engine.close()
+    return said
+
+
+def test_wrong_windows_and_sinks_of_transformers_are_seen(ranks: Any) -> None:
+    for said in ranks(2).run(planted_in_transformers):
+        assert said.keys() == {"mistral", "gpt_oss"}
+        assert all("uncut" in text for text in said.values()), said
 
 
 class Pooled(Gpt):
