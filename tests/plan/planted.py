@@ -41,6 +41,7 @@ def good(name: str) -> Plan:
         "leaving": lambda: plan(Mesh(), on_disk=1.0),
         "delayed": lambda: plan(Mesh(dp_shard=2), 1, on_disk=1.0, delayed=True),
         "weights on disk": lambda: plan(Mesh(dp_shard=2), 3, on_disk=0.5, weights_too=True, prefetch_bytes=1),
+        "halves": lambda: plan(Mesh(pp=2, dp_shard=2), 2, schedule="zb_h1"),
         "saved": lambda: plan(Mesh(pp=2, dp_shard=2), 3, saves=True, prefetch_bytes=1),
         "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
         "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),

@@ -268,6 +268,24 @@ PLANTED = [
         lambda rows: rows["all"].insert(1, unit(Kind.LOAD_WEIGHT, 1, 0)),
         r"LOAD_WEIGHT\(u1,0\) of a Unit whose shard lies on the device",
     ),
+    ("halves", drop("pp 0", unit(Kind.W, 1, 0)), r"REDUCE\(u1,0\) before W\(u1,0\)"),
+    ("halves", double("pp 0", unit(Kind.W, 1, 0)), "2 W of Unit 1 in microbatch 0; expected 1"),
+    (
+        "halves",
+        before("pp 0", unit(Kind.REDUCE, 1, 0), unit(Kind.W, 1, 0)),
+        r"REDUCE\(u1,0\) before W\(u1,0\)",
+    ),
+    (
+        "halves",
+        swap("pp 0", unit(Kind.W, 1, 0), unit(Kind.W, 1, 1)),
+        r"W\(u1,1\) outside a pass of stage 0 with",
+    ),
+    (
+        "halves",
+        before("pp 0", unit(Kind.REDUCE, 0, 0), unit(Kind.I, 0, 0)),
+        r"REDUCE\(u0,0\) before I\(u0,0\)",
+    ),
+    ("halves", drop("pp 1", unit(Kind.I, 2, 1)), r"W\(u2,1\) before I\(u2,1\)"),
     ("saved", drop("pp 0", unit(Kind.OFFLOAD, 1, 0)), r"no OFFLOAD\(u1\) before the end of F\(0,0\)"),
     ("saved", drop("pp 0", unit(Kind.OFFLOAD, 2, 1)), r"F\(u2,1\) before OFFLOAD\(u2\), while what 2 Units"),
     (
