@@ -101,6 +101,7 @@ NOT_A_USERS_MODULE = {
     "verify/shrink.py": "a model that is made smaller, before initialize",
     "verify/own.py": "a model of verify, which is measured and dropped",
     "verify/reference.py": "a model of verify, which is measured and dropped",
+    "verify/record.py": "a model of verify, which is measured and dropped",
 }
 REGISTERS = {"swap_tensors", "register_parameter", "register_buffer", "add_module"}
 ASSIGNED = {"forward", "__class__", "_apply", "data", "_forward_hooks", "_forward_pre_hooks"}
