@@ -47,6 +47,7 @@ class Case(NamedTuple):
     recompute: str = "none"
     tile: int = 0
     compiled: bool = False
+    method: str = "auto"
 
     @property
     def size(self) -> int:
@@ -140,6 +141,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "mesh": {"pp": case.pp, "dp": case.dp, "cp": case.cp, "tp": case.tp},
         "zero": {"stage": case.stage},
         "tensor": {"sequence_parallel": case.sequence},
+        "context": {"method": case.method},
         "recompute": case.recompute,
         "tiles": {"logits": case.tile or "off", "mlp": case.tile or "off"},
         "compile": {"scope": "blocks", "backend": "aot_eager"} if case.compiled else {},
@@ -206,8 +208,9 @@ CASES = [
     *(Case(**ALL, tp=2, kv_heads=2, sequence=sequence) for sequence in (True, False)),
     Case(pp=2, microbatches=2, family="gpt2", sinks=True, recompute="full"),
     Case(dp=2, stage=3, microbatches=1, sinks=True),
-    Case(cp=2),
-    Case(cp=2, **ALL, family="gpt2", stage=3),
+    Case(cp=2, method="planned"),
+    Case(cp=2, **ALL, family="gpt2", stage=3, method="ring"),
+    Case(cp=2, **ALL, method="planned"),
     Case(cp=2, length=2, microbatches=3),
     Case(cp=2, documents=False, **ALL, kv_heads=2, length=5),
     Case(cp=3, **ALL, heads=6, kv_heads=1, microbatches=3),

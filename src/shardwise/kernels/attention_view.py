@@ -57,7 +57,7 @@ class PackedDocuments:
 
 
 class AttentionView(NamedTuple):
-    """What the queries of one attention layer see, the argument ``view`` of its attention function."""
+    """The window, sink and documents of one attention layer, the argument ``view`` of its attention function."""
 
     window: int | None = None
     """Number of keys that a token sees at most, its own included; None: all earlier ones."""
