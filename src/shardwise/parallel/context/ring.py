@@ -42,7 +42,7 @@ class GradientsOf(Protocol):
 
 
 class RingBlocks(NamedTuple):
-    """What the queries of one rank see of the keys of each rank."""
+    """The keys of each rank that the queries of one rank see."""
 
     blocks: tuple[tuple[RowGroup, ...], ...]
     """By the number of places that the keys have travelled: the rank's own keys first."""
