@@ -65,7 +65,7 @@ def test_every_row_equals_one_process(ranks: Any, row: Any) -> None:
 SHAPES: tuple[dict[str, Any], ...] = (
     {"heads": 4, "kv_heads": 2},
     {"heads": 6, "width": 24, "kv_heads": 3},
-    {"heads": 4, "kv_heads": 1},
+    {"heads": 4, "kv_heads": 1, "sliding_window": 5},
 )
 ROWS = 2
 
