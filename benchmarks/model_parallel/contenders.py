@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 MICROBATCHES = (4, 8)
 _TENSOR = {"no": "tensor parallelism", "yes": "tensor and sequence parallelism"}
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
+RECOMPUTED = ("1f1b", "zb_h1", "zb_v")
+"""Schedules that also run with blocks that are computed again in the backward pass, with four microbatches."""
 
 
 class Contender(NamedTuple):
@@ -60,22 +62,15 @@ def _tensor() -> list[Contender]:
     return rows
 
 
-def _pipeline(schedule: str, microbatches: int) -> list[Contender]:
-    case = f"{schedule}, {microbatches}"
-    rows = [
-        Contender(
-            f"torch-{schedule}-{microbatches}",
-            case,
-            "torch",
-            "pipeline_peer:build",
-            2,
-            microbatches,
-            {"schedule": schedule},
-        )
-    ]
+def _pipeline(schedule: str, microbatches: int, recompute: str = "none") -> list[Contender]:
+    word = "" if recompute == "none" else "-recompute"
+    case = f"{schedule}{word}, {microbatches}"
+    options = {"schedule": schedule, "recompute": recompute}
+    name = f"torch-{schedule}-{microbatches}{word}"
+    rows = [Contender(name, case, "torch", "pipeline_peer:build", 2, microbatches, options)]
     for transport, short in (("torch", "gloo"), ("shared_memory", "shm")):
-        options = {"kind": "pipeline", "schedule": schedule, "transport": transport}
-        rows.append(_ours(f"shardwise-{schedule}-{microbatches}-{short}", case, microbatches, **options))
+        own = options | {"kind": "pipeline", "transport": transport}
+        rows.append(_ours(f"shardwise-{schedule}-{microbatches}-{short}{word}", case, microbatches, **own))
     return rows
 
 
@@ -89,6 +84,7 @@ CONTENDERS: list[Contender] = [
             *(row for schedule in SCHEDULES for row in _pipeline(schedule, microbatches)),
         ]
     ),
+    *(row for schedule in RECOMPUTED for row in _pipeline(schedule, 4, "full")),
 ]
 
 

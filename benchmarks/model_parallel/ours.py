@@ -67,6 +67,7 @@ def _parallel(row: Contender, work: Workload) -> dict[str, Any]:
     virtual_stages = INTERLEAVE[row.options["schedule"]]
     return {
         "mesh": {"pp": row.ranks},
+        "recompute": row.options["recompute"],
         "pipeline": {
             "schedule": row.options["schedule"],
             "virtual_stages": virtual_stages,

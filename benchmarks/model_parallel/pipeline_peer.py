@@ -1,4 +1,4 @@
-"""``torch.distributed.pipelining``: GPipe, 1F1B and interleaved 1F1B over gloo.
+"""``torch.distributed.pipelining``: GPipe, 1F1B, interleaved 1F1B and two zero-bubble schedules over gloo.
 
 Its stages are made of the same modules as ours (blocks, embedding, norm, head and their kernels), with the same blocks
 on the same ranks; its last stage returns logits, and the loss function is the same kernel that our head calls. Shapes
@@ -12,10 +12,18 @@ from typing import Any, cast
 import torch
 from contenders import Contender
 from setting import Running, Setting
-from split import INTERLEAVE, starts
+from split import INTERLEAVE, stages_of, starts
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 from workload import build_model
 
 from shardwise.kernels.cross_entropy import cross_entropy
@@ -26,8 +34,9 @@ from shardwise.models.gpt import Gpt
 class Part(nn.Module):
     """Blocks [first, last) of ``model``, with what stands before the first block and after the last."""
 
-    def __init__(self, model: Gpt, first: int, last: int) -> None:
+    def __init__(self, model: Gpt, first: int, last: int, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         p = model.policy
         self.head_size, self.theta = p.head_size, p.rope_theta
         self.embed = model.embed if first == 0 else None
@@ -41,7 +50,7 @@ class Part(nn.Module):
         if self.embed is not None:
             x = self.embed(x)
         for block in self.blocks:
-            x = block(x, at)
+            x = checkpoint(block, x, at, use_reentrant=False) if self.recompute else block(x, at)
         if self.norm is None or self.head is None:
             return x
         logits: Tensor = self.head(self.norm(x))
@@ -74,20 +83,26 @@ class PipeliningLoop(Running):
 def build(row: Contender, setting: Setting) -> Running:
     """The stages of this rank, round robin, and their schedule."""
     work, rank = setting.workload, setting.rank
-    kind = row.options["schedule"]
+    kind, recompute = row.options["schedule"], row.options["recompute"] == "full"
     stages = row.ranks * INTERLEAVE[kind]
     bounds = [*starts(work, stages), work.layers]
     model = cast(Gpt, build_model(work))
     here = [
-        PipelineStage(Part(model, bounds[s], bounds[s + 1]), s, stages, torch.device("cpu"))
-        for s in range(rank, stages, row.ranks)
+        PipelineStage(Part(model, bounds[s], bounds[s + 1], recompute), s, stages, torch.device("cpu"))
+        for s in stages_of(kind, rank, row.ranks)
     ]
     del model
-    if kind == "interleaved_1f1b":
-        schedule: Any = ScheduleInterleaved1F1B(cast(Any, here), row.microbatches, loss_fn=cross_entropy)
+    several = {
+        "interleaved_1f1b": ScheduleInterleaved1F1B,
+        "zb_h1": ScheduleInterleavedZeroBubble,
+        "zb_v": ScheduleZBVZeroBubble,
+    }
+    if kind in several:
+        schedule: Any = several[kind](cast(Any, here), row.microbatches, loss_fn=cross_entropy)
     else:
         single = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[kind]
         schedule = single(here[0], row.microbatches, loss_fn=cross_entropy)
     parameters = [parameter for stage in here for parameter in stage.submod.parameters()]
     optimizer = AdamW(parameters, fused=True, **work.adamw)
-    return PipeliningLoop(schedule, optimizer, is_first=rank == 0, is_last=rank == row.ranks - 1)
+    is_last = stages - 1 in stages_of(kind, rank, row.ranks)
+    return PipeliningLoop(schedule, optimizer, is_first=rank == 0, is_last=is_last)
