@@ -77,7 +77,7 @@ class ProductQueue:
         self._running = microbatch
 
     def close(self) -> None:
-        """End I."""
+        """End I of the running microbatch, so that no product waits any more."""
         self._running = None
 
     def has(self, parameter: Tensor) -> bool:
