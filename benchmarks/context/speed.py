@@ -53,7 +53,7 @@ def shape(options: argparse.Namespace) -> GptPolicy:
 def batch(options: argparse.Namespace) -> dict[str, Tensor]:
     """Return one sequence of random tokens, and of documents if they are asked for."""
     drawn = torch.randint(0, 256, (1, options.tokens + 1), generator=torch.Generator().manual_seed(0))
-    found = {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
+    found = {"tokens": drawn[:, :-1].clone(), "targets": drawn[:, 1:].clone()}
     if options.documents:
         found["documents"] = torch.arange(options.tokens)[None] // options.documents
         found["targets"][:, options.documents - 1 :: options.documents] = -100
