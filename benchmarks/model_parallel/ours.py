@@ -68,6 +68,7 @@ def _parallel(row: Contender, work: Workload) -> dict[str, Any]:
     return {
         "mesh": {"pp": row.ranks},
         "recompute": row.options["recompute"],
+        "check_first_step": "off",  # it holds the uncut model once, which no peer does
         "pipeline": {
             "schedule": row.options["schedule"],
             "virtual_stages": virtual_stages,

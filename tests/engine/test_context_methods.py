@@ -118,7 +118,7 @@ def foreseen(cp: int, way: Any, shape: dict[str, Any]) -> int:
     return sum(call.elements * call.calls for call in calls)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_plan_has_what_is_sent(ranks: Any, cp: int) -> None:
     ways = [way for size, way in WAYS if size == cp]
     cases = [(way, shape) for way in ways for shape in SHAPES]

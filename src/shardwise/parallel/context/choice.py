@@ -22,10 +22,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from shardwise.parallel.context.keys import travelling_rows
-from shardwise.parallel.context.layout import cut_in_groups
+from shardwise.parallel.context.heads import share_heads, users_of
+from shardwise.parallel.context.layout import cut_in_groups, travelling_rows
 from shardwise.parallel.context.policy import ContextPolicy
-from shardwise.parallel.context.ulysses import share_heads, users_of
 
 KeysBy = Literal["planned", "ring"]
 _ONE: tuple[tuple[int, ...], ...] = ((0,),)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from shardwise.kernels.attention_parts import RowGroup
 from shardwise.kernels.attention_view import Starts, seen_groups
-from shardwise.parallel.context.layout import ContextLayout, TokenRange, needed_keys
+from shardwise.parallel.context.layout import ContextLayout, TokenRange, travelling_rows
 
 
 class KeyExchange(NamedTuple):
@@ -58,30 +58,6 @@ def plan_exchange(layout: ContextLayout, rank: int, starts: Starts, window: int 
         seen_groups(own, own, starts, layout.length, window),
         seen_groups(own, came, starts, layout.length, window),
     )
-
-
-def travelling_rows(
-    layout: ContextLayout, starts: Starts, window: int | None = None
-) -> list[list[tuple[TokenRange, ...]]]:
-    """Return the tokens whose keys go from one rank to another, by sender and receiver.
-
-    Args:
-        layout: The cut of the sequences.
-        starts: First token of each document, for each sequence.
-        window: Number of keys that a token sees at most, or None.
-    """
-    ranks = range(len(layout.ranges))
-    needed = [needed_keys(layout, each, starts, window) for each in ranks]
-    return [
-        [() if sender == receiver else _common(layout.ranges[sender], needed[receiver]) for receiver in ranks]
-        for sender in ranks
-    ]
-
-
-def _common(held: Sequence[TokenRange], wanted: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
-    """Return the tokens that are in both, in the order of ``held``."""
-    both = (TokenRange(max(a.start, b.start), min(a.stop, b.stop)) for a in held for b in wanted)
-    return tuple(each for each in both if each.start < each.stop)
 
 
 def _held_at(held: Sequence[TokenRange], ranges: Sequence[TokenRange]) -> list[TokenRange]:

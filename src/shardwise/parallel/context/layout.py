@@ -225,3 +225,27 @@ def needed_keys(
         else:
             joined.append(each)
     return tuple(joined)
+
+
+def travelling_rows(
+    layout: ContextLayout, starts: Sequence[Sequence[int]], window: int | None = None
+) -> list[list[tuple[TokenRange, ...]]]:
+    """Return the tokens whose keys go from one rank to another, by sender and receiver.
+
+    Args:
+        layout: The cut of the sequences.
+        starts: First token of each document, for each sequence.
+        window: Number of keys that a token sees at most, or None.
+    """
+    ranks = range(len(layout.ranges))
+    needed = [needed_keys(layout, each, starts, window) for each in ranks]
+    return [
+        [() if sender == receiver else _common(layout.ranges[sender], needed[receiver]) for receiver in ranks]
+        for sender in ranks
+    ]
+
+
+def _common(held: Sequence[TokenRange], wanted: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
+    """Return the tokens that are in both, in the order of ``held``."""
+    both = (TokenRange(max(a.start, b.start), min(a.stop, b.stop)) for a in held for b in wanted)
+    return tuple(each for each in both if each.start < each.stop)

@@ -260,6 +260,8 @@ def _places(
         ranks: Number of equal pieces into which the part is cut.
         index: Index of this rank's piece.
     """
+    if part is None and ranks == 1:
+        return torch.arange(batch * here, device=device), here
     if part is None:
         length, at = here * ranks, torch.arange(here, device=device) + index * here
     else:
