@@ -28,6 +28,8 @@ from shardwise.engine.parts.shared import SharedGradients
 from shardwise.engine.step import end as step_end
 from shardwise.engine.step import training_step
 from shardwise.engine.step.pipeline import _PipelineTraining
+from shardwise.kernels import deferred
+from shardwise.kernels.deferred import ProductQueue
 from shardwise.kernels.dropout import EqualPart
 from shardwise.models import dropout
 from shardwise.models.dropout import KeyedDropout
@@ -980,6 +982,38 @@ def keys_of_other_ranks_are_not_seen(rank: int) -> Patch:
     return patch.object(context_attention, "_leave", lambda k, v, site, what: lambda: None)
 
 
+def products_are_forgotten(rank: int) -> Patch:
+    """W drops the products that wait for it."""
+    right = ProductQueue.take
+
+    def wrong(self: ProductQueue, microbatch: int, unit: int) -> Iterator[Any]:
+        right(self, microbatch, unit)
+        return iter(())
+
+    return patch.object(ProductQueue, "take", wrong)
+
+
+def products_of_another_sample(rank: int) -> Patch:
+    """W multiplies the gradient of an output by the input of another sample."""
+    right = deferred.weight_product
+
+    def wrong(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+        return right(grad, x.roll(1, 0), transposed)
+
+    return patch.object(deferred, "weight_product", wrong)
+
+
+def vectors_counted_in_both_halves(rank: int) -> Patch:
+    """The gradient of a norm or a bias, which comes in I, is added again in W."""
+    right = ProductQueue.put
+
+    def wrong(self: ProductQueue, parameter: torch.nn.Parameter, product: Any, *held: Tensor) -> None:
+        for _ in range(1 + (parameter.dim() == 1)):
+            right(self, parameter, product, *held)
+
+    return patch.object(ProductQueue, "put", wrong)
+
+
 def _masks(change: Callable[[Any], Any]) -> Patch:
     right = dropout.keyed_dropout
     return patch.object(dropout, "keyed_dropout", lambda x, p, draw, cut=None: right(x, p, change(draw), cut))
@@ -1041,6 +1075,7 @@ def start_weights_by_rank(rank: int) -> Patch:
 GPT2_WHOLE = Case("tp=2", "gpt2", keys=(("tensor.sequence_parallel", False),))
 WHOLE = Case("tp=2", keys=(("tensor.sequence_parallel", False),))
 PIPELINE = Case("pp=2", microbatches=5)
+SPLIT = Case("pp=2", "gpt2", microbatches=4, keys=(("pipeline.schedule", "zb_h1"),))
 TIED = Case("pp=3", "gpt2", microbatches=4)
 DATA, STAGE_1 = Case("dp=2,zero=0", microbatches=2), Case("dp=2,zero=1", microbatches=2)
 STAGE_2, STAGE_3 = Case("dp=2,zero=2", microbatches=2), Case("dp=2,zero=3", microbatches=2)
@@ -1229,6 +1264,10 @@ BUGS: list[Bug] = [
     _bug(parts_count_alike, CUT, "gradient", "*", by="check"),
     _bug(every_copy_in_the_norm, CUT, "norm", shows=("norm",), name="copies in the norm, cp", by="check"),
     _bug(keys_of_other_ranks_are_not_seen, CUT, "activation", "*", ALL, by="check"),
+    # Backward passes in two parts
+    _bug(products_are_forgotten, SPLIT, "gradient", "*", by="check"),
+    _bug(products_of_another_sample, SPLIT, "gradient", "*", by="check"),
+    _bug(vectors_counted_in_both_halves, SPLIT, "gradient", "*", by="check"),
     # Dropout
     _bug(masks_by_rank, DROPPING, "activation", "*dropout", ALL, by="check"),
     _bug(

@@ -21,6 +21,7 @@ Cost:  from I to W the memory of x and dy of each layer: N·K + N·M elements; x
 Shapes: N tokens, K inputs, M outputs; x [..., K], W [M, K] (``transposed``: [K, M]), dy [..., M].
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -28,6 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Product = Callable[[], Tensor]
 """Function that computes the gradient of a weight."""
@@ -52,6 +54,10 @@ class ProductQueue:
         """Bytes of the storages that wait, by (microbatch, Unit) and identity."""
         self.most_bytes = 0
         """Most bytes that have waited at once."""
+        self._products_of: set[int] = set()
+        """Parameters of which a layer's product has waited, by ``id``; of others a gradient of I waits."""
+        self._watches: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
+        """Functions that get the gradients of a parameter, by handle."""
 
     def own(self, parameters: Mapping[nn.Parameter, int]) -> None:
         """Let the gradients of ``parameters`` wait.
@@ -83,6 +89,28 @@ class ProductQueue:
     def has(self, parameter: Tensor) -> bool:
         """Return True if the gradient of ``parameter`` may wait."""
         return id(parameter) in self._units
+
+    def watch(self, parameter: Tensor, function: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Call ``function`` with each gradient of ``parameter`` that W computes.
+
+        A hook on the parameter sees no gradient in I. It keeps products from waiting unless its attribute
+        ``watches_w`` is true, which says that it is given to this method too.
+
+        Args:
+            parameter: The parameter.
+            function: The function.
+
+        Returns:
+            Handle that removes the function.
+        """
+        handle = RemovableHandle(self._watches)
+        self._watches[handle.id] = id(parameter), function
+        return handle
+
+    def put_product(self, parameter: nn.Parameter, product: Product, *held: Tensor) -> None:
+        """Add the product of a layer, of which autograd sees no gradient; arguments as for ``put``."""
+        self._products_of.add(id(parameter))
+        self.put(parameter, product, *held)
 
     def put(self, parameter: nn.Parameter, product: Product, *held: Tensor) -> None:
         """Add a product for the gradient of ``parameter`` in the running microbatch.
@@ -125,6 +153,10 @@ class ProductQueue:
                 gradient = first()
                 for product in others:  # autograd adds up the gradients of several uses in this order
                     gradient = gradient + product()
+            if self._watches and id(parameter) in self._products_of:
+                for watched, function in self._watches.values():
+                    if watched == id(parameter):
+                        function(gradient)
             yield parameter, gradient
         self._storages.pop(key, None)
 
@@ -188,7 +220,9 @@ def deferral_of(
 def _has_hooks(parameter: Any) -> bool:
     """Return True if the user has hooks on a gradient, which expect it in the backward pass; the engine has one."""
     with torch._C.DisableTorchFunctionSubclass():  # a released parameter's Python override is slow
-        return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+        hooks = (parameter._backward_hooks or {}).values()
+        watches_w = all(getattr(hook, "watches_w", False) for hook in hooks)
+        return not watches_w or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 def later(deferral: Deferral | None, product: Product, *held: Tensor) -> Tensor | None:
@@ -202,7 +236,9 @@ def later(deferral: Deferral | None, product: Product, *held: Tensor) -> Tensor 
     if deferral is None or not deferral.is_open:
         return product()
     form = deferral.form
-    deferral.queue.put(deferral.parameter, product if form is None else lambda: form(product()), *held)
+    deferral.queue.put_product(
+        deferral.parameter, product if form is None else lambda: form(product()), *held
+    )
     return None
 
 

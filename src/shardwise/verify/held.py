@@ -152,7 +152,9 @@ class HeldState:
         """Record the step that runs inside the context."""
         self._addends = {}
         watched = self._own.items() if self._records else ()
-        handles = [self._watch(name, each) for name, each in watched if each.requires_grad]
+        handles = [
+            handle for name, each in watched if each.requires_grad for handle in self._watch(name, each)
+        ]
         try:
             with self.trail.recording():
                 yield
@@ -166,13 +168,23 @@ class HeldState:
             self.found["addends"].append(self._addends)
             self.found["copies"].append(self._weights())
 
-    def _watch(self, name: str, parameter: Tensor) -> Any:
-        def reached(gradient: Tensor) -> None:
-            if gradient.layout is torch.strided:
+    def _watch(self, name: str, parameter: Tensor) -> list[Any]:
+        """Record the gradients of a parameter, and return the handles that end it.
+
+        A gradient whose product waits for W does not pass autograd, so the queue is watched too.
+        """
+
+        def reached(gradient: Tensor | None) -> None:
+            if gradient is not None and gradient.layout is torch.strided:
                 self._addends.setdefault(name, []).append(gradient.detach().clone())
                 self.trail.mark(f"own gradient of {name}")
 
-        return parameter.register_hook(reached)  # type: ignore[no-untyped-call]
+        reached.watches_w = True  # type: ignore[attr-defined]
+        queues = (hooks.windows.products for hooks in self._parts.hooks)
+        handles = [
+            queue.watch(parameter, reached) for queue in queues if queue is not None and queue.has(parameter)
+        ]
+        return [parameter.register_hook(reached), *handles]  # type: ignore[no-untyped-call]
 
 
 def _positions(parts: EngineParts, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
