@@ -12,9 +12,9 @@ from shardwise.base.errors import PlanError, UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.engine.parts.pass_context import PassContext
+from shardwise.kernels import viewed_attention
 from shardwise.models import Gpt
 from shardwise.models.cache import KeyValueCache
-from shardwise.parallel.context import attention
 from shardwise.parallel.context.region import ContextRegion
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
@@ -271,12 +271,12 @@ def a_window_is_longer_by_one() -> Any:
 
 
 def a_sink_counts_in_each_part() -> Any:
-    right = attention.with_sink
+    right = viewed_attention.with_sink
 
     def wrong(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
         return right(out, right(out, lse, sink), sink)
 
-    return patch.object(attention, "with_sink", wrong)
+    return patch.object(viewed_attention, "with_sink", wrong)
 
 
 def planted_in_transformers(world: World) -> dict[str, str]:

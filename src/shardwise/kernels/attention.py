@@ -31,7 +31,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardwise.kernels.attention_view import AttentionView, seen_by_last
 from shardwise.kernels.choice import kernel_device
 from shardwise.kernels.operation import operation
-from shardwise.kernels.viewed_attention import attend_to_seen
+from shardwise.kernels.viewed_attention import OwnKeys, attend_to_seen
 
 _KEEP_UP_TO = 512
 """Length of the longest sequence whose attention weights are kept: they are then a fifth of a block's activations."""
@@ -78,7 +78,7 @@ def _viewed(q: Tensor, k: Tensor, v: Tensor, view: AttentionView) -> Tensor:
     if view.sink is None and not view.hides(k.shape[2]):
         return causal_attention(q, k, v)
     groups = seen_by_last(q.shape[2], k.shape[2], view.starts(len(q)), view.window)
-    return attend_to_seen(q, k, v, view.sink, groups)
+    return attend_to_seen(q, k, v, view.sink, OwnKeys(groups))
 
 
 def _repeats_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:

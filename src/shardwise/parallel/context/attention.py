@@ -21,25 +21,18 @@ Shapes: B sequences, H heads, N key and value heads, t tokens of this rank, K he
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
-from shardwise.kernels.attention_parts import (
-    RowGroup,
-    attend,
-    attend_backward,
-    row_products,
-    sink_gradient,
-    with_sink,
-)
+from shardwise.kernels.attention_parts import RowGroup
 from shardwise.kernels.operation import operation
+from shardwise.kernels.viewed_attention import GradientsOf, attend_to_seen
 from shardwise.parallel.context.keys import KeyExchange
-from shardwise.parallel.context.ring import GradientsOf, RingBlocks, ring_gradients, ring_parts
+from shardwise.parallel.context.ring import RingBlocks, ring_gradients, ring_parts
 from shardwise.parallel.context.ulysses import own_heads, to_heads, to_tokens
 
 
@@ -54,6 +47,23 @@ class AttentionSite(NamedTuple):
     """Name of the layer in errors."""
     heads: Group | None = None
     """The ranks that exchange heads for tokens before, or None."""
+
+    def parts(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Sequence[RowGroup]]]:
+        """Yield keys and values with what the queries see of them: this rank's own, and then those that arrive."""
+        if isinstance(self.keys, RingBlocks):
+            yield from ring_parts(k, v, self.keys, self.group, self.name)
+            return
+        arriving = _leave(k, v, self, "keys")
+        yield k, v, self.keys.own
+        others = arriving()
+        if others is not None:
+            yield *others, self.keys.arrived
+
+    def gradients(self, k: Tensor, v: Tensor, gradients_of: GradientsOf) -> tuple[Tensor, Tensor]:
+        """Return the gradients of this rank's keys and values, summed over the queries of all ranks."""
+        if isinstance(self.keys, RingBlocks):
+            return ring_gradients(k, v, self.keys, self.group, self.name, gradients_of)
+        return _planned_gradients(k, v, self.keys, self, gradients_of)
 
 
 @operation("product")
@@ -70,80 +80,16 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, site
     Returns:
         [B, H, t, K].
     """
-    found: Tensor
     if site.heads is None or site.heads.size == 1:
-        found = _ContextAttention.apply(q, k, v, sink, site)
-        return found
+        return attend_to_seen(q, k, v, sink, site)
     heads, kv_heads = q.shape[1], k.shape[1]
     q, k, v = to_heads(q, k, v, site.heads, site.name)
     sink = None if sink is None else own_heads(sink, kv_heads, site.heads)
     if q.shape[1]:
-        found = _ContextAttention.apply(q, k, v, sink, site)
+        found = attend_to_seen(q, k, v, sink, site)
     else:  # A rank without heads computes nothing, but autograd has to find the sink in use on every rank.
         found = q if sink is None else q * sink.to(q.dtype).view(-1, 1, 1)
     return to_tokens(found, heads, kv_heads, site.heads, site.name)
-
-
-class _ContextAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, site: AttentionSite
-    ) -> Tensor:
-        q, k, v = _alone(q), _alone(k), _alone(v)
-        sums: tuple[Tensor, Tensor] | None = None
-        for keys, values, groups in _parts(k, v, site):
-            sums = attend(q, keys, values, groups, sums)
-        assert sums is not None, "a rank has keys of its own"
-        out, lse = sums
-        if sink is not None:
-            lse = with_sink(out, lse, sink)
-        result = out.to(q.dtype)
-        ctx.site = site
-        ctx.save_for_backward(q, k, v, result, lse, *(() if sink is None else (sink,)))
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        site: AttentionSite = ctx.site
-        q, k, v, out, lse, *sinks = ctx.saved_tensors
-        # A query that sees nothing has no weights: exp(-inf - 0) is 0, and exp(-inf + inf) would not be a number.
-        lse = lse.masked_fill(lse == float("-inf"), 0)
-        d_q = torch.zeros_like(q, dtype=lse.dtype)
-
-        def gradients_of(
-            keys: Tensor,
-            values: Tensor,
-            groups: Sequence[RowGroup],
-            into: tuple[Tensor, Tensor] | None = None,
-        ) -> tuple[Tensor, Tensor]:
-            return attend_backward(q, keys, values, groups, grad, lse, out, d_q, into)
-
-        if isinstance(site.keys, RingBlocks):
-            d_k, d_v = ring_gradients(k, v, site.keys, site.group, site.name, gradients_of)
-        else:
-            d_k, d_v = _planned_gradients(k, v, site.keys, site, gradients_of)
-        d_sink = None
-        if sinks:
-            d_sink = sink_gradient(sinks[0], lse, row_products(out, grad)).to(sinks[0].dtype)
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sink, None
-
-
-def _alone(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if its memory holds other tensors, which would be kept until the backward pass."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.contiguous()
-
-
-def _parts(k: Tensor, v: Tensor, site: AttentionSite) -> Iterator[tuple[Tensor, Tensor, Sequence[RowGroup]]]:
-    """Yield keys and values with what the queries see of them: this rank's own, and then those that arrive."""
-    if isinstance(site.keys, RingBlocks):
-        yield from ring_parts(k, v, site.keys, site.group, site.name)
-        return
-    arriving = _leave(k, v, site, "keys")
-    yield k, v, site.keys.own
-    others = arriving()
-    if others is not None:
-        yield *others, site.keys.arrived
 
 
 def _planned_gradients(

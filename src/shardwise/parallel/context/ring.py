@@ -16,7 +16,7 @@ Shapes: B sequences, N key and value heads, t tokens of a rank with padding, K h
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,20 +25,8 @@ from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.kernels.attention_parts import RowGroup
 from shardwise.kernels.attention_view import Starts, seen_groups
+from shardwise.kernels.viewed_attention import GradientsOf
 from shardwise.parallel.context.layout import ContextLayout
-
-
-class GradientsOf(Protocol):
-    """Function from keys, values and what the queries see of them to the gradients of both."""
-
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        groups: Sequence[RowGroup],
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of keys and values; those of ``into`` are added to."""
 
 
 class RingBlocks(NamedTuple):
