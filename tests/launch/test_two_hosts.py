@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.namespaces import NamespaceHost, namespaces
 
 _TRAIN = """
 import torch
@@ -85,71 +86,32 @@ engine.world.barrier()
 engine.print(json.dumps({"sent": (int(counter.read_text()) - before) / 4, "losses": losses}))
 engine.close()
 """
-_ADDRESS = "10.213.7.{}"
-
-
-def _can_make_namespaces() -> bool:
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        return False
-    made = subprocess.run(["ip", "netns", "add", "shardwise_trial"], capture_output=True)
-    subprocess.run(["ip", "netns", "delete", "shardwise_trial"], capture_output=True)
-    return made.returncode == 0
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two namespaces with a cable between them."""
-    if not _can_make_namespaces():
-        pytest.skip("needs the right to make network namespaces")
-    names = [f"shardwise{number}_{os.getpid()}" for number in (1, 2)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            "cable1",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable2",
-            "netns",
-            names[1],
-        )
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"{_ADDRESS.format(number)}/24", "dev", f"cable{number}")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", f"cable{number}", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+def hosts() -> Iterator[list[NamespaceHost]]:
+    """Two hosts with a cable between them, whose names resolve nowhere."""
+    with namespaces() as made:
+        yield made
 
 
 def _losses(text: str) -> list[float]:
     return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
 
 
-def _run(hosts: list[str], script: Path, *words: str) -> list[str]:
+def _run(hosts: list[NamespaceHost], script: Path, *words: str) -> list[str]:
     """What two ranks on each host printed, by host."""
     launch = [sys.executable, "-m", "shardwise", "launch", "-n", "2", "--num_nodes", "2"]
     started = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, *launch, "--node_rank", str(number)]
-            + ["--master_addr", _ADDRESS.format(1), str(script), *words],
+        host.start(
+            *(*launch, "--node_rank", str(number)),
+            *("--master_addr", hosts[0].address, str(script), *words),
             env=os.environ | {"SHARDWISE_SECRET": "of both hosts"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for number, name in enumerate(hosts)
+        for number, host in enumerate(hosts)
     ]
     said = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
@@ -158,7 +120,7 @@ def _run(hosts: list[str], script: Path, *words: str) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("training", [_TRAIN, _EXPERTS], ids=["dense", "experts"])
-def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, training: str) -> None:
+def test_two_hosts_train_as_one(hosts: list[NamespaceHost], tmp_path: Path, training: str) -> None:
     """Experts in two levels: of all 80 tokens, each with experts everywhere, a row crosses once."""
     script = tmp_path / "train.py"
     script.write_text(training)
@@ -179,7 +141,7 @@ def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, training: str)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("reduce", "most"), [("bf16", 0.55), ("fp32", 0.75)])
 def test_two_levels_send_fewer_bytes(
-    hosts: list[str], tmp_path: Path, stage: int, reduce: str, most: float
+    hosts: list[NamespaceHost], tmp_path: Path, stage: int, reduce: str, most: float
 ) -> None:
     """Bytes on the cable in a step, as the kernel counts them, beside those of exchanges in one level.
 
